@@ -1,0 +1,42 @@
+# ckptless: `make demo` shows it, `make test` tests it; both set up their own virtual environment first.
+PYTHON ?= python3.11
+VENV   ?= .venv
+# Pinned so that an index or folder that offers the CPU build (2.13.0+cpu) wins over the CUDA one.
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+
+.PHONY: setup demo test test-slow lint types imports check format clean
+setup: $(STAMP)
+
+$(STAMP): setup.cfg Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --progress-bar off $(TORCH)
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,plot,test,lint]'
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m 'not slow' $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+	$(BIN)/mypy tests
+
+imports: $(STAMP)
+	$(BIN)/lint-imports
+
+check: lint types imports test
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Everything of ckptless that is not in the training process: daemon, agent, launcher, ledger, ckptctl."""

@@ -1,0 +1,43 @@
+"""Every error that ckptless raises on purpose.
+
+CkptlessError
+ +- UsageError          the user can mend it: one sentence that says what to change
+ +- ProtocolError       a message or file that breaks its format, version or limits
+ +- LedgerError         the ledger cannot be opened or written
+ +- PeerError           another process cannot be reached, or is not who it should be
+ +- RecoveryError       a fault that ckptless cannot answer; the text names the reason
+"""
+
+
+class CkptlessError(Exception):
+    """Root of the tree. `exit_code` is what a command ends with."""
+
+    exit_code = 1
+
+
+class UsageError(CkptlessError):
+    """A mistake of the user's: the message is one sentence that says what to change."""
+
+    exit_code = 2
+
+
+class ProtocolError(CkptlessError):
+    """A frame, message or file that breaks its format, its version or its limits."""
+
+
+class LedgerError(CkptlessError):
+    """The ledger cannot be opened, migrated or written."""
+
+    exit_code = 3
+
+
+class PeerError(CkptlessError):
+    """Another process cannot be reached in time, or failed to prove who it is."""
+
+    exit_code = 3
+
+
+class RecoveryError(CkptlessError):
+    """A fault without an answer: no spare, no step that every rank can give, a budget used up."""
+
+    exit_code = 4

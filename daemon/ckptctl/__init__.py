@@ -1,0 +1,1 @@
+"""`ckptctl`: reads the ledger for people and scripts."""

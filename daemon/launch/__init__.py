@@ -1,0 +1,1 @@
+"""`ckptless-run`: torchrun's command line; starts the agents."""

@@ -1,0 +1,1 @@
+"""The ledger: what happened to every job, in SQLite."""

@@ -1,0 +1,1 @@
+"""Daemon to daemon and agent to agent: authenticated connections over TCP."""
