@@ -1,0 +1,130 @@
+"""What the ledger keeps: one frozen struct per kind of row, written by the daemon and read by ckptctl.
+
+Every record carries the identity that makes writing it twice harmless (`key`), so that daemons may tell
+each other what they saw and ckptctl may merge several nodes' ledgers. Times are seconds since the Unix
+epoch by the clock of the daemon that led; phases are durations in seconds.
+"""
+
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+JobState: TypeAlias = Literal["starting", "running", "recovering", "done", "failed", "stopped"]
+NodeState: TypeAlias = Literal["up", "daemon-away", "lost"]
+Level: TypeAlias = Literal["info", "warning", "error"]
+
+# The phases of a recovery, in order. They do not overlap; their sum is the recovery.
+PHASES = ("detect", "stop", "leave", "agree", "join", "restore", "first step")
+
+
+class JobRecord(Struct, frozen=True, kw_only=True, tag="job", forbid_unknown_fields=True):
+    """A job. Key: job."""
+
+    job: str
+    command: tuple[str, ...]
+    world_size: int
+    nodes: int
+    spares: int
+    state: JobState
+    started_s: float
+    ended_s: float | None = None
+    exit_code: int | None = None
+    reason: str | None = None
+
+
+class NodeRecord(Struct, frozen=True, kw_only=True, tag="node", forbid_unknown_fields=True):
+    """A node of a job's allocation. Key: job, node. A later `updated_s` replaces."""
+
+    job: str
+    node: int
+    name: str
+    address: str
+    state: NodeState
+    daemon_pid: int | None
+    agent_pid: int | None
+    updated_s: float
+
+
+class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_fields=True):
+    """A slot and the process in it. Key: job, node, slot. A later `updated_s` replaces.
+
+    `rank` is None for a spare; `phase` is the agent's word (see `messages.Phase`).
+    """
+
+    job: str
+    node: int
+    slot: int
+    rank: int | None
+    generation: int
+    pid: int | None
+    phase: str
+    step: int | None
+    loss: float | None
+    updated_s: float
+
+
+class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forbid_unknown_fields=True):
+    """One agreed assignment of ranks to slots. Key: job, generation.
+
+    `places[rank]` is (node, slot). `restore_step` is None where every rank builds anew. `faults` are the
+    ids of the faults that this generation answers.
+    """
+
+    job: str
+    generation: int
+    places: tuple[tuple[int, int], ...]
+    restore_step: int | None
+    rung: str
+    faults: tuple[str, ...]
+    leader: int
+    agreed_s: float
+
+
+class FaultRecord(Struct, frozen=True, kw_only=True, tag="fault", forbid_unknown_fields=True):
+    """Something observed. Key: fault (its id)."""
+
+    fault: str
+    job: str
+    kind: str
+    node: int
+    slot: int | None
+    rank: int | None
+    generation: int
+    detail: str
+    seen_s: float
+
+
+class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_unknown_fields=True):
+    """From the first sign of a fault to the first new step. Key: job, generation (the new one).
+
+    `phases` maps names of PHASES to seconds, as far as the recovery came. `outcome`: "recovered",
+    "superseded" (another fault came first; the next generation's recovery goes on), "failed", or None
+    while it runs.
+    """
+
+    job: str
+    generation: int
+    rung: str
+    faults: tuple[str, ...]
+    restore_step: int | None
+    started_s: float
+    phases: dict[str, float]
+    outcome: str | None
+
+
+class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown_fields=True):
+    """A line of the story. Key: event (its id, unique over all daemons of the job)."""
+
+    event: str
+    job: str
+    node: int
+    at_s: float
+    level: Level
+    kind: str
+    generation: int | None
+    text: str
+
+
+Record: TypeAlias = (
+    JobRecord | NodeRecord | SlotRecord | GenerationRecord | FaultRecord | RecoveryRecord | EventRecord
+)
