@@ -1,0 +1,59 @@
+"""Frames: a length (u32, little endian), then one msgpack message; sans I/O.
+
+A frame over the edge's limit, a body that is no msgpack, an unknown tag or field: ProtocolError, and the
+connection it came on must be closed, since nothing after it can be trusted.
+"""
+
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ckptless.daemon.api.errors import ProtocolError
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("<I")
+_ENCODER = msgspec.msgpack.Encoder()
+
+CONTROL_LIMIT = 16 << 20
+RANK_LIMIT = 64 << 20
+
+
+def encode(message: object) -> bytes:
+    """One frame."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Decoder(Generic[T]):
+    """Takes bytes as they come, gives whole messages of the union type `kind`."""
+
+    def __init__(self, kind: Any, limit: int) -> None:
+        self._decode: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """Messages completed by `data`, in order. Raises ProtocolError."""
+        self._buffer += data
+        messages: list[T] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > self._limit:
+                raise ProtocolError(f"a frame of {length} bytes; the limit here is {self._limit}")
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(self.parse(bytes(self._buffer[start + _LENGTH.size : end])))
+            start = end
+        del self._buffer[:start]
+        return messages
+
+    def parse(self, body: bytes) -> T:
+        """One message out of a frame's body. Raises ProtocolError."""
+        try:
+            return self._decode.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"not a message of this edge: {error}") from error

@@ -1,0 +1,413 @@
+"""Every message between a rank, its agent and its daemon, and what they are made of.
+
+All are frozen, tagged structs, parsed strictly (an unknown field or tag is a ProtocolError). State is told,
+not changes of state: an agent sends its whole `AgentState` whenever it changes, so a message that is lost,
+late or doubled does no harm, and a daemon that has just started knows all after one message.
+"""
+
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+PROTOCOL = 1
+
+
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Root of every message; the tag is the class's name."""
+
+
+class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Root of what messages are made of; frozen and without a tag."""
+
+
+# --------------------------------------------------------------------------------------- the job
+
+
+class Place(Value, order=True):
+    """A slot: node id and local index on it."""
+
+    node: int
+    slot: int
+
+
+class Limits(Value):
+    """Deadlines in seconds, all derived from one knob (`from_max_stall`), and budgets in tries.
+
+    `pong_s`: a rank that does not answer for so long is killed. `leave_s`: from STOP until a rank must have
+    left its training function. `join_s`: from an assignment until a rank must have joined. `stall_s`: the
+    longest time without any new step before the generation is stopped. Budgets count faults in a row
+    without a step committed in between.
+    """
+
+    pong_s: float
+    leave_s: float
+    join_s: float
+    stall_s: float
+    raise_tries: int = 1
+    process_tries: int = 3
+    start_tries: int = 0
+
+    @classmethod
+    def from_max_stall(cls, max_stall_s: float, start_tries: int = 0) -> "Limits":
+        """All deadlines from the longest stall (seconds) that the user accepts."""
+        return cls(
+            pong_s=max(1.0, max_stall_s / 30),
+            leave_s=max(1.0, max_stall_s / 10),
+            join_s=max_stall_s,
+            stall_s=max_stall_s,
+            start_tries=start_tries,
+        )
+
+
+class JobSpec(Value):
+    """What the user asked for: the first `nodes` nodes train, `spares` more wait."""
+
+    job: str
+    command: tuple[str, ...]
+    nodes: int
+    spares: int
+    slots_per_node: int
+    limits: Limits
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.slots_per_node
+
+
+class NodeInfo(Value):
+    """Where a node's agent can be reached: `address` is an IP address; ports are TCP."""
+
+    node: int
+    name: str
+    address: str
+    agent_port: int
+    store_port: int
+
+
+class Tries(Value):
+    """How often one cause has come in a row without progress; `step` is where the job stood then."""
+
+    cause: str
+    count: int
+    step: int
+
+
+class Assignment(Value):
+    """One generation: who has which rank, and where the state comes from.
+
+    `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
+    `tensor_nodes` hold the tensors of that step, `record_nodes[rank]` the rank's record, nearest first.
+    `store_node` serves the key-value store of this generation. `renew` are slots whose process is replaced
+    although it lives. `tries` is the memory of the ladder.
+    """
+
+    job: str
+    generation: int
+    term: int
+    leader: int
+    places: tuple[Place, ...]
+    nodes: tuple[NodeInfo, ...]
+    store_node: int
+    restore_step: int | None
+    tensor_nodes: tuple[int, ...] = ()
+    record_nodes: tuple[tuple[int, ...], ...] = ()
+    renew: tuple[Place, ...] = ()
+    rung: str = "start"
+    faults: tuple[str, ...] = ()
+    tries: tuple[Tries, ...] = ()
+
+    def rank_at(self, place: Place) -> int | None:
+        """The rank in a slot, or None for a spare."""
+        return self.places.index(place) if place in self.places else None
+
+    def ranks_on(self, node: int) -> tuple[int, ...]:
+        """Ranks of one node, ascending."""
+        return tuple(rank for rank, place in enumerate(self.places) if place.node == node)
+
+
+# ------------------------------------------------------------------------------- agent and daemon
+
+# What an agent knows of the process in a slot:
+#   empty     no process                         left      out of its training function, waiting
+#   starting  forked; has not said Hello         joined    ready for the generation's groups
+#   waiting   said Hello; a spare or replacement restored  groups and state are there, training
+#   assigned  told its rank                      finished  training function returned
+#   exited    ended; see `exit_code`
+Phase = Literal[
+    "empty", "starting", "waiting", "assigned", "left", "joined", "restored", "finished", "exited"
+]
+
+
+class Cause(Value):
+    """Why a rank left or ended. kind: "stop", "raised", "broken", "hung", "died", "renewed"."""
+
+    kind: str
+    text: str = ""
+
+
+class SlotState(Value):
+    """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
+
+    `step` is the newest committed one. `exit_code` is negative for a signal. `hooked` tells whether the
+    process speaks to the agent (`ckptless.run`), or is a plain script. `age_s` is how long ago the phase began.
+    """
+
+    slot: int
+    phase: Phase
+    generation: int
+    pid: int | None = None
+    hooked: bool = False
+    step: int | None = None
+    loss: float | None = None
+    cause: Cause | None = None
+    exit_code: int | None = None
+    age_s: float = 0.0
+
+
+class Holdings(Value):
+    """What a frozen agent could give: steps of its node's tensors, and (rank, steps) of records."""
+
+    tensors: tuple[int, ...]
+    records: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class AgentHello(Message):
+    """First message of an agent to its daemon."""
+
+    protocol: int
+    spec: JobSpec
+    info: NodeInfo
+    pid: int
+
+
+class AgentState(Message):
+    """All that an agent knows of its slots; sent on every change.
+
+    `assignment` is the newest one it has accepted. `frozen` is the generation it has stopped (no commit of it
+    is taken any more), and `holdings` what it holds then. `ended`: no process of the job is left here.
+    """
+
+    seq: int
+    slots: tuple[SlotState, ...]
+    assignment: Assignment | None = None
+    frozen: int | None = None
+    holdings: Holdings | None = None
+    ended: bool = False
+
+
+class AgentEvent(Message):
+    """Something worth a line in the ledger."""
+
+    level: Literal["info", "warning", "error"]
+    kind: str
+    text: str
+    generation: int | None = None
+
+
+class Stop(Message):
+    """Leave `generation`: freeze, tell the ranks. `kill` are slots whose process must end now."""
+
+    generation: int
+    reason: str
+    kill: tuple[Place, ...] = ()
+
+
+class Assign(Message):
+    """The next generation."""
+
+    assignment: Assignment
+
+
+class Go(Message):
+    """Every rank has joined `generation`: make the groups, restore, train."""
+
+    generation: int
+
+
+class Running(Message):
+    """Every rank of `generation` has made its first step."""
+
+    generation: int
+
+
+class Release(Message):
+    """Every rank's training function has returned: the processes may go on to their end."""
+
+    generation: int
+
+
+class Outcome(Value):
+    """How a job ended."""
+
+    state: Literal["done", "failed", "stopped"]
+    exit_code: int
+    reason: str
+
+
+class End(Message):
+    """The job is over: end every process of it."""
+
+    outcome: Outcome
+
+
+Order: TypeAlias = Stop | Assign | Go | Running | Release | End
+FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent
+
+# ---------------------------------------------------------------------------------- rank and agent
+
+
+class Hello(Message):
+    """First message of a rank to its agent, which knows the slot by the peer's pid (SO_PEERCRED)."""
+
+    protocol: int
+
+
+class Welcome(Message):
+    """Answer to Hello. `host` is the address this node's groups bind to."""
+
+    job: str
+    slot: int
+    host: str
+    pong_s: float
+
+
+class Assigned(Message):
+    """A rank's part of an assignment.
+
+    `newcomer`: this process has no living state of the job. `writes_tensors`: this rank writes the tensors
+    that all twins of its node share. `store` is (host, port); `peers` are the addresses of the job's nodes.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int
+    restore_step: int | None
+    newcomer: bool
+    writes_tensors: bool
+    store: tuple[str, int]
+    peers: tuple[str, ...]
+
+
+class Left(Message):
+    """The main thread is out of the training function of `generation`."""
+
+    generation: int
+    cause: Cause
+
+
+class Broken(Message):
+    """A collective failed before anybody said STOP; the main thread may still be inside the function."""
+
+    generation: int
+    text: str
+
+
+class Joined(Message):
+    """Ready to make the groups of `generation`."""
+
+    generation: int
+
+
+class Restored(Message):
+    """Groups and state of `generation` are there."""
+
+    generation: int
+
+
+class Finished(Message):
+    """The training function returned."""
+
+    generation: int
+
+
+class Allocate(Message):
+    """Give me a memfd of `slots` x `slot_nbytes` bytes for my node's tensors."""
+
+    generation: int
+    slot_nbytes: int
+    slots: int
+
+
+class Allocated(Message):
+    """Answer to Allocate; the memfd comes with it (SCM_RIGHTS)."""
+
+    region: int
+
+
+class TensorsAt(Value):
+    """Where a step's tensors lie: `offset` and `nbytes` in memfd `region`, with their xxh3_128 digest (hex)."""
+
+    region: int
+    offset: int
+    nbytes: int
+    digest: str
+
+
+class Commit(Message):
+    """Step `step` is done: my record, and the tensors if I write them. `digest` is the record's xxh3_128."""
+
+    generation: int
+    step: int
+    record: bytes
+    digest: str
+    tensors: TensorsAt | None
+    loss: float | None
+
+
+class Acked(Message):
+    """Every holder has the record of `step`."""
+
+    generation: int
+    step: int
+
+
+class Fetch(Message):
+    """Give me my record and my node's tensors of `step`."""
+
+    generation: int
+    step: int
+
+
+class Fetched(Message):
+    """Answer to Fetch; the tensors' memfd comes with it (SCM_RIGHTS). `error` says why there is none."""
+
+    step: int
+    record: bytes = b""
+    tensors: TensorsAt | None = None
+    error: str | None = None
+
+
+class Refused(Message):
+    """What you sent belongs to a generation that is over."""
+
+    generation: int
+    what: str
+
+
+class Ping(Message):
+    """Are you there?"""
+
+    seq: int
+
+
+class Pong(Message):
+    """Yes."""
+
+    seq: int
+
+
+class Note(Message):
+    """A rank's line for the ledger."""
+
+    level: Literal["info", "warning", "error"]
+    kind: str
+    text: str
+
+
+FromRank: TypeAlias = (
+    Hello | Left | Broken | Joined | Restored | Finished | Allocate | Commit | Fetch | Pong | Note
+)
+ToRank: TypeAlias = Welcome | Assigned | Stop | Go | Release | Allocated | Acked | Fetched | Refused | Ping
