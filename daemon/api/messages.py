@@ -23,14 +23,14 @@ class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 # --------------------------------------------------------------------------------------- the job
 
 
-class Place(Value, order=True):
+class Place(Value, frozen=True, order=True):
     """A slot: node id and local index on it."""
 
     node: int
     slot: int
 
 
-class Limits(Value):
+class Limits(Value, frozen=True, kw_only=True):
     """Deadlines in seconds, all derived from one knob (`from_max_stall`), and budgets in tries.
 
     `pong_s`: a rank that does not answer for so long is killed. `leave_s`: from STOP until a rank must have
@@ -59,7 +59,7 @@ class Limits(Value):
         )
 
 
-class JobSpec(Value):
+class JobSpec(Value, frozen=True, kw_only=True):
     """What the user asked for: the first `nodes` nodes train, `spares` more wait."""
 
     job: str
@@ -75,7 +75,7 @@ class JobSpec(Value):
         return self.nodes * self.slots_per_node
 
 
-class NodeInfo(Value):
+class NodeInfo(Value, frozen=True, kw_only=True):
     """Where a node's agent can be reached: `address` is an IP address; ports are TCP."""
 
     node: int
@@ -85,7 +85,7 @@ class NodeInfo(Value):
     store_port: int
 
 
-class Tries(Value):
+class Tries(Value, frozen=True, kw_only=True):
     """How often one cause has come in a row without progress; `step` is where the job stood then."""
 
     cause: str
@@ -93,7 +93,7 @@ class Tries(Value):
     step: int
 
 
-class Assignment(Value):
+class Assignment(Value, frozen=True, kw_only=True):
     """One generation: who has which rank, and where the state comes from.
 
     `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
@@ -139,18 +139,18 @@ Phase = Literal[
 ]
 
 
-class Cause(Value):
+class Cause(Value, frozen=True, kw_only=True):
     """Why a rank left or ended. kind: "stop", "raised", "broken", "hung", "died", "renewed"."""
 
     kind: str
     text: str = ""
 
 
-class SlotState(Value):
+class SlotState(Value, frozen=True, kw_only=True):
     """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
 
     `step` is the newest committed one. `exit_code` is negative for a signal. `hooked` tells whether the
-    process speaks to the agent (`ckptless.run`), or is a plain script. `age_s` is how long ago the phase began.
+    process speaks to the agent (`ckptless.run`), or is a plain script. `age_s`: how long ago the phase began.
     """
 
     slot: int
@@ -165,14 +165,14 @@ class SlotState(Value):
     age_s: float = 0.0
 
 
-class Holdings(Value):
+class Holdings(Value, frozen=True, kw_only=True):
     """What a frozen agent could give: steps of its node's tensors, and (rank, steps) of records."""
 
     tensors: tuple[int, ...]
     records: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-class AgentHello(Message):
+class AgentHello(Message, frozen=True, kw_only=True):
     """First message of an agent to its daemon."""
 
     protocol: int
@@ -181,7 +181,7 @@ class AgentHello(Message):
     pid: int
 
 
-class AgentState(Message):
+class AgentState(Message, frozen=True, kw_only=True):
     """All that an agent knows of its slots; sent on every change.
 
     `assignment` is the newest one it has accepted. `frozen` is the generation it has stopped (no commit of it
@@ -196,7 +196,7 @@ class AgentState(Message):
     ended: bool = False
 
 
-class AgentEvent(Message):
+class AgentEvent(Message, frozen=True, kw_only=True):
     """Something worth a line in the ledger."""
 
     level: Literal["info", "warning", "error"]
@@ -205,7 +205,7 @@ class AgentEvent(Message):
     generation: int | None = None
 
 
-class Stop(Message):
+class Stop(Message, frozen=True, kw_only=True):
     """Leave `generation`: freeze, tell the ranks. `kill` are slots whose process must end now."""
 
     generation: int
@@ -213,31 +213,31 @@ class Stop(Message):
     kill: tuple[Place, ...] = ()
 
 
-class Assign(Message):
+class Assign(Message, frozen=True, kw_only=True):
     """The next generation."""
 
     assignment: Assignment
 
 
-class Go(Message):
+class Go(Message, frozen=True, kw_only=True):
     """Every rank has joined `generation`: make the groups, restore, train."""
 
     generation: int
 
 
-class Running(Message):
+class Running(Message, frozen=True, kw_only=True):
     """Every rank of `generation` has made its first step."""
 
     generation: int
 
 
-class Release(Message):
+class Release(Message, frozen=True, kw_only=True):
     """Every rank's training function has returned: the processes may go on to their end."""
 
     generation: int
 
 
-class Outcome(Value):
+class Outcome(Value, frozen=True, kw_only=True):
     """How a job ended."""
 
     state: Literal["done", "failed", "stopped"]
@@ -245,7 +245,7 @@ class Outcome(Value):
     reason: str
 
 
-class End(Message):
+class End(Message, frozen=True, kw_only=True):
     """The job is over: end every process of it."""
 
     outcome: Outcome
@@ -257,13 +257,13 @@ FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent
 # ---------------------------------------------------------------------------------- rank and agent
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """First message of a rank to its agent, which knows the slot by the peer's pid (SO_PEERCRED)."""
 
     protocol: int
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """Answer to Hello. `host` is the address this node's groups bind to."""
 
     job: str
@@ -272,7 +272,7 @@ class Welcome(Message):
     pong_s: float
 
 
-class Assigned(Message):
+class Assigned(Message, frozen=True, kw_only=True):
     """A rank's part of an assignment.
 
     `newcomer`: this process has no living state of the job. `writes_tensors`: this rank writes the tensors
@@ -291,39 +291,39 @@ class Assigned(Message):
     peers: tuple[str, ...]
 
 
-class Left(Message):
+class Left(Message, frozen=True, kw_only=True):
     """The main thread is out of the training function of `generation`."""
 
     generation: int
     cause: Cause
 
 
-class Broken(Message):
+class Broken(Message, frozen=True, kw_only=True):
     """A collective failed before anybody said STOP; the main thread may still be inside the function."""
 
     generation: int
     text: str
 
 
-class Joined(Message):
+class Joined(Message, frozen=True, kw_only=True):
     """Ready to make the groups of `generation`."""
 
     generation: int
 
 
-class Restored(Message):
+class Restored(Message, frozen=True, kw_only=True):
     """Groups and state of `generation` are there."""
 
     generation: int
 
 
-class Finished(Message):
+class Finished(Message, frozen=True, kw_only=True):
     """The training function returned."""
 
     generation: int
 
 
-class Allocate(Message):
+class Allocate(Message, frozen=True, kw_only=True):
     """Give me a memfd of `slots` x `slot_nbytes` bytes for my node's tensors."""
 
     generation: int
@@ -331,14 +331,14 @@ class Allocate(Message):
     slots: int
 
 
-class Allocated(Message):
+class Allocated(Message, frozen=True, kw_only=True):
     """Answer to Allocate; the memfd comes with it (SCM_RIGHTS)."""
 
     region: int
 
 
-class TensorsAt(Value):
-    """Where a step's tensors lie: `offset` and `nbytes` in memfd `region`, with their xxh3_128 digest (hex)."""
+class TensorsAt(Value, frozen=True, kw_only=True):
+    """Where a step's tensors lie: bytes in memfd `region`, with their xxh3_128 digest (hex)."""
 
     region: int
     offset: int
@@ -346,7 +346,7 @@ class TensorsAt(Value):
     digest: str
 
 
-class Commit(Message):
+class Commit(Message, frozen=True, kw_only=True):
     """Step `step` is done: my record, and the tensors if I write them. `digest` is the record's xxh3_128."""
 
     generation: int
@@ -357,21 +357,21 @@ class Commit(Message):
     loss: float | None
 
 
-class Acked(Message):
+class Acked(Message, frozen=True, kw_only=True):
     """Every holder has the record of `step`."""
 
     generation: int
     step: int
 
 
-class Fetch(Message):
+class Fetch(Message, frozen=True, kw_only=True):
     """Give me my record and my node's tensors of `step`."""
 
     generation: int
     step: int
 
 
-class Fetched(Message):
+class Fetched(Message, frozen=True, kw_only=True):
     """Answer to Fetch; the tensors' memfd comes with it (SCM_RIGHTS). `error` says why there is none."""
 
     step: int
@@ -380,26 +380,26 @@ class Fetched(Message):
     error: str | None = None
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """What you sent belongs to a generation that is over."""
 
     generation: int
     what: str
 
 
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     """Are you there?"""
 
     seq: int
 
 
-class Pong(Message):
+class Pong(Message, frozen=True, kw_only=True):
     """Yes."""
 
     seq: int
 
 
-class Note(Message):
+class Note(Message, frozen=True, kw_only=True):
     """A rank's line for the ledger."""
 
     level: Literal["info", "warning", "error"]
