@@ -99,7 +99,7 @@ class Assignment(Value, frozen=True, kw_only=True):
     `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
     `tensor_nodes` hold the tensors of that step, `record_nodes[rank]` the rank's record, nearest first.
     `store_node` serves the key-value store of this generation. `renew` are slots whose process is replaced
-    although it lives. `tries` is the memory of the ladder.
+    although it lives. `tries` and `bad` (slots that may hold no rank any more) are the memory of the ladder.
     """
 
     job: str
@@ -116,6 +116,7 @@ class Assignment(Value, frozen=True, kw_only=True):
     rung: str = "start"
     faults: tuple[str, ...] = ()
     tries: tuple[Tries, ...] = ()
+    bad: tuple[Place, ...] = ()
 
     def rank_at(self, place: Place) -> int | None:
         """The rank in a slot, or None for a spare."""

@@ -1,0 +1,281 @@
+"""The control plane of one job in one daemon: a state machine, `handle(input, now) -> outputs`.
+
+Every daemon of the job runs it. One leads: it compares what the agents report with the current assignment,
+and takes the job from fault to first new step:
+
+    forming -> joining -> restoring -> running -> (fault) stopping -> joining -> ... -> releasing -> ended
+
+The others follow its orders and keep what they need to take over: reports are whole states, so a new leader
+knows everything after one report of each node. For now the lowest node whose daemon is reachable leads when
+the leader is not; terms order leaders, and an order of an older term is refused.
+
+`now` is in seconds; the daemon feeds a monotonic clock that was set to the Unix time when it started.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control import plan, story
+from ckptless.daemon.control.edges import Broadcast
+from ckptless.daemon.control.faults import FaultLog, Finding, observe
+from ckptless.daemon.control.follower import Follower
+from ckptless.daemon.control.timeline import Timeline
+
+FORMING_DEADLINE_S = 120.0
+REPEAT_S = 1.0
+
+
+@dataclass
+class Controller(Follower):
+    """A daemon's control plane: follows, and leads where it is its turn."""
+
+    _said: float = 0.0
+    _noted: set[int] = field(default_factory=set)
+
+    def _drive(self, now: float) -> None:
+        """Bring the job forward as far as the reports allow."""
+        if self.stage == "ended" or self.spec is None or not self.leads:
+            return
+        self._note_losses(now)
+        if self.stage == "forming":
+            self._form(now)
+        elif self.stage in ("joining", "restoring", "running", "releasing"):
+            self._watch(now)
+            self._advance(now)
+        if self.stage == "stopping":
+            self._replan(now)
+        self._repeat(now)
+
+    def _note_losses(self, now: float) -> None:
+        for node, view in sorted(self.nodes.items()):
+            if view.lost is not None and node not in self._noted:
+                self._noted.add(node)
+                self._note(now, "warning", "node-lost", f"node-{node}: {view.lost}")
+
+    def _inherit(self, now: float) -> None:
+        if self.stage not in ("forming", "running", "releasing") and self.assignment is not None:
+            # Half a recovery by the old leader: begin it again, from the newest assignment anybody knows.
+            self._stop("the leader was lost during a recovery", now)
+
+    def _repeat(self, now: float) -> None:
+        """Orders are idempotent: say the last one again to whoever has not followed it yet."""
+        if now - self._said < REPEAT_S or self.assignment is None:
+            return
+        generation = self.assignment.generation
+        orders: dict[str, m.Order] = {
+            "stopping": m.Stop(generation=generation, reason="repeated"),
+            "joining": m.Assign(assignment=self.assignment),
+            "restoring": m.Go(generation=generation),
+            "releasing": m.Release(generation=generation),
+        }
+        if self.stage in orders:
+            self._broadcast(orders[self.stage], now)
+
+    def _form(self, now: float) -> None:
+        waiting = [n for n, view in self.nodes.items() if view.lost is None and view.hello is None]
+        if waiting and now - self._since < FORMING_DEADLINE_S:
+            return
+        for node in waiting:
+            self.nodes[node].lost = f"its agent did not come up in {FORMING_DEADLINE_S:.0f} s"
+        assert self.spec is not None
+        self.term += 1
+        try:
+            first = plan.first_assignment(self.spec, self.nodes, self.term, self.me)
+        except plan.NoPlanError as error:
+            self._end(error.outcome, now)
+            return
+        self._assign(first, now)
+
+    def _watch(self, now: float) -> None:
+        """Any new fault of this generation stops it."""
+        assert self.assignment is not None
+        findings = observe(self.assignment, self.nodes) + self._overdue(now)
+        fresh = [finding for finding in findings if self._log_fault(finding, now)]
+        if not fresh:
+            return
+        worst = fresh[0]
+        what = f"{worst.kind}: {worst.detail}" if worst.detail else worst.kind
+        if self.stage != "releasing":
+            self._stop(what, now, worst.age_s)
+            return
+        # Training is over and other processes may have ended well: there is nothing to go back to.
+        undone = [f for f in fresh if f.kind != "node-lost" or not self._all_done_on(f.node)]
+        if undone:
+            code = max((f.exit_code or 0 for f in undone), default=0)
+            reason = f"after training: {what}"
+            self._end(m.Outcome(state="failed", exit_code=code if code > 0 else 1, reason=reason), now)
+
+    def _overdue(self, now: float) -> list[Finding]:
+        """Deadlines of joining, restoring and of progress; only processes with hooks can be late."""
+        assert self.assignment is not None
+        assert self.spec is not None
+        limits = self.spec.limits
+        hooked = [
+            (rank, place, slot)
+            for rank, place in enumerate(self.assignment.places)
+            if (slot := self.nodes[place.node].slot(place.slot)) is not None and slot.hooked
+        ]
+        if not hooked:
+            return []
+        if self.stage in ("joining", "restoring") and now - self._since > limits.join_s:
+            want = ("joined",) if self.stage == "joining" else ("restored", "finished")
+            return [
+                Finding("hung", place.node, place.slot, rank, f"not {want[0]} in {limits.join_s:.0f} s")
+                for rank, place, slot in hooked
+                if slot.phase not in want
+            ]
+        late = self.stage == "running" and now - self._moved > limits.stall_s
+        if late and any(slot.phase == "restored" for _, _, slot in hooked):
+            _, place, _ = hooked[0]
+            return [Finding("stall", place.node, None, None, f"no step in {limits.stall_s:.0f} s")]
+        return []
+
+    def _advance(self, now: float) -> None:
+        """joining -> restoring -> running -> releasing -> ended, each when every rank is there."""
+        assert self.assignment is not None
+        slots = [self.nodes[place.node].slot(place.slot) for place in self.assignment.places]
+        generation = self.assignment.generation
+        here = [s for s in slots if s is not None and s.generation == generation]
+        self._follow_progress(here, now)
+        if len(here) < len(slots):
+            return
+        if self.stage in ("joining", "releasing") and all(s.phase == "exited" for s in here):
+            self._end(m.Outcome(state="done", exit_code=0, reason="every rank ended by itself"), now)
+        elif self.stage == "joining" and all(s.phase in ("joined", "restored", "finished") for s in here):
+            self._mark("join", now)
+            self._broadcast(m.Go(generation=generation), now)
+        elif self.stage == "restoring" and all(s.phase in ("restored", "finished") for s in here):
+            self._mark("restore", now)
+            first = 1 if self.assignment.restore_step is None else self.assignment.restore_step + 1
+            if all(s.phase == "finished" or (s.step or 0) >= first for s in here):
+                self._recovered(now)
+        elif self.stage == "running" and all(s.phase == "finished" for s in here):
+            self._broadcast(m.Release(generation=generation), now)
+
+    def _follow_progress(self, slots: Sequence[m.SlotState], now: float) -> None:
+        newest = max((slot.step or 0 for slot in slots), default=0)
+        if newest > self.progress:
+            self.progress, self._moved = newest, now
+
+    def _recovered(self, now: float) -> None:
+        assert self.assignment is not None
+        self._moved = now
+        self._mark("first step", now)
+        if self._timeline is not None:
+            self._share(story.recovery(self.assignment, self._timeline, "recovered"))
+            text = (
+                f"generation {self.assignment.generation} trains, {self._timeline.total_s(now):.3f} s after"
+            )
+            self._note(now, "info", "recovered", text)
+            self._timeline = None
+        self._broadcast(m.Running(generation=self.assignment.generation), now)
+
+    # ------------------------------------------------------------------------- stop, plan, assign
+
+    def _stop(self, reason: str, now: float, age_s: float = 0.0) -> None:
+        assert self.assignment is not None
+        if self._timeline is not None:
+            self._share(story.recovery(self.assignment, self._timeline, "superseded"))
+        self._timeline = Timeline(started_s=now - age_s)
+        self._timeline.mark("detect", now)
+        self._broadcast(m.Stop(generation=self.assignment.generation, reason=reason), now)
+
+    def _replan(self, now: float) -> None:
+        """Once every agent is frozen and every rank is out: the next generation."""
+        assert self.assignment is not None
+        assert self.spec is not None
+        for finding in observe(self.assignment, self.nodes):
+            self._log_fault(finding, now)
+        generation = self.assignment.generation
+        late = now - self._since >= self.spec.limits.leave_s
+        for node, view in sorted(self.nodes.items()):
+            if view.usable and (view.state is None or view.state.frozen != generation):
+                if not late:
+                    return
+                view.lost = f"its agent did not stop in {self.spec.limits.leave_s:.0f} s"
+        self._mark("stop", now)
+        inside = self._still_inside()
+        if inside and late:
+            self._kill(inside, now)
+        if inside:
+            return
+        self._mark("leave", now)
+        situation = plan.Situation(
+            self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me
+        )
+        try:
+            following = plan.next_assignment(situation)
+        except plan.NoPlanError as error:
+            self._end(error.outcome, now)
+            return
+        self._mark("agree", now)
+        self._assign(following, now)
+
+    def _still_inside(self) -> list[m.Place]:
+        """Slots whose rank lives, has hooks, and has not left its training function."""
+        assert self.assignment is not None
+        inside: list[m.Place] = []
+        for place in self.assignment.places:
+            view = self.nodes[place.node]
+            slot = view.slot(place.slot) if view.usable else None
+            if (
+                slot is not None
+                and slot.hooked
+                and slot.phase in ("assigned", "joined", "restored", "finished")
+            ):
+                inside.append(place)
+        return inside
+
+    def _kill(self, places: list[m.Place], now: float) -> None:
+        assert self.assignment is not None
+        names = ", ".join(f"node-{place.node}/{place.slot}" for place in places)
+        self._note(now, "warning", "kill", f"{names} did not leave in time")
+        self._since = now
+        stop = m.Stop(
+            generation=self.assignment.generation, reason="did not leave in time", kill=tuple(places)
+        )
+        self._broadcast(stop, now)
+
+    def _assign(self, assignment: m.Assignment, now: float) -> None:
+        self._share(story.generation(assignment, now))
+        if self.spec is not None:
+            self._share(story.job(self.spec, "running", self._started))
+        if self._timeline is not None:
+            self._share(story.recovery(assignment, self._timeline, None))
+        text = story.describe(assignment)
+        self.assignment = assignment
+        self._note(now, "info", "generation", text)
+        self._log = FaultLog()
+        self._broadcast(m.Assign(assignment=assignment), now)
+
+    def _end(self, outcome: m.Outcome, now: float) -> None:
+        if self._timeline is not None and self.assignment is not None:
+            self._share(story.recovery(self.assignment, self._timeline, "failed"))
+        if self.spec is not None:
+            self._share(story.job(self.spec, outcome.state, self._started, outcome, now))
+        level: Literal["info", "error"] = "info" if outcome.exit_code == 0 else "error"
+        self._note(now, level, "end", f"{outcome.state}: {outcome.reason}")
+        self._broadcast(m.End(outcome=outcome), now)
+
+    def _broadcast(self, order: m.Order, now: float) -> None:
+        self._said = now
+        self._out.append(Broadcast(self.term, order))
+        self._obey(order, now)
+
+    def _mark(self, phase: str, now: float) -> None:
+        if self._timeline is not None:
+            self._timeline.mark(phase, now)
+
+    def _all_done_on(self, node: int) -> bool:
+        view = self.nodes[node]
+        return view.state is not None and all(s.phase in ("exited", "empty") for s in view.state.slots)
+
+    def _log_fault(self, finding: Finding, now: float) -> bool:
+        assert self.assignment is not None
+        fault_id = f"g{self.assignment.generation}.t{self.term}.{len(self._log.faults) + 1}"
+        fault = self._log.add(finding, fault_id)
+        if fault is not None:
+            self._share(story.fault(self.assignment, fault, now))
+        return fault is not None

@@ -1,0 +1,109 @@
+"""Pure: from what the agents report to the faults that the current generation has."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptless.daemon.api.messages import AgentHello, AgentState, Assignment, Place, SlotState
+
+# Causes that are consequences as often as they are causes: they start a recovery, but are not counted
+# against anybody when a deeper fault is there as well.
+SECONDARY = frozenset({"broken", "stall"})
+
+
+@dataclass
+class NodeView:
+    """What the control plane knows of one node."""
+
+    node: int
+    hello: AgentHello | None = None
+    state: AgentState | None = None
+    lost: str | None = None
+    lost_age_s: float = 0.0
+
+    def slot(self, index: int) -> SlotState | None:
+        """State of a slot, if its agent has told."""
+        slots = self.state.slots if self.state is not None else ()
+        return next((slot for slot in slots if slot.slot == index), None)
+
+    @property
+    def usable(self) -> bool:
+        """Can take ranks and give state."""
+        return self.lost is None and self.hello is not None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault before it has an id. `key` names the same fault seen again; `age_s` is since its first sign."""
+
+    kind: str
+    node: int
+    slot: int | None
+    rank: int | None
+    detail: str
+    age_s: float = 0.0
+    exit_code: int | None = None
+    hooked: bool = True
+
+    @property
+    def key(self) -> tuple[str, int, int | None]:
+        """Identity within one generation."""
+        return self.kind, self.node, self.slot
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A finding with an id, as the plan and the ledger take it."""
+
+    id: str
+    finding: Finding
+
+
+@dataclass
+class FaultLog:
+    """The faults of one generation, each once."""
+
+    faults: list[Fault] = field(default_factory=list)
+
+    def add(self, finding: Finding, fault_id: str) -> Fault | None:
+        """The new fault, or None where it is known already."""
+        if any(known.finding.key == finding.key for known in self.faults):
+            return None
+        fault = Fault(fault_id, finding)
+        self.faults.append(fault)
+        return fault
+
+
+def observe(assignment: Assignment, nodes: Mapping[int, NodeView]) -> list[Finding]:
+    """Everything that keeps `assignment` from going on, by what the agents have told so far."""
+    findings: list[Finding] = []
+    for node_id in sorted({place.node for place in assignment.places}):
+        view = nodes[node_id]
+        if view.lost is not None:
+            ranks = ", ".join(map(str, assignment.ranks_on(node_id)))
+            findings.append(
+                Finding("node-lost", node_id, None, None, f"{view.lost} (rank {ranks})", view.lost_age_s)
+            )
+    for rank, place in enumerate(assignment.places):
+        if nodes[place.node].lost is None:
+            finding = _slot_finding(assignment, rank, place, nodes[place.node].slot(place.slot))
+            if finding is not None:
+                findings.append(finding)
+    return findings
+
+
+def _slot_finding(assignment: Assignment, rank: int, place: Place, slot: SlotState | None) -> Finding | None:
+    """A fault of the rank in one slot, or None. What is said of an older generation is not news."""
+    if slot is None or slot.generation != assignment.generation or slot.cause is None:
+        return None
+    if slot.cause.kind == "stop":
+        return None
+    return Finding(
+        kind=slot.cause.kind,
+        node=place.node,
+        slot=place.slot,
+        rank=rank,
+        detail=slot.cause.text,
+        age_s=slot.age_s,
+        exit_code=slot.exit_code,
+        hooked=slot.hooked,
+    )

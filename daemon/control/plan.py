@@ -1,0 +1,299 @@
+"""Pure: the plan for the next generation, from the faults and what is left.
+
+Rank to slot (a rank keeps its number and, where it can, its place), the step to go on from, who gives the
+state, the rung. The ladder is in `_answer`; its budgets are `messages.Limits`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptless.daemon.api.errors import RecoveryError
+from ckptless.daemon.api.messages import Assignment, JobSpec, NodeInfo, Outcome, Place, Tries
+from ckptless.daemon.control.faults import SECONDARY, Fault, NodeView
+
+RUNGS = ("start", "in-process", "process", "spare")
+
+# Exit codes of a job that ckptless ends by itself.
+EXIT_SCRIPT = 1
+EXIT_UNRECOVERABLE = 4
+
+
+class NoPlanError(RecoveryError):
+    """There is no next generation; `outcome` says how the job ends."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.reason)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything a plan depends on. `progress` is the newest step that any rank committed."""
+
+    spec: JobSpec
+    nodes: Mapping[int, NodeView]
+    current: Assignment
+    faults: Sequence[Fault]
+    progress: int
+    term: int
+    leader: int
+
+
+@dataclass
+class _Answers:
+    """What the ladder decides: slots to renew, slots that may hold no rank any more, the highest rung."""
+
+    renew: set[Place] = field(default_factory=set)
+    bad: set[Place] = field(default_factory=set)
+    rung: str = "in-process"
+    tries: list[Tries] = field(default_factory=list)
+
+    def raise_to(self, rung: str) -> None:
+        """Rungs only go up within one plan."""
+        self.rung = max(self.rung, rung, key=RUNGS.index)
+
+
+def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, leader: int) -> Assignment:
+    """Generation 1: ranks in order over the first usable nodes. Raises NoPlanError."""
+    usable = sorted(node for node, view in nodes.items() if view.usable)
+    if len(usable) < spec.nodes:
+        lost = ", ".join(f"{node} ({view.lost})" for node, view in sorted(nodes.items()) if not view.usable)
+        raise NoPlanError(_unrecoverable(f"{len(usable)} of {spec.nodes} nodes came up; missing: {lost}"))
+    places = tuple(
+        Place(node=node, slot=slot) for node in usable[: spec.nodes] for slot in range(spec.slots_per_node)
+    )
+    return Assignment(
+        job=spec.job,
+        generation=1,
+        term=term,
+        leader=leader,
+        places=places,
+        nodes=_infos(nodes),
+        store_node=places[0].node,
+        restore_step=None,
+    )
+
+
+def next_assignment(now: Situation) -> Assignment:
+    """The generation after `now.current`. Raises NoPlanError where there is none."""
+    answers = _answer_all(now)
+    places = _place(now, answers)
+    if places != now.current.places:
+        answers.raise_to("spare")
+    restore, tensor_nodes, record_nodes = _state_sources(now, places)
+    nodes = _infos(now.nodes)
+    return Assignment(
+        job=now.spec.job,
+        generation=now.current.generation + 1,
+        term=now.term,
+        leader=now.leader,
+        places=places,
+        nodes=nodes,
+        store_node=min(info.node for info in nodes),
+        restore_step=restore,
+        tensor_nodes=tensor_nodes,
+        record_nodes=record_nodes,
+        renew=tuple(sorted(answers.renew & set(places))),
+        rung=answers.rung,
+        faults=tuple(fault.id for fault in now.faults),
+        tries=tuple(answers.tries),
+        bad=tuple(sorted({*now.current.bad, *answers.bad})),
+    )
+
+
+def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
+    """The newest step of which every rank's record and the tensors are held by some usable node."""
+    available: list[set[int]] = [set() for _ in range(world_size)]
+    tensors: set[int] = set()
+    for view in nodes:
+        holdings = view.state.holdings if view.usable and view.state is not None else None
+        if holdings is None:
+            continue
+        tensors.update(holdings.tensors)
+        for rank, steps in holdings.records:
+            if rank < world_size:
+                available[rank].update(steps)
+    common = tensors.intersection(*available)
+    return max(common, default=None)
+
+
+# ------------------------------------------------------------------------------------- the ladder
+
+
+def _answer_all(now: Situation) -> _Answers:
+    answers = _Answers()
+    primary = [fault for fault in now.faults if fault.finding.kind not in SECONDARY]
+    for fault in primary or now.faults:
+        _answer(now, fault, answers)
+    counted = {tries.cause for tries in answers.tries}
+    # Causes that did not come this time are remembered until the job has made progress.
+    answers.tries += [
+        old for old in now.current.tries if old.cause not in counted and old.step == now.progress
+    ]
+    return answers
+
+
+def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
+    """One fault's rung: the first whose budget is not used up. Raises NoPlanError past the last one."""
+    finding, limits = fault.finding, now.spec.limits
+    if finding.kind == "node-lost":
+        answers.bad.update(place for place in now.current.places if place.node == finding.node)
+        answers.raise_to("spare")
+        return
+    count = _count(now, fault, answers)
+    place = Place(node=finding.node, slot=finding.slot or 0)
+    if finding.kind in SECONDARY:
+        if count > limits.process_tries:
+            raise NoPlanError(_unrecoverable(f"{finding.detail}, {count} times without a step in between"))
+        return
+    if finding.kind == "raised":
+        if count > limits.raise_tries + 1:
+            raise NoPlanError(_script_failed(f"rank {finding.rank} raised {finding.detail}", count))
+        if count > limits.raise_tries:
+            answers.renew.add(place)
+            answers.raise_to("process")
+        return
+    _answer_death(now, fault, count, answers)
+
+
+def _answer_death(now: Situation, fault: Fault, count: int, answers: _Answers) -> None:
+    """A process that ended: by itself (the script's business), or killed."""
+    finding, limits = fault.finding, now.spec.limits
+    place = Place(node=finding.node, slot=finding.slot or 0)
+    ended_itself = finding.exit_code is not None and finding.exit_code >= 0
+    if ended_itself:
+        budget = limits.raise_tries if finding.hooked else limits.start_tries
+        if count > budget:
+            code = finding.exit_code or EXIT_SCRIPT
+            raise NoPlanError(_script_failed(f"rank {finding.rank} {finding.detail}", count, code))
+    elif count > limits.process_tries:
+        answers.bad.add(place)
+        answers.raise_to("spare")
+        return
+    answers.renew.add(place)
+    answers.raise_to("process")
+
+
+def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
+    """How often this cause has come in a row without a step in between, this time included."""
+    finding = fault.finding
+    where = "" if finding.kind == "raised" else f"@{finding.node}/{finding.slot}"
+    what = finding.detail if finding.kind == "raised" else ""
+    cause = f"{finding.kind}{where}:{what}"
+    same = [old for old in now.current.tries if old.cause == cause and old.step == now.progress]
+    count = 1 + (same[0].count if same else 0)
+    if all(tries.cause != cause for tries in answers.tries):
+        answers.tries.append(Tries(cause=cause, count=count, step=now.progress))
+    return count
+
+
+# -------------------------------------------------------------------------------- places and state
+
+
+def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
+    """Homeless ranks go to free slots; ranks of one node stay together where a node has room for them."""
+    homeless = {rank: place for rank, place in enumerate(now.current.places) if place in answers.bad}
+    if not homeless:
+        return now.current.places
+    places = list(now.current.places)
+    free = _free_slots(now, answers)
+    for node in sorted({place.node for place in homeless.values()}):
+        ranks = [rank for rank, place in homeless.items() if place.node == node]
+        rooms = sorted(free.items(), key=lambda item: (len(item[1]) < len(ranks), item[0]))
+        slots = [Place(node=host, slot=slot) for host, slots in rooms for slot in slots][: len(ranks)]
+        if len(slots) < len(ranks):
+            why = "; ".join(
+                f"{f.finding.kind} {_name(now, f.finding.node)}: {f.finding.detail}" for f in now.faults
+            )
+            raise NoPlanError(_unrecoverable(f"no spare left for rank {ranks[len(slots)]} ({why})"))
+        for rank, place in zip(ranks, slots, strict=True):
+            places[rank] = place
+            free[place.node].remove(place.slot)
+    return tuple(places)
+
+
+def _name(now: Situation, node: int) -> str:
+    hello = now.nodes[node].hello
+    return hello.info.name if hello is not None else f"node-{node}"
+
+
+def _free_slots(now: Situation, answers: _Answers) -> dict[int, list[int]]:
+    """Slots without a rank on usable nodes. A slot that lost its rank for cause stays empty."""
+    taken = {*now.current.places, *now.current.bad, *answers.bad}
+    free = {
+        node: [s for s in range(now.spec.slots_per_node) if Place(node=node, slot=s) not in taken]
+        for node, view in now.nodes.items()
+        if view.usable
+    }
+    return {node: slots for node, slots in free.items() if slots}
+
+
+def _state_sources(
+    now: Situation, places: tuple[Place, ...]
+) -> tuple[int | None, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The step to go on from and who can give it; (None, (), ()) where all build anew."""
+    step = recovery_step(now.nodes.values(), now.spec.world_size)
+    if step is None:
+        newest = max(
+            (s for view in now.nodes.values() if view.usable for s in _all_steps(view)), default=now.progress
+        )
+        if max(newest, now.progress) > 0:
+            raise NoPlanError(_unrecoverable(_no_common_step(now)))
+        return None, (), ()
+    tensor_nodes = tuple(node for node, view in sorted(now.nodes.items()) if step in _tensor_steps(view))
+    record_nodes = tuple(
+        tuple(
+            sorted(
+                (node for node, view in now.nodes.items() if step in _record_steps(view, rank)),
+                key=lambda node, home=place.node: (node != home, node),  # type: ignore[misc]
+            )
+        )
+        for rank, place in enumerate(places)
+    )
+    return step, tensor_nodes, record_nodes
+
+
+def _tensor_steps(view: NodeView) -> tuple[int, ...]:
+    holdings = view.state.holdings if view.usable and view.state is not None else None
+    return holdings.tensors if holdings is not None else ()
+
+
+def _record_steps(view: NodeView, rank: int) -> tuple[int, ...]:
+    holdings = view.state.holdings if view.usable and view.state is not None else None
+    return dict(holdings.records).get(rank, ()) if holdings is not None else ()
+
+
+def _all_steps(view: NodeView) -> list[int]:
+    holdings = view.state.holdings if view.state is not None else None
+    if holdings is None:
+        return []
+    return [*holdings.tensors, *(step for _, steps in holdings.records for step in steps)]
+
+
+def _no_common_step(now: Situation) -> str:
+    """Names what is missing: for each rank without the newest common candidates, the steps it has."""
+    have = {
+        rank: sorted({s for view in now.nodes.values() for s in _record_steps(view, rank)})
+        for rank in range(now.spec.world_size)
+    }
+    poorest = min(have, key=lambda rank: max(have[rank], default=-1))
+    tensors = sorted({s for view in now.nodes.values() for s in _tensor_steps(view)})
+    return (
+        f"no step that every rank can give: rank {poorest}'s records are held for steps {have[poorest]}, "
+        f"tensors for steps {tensors}"
+    )
+
+
+def _infos(nodes: Mapping[int, NodeView]) -> tuple[NodeInfo, ...]:
+    return tuple(
+        view.hello.info for _, view in sorted(nodes.items()) if view.usable and view.hello is not None
+    )
+
+
+def _unrecoverable(reason: str) -> Outcome:
+    return Outcome(state="failed", exit_code=EXIT_UNRECOVERABLE, reason=reason)
+
+
+def _script_failed(what: str, count: int, exit_code: int = EXIT_SCRIPT) -> Outcome:
+    times = "" if count <= 1 else f", {count} times without a step in between"
+    return Outcome(state="failed", exit_code=exit_code, reason=what + times)

@@ -1,0 +1,158 @@
+"""Pure: what the control plane knows, as rows for the ledger."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.records import (
+    EventRecord,
+    FaultRecord,
+    GenerationRecord,
+    JobRecord,
+    JobState,
+    NodeRecord,
+    NodeState,
+    Record,
+    RecoveryRecord,
+    SlotRecord,
+)
+from ckptless.daemon.control.faults import Fault, NodeView
+from ckptless.daemon.control.timeline import Timeline
+
+
+def job(
+    spec: m.JobSpec, state: JobState, started_s: float, outcome: m.Outcome | None = None, now: float = 0.0
+) -> JobRecord:
+    """The job's row; with an outcome, how it ended."""
+    return JobRecord(
+        job=spec.job,
+        command=spec.command,
+        world_size=spec.world_size,
+        nodes=spec.nodes,
+        spares=spec.spares,
+        state=state,
+        started_s=started_s,
+        ended_s=now if outcome is not None else None,
+        exit_code=outcome.exit_code if outcome is not None else None,
+        reason=outcome.reason if outcome is not None else None,
+    )
+
+
+def generation(assignment: m.Assignment, now: float) -> GenerationRecord:
+    """The row of an agreed generation."""
+    return GenerationRecord(
+        job=assignment.job,
+        generation=assignment.generation,
+        places=tuple((place.node, place.slot) for place in assignment.places),
+        restore_step=assignment.restore_step,
+        rung=assignment.rung,
+        faults=assignment.faults,
+        leader=assignment.leader,
+        agreed_s=now,
+    )
+
+
+def fault(assignment: m.Assignment, fault: Fault, now: float) -> FaultRecord:
+    """The row of a fault; `seen_s` is when its source first saw it."""
+    finding = fault.finding
+    return FaultRecord(
+        fault=fault.id,
+        job=assignment.job,
+        kind=finding.kind,
+        node=finding.node,
+        slot=finding.slot,
+        rank=finding.rank,
+        generation=assignment.generation,
+        detail=finding.detail,
+        seen_s=now - finding.age_s,
+    )
+
+
+def recovery(assignment: m.Assignment, timeline: Timeline, outcome: str | None) -> RecoveryRecord:
+    """The row of a recovery that leads to `assignment`, as far as it came."""
+    return RecoveryRecord(
+        job=assignment.job,
+        generation=assignment.generation,
+        rung=assignment.rung,
+        faults=assignment.faults,
+        restore_step=assignment.restore_step,
+        started_s=timeline.started_s,
+        phases=timeline.phases(),
+        outcome=outcome,
+    )
+
+
+def event(
+    event_id: str,
+    job: str,
+    node: int,
+    line: tuple[Literal["info", "warning", "error"], str, str],
+    when: tuple[float, int | None],
+) -> EventRecord:
+    """A line of the story: `line` is (level, kind, text), `when` is (time, generation)."""
+    level, kind, text = line
+    at_s, in_generation = when
+    return EventRecord(
+        event=event_id,
+        job=job,
+        node=node,
+        at_s=at_s,
+        level=level,
+        kind=kind,
+        generation=in_generation,
+        text=text,
+    )
+
+
+def describe(assignment: m.Assignment) -> str:
+    """A generation in one line."""
+    ranks = ", ".join(f"{r} on node-{p.node}/{p.slot}" for r, p in enumerate(assignment.places[:16]))
+    more = f", and {len(assignment.places) - 16} more" if len(assignment.places) > 16 else ""
+    start = "from the start" if assignment.restore_step is None else f"from step {assignment.restore_step}"
+    return f"generation {assignment.generation} ({assignment.rung}), {start}: rank {ranks}{more}"
+
+
+def snapshot(
+    job: str,
+    nodes: Mapping[int, NodeView],
+    assignment: m.Assignment | None,
+    reachable: Iterable[int],
+    now: float,
+) -> list[Record]:
+    """The nodes and slots as this daemon sees them now."""
+    rows: list[Record] = []
+    up = set(reachable)
+    for node, view in sorted(nodes.items()):
+        if view.hello is None:
+            continue
+        state: NodeState = "lost" if view.lost is not None else "up" if node in up else "daemon-away"
+        rows.append(
+            NodeRecord(
+                job=job,
+                node=node,
+                name=view.hello.info.name,
+                address=view.hello.info.address,
+                state=state,
+                daemon_pid=None,
+                agent_pid=view.hello.pid,
+                updated_s=now,
+            )
+        )
+        rows += [_slot(job, node, slot, assignment, now) for slot in (view.state.slots if view.state else ())]
+    return rows
+
+
+def _slot(job: str, node: int, slot: m.SlotState, assignment: m.Assignment | None, now: float) -> SlotRecord:
+    place = m.Place(node=node, slot=slot.slot)
+    return SlotRecord(
+        job=job,
+        node=node,
+        slot=slot.slot,
+        rank=assignment.rank_at(place) if assignment is not None else None,
+        generation=slot.generation,
+        pid=slot.pid,
+        phase=slot.phase,
+        step=slot.step,
+        loss=slot.loss,
+        updated_s=now,
+    )
