@@ -190,7 +190,7 @@ class Controller(Follower):
             self._log_fault(finding, now)
         generation = self.assignment.generation
         late = now - self._since >= self.spec.limits.leave_s
-        for node, view in sorted(self.nodes.items()):
+        for view in self.nodes.values():
             if view.usable and (view.state is None or view.state.frozen != generation):
                 if not late:
                     return

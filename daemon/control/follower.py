@@ -12,6 +12,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.edges import (
+    Connected,
     Forward,
     Input,
     Meet,
