@@ -1,0 +1,66 @@
+"""`ckptctl`: the command itself; options, exit codes, and errors as one sentence."""
+
+from typing import Any
+
+import click
+
+from ckptless import __version__
+from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.ckptctl.events import events
+from ckptless.daemon.ckptctl.jobs import jobs
+from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.status import status
+from ckptless.daemon.ckptctl.timeline import timeline
+
+_EPILOG = """
+\b
+Exit codes:
+  0  done
+  1  failed
+  2  a mistake in how it was called
+  3  the ledger is not there or cannot be read
+  4  no such job
+
+Data goes to stdout, words to stderr. JSON is an object with "meta": {"schema": 1}; fields are only ever
+added to it.
+"""
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CkptlessError as error:
+            click.echo(f"ckptctl: error: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(
+    cls=_Group,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["--help"]},
+)
+@click.version_option(__version__, "-V", "--version", prog_name="ckptctl", message="%(prog)s %(version)s")
+@common
+def ckptctl(_asked: Asked) -> None:
+    """See what ckptless does for your jobs: how they stand, what broke, how long every recovery took.
+
+    It reads the ledgers that the daemons write, and nothing else: it works while they run, after they ended,
+    and after they were killed. Options may stand before or behind the command.
+
+    \b
+    Examples:
+        ckptctl jobs                  all jobs
+        ckptctl status                the newest job, down to every slot
+        ckptctl events -f             its story, as it goes
+        ckptctl timeline              where the time of each recovery went
+    """
+
+
+for _command in (jobs, status, events, timeline):
+    ckptctl.add_command(_command)
+
+
+def main() -> None:
+    """The console script."""
+    ckptctl(prog_name="ckptctl")

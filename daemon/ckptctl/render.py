@@ -1,0 +1,65 @@
+"""How things look on stdout: tables (plain where nobody looks), JSON, times, harmless text."""
+
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+import click
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+SCHEMA = 1
+
+_PLAIN_WIDTH = 10_000  # a pipe has no right edge: never fold a line
+
+
+def show_json(**parts: Any) -> None:
+    """Print one document: `meta`, then the parts. Fields are only ever added to it; NaN is null."""
+    document = msgspec.json.encode({"meta": {"schema": SCHEMA}, **parts})
+    click.echo(msgspec.json.format(document, indent=2).decode())
+
+
+def show_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, words: Sequence[str] = ()
+) -> None:
+    """Print a table; columns not among `words` hold numbers and stand to the right. None is left blank."""
+    terminal = sys.stdout.isatty()
+    style = box.SIMPLE_HEAD if terminal else None
+    table = Table(box=style, padding=(0, 1, 0, 0) if terminal else (0, 1), pad_edge=False, show_edge=False)
+    for name in columns:
+        table.add_column(Text(name), justify="left" if name in words else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("" if cell is None else harmless(str(cell))) for cell in row))
+    page = io.StringIO()
+    width = None if terminal else _PLAIN_WIDTH
+    Console(file=page, force_terminal=terminal, width=width, highlight=False).print(table)
+    click.echo("\n".join(line.rstrip() for line in page.getvalue().splitlines()))
+
+
+def harmless(text: str) -> str:
+    """On one line and without control characters: a job's words shall not drive the reader's terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def clock(time_s: float) -> str:
+    """A time of the ledger's as local time, to the millisecond."""
+    return datetime.fromtimestamp(time_s).isoformat(sep=" ", timespec="milliseconds")
+
+
+def span(duration_s: float) -> str:
+    """A duration as people say it: "0.4 s", "3 min", "5 h"."""
+    if duration_s < 120:
+        return f"{max(duration_s, 0.0):.1f} s"
+    return f"{duration_s / 60:.0f} min" if duration_s < 7200 else f"{duration_s / 3600:.0f} h"
+
+
+def ms(duration_s: float | None) -> str:
+    """A duration in milliseconds, without the unit, to three figures or the whole; blank for None."""
+    if duration_s is None:
+        return ""
+    return f"{duration_s * 1000:.{1 if duration_s < 0.1 else 0}f}"

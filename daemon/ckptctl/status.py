@@ -1,0 +1,113 @@
+"""`ckptctl status`: how one job stands, down to every slot."""
+
+import time
+from collections.abc import Iterator
+
+import click
+
+from ckptless.daemon.api.records import FaultRecord, JobRecord, NodeRecord, SlotRecord
+from ckptless.daemon.ckptctl import render, view
+from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ledger.merge import Snapshot
+
+_LAST_FAULTS = 3
+
+
+@click.command()
+@common
+def status(asked: Asked) -> None:
+    """Show how a job stands, down to every slot.
+
+    Its state, its nodes and slots, what the last recovery took, and the last faults.
+
+    A slot without a rank is a spare; "-" marks one whose rank now lives elsewhere. The age tells how long ago
+    the slot was last heard of.
+
+    \b
+    Example:
+        ckptctl status              the newest job
+        watch -n1 ckptctl status    as it goes
+    """
+    job, found = view.job_of(asked)
+    generation = found.generations[-1] if found.generations else None
+    spares = view.spares_left(found.nodes, found.slots, generation)
+    step = max((slot.step for slot in found.slots if slot.step is not None), default=None)
+    recovery = found.recoveries[-1] if found.recoveries else None
+    faults = found.faults[-_LAST_FAULTS:]
+    if asked.as_json:
+        render.show_json(
+            job=job,
+            generation=generation,
+            step=step,
+            spares_left=spares,
+            nodes=found.nodes,
+            slots=found.slots,
+            recovery=recovery,
+            recovery_total_s=None if recovery is None else view.total_s(recovery),
+            faults=faults,
+        )
+        return
+    number = "none" if generation is None else generation.generation
+    click.echo(_headline(job, number, step, spares))
+    render.show_table(_COLUMNS, _rows(found), words=("name", "state", "phase"))
+    if recovery is not None:
+        took = f"{render.ms(view.total_s(recovery))} ms"
+        click.echo(
+            f"last recovery: generation {recovery.generation}, {render.harmless(recovery.rung)},"
+            f" {took}, {render.harmless(recovery.outcome or 'still running')}"
+        )
+    for fault in faults:
+        click.echo(f"fault: {_sentence(fault)}")
+
+
+_COLUMNS = ("node", "name", "state", "slot", "rank", "pid", "phase", "step", "loss", "age")
+
+
+def _headline(job: JobRecord, generation: object, step: int | None, spares: int) -> str:
+    parts = [f"job {job.job}: {job.state}", f"generation {generation}"]
+    parts.append("no step yet" if step is None else f"step {step}")
+    parts.append(f"world {job.world_size}")
+    parts.append(f"{spares} {'spare' if spares == 1 else 'spares'} left")
+    if job.exit_code is not None:
+        parts.append(f"exit code {job.exit_code}")
+    if job.reason:
+        parts.append(job.reason)
+    return render.harmless(", ".join(parts))
+
+
+def _rows(found: Snapshot) -> Iterator[tuple[object, ...]]:
+    generation = found.generations[-1] if found.generations else None
+    nodes = {node.node: node for node in found.nodes}
+    slots: dict[int, list[SlotRecord]] = {}
+    for slot in found.slots:
+        slots.setdefault(slot.node, []).append(slot)
+    now_s = time.time()
+    for number in sorted(nodes.keys() | slots.keys()):
+        head = _node_cells(number, nodes.get(number))
+        if number not in slots:
+            yield (*head, *[None] * (len(_COLUMNS) - len(head)))
+        for slot in slots.get(number, ()):
+            yield (
+                *head,
+                slot.slot,
+                view.rank_of(slot, generation),
+                slot.pid,
+                slot.phase,
+                slot.step,
+                None if slot.loss is None else f"{slot.loss:.6g}",
+                render.span(now_s - slot.updated_s),
+            )
+
+
+def _node_cells(number: int, node: NodeRecord | None) -> tuple[object, ...]:
+    return (number, None, "unknown") if node is None else (number, node.name, node.state)
+
+
+def _sentence(fault: FaultRecord) -> str:
+    where = f"node {fault.node}"
+    if fault.slot is not None:
+        where += f" slot {fault.slot}"
+    if fault.rank is not None:
+        where += f" rank {fault.rank}"
+    text = f"{render.clock(fault.seen_s)}  {fault.kind}  {where}"
+    return render.harmless(f"{text}: {fault.detail}" if fault.detail else text)

@@ -1,0 +1,85 @@
+"""SQLAlchemy engines for a ledger's file: one that writes, one that can only read."""
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.pool import StaticPool
+
+_BUSY_S = 5.0
+
+
+def writing_engine(path: Path) -> Engine:
+    """Make the file if need be. Every transaction is BEGIN IMMEDIATE: no wait for a lock once one has begun.
+
+    One connection; usable from any thread, by one at a time.
+    """
+
+    def connect() -> sqlite3.Connection:
+        connection = _connect(path.absolute().as_uri() + "?mode=rwc")
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    return _engine(connect, "BEGIN IMMEDIATE")
+
+
+def reading_engine(path: Path) -> Engine:
+    """Never changes the file; works beside a living writer and after one that was killed."""
+
+    def connect() -> sqlite3.Connection:
+        connection = _connect_to_read(path)
+        connection.execute("PRAGMA query_only = ON")
+        return connection
+
+    return _engine(connect, "BEGIN")
+
+
+def durable(connection: Connection, *, full: bool) -> None:
+    """Say, before the transaction begins, whether its commit shall outlast a power failure.
+
+    NORMAL survives any death of the process, FULL also that of the node, for one more fsync.
+    """
+    raw = connection.connection.driver_connection
+    if not isinstance(raw, sqlite3.Connection):
+        raise TypeError("a ledger's connection is SQLite's")
+    raw.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    # isolation_level=None: sqlite3 itself opens no transaction; `_engine` does, at every begin.
+    return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+
+
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    uri = path.absolute().as_uri() + "?mode=ro"
+    connection = _connect(uri)
+    try:
+        connection.execute("PRAGMA schema_version").fetchone()  # the first read is what opens the -wal
+    except sqlite3.OperationalError:
+        connection.close()
+        if Path(f"{path}-wal").exists():
+            raise
+    except BaseException:
+        connection.close()
+        raise
+    else:
+        return connection
+    # A daemon that ended in peace took -wal and -shm away, and who may not write the folder cannot make them
+    # again. Nobody writes then, so the file can be read as it lies.
+    return _connect(uri + "&immutable=1")
+
+
+def _engine(connect: Callable[[], sqlite3.Connection], begin: str) -> Engine:
+    engine = create_engine("sqlite://", creator=connect, poolclass=StaticPool)
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine

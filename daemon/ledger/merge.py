@@ -1,0 +1,128 @@
+"""One picture from many ledgers: every node of a local run writes its own, a killed one's included."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckptless.daemon.api.errors import LedgerError
+from ckptless.daemon.api.records import (
+    EventRecord,
+    FaultRecord,
+    GenerationRecord,
+    JobRecord,
+    NodeRecord,
+    Record,
+    RecoveryRecord,
+    SlotRecord,
+)
+from ckptless.daemon.ledger.paths import ledger_files
+from ckptless.daemon.ledger.precedence import Freshness, key, precedence
+from ckptless.daemon.ledger.store import Ledger
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A ledger that could not be read, and why, in one sentence that names it."""
+
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is recorded, each thing once; jobs, faults and events by time, the rest by key.
+
+    `sources` are the ledgers that were read, `problems` those that could not be.
+    """
+
+    jobs: tuple[JobRecord, ...] = ()
+    nodes: tuple[NodeRecord, ...] = ()
+    slots: tuple[SlotRecord, ...] = ()
+    generations: tuple[GenerationRecord, ...] = ()
+    faults: tuple[FaultRecord, ...] = ()
+    recoveries: tuple[RecoveryRecord, ...] = ()
+    events: tuple[EventRecord, ...] = ()
+    sources: tuple[Path, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    def of_job(self, job: str) -> "Snapshot":
+        """Only what is about this job."""
+        return Snapshot(
+            jobs=tuple(r for r in self.jobs if r.job == job),
+            nodes=tuple(r for r in self.nodes if r.job == job),
+            slots=tuple(r for r in self.slots if r.job == job),
+            generations=tuple(r for r in self.generations if r.job == job),
+            faults=tuple(r for r in self.faults if r.job == job),
+            recoveries=tuple(r for r in self.recoveries if r.job == job),
+            events=tuple(r for r in self.events if r.job == job),
+            sources=self.sources,
+            problems=self.problems,
+        )
+
+
+def read_all(state_dir: Path, *, events: bool = True) -> Snapshot:
+    """Read and merge every ledger of a state directory: its own `ledger.db` and each `*/ledger.db`.
+
+    Each is read as of one moment. None there, or none readable: an empty snapshot without `sources`.
+    `events=False` leaves the events unread.
+    """
+    ledgers: list[tuple[Record, ...]] = []
+    sources: list[Path] = []
+    problems: list[Problem] = []
+    for path in ledger_files(state_dir):
+        try:
+            with Ledger.open_readonly(path) as ledger:
+                ledgers.append(ledger.records(events=events))
+        except LedgerError as error:
+            problems.append(Problem(path, str(error)))
+        else:
+            sources.append(path)
+    return merge(ledgers, sources=tuple(sources), problems=tuple(problems))
+
+
+def merge(
+    ledgers: Sequence[Sequence[Record]], *, sources: tuple[Path, ...] = (), problems: tuple[Problem, ...] = ()
+) -> Snapshot:
+    """Merge ledgers by their records' keys. Pure; neither the order nor repeats of ledgers matter."""
+    best: dict[tuple[Any, ...], tuple[tuple[Any, ...], Record]] = {}
+    for ledger in ledgers:
+        freshness = _freshness(ledger)
+        for record in ledger:
+            what = (type(record), *key(record))
+            weight = precedence(record, freshness.get(record.job, (0, 0.0)))
+            if what not in best or best[what][0] < weight:
+                best[what] = (weight, record)
+    kept = [record for _, record in best.values()]
+    return Snapshot(
+        jobs=_sorted(kept, JobRecord, lambda r: (r.started_s, r.job)),
+        nodes=_sorted(kept, NodeRecord, key),
+        slots=_sorted(kept, SlotRecord, key),
+        generations=_sorted(kept, GenerationRecord, key),
+        faults=_sorted(kept, FaultRecord, lambda r: (r.seen_s, r.job, r.fault)),
+        recoveries=_sorted(kept, RecoveryRecord, key),
+        events=_sorted(kept, EventRecord, lambda r: (r.at_s, r.job, r.event)),
+        sources=sources,
+        problems=problems,
+    )
+
+
+def _sorted(records: Iterable[Record], kind: type[R], order: Callable[[R], Any]) -> tuple[R, ...]:
+    return tuple(sorted((record for record in records if isinstance(record, kind)), key=order))
+
+
+def _freshness(ledger: Sequence[Record]) -> dict[str, Freshness]:
+    """Per job. Events do not count: a snapshot read without them must choose the same."""
+    newest: dict[str, Freshness] = {}
+    for record in ledger:
+        generation, time_s = newest.get(record.job, (0, 0.0))
+        match record:
+            case GenerationRecord():
+                newest[record.job] = (max(generation, record.generation), max(time_s, record.agreed_s))
+            case NodeRecord() | SlotRecord():
+                newest[record.job] = (generation, max(time_s, record.updated_s))
+            case _:
+                pass
+    return newest

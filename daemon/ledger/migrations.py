@@ -1,0 +1,90 @@
+"""The ledger's schema, as the ordered steps that bring any older file up to this version.
+
+`PRAGMA user_version` in the file counts the steps it has had. A step, once released, is never changed.
+"""
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, Engine
+
+from ckptless.daemon.api.errors import LedgerError
+
+STEPS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE jobs (
+            job TEXT PRIMARY KEY, command TEXT NOT NULL, world_size INTEGER NOT NULL, nodes INTEGER NOT NULL,
+            spares INTEGER NOT NULL, state TEXT NOT NULL, started_s REAL NOT NULL, ended_s REAL,
+            exit_code INTEGER, reason TEXT
+        ) WITHOUT ROWID""",
+        """CREATE TABLE nodes (
+            job TEXT NOT NULL, node INTEGER NOT NULL, name TEXT NOT NULL, address TEXT NOT NULL,
+            state TEXT NOT NULL, daemon_pid INTEGER, agent_pid INTEGER, updated_s REAL NOT NULL,
+            PRIMARY KEY (job, node)
+        ) WITHOUT ROWID""",
+        """CREATE TABLE slots (
+            job TEXT NOT NULL, node INTEGER NOT NULL, slot INTEGER NOT NULL, rank INTEGER,
+            generation INTEGER NOT NULL, pid INTEGER, phase TEXT NOT NULL, step INTEGER, loss TEXT,
+            updated_s REAL NOT NULL,
+            PRIMARY KEY (job, node, slot)
+        ) WITHOUT ROWID""",
+        """CREATE TABLE generations (
+            job TEXT NOT NULL, generation INTEGER NOT NULL, places TEXT NOT NULL, restore_step INTEGER,
+            rung TEXT NOT NULL, faults TEXT NOT NULL, leader INTEGER NOT NULL, agreed_s REAL NOT NULL,
+            PRIMARY KEY (job, generation)
+        )""",
+        """CREATE TABLE faults (
+            job TEXT NOT NULL, fault TEXT NOT NULL, kind TEXT NOT NULL, node INTEGER NOT NULL, slot INTEGER,
+            rank INTEGER, generation INTEGER NOT NULL, detail TEXT NOT NULL, seen_s REAL NOT NULL,
+            PRIMARY KEY (job, fault)
+        )""",
+        """CREATE TABLE recoveries (
+            job TEXT NOT NULL, generation INTEGER NOT NULL, rung TEXT NOT NULL, faults TEXT NOT NULL,
+            restore_step INTEGER, started_s REAL NOT NULL, phases TEXT NOT NULL, outcome TEXT,
+            PRIMARY KEY (job, generation)
+        )""",
+        # AUTOINCREMENT: no number is used twice, so a follower misses nothing after rows were removed.
+        """CREATE TABLE events (
+            row INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, event TEXT NOT NULL,
+            node INTEGER NOT NULL, at_s REAL NOT NULL, level TEXT NOT NULL, kind TEXT NOT NULL,
+            generation INTEGER, text TEXT NOT NULL,
+            UNIQUE (job, event)
+        )""",
+    ),
+)
+
+
+def migrate(engine: Engine, steps: Sequence[Sequence[str]] = STEPS) -> None:
+    """Bring the file up to the newest version: each step and its number in one transaction.
+
+    Safe when several processes do it at once. Raises LedgerError for a file of a newer version.
+    """
+    while True:
+        with engine.begin() as connection:
+            version = require_not_newer(connection, len(steps))
+            if version == len(steps):
+                return
+            for statement in steps[version]:
+                connection.exec_driver_sql(statement)
+            connection.exec_driver_sql(f"PRAGMA user_version = {version + 1:d}")
+
+
+def require_current(engine: Engine, newest: int = len(STEPS)) -> None:
+    """Raise LedgerError unless the file is of this version: who only reads cannot bring it up."""
+    with engine.begin() as connection:
+        version = require_not_newer(connection, newest)
+    if version < newest:
+        raise LedgerError(
+            f"the ledger is of version {version}, older than the {newest} read here:"
+            " a daemon of this ckptless brings it up when it opens it"
+        )
+
+
+def require_not_newer(connection: Connection, newest: int) -> int:
+    """The file's version; LedgerError if only a newer ckptless knows it."""
+    version = int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
+    if version > newest:
+        raise LedgerError(
+            f"the ledger is of version {version}, newer than the {newest} known here:"
+            " use the ckptless that wrote it, or a later one"
+        )
+    return version

@@ -1,0 +1,28 @@
+"""Where a ledger lies: the default state directory, and the ledger files under one."""
+
+import os
+from pathlib import Path
+
+from ckptless.daemon.api.errors import UsageError
+
+LEDGER = "ledger.db"
+
+
+def default_state_dir() -> Path:
+    """Where `ckptctl` looks unasked: `latest` of the user's state folder, a link to local mode's newest run.
+
+    Raises UsageError where no home folder can be told.
+    """
+    base = os.environ.get("XDG_STATE_HOME", "")
+    if not Path(base).is_absolute():  # unset, or relative, which the XDG specification says to ignore
+        try:
+            base = str(Path.home() / ".local" / "state")
+        except RuntimeError as error:
+            raise UsageError("no home folder is known: give --state-dir or set CKPTLESS_STATE_DIR") from error
+    return Path(base) / "ckptless" / "latest"
+
+
+def ledger_files(state_dir: Path) -> tuple[Path, ...]:
+    """The ledgers of a state directory: its own, then those of the nodes in it, by name."""
+    own = state_dir / LEDGER
+    return (*((own,) if own.exists() else ()), *sorted(state_dir.glob(f"*/{LEDGER}")))

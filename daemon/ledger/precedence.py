@@ -1,0 +1,58 @@
+"""Which of two records about the same thing holds: the one rule for merging ledgers, pure."""
+
+from typing import Any, TypeAlias
+
+from ckptless.daemon.api.records import (
+    EventRecord,
+    FaultRecord,
+    GenerationRecord,
+    JobRecord,
+    NodeRecord,
+    Record,
+    RecoveryRecord,
+    SlotRecord,
+)
+
+# Ids of faults and events are unique within a job; one ledger holds many jobs.
+KEYS: dict[type[Record], tuple[str, ...]] = {
+    JobRecord: ("job",),
+    NodeRecord: ("job", "node"),
+    SlotRecord: ("job", "node", "slot"),
+    GenerationRecord: ("job", "generation"),
+    FaultRecord: ("job", "fault"),
+    RecoveryRecord: ("job", "generation"),
+    EventRecord: ("job", "event"),
+}
+
+ENDED = ("done", "failed", "stopped")
+
+# How much a ledger knows of a job: its newest generation, then the newest time in it. (0, 0.0): nothing.
+Freshness: TypeAlias = tuple[int, float]
+
+
+def key(record: Record) -> tuple[Any, ...]:
+    """What the record is about. Two records with the same key, and of one type, are never both kept."""
+    return tuple(getattr(record, name) for name in KEYS[type(record)])
+
+
+def precedence(record: Record, freshness: Freshness = (0, 0.0)) -> tuple[Any, ...]:
+    """A sort key over the records of one key: the greatest holds.
+
+    `freshness` is that of the ledger the record comes from. It decides only between records of a job that
+    goes on: these carry no time of their own. The last part is the whole record's text, so that the order
+    in which ledgers are read never matters.
+    """
+    text = repr(record)
+    match record:
+        case JobRecord():
+            if record.state in ENDED:
+                return (True, (0, 0.0), record.ended_s or 0.0, text)
+            return (False, freshness, record.started_s, text)
+        case NodeRecord() | SlotRecord():
+            return (record.updated_s, text)
+        case GenerationRecord():
+            return (record.agreed_s, text)
+        case RecoveryRecord():
+            return (record.outcome is not None, len(record.phases), text)
+        case FaultRecord() | EventRecord():
+            return (text,)

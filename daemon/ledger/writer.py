@@ -1,0 +1,49 @@
+"""Writes the ledger from an event loop: one thread, in order, several batches to a transaction."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ckptless.daemon.api.errors import LedgerError
+from ckptless.daemon.api.records import Record
+from ckptless.daemon.ledger.store import Ledger
+
+logger = logging.getLogger(__name__)
+
+CLOSE_DEADLINE_S = 10.0
+
+
+class LedgerWriter:
+    """Owns the ledger and the thread that writes it. `write` never blocks."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._pending: list[Record] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._task: asyncio.Task[None] | None = None
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Queue rows; they are written in the order of the calls."""
+        self._pending += records
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._flush())
+
+    async def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._pending:
+            batch, self._pending = self._pending, []
+            try:
+                await loop.run_in_executor(self._thread, self._ledger.write, batch)
+            except LedgerError:
+                # The job goes on without its story; that it is incomplete must be seen.
+                logger.exception("%d rows were not written", len(batch))
+
+    async def close(self) -> None:
+        """Write what is queued, then close the file."""
+        if self._task is not None:
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await self._task
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._ledger.close)
+        self._thread.shutdown()

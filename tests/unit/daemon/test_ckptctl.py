@@ -1,0 +1,424 @@
+"""ckptctl: what it prints, the JSON that scripts rely on, and its exit codes."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from ckptless import __version__
+from ckptless.daemon.api.records import (
+    PHASES,
+    EventRecord,
+    FaultRecord,
+    GenerationRecord,
+    JobRecord,
+    NodeRecord,
+    Record,
+    RecoveryRecord,
+    SlotRecord,
+)
+from ckptless.daemon.ckptctl.main import ckptctl
+from ckptless.daemon.ckptctl.timeline import p99
+from ckptless.daemon.ledger.store import Ledger
+
+Run = Callable[..., Result]
+
+OLD = JobRecord(
+    job="6",
+    command=("old.py",),
+    world_size=1,
+    nodes=1,
+    spares=0,
+    state="failed",
+    started_s=10.0,
+    ended_s=70.0,
+    exit_code=3,
+    reason="no spare",
+)
+JOB = JobRecord(job="7", command=("t.py",), world_size=2, nodes=3, spares=1, state="running", started_s=20.0)
+
+
+def node(number: int, **more: Any) -> NodeRecord:
+    fields = {"state": "up", "daemon_pid": 1, "agent_pid": 2, "updated_s": 50.0, **more}
+    return NodeRecord(job="7", node=number, name=f"n{number}", address="a", **fields)
+
+
+def slot(number: int, rank: int | None, generation: int = 2, **more: Any) -> SlotRecord:
+    fields = {"pid": 100 + number, "phase": "training", "step": 41, "loss": 0.25, "updated_s": 50.0, **more}
+    return SlotRecord(job="7", node=number, slot=0, rank=rank, generation=generation, **fields)
+
+
+def recovery(generation: int, each_s: float, outcome: str | None = "recovered") -> RecoveryRecord:
+    return RecoveryRecord(
+        job="7",
+        generation=generation,
+        rung="process",
+        faults=(f"f{generation}",),
+        restore_step=40,
+        started_s=30.0,
+        phases=dict.fromkeys(PHASES, each_s),
+        outcome=outcome,
+    )
+
+
+def fault(number: int, detail: str = "SIGKILL") -> FaultRecord:
+    return FaultRecord(
+        fault=f"f{number}",
+        job="7",
+        kind="process-died",
+        node=1,
+        slot=0,
+        rank=1,
+        generation=1,
+        detail=detail,
+        seen_s=30.0 + number,
+    )
+
+
+def event(number: int, text: str = "all well", job: str = "7") -> EventRecord:
+    return EventRecord(
+        event=f"e{number}",
+        job=job,
+        node=0,
+        at_s=30.0 + number,
+        level="info",
+        kind="note",
+        generation=1,
+        text=text,
+    )
+
+
+# Node 1 was lost: rank 1 now lives on node 2, which was a spare; node 3 still is one.
+STORY: tuple[Record, ...] = (
+    OLD,
+    JOB,
+    node(0),
+    node(1, state="lost"),
+    node(2),
+    node(3),
+    node(4),
+    slot(0, 0),
+    slot(1, 1, generation=1, step=39),
+    slot(2, 1),
+    slot(3, None, step=None, loss=None, phase="spare"),
+    GenerationRecord(
+        job="7",
+        generation=2,
+        places=((0, 0), (2, 0)),
+        restore_step=40,
+        rung="spare",
+        faults=("f2",),
+        leader=0,
+        agreed_s=31.0,
+    ),
+    *(fault(number) for number in (1, 2, 3, 4)),
+    recovery(2, 0.01),
+    event(1),
+    event(2),
+)
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    (tmp_path / "node-0").mkdir()
+    write(tmp_path / "node-0" / "ledger.db", *STORY)
+    return tmp_path
+
+
+@pytest.fixture
+def run(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("CKPTLESS_STATE_DIR", str(state_dir))
+    return invoke
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(ckptctl, arguments, catch_exceptions=False)
+
+
+def write(path: Path, *records: Record) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.write(records)
+
+
+def lines(result: Result) -> list[str]:
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+def document(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["meta"] == {"schema": 1}
+    return found
+
+
+# jobs
+
+
+def test_jobs_newest_last(run: Run) -> None:
+    header, old, new = lines(run("jobs"))
+    assert header.split()[:3] == ["job", "state", "ranks"]
+    assert old.split()[:5] == ["6", "failed", "1", "1", "0"]
+    assert old.endswith("60.0 s     3  no spare")
+    assert new.split()[:5] == ["7", "running", "2", "3", "1"]
+    assert len(lines(run("jobs", "-j", "6"))) == 2
+
+
+def test_jobs_json_is_the_records(run: Run) -> None:
+    found = document(run("jobs", "--json"))
+    assert set(found) == {"meta", "jobs"}
+    assert [msgspec.convert(job, JobRecord) for job in found["jobs"]] == [OLD, JOB]
+
+
+def test_no_job_yet(tmp_path: Path) -> None:
+    write(tmp_path / "ledger.db")
+    result = invoke("--state-dir", str(tmp_path), "jobs")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "no job yet\n")
+    assert document(invoke("--state-dir", str(tmp_path), "jobs", "--json"))["jobs"] == []
+
+
+# status
+
+
+def test_status_of_the_newest_job(run: Run) -> None:
+    head, columns, *rest = lines(run("status"))
+    assert head == "job 7: running, generation 2, step 41, world 2, 1 spare left"
+    assert columns.split() == ["node", "name", "state", "slot", "rank", "pid", "phase", "step", "loss", "age"]
+    table, below = rest[:5], rest[5:]
+    assert [row.split()[:9] for row in table[:3]] == [
+        ["0", "n0", "up", "0", "0", "100", "training", "41", "0.25"],
+        ["1", "n1", "lost", "0", "-", "101", "training", "39", "0.25"],
+        ["2", "n2", "up", "0", "1", "102", "training", "41", "0.25"],
+    ]
+    assert table[3].split()[:7] == ["3", "n3", "up", "0", "spare", "103", "spare"]
+    assert table[4].split() == ["4", "n4", "up"]
+    assert below[0] == "last recovery: generation 2, process, 70.0 ms, recovered"
+    assert len(below) == 4
+    assert below[-1].endswith("process-died  node 1 slot 0 rank 1: SIGKILL")
+
+
+def test_status_of_a_job_that_is_over(run: Run) -> None:
+    assert lines(run("status", "-j", "6"))[0] == (
+        "job 6: failed, generation none, no step yet, world 1, 0 spares left, exit code 3, no spare"
+    )
+
+
+def test_status_json(run: Run, state_dir: Path) -> None:
+    write(state_dir / "node-0" / "ledger.db", slot(0, 0, loss=math.nan, updated_s=60.0))
+    found = document(run("status", "--json"))
+    assert set(found) == {
+        *("meta", "job", "generation", "step", "spares_left", "nodes", "slots"),
+        *("recovery", "recovery_total_s", "faults"),
+    }
+    assert found["job"]["job"] == "7"
+    assert found["generation"]["places"] == [[0, 0], [2, 0]]
+    assert (found["step"], found["spares_left"]) == (41, 1)
+    assert (len(found["nodes"]), len(found["slots"])) == (5, 4)
+    assert found["slots"][0]["loss"] is None
+    assert found["recovery_total_s"] == pytest.approx(0.07)
+    assert [each["fault"] for each in found["faults"]] == ["f2", "f3", "f4"]
+    assert document(run("status", "--json", "-j", "6"))["recovery"] is None
+
+
+def test_a_jobs_words_do_not_drive_the_terminal(run: Run, state_dir: Path) -> None:
+    write(state_dir / "node-0" / "ledger.db", fault(9, "\x1b[2J[red]two\nlines"), event(9, "\x1b]0;x\x07[b]"))
+    assert lines(run("status"))[-1].endswith("rank 1: \\x1b[2J[red]two\\nlines")
+    assert lines(run("events"))[-1].endswith("\\x1b]0;x\\x07[b]")
+
+
+# events
+
+
+def test_events(run: Run) -> None:
+    first, second = lines(run("events"))
+    assert first.split()[2:] == ["node", "0", "gen", "1", "info", "note", "all", "well"]
+    assert first < second
+    assert [each["event"] for each in document(run("events", "--json"))["events"]] == ["e1", "e2"]
+
+
+def test_following_tells_each_event_once_and_ends_in_peace(
+    run: Run, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (state_dir / "node-1").mkdir()
+    (state_dir / "node-2").mkdir()
+    steps: list[Callable[[], object]] = [
+        lambda: write(state_dir / "node-1" / "ledger.db", event(2), event(3), event(8, job="6")),
+        lambda: (state_dir / "node-2" / "ledger.db").write_bytes(b"rubbish" * 1000),
+        lambda: None,
+        lambda: write(state_dir / "node-0" / "ledger.db", event(3), event(4)),
+    ]
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.5
+        if not steps:
+            raise KeyboardInterrupt
+        steps.pop(0)()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    result = run("events", "--job", "7", "-f", "--json")
+    assert [json.loads(line)["event"] for line in lines(result)] == ["e1", "e2", "e3", "e4"]
+    assert result.stderr.count("file is not a database") == 1
+
+
+def test_ctrl_c_ends_following_with_0(state_dir: Path) -> None:
+    code = "from ckptless.daemon.ckptctl.main import main; main()"
+    command = [sys.executable, "-c", code, "--state-dir", str(state_dir), "events", "-f"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None
+        assert follower.stdout.readline().endswith("all well\n")
+        assert follower.stdout.readline().endswith("all well\n")
+        follower.send_signal(signal.SIGINT)
+        rest, words = follower.communicate(timeout=10)
+    assert (follower.returncode, rest, words) == (0, "", "")
+
+
+# timeline
+
+
+def test_timeline(run: Run) -> None:
+    header, row = lines(run("timeline"))
+    assert [name for name in PHASES if name in header] == list(PHASES)
+    assert row.split() == ["2", "process", "process-died", "40", *["10.0"] * 7, "70.0", "recovered"]
+
+
+def test_timeline_sums_up_the_recoveries_that_succeeded(run: Run, state_dir: Path) -> None:
+    ledger = state_dir / "node-0" / "ledger.db"
+    write(ledger, recovery(3, 9.0, outcome="superseded"), recovery(4, 0.02))
+    assert "median" not in run("timeline").stdout
+    assert document(run("timeline", "--json"))["summary"] is None
+    write(ledger, recovery(5, 0.06), recovery(6, 0.5, outcome=None))
+    shown = lines(run("timeline"))
+    assert shown[-1].split() == ["median/p99", "of", "3", "recovered", *["20.0/60.0"] * 7, "140/420"]
+    assert shown[-2].split()[-1] == "running"
+    found = document(run("timeline", "--json"))
+    assert set(found) == {"meta", "job", "recoveries", "summary"}
+    assert found["summary"] == pytest.approx({"count": 3, "median_s": 0.14, "p99_s": 0.42})
+    first = found["recoveries"][0]
+    assert first["fault_kinds"] == ["process-died"]
+    assert first["total_s"] == pytest.approx(0.07)
+    assert first["phases"] == dict.fromkeys(PHASES, 0.01)
+
+
+def test_timeline_png_is_a_png(run: Run, tmp_path: Path) -> None:
+    result = run("timeline", "--png", str(tmp_path / "t.picture"))
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "wrote" in result.stderr
+    assert (tmp_path / "t.picture").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_timeline_png_that_cannot_be_had(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run("timeline", "--png", str(tmp_path / "no" / "t.png"))
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    assert run("timeline", "-j", "6", "--png", str(tmp_path / "t.png")).exit_code == 1
+    monkeypatch.delitem(sys.modules, "ckptless.daemon.ckptctl.picture", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("timeline", "--png", str(tmp_path / "t.png"))
+    assert result.exit_code == 2
+    assert result.stderr == "ckptctl: error: pictures need matplotlib: pip install 'ckptless[plot]'\n"
+
+
+def test_no_recovery_is_no_error(run: Run) -> None:
+    result = run("timeline", "-j", "6")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "job 6 has had no recovery\n"
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 0), (100, 98), (200, 197), (1000, 989)])
+def test_p99_is_the_nearest_rank(count: int, expected: int) -> None:
+    assert p99(list(range(count))) == expected
+
+
+# The command
+
+
+@pytest.mark.parametrize("command", ["status", "events", "timeline", "jobs"])
+def test_exit_codes(run: Run, tmp_path: Path, command: str) -> None:
+    assert run(command).exit_code == 0
+    usage = run(command, "--nonsense")
+    assert (usage.exit_code, usage.stdout) == (2, "")
+    missing = run(command, "--state-dir", str(tmp_path / "nowhere"))
+    assert (missing.exit_code, missing.stdout) == (3, "")
+    assert missing.stderr == (
+        f"ckptctl: error: there is no ledger in {tmp_path}/nowhere: give the right --state-dir\n"
+    )
+    unknown = run(command, "-j", "99")
+    assert (unknown.exit_code, unknown.stdout) == (4, "")
+    assert unknown.stderr.startswith("ckptctl: error: no ledger in ")
+
+
+def test_a_ledger_that_cannot_be_read(run: Run, state_dir: Path) -> None:
+    """Alone it is an error; beside a good one, a warning."""
+    bad = state_dir / "node-9" / "ledger.db"
+    bad.parent.mkdir()
+    bad.write_bytes(b"rubbish" * 1000)
+    result = run("jobs", "--json")
+    assert len(document(result)["jobs"]) == 2
+    assert result.stderr.startswith(f"ckptctl: warning: {bad}: ")
+    alone = run("--state-dir", str(bad.parent), "jobs")
+    assert (alone.exit_code, alone.stdout) == (3, "")
+    assert alone.stderr == f"ckptctl: error: {bad}: the ledger cannot be opened: file is not a database\n"
+
+
+def test_options_before_and_behind_the_command(run: Run, tmp_path: Path, state_dir: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    assert document(run("--json", "-j", "6", "status"))["job"]["job"] == "6"
+    assert run("--state-dir", nowhere, "jobs").exit_code == 3  # outranks the environment
+    assert run("--state-dir", nowhere, "jobs", "--state-dir", str(state_dir)).exit_code == 0
+
+
+def test_the_default_is_the_newest_local_run(
+    state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPTLESS_STATE_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    (tmp_path / "xdg" / "ckptless").mkdir(parents=True)
+    (tmp_path / "xdg" / "ckptless" / "latest").symlink_to(state_dir)
+    assert len(lines(invoke("jobs"))) == 3
+
+
+def test_help_teaches_and_version_tells() -> None:
+    top = invoke("--help")
+    assert top.exit_code == 0
+    for word in ("Exit codes:", "3  the ledger", "4  no such job", "Example"):
+        assert word in top.stdout
+    for name, command in ckptctl.commands.items():
+        assert "Example" in invoke(name, "--help").stdout
+        assert {"state_dir", "job", "as_json"} <= {parameter.name for parameter in command.params}
+    assert invoke("-V").stdout == f"ckptctl {__version__}\n"
+
+
+def test_ages_are_told_in_words(run: Run, state_dir: Path) -> None:
+    now = time.time()
+    write(state_dir / "node-0" / "ledger.db", slot(0, 0, updated_s=now - 600), slot(2, 1, updated_s=now + 5))
+    rows = [line for line in lines(run("status")) if " training " in line]
+    assert rows[0].endswith("10 min")
+    assert rows[-1].endswith("0.0 s")  # a leader whose clock is ahead of ours
+
+
+def test_a_terminal_gets_a_table_that_fits(state_dir: Path) -> None:
+    """In a pseudo-terminal of 60 columns no line of the table is longer, and its head has a rule under it."""
+    code = (
+        "import os, pty, sys, termios; from ckptless.daemon.ckptctl.main import ckptctl\n"
+        "main, side = pty.openpty(); termios.tcsetwinsize(side, (20, 60)); os.dup2(side, 1)\n"
+        "ckptctl(['status'], standalone_mode=False); sys.stdout.flush()\n"
+        "os.write(2, os.read(main, 65536))"
+    )
+    environment = {**os.environ, "CKPTLESS_STATE_DIR": str(state_dir), "TERM": "xterm", "PYTHONUTF8": "1"}
+    environment.pop("COLUMNS", None)
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    table = re.sub(r"\x1b\[\d*m", "", shown[: shown.index("last recovery")]).splitlines()[1:]
+    assert any("───" in line for line in table)
+    assert max(map(len, table)) <= 60
