@@ -186,7 +186,7 @@ class AgentState(Message, frozen=True, kw_only=True):
     """All that an agent knows of its slots; sent on every change.
 
     `assignment` is the newest one it has accepted. `frozen` is the generation it has stopped (no commit of it
-    is taken any more), and `holdings` what it holds then. `ended`: no process of the job is left here.
+    is taken any more), and `holdings` what it holds then. `daemon_pid` is the daemon it talks to.
     """
 
     seq: int
@@ -194,7 +194,7 @@ class AgentState(Message, frozen=True, kw_only=True):
     assignment: Assignment | None = None
     frozen: int | None = None
     holdings: Holdings | None = None
-    ended: bool = False
+    daemon_pid: int | None = None
 
 
 class AgentEvent(Message, frozen=True, kw_only=True):
@@ -204,6 +204,13 @@ class AgentEvent(Message, frozen=True, kw_only=True):
     kind: str
     text: str
     generation: int | None = None
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """The user wants the job to end."""
+
+    exit_code: int
+    reason: str
 
 
 class Stop(Message, frozen=True, kw_only=True):
@@ -253,7 +260,7 @@ class End(Message, frozen=True, kw_only=True):
 
 
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
-FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent
+FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
 
 # ---------------------------------------------------------------------------------- rank and agent
 
@@ -373,11 +380,12 @@ class Fetch(Message, frozen=True, kw_only=True):
 
 
 class Fetched(Message, frozen=True, kw_only=True):
-    """Answer to Fetch; the tensors' memfd comes with it (SCM_RIGHTS). `error` says why there is none."""
+    """Answer to Fetch; the memfd comes with it (SCM_RIGHTS), in slots of `slot_nbytes`. `error`: why not."""
 
     step: int
     record: bytes = b""
     tensors: TensorsAt | None = None
+    slot_nbytes: int = 0
     error: str | None = None
 
 

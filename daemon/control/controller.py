@@ -39,6 +39,12 @@ class Controller(Follower):
         if self.stage == "ended" or self.spec is None or not self.leads:
             return
         self._note_losses(now)
+        if self._cancelled is not None:
+            outcome = m.Outcome(
+                state="stopped", exit_code=self._cancelled.exit_code, reason=self._cancelled.reason
+            )
+            self._end(outcome, now)
+            return
         if self.stage == "forming":
             self._form(now)
         elif self.stage in ("joining", "restoring", "running", "releasing"):

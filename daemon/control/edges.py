@@ -27,7 +27,7 @@ class Report:
     """An agent's message, from the own node or passed on by another daemon."""
 
     node: int
-    message: m.AgentHello | m.AgentState | m.AgentEvent
+    message: m.FromAgent
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class Follower:
     outcome: m.Outcome | None = None
     reachable: set[int] = field(default_factory=set)
     progress: int = 0
+    _cancelled: m.Cancel | None = None
     _log: FaultLog = field(default_factory=FaultLog)
     _timeline: Timeline | None = None
     _since: float = 0.0
@@ -116,6 +117,8 @@ class Follower:
                 return
             view.state = message
             self._adopt(message.assignment)
+        elif isinstance(message, m.Cancel):
+            self._cancelled = message
         elif report.node == self.me:
             self._note(now, message.level, message.kind, message.text, message.generation)
         if report.node == self.me and not self.leads:

@@ -133,7 +133,7 @@ def snapshot(
                 name=view.hello.info.name,
                 address=view.hello.info.address,
                 state=state,
-                daemon_pid=None,
+                daemon_pid=view.state.daemon_pid if view.state is not None else None,
                 agent_pid=view.hello.pid,
                 updated_s=now,
             )

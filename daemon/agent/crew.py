@@ -1,0 +1,259 @@
+"""The training processes of this node: starts them in their slots, sees their death, kills what hangs.
+
+Decides nothing: what a slot should hold comes from the assignment, what has happened goes to `on_change`.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from ckptless.daemon.agent.config import AgentConfig
+from ckptless.daemon.agent.console import ConsoleOutput, RankOutput, rank_log_path
+from ckptless.daemon.agent.environment import AGENT_SOCKET, rank_env
+from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
+from ckptless.daemon.agent.rank_link import RankLink
+from ckptless.daemon.agent.slots import Slot, Tenant
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import CkptlessError
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_DEADLINE_S = 1.0
+TERM_GRACE_S = 3.0
+PINGS_PER_DEADLINE = 4
+
+
+class Crew:
+    """Slots and their tenants. Owned by the agent's event loop."""
+
+    def __init__(self, config: AgentConfig, zygote: Zygote, console: ConsoleOutput) -> None:
+        self._config, self._zygote, self._console = config, zygote, console
+        self.slots = [Slot(index) for index in range(config.spec.slots_per_node)]
+        self._outputs: dict[int, RankOutput] = {}
+        self._early: dict[int, RankLink] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self.store = ("", 0)
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
+        self.on_hello: Callable[[Slot, Tenant], None] = lambda _slot, _tenant: None
+
+    def start(self) -> None:
+        """Begin to watch for processes that hang."""
+        self._spawn_task(self._ping())
+
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------------------------------- start
+
+    def occupy(self, slot: Slot, assignment: m.Assignment | None) -> None:
+        """Start a process in an empty slot: a rank's by the assignment, or a spare's."""
+        place = m.Place(node=self._config.node, slot=slot.index)
+        rank = assignment.rank_at(place) if assignment is not None else None
+        slot.hooked, slot.exit_code, slot.tenant = False, None, None
+        slot.enter("starting", assignment.generation if assignment is not None else 0)
+        self._spawn_task(self._start(slot, rank, assignment, successor=False))
+
+    def fork_ahead(self, slot: Slot, assignment: m.Assignment) -> None:
+        """Start a process that will be wanted in this slot, before anybody has decided so."""
+        rank = assignment.rank_at(m.Place(node=self._config.node, slot=slot.index))
+        self._spawn_task(self._start(slot, rank, assignment, successor=True))
+
+    async def _start(
+        self, slot: Slot, rank: int | None, assignment: m.Assignment | None, *, successor: bool
+    ) -> None:
+        place = m.Place(node=self._config.node, slot=slot.index)
+        own = rank_env(self._config.spec, place, assignment, self.store, slot.restarts)
+        spec = SpawnSpec(
+            argv=self._config.argv,
+            module=self._config.module,
+            env={**self._config.env, **own, AGENT_SOCKET: self._config.rank_socket},
+            cwd=Path(self._config.cwd),
+            stdout="pipe",
+        )
+        slot.restarts += 1
+        try:
+            process = await self._zygote.spawn(spec)
+        except CkptlessError as error:
+            self.on_event("spawn-failed", f"slot {slot.index}: {error}")
+            if not successor:
+                slot.exit_code = 1
+                slot.enter("exited", slot.generation, m.Cause(kind="died", text=str(error)))
+                self.on_change()
+            return
+        tenant = Tenant(process, heard_at=asyncio.get_running_loop().time())
+        if self._closing:
+            process.kill()
+        elif successor:
+            slot.successor = tenant
+        else:
+            slot.tenant = tenant
+        self._attach_output(tenant, rank)
+        self._spawn_task(self._watch(slot, tenant))
+        link = self._early.pop(process.pid, None)
+        if link is not None:
+            self._welcome(slot, tenant, link)
+        self.on_change()
+
+    def _attach_output(self, tenant: Tenant, rank: int | None) -> None:
+        process = tenant.process
+        assert process.stdout is not None
+        log_dir = Path(self._config.log_dir)
+        path = rank_log_path(log_dir, rank) if rank is not None else log_dir / f"spare-{process.pid}.log"
+        tee = self._config.tee is None or rank in self._config.tee
+        console = self._console if tee else None
+        prefix = f"[rank {rank}] " if rank is not None else "[spare] "
+        self._outputs[process.pid] = RankOutput(process.stdout, path, prefix, console, self.on_event)
+
+    def promote(self, tenant: Tenant, rank: int) -> None:
+        """A spare has become a rank: its output is the rank's from now on."""
+        output = self._outputs.get(tenant.process.pid)
+        if output is not None:
+            tee = self._config.tee is None or rank in self._config.tee
+            path = rank_log_path(Path(self._config.log_dir), rank)
+            output.redirect(path, f"[rank {rank}] ", self._console if tee else None)
+
+    # ------------------------------------------------------------------------------------- hello
+
+    def welcome(self, link: RankLink) -> None:
+        """A process has said Hello: find its slot."""
+        for slot in self.slots:
+            for tenant in slot.tenants():
+                if tenant.process.pid == link.pid:
+                    self._welcome(slot, tenant, link)
+                    return
+        # It was faster than our own bookkeeping of its birth.
+        self._early[link.pid] = link
+
+    def _welcome(self, slot: Slot, tenant: Tenant, link: RankLink) -> None:
+        tenant.link, tenant.hooked = link, True
+        tenant.heard_at = asyncio.get_running_loop().time()
+        if tenant is slot.tenant:
+            slot.hooked = True
+        link.send(
+            m.Welcome(
+                job=self._config.spec.job,
+                slot=slot.index,
+                host=self._config.address,
+                pong_s=self._config.spec.limits.pong_s,
+            )
+        )
+        self.on_hello(slot, tenant)
+
+    def slot_of(self, link: RankLink) -> Slot | None:
+        """The slot whose tenant speaks over this connection."""
+        return next((s for s in self.slots if s.tenant is not None and s.tenant.link is link), None)
+
+    def heard(self, link: RankLink) -> None:
+        """A sign of life."""
+        for slot in self.slots:
+            for tenant in slot.tenants():
+                if tenant.link is link:
+                    tenant.heard_at = asyncio.get_running_loop().time()
+
+    # ------------------------------------------------------------------------------- end of life
+
+    async def _watch(self, slot: Slot, tenant: Tenant) -> None:
+        code = await tenant.process.wait()
+        if tenant.link is not None:
+            tenant.link.close()
+        if tenant is slot.successor:
+            slot.successor = None
+            if not tenant.retired:
+                self.on_event("successor-died", f"slot {slot.index}: {describe_exit(code)}")
+        elif tenant is slot.tenant:
+            self._died(slot, tenant, code)
+            self.on_change()
+        output = self._outputs.pop(tenant.process.pid, None)
+        if output is not None:
+            await output.finish(OUTPUT_DEADLINE_S)
+
+    def _died(self, slot: Slot, tenant: Tenant, code: int) -> None:
+        well = code == 0 and (slot.phase == "finished" or not tenant.hooked)
+        cause: m.Cause | None
+        if tenant.retired:
+            cause = m.Cause(kind="stop")
+        elif well:
+            cause = None
+        elif tenant.hung:
+            cause = m.Cause(kind="hung", text="did not answer and was killed")
+        else:
+            cause = m.Cause(kind="died", text=describe_exit(code))
+        slot.exit_code = code
+        slot.enter("exited", slot.generation, cause)
+
+    def retire(self, slot: Slot, tenant: Tenant) -> None:
+        """End a process whose time is over; its death is no fault."""
+        tenant.retired = True
+        tenant.process.kill()
+        if tenant is slot.tenant:
+            slot.tenant = None
+
+    def kill_hung(self, slot: Slot) -> None:
+        """End a process that does not do what it is told."""
+        if slot.tenant is not None and slot.tenant.process.returncode is None:
+            slot.tenant.hung = True
+            slot.tenant.process.kill()
+
+    async def _ping(self) -> None:
+        """Ask every process with hooks whether it lives; one that is silent for `pong_s` is killed."""
+        loop = asyncio.get_running_loop()
+        deadline_s = self._config.spec.limits.pong_s
+        pause_s = deadline_s / PINGS_PER_DEADLINE
+        sequence = 0
+        while True:
+            asked = loop.time()
+            await asyncio.sleep(pause_s)
+            starved_s = max(0.0, loop.time() - asked - pause_s)
+            sequence += 1
+            for slot in self.slots:
+                for tenant in slot.tenants():
+                    if tenant.link is None or tenant.process.returncode is not None:
+                        continue
+                    # For as long as this process itself got no CPU, it could not have heard.
+                    tenant.heard_at += starved_s
+                    if loop.time() - tenant.heard_at > deadline_s and not tenant.hung:
+                        self.on_event(
+                            "hung", f"process {tenant.process.pid} is silent for {deadline_s:.1f} s"
+                        )
+                        tenant.hung = True
+                        tenant.process.kill()
+                    tenant.link.send(m.Ping(seq=sequence))
+
+    # ------------------------------------------------------------------------------------- close
+
+    async def close(self) -> None:
+        """End every process: SIGTERM, a grace, SIGKILL. Their last output is kept."""
+        self._closing = True
+        processes: list[Process] = []
+        for slot in self.slots:
+            for tenant in slot.tenants():
+                tenant.retired = True
+                processes.append(tenant.process)
+        for process in processes:
+            process.kill(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(TERM_GRACE_S):
+                await asyncio.gather(*(process.wait() for process in processes))
+        except TimeoutError:
+            for process in processes:
+                process.kill()
+            async with asyncio.timeout(TERM_GRACE_S):
+                await asyncio.gather(*(process.wait() for process in processes))
+        await asyncio.gather(*(o.finish(OUTPUT_DEADLINE_S) for o in list(self._outputs.values())))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words."""
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

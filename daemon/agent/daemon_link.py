@@ -1,0 +1,76 @@
+"""The agent's connection to its node's daemon: kept up, since the daemon may be stopped and started."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.messages import FromAgent, Order
+from ckptless.daemon.api.peercred import peer_credentials
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.1
+READ_NBYTES = 1 << 16
+
+
+class DaemonLink:
+    """`greet` gives what a daemon must hear first; `on_order` gets what it says."""
+
+    def __init__(
+        self, path: Path, greet: Callable[[], list[FromAgent]], on_order: Callable[[Order], None]
+    ) -> None:
+        self._path, self._greet, self._on_order = path, greet, on_order
+        self._writer: asyncio.StreamWriter | None = None
+        self.daemon_pid: int | None = None
+
+    def send(self, message: FromAgent) -> None:
+        """Tell the daemon; without one nothing is lost, since `greet` tells the whole state again."""
+        if self._writer is not None:
+            self._writer.write(encode(message))
+
+    async def run(self) -> None:
+        """Connect, again and again, until cancelled."""
+        away = False
+        try:
+            while True:
+                try:
+                    reader, self._writer = await asyncio.open_unix_connection(self._path)
+                except OSError as error:
+                    if not away:
+                        logger.warning("no daemon at %s (%s): training goes on", self._path, error.strerror)
+                        away = True
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                away = False
+                self.daemon_pid, _ = peer_credentials(self._writer.get_extra_info("socket"))
+                for message in self._greet():
+                    self.send(message)
+                await self._listen(reader)
+        finally:
+            self._hang_up()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        decoder: Decoder[Order] = Decoder(Order, CONTROL_LIMIT)
+        try:
+            while data := await reader.read(READ_NBYTES):
+                for order in decoder.feed(data):
+                    self._on_order(order)
+            logger.warning("the daemon hung up")
+        except (ProtocolError, ConnectionError) as error:
+            logger.warning("the daemon: %s", error)
+        finally:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self.daemon_pid = None, None
+
+    async def flush(self, deadline_s: float) -> None:
+        """Wait until what was sent is on its way."""
+        if self._writer is not None:
+            async with asyncio.timeout(deadline_s):
+                await self._writer.drain()

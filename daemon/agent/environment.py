@@ -1,0 +1,49 @@
+"""Pure: the environment of a training process; torchrun's variables, and what ckptless adds."""
+
+from collections.abc import Mapping
+
+from ckptless.daemon.api.messages import Assignment, JobSpec, Place
+
+AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
+SPARE_RANK = -1
+
+
+def thread_env(env: Mapping[str, str], processes_on_machine: int, cores: int) -> dict[str, str]:
+    """What must be set before torch is loaded: as torchrun, do not let every rank take every core."""
+    if "OMP_NUM_THREADS" in env or processes_on_machine <= 1:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores // processes_on_machine))}
+
+
+def rank_env(
+    spec: JobSpec,
+    place: Place,
+    assignment: Assignment | None,
+    store: tuple[str, int],
+    restarts: int,
+) -> dict[str, str]:
+    """What torchrun sets (torch.distributed.elastic, LocalElasticAgent), for the rank in `place`.
+
+    A spare has rank -1 until it takes one over; ckptless.run then corrects its environment.
+    """
+    rank = assignment.rank_at(place) if assignment is not None else None
+    nodes = sorted({p.node for p in assignment.places}) if assignment is not None else []
+    group_rank = nodes.index(place.node) if place.node in nodes else SPARE_RANK
+    number = str(SPARE_RANK if rank is None else rank)
+    return {
+        "RANK": number,
+        "ROLE_RANK": number,
+        "ROLE_NAME": "default",
+        "LOCAL_RANK": str(place.slot),
+        "GROUP_RANK": str(group_rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.slots_per_node),
+        "GROUP_WORLD_SIZE": str(spec.nodes),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": spec.job,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.limits.start_tries),
+    }

@@ -1,0 +1,159 @@
+"""The agent's Unix socket for its ranks: framed messages, and memfds beside them (SCM_RIGHTS).
+
+asyncio's transports cannot pass descriptors, so this drives non-blocking sockets from the loop itself.
+"""
+
+import array
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
+from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.messages import FromRank, ToRank
+from ckptless.daemon.api.peercred import peer_credentials
+
+logger = logging.getLogger(__name__)
+
+READ_NBYTES = 1 << 18
+# A rank that does not read its agent's few small messages any more is as good as dead.
+UNSENT_LIMIT = 64 << 20
+
+
+class RankLink:
+    """The connection of one training process. Owned by the agent's event loop."""
+
+    def __init__(self, sock: socket.socket, on_message: "OnMessage", on_close: "OnClose") -> None:
+        self.pid, self.uid = peer_credentials(sock)
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._decoder: Decoder[FromRank] = Decoder(FromRank, RANK_LIMIT)
+        self._unsent: deque[tuple[memoryview, int | None]] = deque()
+        self._unsent_nbytes = 0
+        self._on_message, self._on_close = on_message, on_close
+        self.open = True
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._readable)
+
+    def send(self, message: ToRank, fd: int | None = None) -> None:
+        """Queue a message; `fd` goes with its first byte and stays the caller's."""
+        if not self.open:
+            return
+        data = memoryview(encode(message))
+        self._unsent.append((data, os.dup(fd) if fd is not None else None))
+        self._unsent_nbytes += len(data)
+        if self._unsent_nbytes > UNSENT_LIMIT:
+            logger.warning("process %d does not read its messages: hanging up", self.pid)
+            self.close()
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                data, fd = self._unsent[0]
+                rights = []
+                if fd is not None:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+                sent = self._sock.sendmsg([data], rights)
+                self._unsent_nbytes -= sent
+                if fd is not None:
+                    os.close(fd)
+                if sent < len(data):
+                    self._unsent[0] = (data[sent:], None)
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._writable)
+        except OSError as error:
+            logger.debug("process %d: %s", self.pid, error)
+            self.close()
+
+    def _writable(self) -> None:
+        self._loop.remove_writer(self._sock)
+        self._flush()
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(READ_NBYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            logger.debug("process %d: %s", self.pid, error)
+            data = b""
+        if not data:
+            self.close()
+            return
+        try:
+            for message in self._decoder.feed(data):
+                self._on_message(self, message)
+        except ProtocolError as error:
+            logger.warning("process %d: %s", self.pid, error)
+            self.close()
+
+    def close(self) -> None:
+        """End the connection; `on_close` is told once."""
+        if not self.open:
+            return
+        self.open = False
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+        for _, fd in self._unsent:
+            if fd is not None:
+                os.close(fd)
+        self._unsent.clear()
+        self._on_close(self)
+
+
+OnMessage = Callable[[RankLink, FromRank], None]
+OnClose = Callable[[RankLink], None]
+
+
+class RankServer:
+    """Accepts the ranks of this node; processes of other users are refused."""
+
+    def __init__(self, path: Path, on_message: OnMessage, on_close: OnClose) -> None:
+        self._path = path
+        self._on_message, self._on_close = on_message, on_close
+        self._links: set[RankLink] = set()
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+
+    def start(self) -> None:
+        """Listen. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        self._sock.bind(str(self._path))
+        self._path.chmod(0o600)
+        self._sock.listen(128)
+        self._sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._sock, self._acceptable)
+
+    def _acceptable(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return
+        link = RankLink(sock, self._on_message, self._closed)
+        self._links.add(link)
+        if link.uid != os.getuid():
+            logger.warning("refused process %d of uid %d", link.pid, link.uid)
+            link.close()
+
+    def _closed(self, link: RankLink) -> None:
+        self._links.discard(link)
+        self._on_close(link)
+
+    def close(self) -> None:
+        """Hang up on everybody and remove the socket."""
+        asyncio.get_running_loop().remove_reader(self._sock)
+        self._sock.close()
+        for link in list(self._links):
+            link.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()

@@ -1,0 +1,308 @@
+"""The agent: follows the daemon's orders, serves its ranks. The composition root."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Literal
+
+from ckptless.daemon.agent.config import AgentConfig
+from ckptless.daemon.agent.console import ConsoleOutput
+from ckptless.daemon.agent.crew import Crew
+from ckptless.daemon.agent.daemon_link import DaemonLink
+from ckptless.daemon.agent.processes import Zygote
+from ckptless.daemon.agent.rank_link import RankLink, RankServer
+from ckptless.daemon.agent.replicas import Replicas
+from ckptless.daemon.agent.slots import Slot, Tenant
+from ckptless.daemon.agent.state_service import StateService
+from ckptless.daemon.agent.store_server import StoreServer
+from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.config import read_key
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 0.25
+CANCEL_DEADLINE_S = 5.0
+FLUSH_DEADLINE_S = 1.0
+
+
+class Agent:
+    """One agent. `run` returns the job's exit code when the job is over."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._vault = Vault()
+        self._zygote = Zygote(self._event)
+        self._console = ConsoleOutput(1, self._event)
+        self._crew = Crew(config, self._zygote, self._console)
+        self._replicas = Replicas(config.node, read_key(Path(config.key_file)), config.copies, self._vault)
+        self._state = StateService(config.node, self._vault, self._replicas, self._crew)
+        self._store = StoreServer()
+        self._ranks = RankServer(Path(config.rank_socket), self._rank_says, self._rank_hung_up)
+        self._daemon = DaemonLink(Path(config.daemon_socket), self._greeting, self._obey)
+        self._hello: m.AgentHello | None = None
+        self._assignment: m.Assignment | None = None
+        self._frozen: int | None = None
+        self._outcome: asyncio.Future[m.Outcome] = asyncio.get_running_loop().create_future()
+        self._seq = 0
+        self._told_at = 0.0
+        self._progress: asyncio.TimerHandle | None = None
+
+    # -------------------------------------------------------------------------------- life cycle
+
+    async def run(self, cancelled: "asyncio.Future[m.Cancel]") -> int:
+        """Serve until the daemon says End, or `cancelled` is set."""
+        config = self._config
+        self._crew.on_change = self._changed
+        self._crew.on_event = self._replicas.on_event = self._event
+        self._crew.on_hello = self._rank_hello
+        self._state.on_committed = self._committed
+        daemon: asyncio.Task[None] | None = None
+        try:
+            agent_port = await self._replicas.start(config.address)
+            store_port = await self._store.start(config.address)
+            self._ranks.start()
+            await self._zygote.start(config.preload, config.env, config.zygote_deadline_s)
+            info = m.NodeInfo(
+                node=config.node,
+                name=config.name,
+                address=config.address,
+                agent_port=agent_port,
+                store_port=store_port,
+            )
+            self._hello = m.AgentHello(protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid())
+            self._crew.store = (config.address, store_port)
+            self._crew.start()
+            daemon = asyncio.create_task(self._daemon.run())
+            outcome = await self._wait(cancelled)
+            logger.debug("end: %s", outcome)
+            return outcome.exit_code
+        finally:
+            await self._close(daemon)
+
+    async def _wait(self, cancelled: "asyncio.Future[m.Cancel]") -> m.Outcome:
+        await asyncio.wait({cancelled, self._outcome}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._outcome.done():
+            # Ask for an orderly end of the whole job; without a daemon, end this node.
+            self._daemon.send(cancelled.result())
+            await asyncio.wait({self._outcome}, timeout=CANCEL_DEADLINE_S)
+        if self._outcome.done():
+            return self._outcome.result()
+        cancel = cancelled.result()
+        return m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
+
+    async def _close(self, daemon: "asyncio.Task[None] | None") -> None:
+        await self._crew.close()
+        self._ranks.close()
+        await self._state.close()
+        await self._replicas.close()
+        await self._store.close()
+        await self._zygote.close()
+        if daemon is not None:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                await self._daemon.flush(FLUSH_DEADLINE_S)
+            daemon.cancel()
+            await asyncio.gather(daemon, return_exceptions=True)
+        await self._console.flush(FLUSH_DEADLINE_S)
+        self._console.close()
+        self._vault.close()
+
+    # -------------------------------------------------------------------------------- the daemon
+
+    def _greeting(self) -> list[m.FromAgent]:
+        assert self._hello is not None
+        return [self._hello, self._told()]
+
+    def _told(self) -> m.AgentState:
+        self._seq += 1
+        self._told_at = asyncio.get_running_loop().time()
+        return m.AgentState(
+            seq=self._seq,
+            slots=tuple(slot.told() for slot in self._crew.slots),
+            assignment=self._assignment,
+            frozen=self._frozen,
+            holdings=self._vault.holdings() if self._frozen is not None else None,
+            daemon_pid=self._daemon.daemon_pid,
+        )
+
+    def _changed(self) -> None:
+        """Tell the daemon at once."""
+        if self._progress is not None:
+            self._progress.cancel()
+            self._progress = None
+        if self._hello is not None:
+            self._daemon.send(self._told())
+
+    def _progressed(self) -> None:
+        """Tell the daemon soon: steps are many."""
+        if self._progress is None:
+            loop = asyncio.get_running_loop()
+            due = max(0.0, self._told_at + PROGRESS_INTERVAL_S - loop.time())
+            self._progress = loop.call_later(due, self._changed)
+
+    def _event(self, kind: str, text: str) -> None:
+        logger.info("%s: %s", kind, text)
+        level: Literal["warning"] = "warning"
+        generation = self._assignment.generation if self._assignment is not None else None
+        self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
+
+    def _obey(self, order: m.Order) -> None:
+        match order:
+            case m.Stop():
+                self._stop(order)
+            case m.Assign():
+                self._assign(order.assignment)
+            case m.Go() | m.Release():
+                if self._assignment is not None and order.generation == self._assignment.generation:
+                    self._to_ranks(order)
+            case m.End():
+                if not self._outcome.done():
+                    self._outcome.set_result(order.outcome)
+            case m.Running():
+                pass
+
+    def _to_ranks(self, message: m.ToRank) -> None:
+        for slot in self._crew.slots:
+            if slot.tenant is not None and slot.tenant.link is not None and self._rank(slot) is not None:
+                slot.tenant.link.send(message)
+
+    def _rank(self, slot: Slot) -> int | None:
+        if self._assignment is None:
+            return None
+        return self._assignment.rank_at(m.Place(node=self._config.node, slot=slot.index))
+
+    def _stop(self, order: m.Stop) -> None:
+        """Freeze, tell the ranks; processes without hooks cannot be told, so they end."""
+        if self._assignment is None or order.generation != self._assignment.generation:
+            self._changed()
+            return
+        if self._frozen != order.generation:
+            self._frozen = order.generation
+            self._replicas.accepting = False
+            self._to_ranks(order)
+            for slot in self._crew.slots:
+                tenant = slot.tenant
+                alive = tenant is not None and tenant.process.returncode is None
+                if tenant is not None and alive and not tenant.hooked and self._rank(slot) is not None:
+                    self._crew.retire(slot, tenant)
+                    slot.enter("exited", slot.generation, m.Cause(kind="stop"))
+        for place in order.kill:
+            if place.node == self._config.node:
+                self._crew.kill_hung(self._crew.slots[place.slot])
+        self._changed()
+
+    def _assign(self, assignment: m.Assignment) -> None:
+        """Take the next generation: state first, then every slot as it says."""
+        if self._assignment is not None and assignment.generation <= self._assignment.generation:
+            self._changed()
+            return
+        self._assignment, self._frozen = assignment, None
+        self._vault.drop_after(assignment.restore_step)
+        self._replicas.follow(assignment)
+        self._replicas.accepting = True
+        self._store.cut()
+        info = next(info for info in assignment.nodes if info.node == assignment.store_node)
+        self._crew.store = (info.address, info.store_port)
+        self._state.follow(assignment)
+        for slot in self._crew.slots:
+            self._settle(slot, assignment)
+        self._changed()
+
+    def _settle(self, slot: Slot, assignment: m.Assignment) -> None:
+        """Make a slot what the assignment says: a rank that goes on, a new process, or a spare."""
+        place = m.Place(node=self._config.node, slot=slot.index)
+        rank = assignment.rank_at(place)
+        tenant = slot.tenant
+        alive = tenant is not None and tenant.process.returncode is None
+        if rank is None:
+            if tenant is not None and alive and slot.step is not None:
+                self._crew.retire(slot, tenant)
+                slot.enter("empty", assignment.generation)
+            elif tenant is None and slot.phase == "empty":
+                self._crew.occupy(slot, None)
+            return
+        keeps = tenant is not None and alive and tenant.hooked and place not in assignment.renew
+        if not keeps:
+            if tenant is not None and alive:
+                self._crew.retire(slot, tenant)
+            slot.tenant, slot.successor = slot.successor, None
+            if slot.tenant is None:
+                self._crew.occupy(slot, assignment)
+                self._state.prefetch(rank)
+                return
+            slot.hooked, slot.exit_code = slot.tenant.hooked, None
+            slot.enter("starting", assignment.generation)
+        self._tell_rank(slot, assignment, rank)
+
+    def _tell_rank(self, slot: Slot, assignment: m.Assignment, rank: int) -> None:
+        """Give a process that said Hello its rank."""
+        tenant = slot.tenant
+        if tenant is None or tenant.link is None:
+            return
+        newcomer = not tenant.lived
+        if newcomer:
+            self._state.prefetch(rank)
+            self._crew.promote(tenant, rank)
+        tenant.lived = True
+        slot.enter("assigned", assignment.generation)
+        tenant.link.send(self._state.assigned(assignment, rank, newcomer=newcomer))
+
+    # --------------------------------------------------------------------------------- the ranks
+
+    def _rank_hello(self, slot: Slot, tenant: Tenant) -> None:
+        assignment, rank = self._assignment, self._rank(slot)
+        if tenant is slot.tenant:
+            if assignment is not None and rank is not None and self._frozen is None:
+                self._tell_rank(slot, assignment, rank)
+            else:
+                slot.enter("waiting", slot.generation)
+            self._changed()
+
+    def _rank_hung_up(self, link: RankLink) -> None:
+        logger.debug("process %d hung up", link.pid)
+
+    def _rank_says(self, link: RankLink, message: m.FromRank) -> None:
+        self._crew.heard(link)
+        if isinstance(message, m.Hello):
+            if message.protocol != m.PROTOCOL:
+                raise ProtocolError(f"it speaks protocol {message.protocol}, the agent {m.PROTOCOL}")
+            self._crew.welcome(link)
+            return
+        slot = self._crew.slot_of(link)
+        if slot is None or isinstance(message, m.Pong):
+            return
+        if isinstance(message, m.Note):
+            self._daemon.send(m.AgentEvent(level=message.level, kind=message.kind, text=message.text))
+            return
+        if message.generation != slot.generation:
+            link.send(m.Refused(generation=message.generation, what=type(message).__name__))
+            return
+        if isinstance(message, m.Commit | m.Fetch | m.Allocate):
+            self._state.serve(slot, link, message, frozen=self._frozen is not None)
+            return
+        self._advance(slot, message)
+        self._changed()
+
+    def _advance(self, slot: Slot, message: m.Left | m.Broken | m.Joined | m.Restored | m.Finished) -> None:
+        """A rank's own word on how far it is."""
+        match message:
+            case m.Left():
+                slot.enter("left", message.generation, message.cause)
+            case m.Broken():
+                slot.cause = m.Cause(kind="broken", text=message.text)
+            case m.Joined():
+                slot.enter("joined", message.generation)
+            case m.Restored():
+                slot.enter("restored", message.generation)
+            case m.Finished():
+                slot.enter("finished", message.generation)
+
+    def _committed(self, slot: Slot, commit: m.Commit, *, first: bool) -> None:
+        slot.step, slot.loss = commit.step, commit.loss
+        if first:
+            self._changed()
+        else:
+            self._progressed()

@@ -1,0 +1,67 @@
+"""A slot of this node: the process in it, its successor, and what is told of it."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from ckptless.daemon.agent.processes import Process
+from ckptless.daemon.agent.rank_link import RankLink
+from ckptless.daemon.api.messages import Cause, Phase, SlotState
+
+
+@dataclass
+class Tenant:
+    """A training process and its connection.
+
+    `retired`: its end was ordered, so it is no fault. `lived`: it has been given a rank before.
+    """
+
+    process: Process
+    link: RankLink | None = None
+    hooked: bool = False
+    retired: bool = False
+    hung: bool = False
+    lived: bool = False
+    heard_at: float = 0.0
+
+
+@dataclass
+class Slot:
+    """A slot's state. `successor` is a process forked ahead, for when a new generation needs one here."""
+
+    index: int
+    tenant: Tenant | None = None
+    successor: Tenant | None = None
+    phase: Phase = "empty"
+    generation: int = 0
+    step: int | None = None
+    loss: float | None = None
+    cause: Cause | None = None
+    exit_code: int | None = None
+    hooked: bool = False
+    restarts: int = 0
+    since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+    def enter(self, phase: Phase, generation: int, cause: Cause | None = None) -> None:
+        """A new phase begins now."""
+        self.phase, self.generation, self.cause = phase, generation, cause
+        self.since = asyncio.get_running_loop().time()
+
+    def told(self) -> SlotState:
+        """The slot as the daemon is told."""
+        tenant = self.tenant
+        return SlotState(
+            slot=self.index,
+            phase=self.phase,
+            generation=self.generation,
+            pid=tenant.process.pid if tenant is not None else None,
+            hooked=self.hooked,
+            step=self.step,
+            loss=self.loss,
+            cause=self.cause,
+            exit_code=self.exit_code,
+            age_s=asyncio.get_running_loop().time() - self.since,
+        )
+
+    def tenants(self) -> list[Tenant]:
+        """Every process of this slot."""
+        return [tenant for tenant in (self.tenant, self.successor) if tenant is not None]

@@ -1,0 +1,174 @@
+"""State for this node's ranks: takes commits, replicates records, gives back what a rank must restore."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from ckptless.daemon.agent.crew import Crew
+from ckptless.daemon.agent.rank_link import RankLink
+from ckptless.daemon.agent.replicas import Replicas
+from ckptless.daemon.agent.slots import Slot
+from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.peers.messages import PutRecord
+
+logger = logging.getLogger(__name__)
+
+
+class OnCommitted(Protocol):
+    """Told of every commit; `first`: the slot's first in its generation."""
+
+    def __call__(self, slot: Slot, commit: m.Commit, *, first: bool) -> None:
+        """See the class."""
+
+
+class StateService:
+    """Owned by the agent's event loop."""
+
+    def __init__(self, node: int, vault: Vault, replicas: Replicas, crew: Crew) -> None:
+        self._node, self._vault, self._replicas, self._crew = node, vault, replicas, crew
+        self._assignment: m.Assignment | None = None
+        self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._committed: set[int] = set()
+        self.on_committed: Callable[..., None] = lambda *_args, **_kw: None
+        replicas.on_acked = self._acked
+
+    def follow(self, assignment: m.Assignment) -> None:
+        """A new generation: nothing of the old one is fetched any more."""
+        for task in self._fetches.values():
+            task.cancel()
+        self._fetches.clear()
+        self._committed.clear()
+        self._assignment = assignment
+
+    def assigned(self, assignment: m.Assignment, rank: int, *, newcomer: bool) -> m.Assigned:
+        """A rank's part of the assignment."""
+        mine = assignment.ranks_on(self._node)
+        nodes = sorted({place.node for place in assignment.places})
+        store = next(info for info in assignment.nodes if info.node == assignment.store_node)
+        return m.Assigned(
+            generation=assignment.generation,
+            rank=rank,
+            world_size=len(assignment.places),
+            local_world_size=len(mine),
+            group_rank=nodes.index(self._node),
+            restore_step=assignment.restore_step,
+            newcomer=newcomer,
+            writes_tensors=rank == mine[0],
+            store=(store.address, store.store_port),
+            peers=tuple(info.address for info in assignment.nodes),
+        )
+
+    # ----------------------------------------------------------------------------------- commits
+
+    def serve(
+        self, slot: Slot, link: RankLink, message: m.Commit | m.Fetch | m.Allocate, *, frozen: bool
+    ) -> None:
+        """A rank's request; its generation is the slot's."""
+        if frozen:
+            link.send(m.Refused(generation=message.generation, what=type(message).__name__))
+        elif isinstance(message, m.Commit):
+            self._commit(slot, message)
+        elif isinstance(message, m.Allocate):
+            region = self._vault.allocate(message.slot_nbytes, message.slots)
+            link.send(m.Allocated(region=region.number), region.fd)
+        else:
+            task = asyncio.create_task(self._give(slot, link, message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _commit(self, slot: Slot, commit: m.Commit) -> None:
+        rank = self._rank(slot)
+        if rank is None:
+            return
+        if commit.tensors is not None:
+            self._vault.put_tensors(commit.step, commit.tensors)
+        self._vault.put_record(rank, commit.step, commit.record, commit.digest)
+        record = PutRecord(
+            generation=commit.generation,
+            rank=rank,
+            step=commit.step,
+            record=commit.record,
+            digest=commit.digest,
+        )
+        self._replicas.push(record)
+        # The step that was restored is committed again, to have its copies in the new generation.
+        assert self._assignment is not None
+        new = commit.step > (self._assignment.restore_step or 0)
+        first = new and slot.index not in self._committed
+        if new:
+            self._committed.add(slot.index)
+        self.on_committed(slot, commit, first=first)
+
+    def _acked(self, rank: int, step: int) -> None:
+        for slot in self._crew.slots:
+            if self._rank(slot) == rank and slot.tenant is not None and slot.tenant.link is not None:
+                slot.tenant.link.send(m.Acked(generation=slot.generation, step=step))
+
+    def _rank(self, slot: Slot) -> int | None:
+        if self._assignment is None:
+            return None
+        return self._assignment.rank_at(m.Place(node=self._node, slot=slot.index))
+
+    # ----------------------------------------------------------------------------------- restore
+
+    def prefetch(self, rank: int) -> None:
+        """A new process will want this rank's state: get it while it builds."""
+        assignment = self._assignment
+        if assignment is not None and assignment.restore_step is not None:
+            self._fetch_record(rank, assignment.restore_step)
+            self._fetch_tensors(assignment.restore_step)
+
+    def _fetch_record(self, rank: int, step: int) -> asyncio.Task[None] | None:
+        assert self._assignment is not None
+        if self._vault.record(rank, step) is not None:
+            return None
+        nodes = self._assignment.record_nodes[rank]
+        return self._once(("record", rank), self._replicas.fetch_record(rank, step, nodes))
+
+    def _fetch_tensors(self, step: int) -> asyncio.Task[None] | None:
+        assert self._assignment is not None
+        if self._vault.tensors(step) is not None:
+            return None
+        nodes = self._assignment.tensor_nodes
+        return self._once(("tensors", step), self._replicas.fetch_tensors(step, nodes))
+
+    def _once(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._fetches.get(key)
+        if task is not None:
+            work.close()
+            return task
+        task = asyncio.create_task(work)
+        # Whoever asks for the state hears of a failure; nobody may ask if the generation ends first.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._fetches[key] = task
+        return task
+
+    async def _give(self, slot: Slot, link: RankLink, request: m.Fetch) -> None:
+        rank = self._rank(slot)
+        if rank is None:
+            return
+        try:
+            for task in (self._fetch_record(rank, request.step), self._fetch_tensors(request.step)):
+                if task is not None:
+                    await asyncio.shield(task)
+        except CkptlessError as error:
+            link.send(m.Fetched(step=request.step, error=str(error)))
+            return
+        held, found = self._vault.record(rank, request.step), self._vault.tensors(request.step)
+        if held is None or found is None:
+            link.send(m.Fetched(step=request.step, error=f"step {request.step} is not held here any more"))
+            return
+        at, region = found
+        reply = m.Fetched(step=request.step, record=held.record, tensors=at, slot_nbytes=region.slot_nbytes)
+        link.send(reply, region.fd)
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        tasks = [*self._fetches.values(), *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,140 @@
+"""The agent's end of one zygote: its process, the socket to it, and who waits for which answer."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from ckptless.daemon.agent import zygote_messages as wire
+from ckptless.daemon.api.errors import PeerError, ProtocolError
+
+EXIT_DEADLINE_S = 5.0
+
+
+class ZygoteGoneError(PeerError):
+    """The zygote died before it answered."""
+
+
+class ZygoteLink:
+    """One zygote process and the socket to it.
+
+    `started` is its first word (Ready or PreloadFailed); `gone` is set when its death has been seen. It ends
+    for good then: a new zygote is a new link.
+    """
+
+    def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._popen, self._socket = _launch(preload, env)
+        self.pid = self._popen.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._waiting: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._last_id = 0
+        self.gone = asyncio.Event()
+        self.started: asyncio.Future[wire.Reply] = self._loop.create_future()
+        self._loop.add_reader(self._pidfd, self._on_death)
+        self._loop.add_reader(self._socket, self._on_packet)
+
+    @property
+    def status(self) -> str:
+        """How the zygote ended, in words."""
+        code = self._popen.returncode
+        return f"killed by signal {-code}" if code is not None and code < 0 else f"status {code}"
+
+    async def request(self, program: int, gate: int, stdout: int, stderr: int) -> wire.Reply:
+        """Send a spawn request and return its answer; raises ZygoteGoneError if it dies before."""
+        if self.gone.is_set():
+            raise ZygoteGoneError(f"the zygote is gone ({self.status})")
+        self._last_id += 1
+        number = self._last_id
+        packet = wire.encode(wire.Spawn(version=wire.VERSION, id=number))
+        answer: asyncio.Future[wire.Reply] = self._loop.create_future()
+        self._waiting[number] = answer
+        try:
+            # Whole or not at all. A full buffer means hundreds of unanswered requests.
+            socket.send_fds(self._socket, [packet], [program, gate, stdout, stderr])
+            return await answer
+        except BrokenPipeError as error:
+            raise ZygoteGoneError("the zygote is going") from error
+        except BlockingIOError as error:
+            raise PeerError("the zygote does not read its requests") from error
+        finally:
+            del self._waiting[number]
+
+    def kill(self) -> None:
+        """Kill the zygote if it lives; `gone` follows."""
+        if not self.gone.is_set():
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def hang_up(self) -> None:
+        """Tell the zygote to exit."""
+        if not self.gone.is_set():
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def _on_packet(self) -> None:
+        try:
+            packet = self._socket.recv(wire.MAX_PACKET_BYTES)
+            if packet:
+                self._take(wire.decode_reply(packet))
+                return
+        except BlockingIOError:
+            return
+        except (ProtocolError, OSError) as error:
+            self._fail(error)
+        # It has closed the socket, or talks nonsense: either way it is of no more use.
+        self._loop.remove_reader(self._socket)
+        self.kill()
+
+    def _take(self, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.Spawned | wire.SpawnFailed):
+            answer = self._waiting.get(reply.id)
+        else:
+            answer = self.started
+        # Nobody there: the asker gave up and closed the gate, so the process exits by itself.
+        if answer is not None and not answer.done():
+            answer.set_result(reply)
+
+    def _fail(self, error: Exception) -> None:
+        for answer in (self.started, *self._waiting.values()):
+            if not answer.done():
+                answer.set_exception(error)
+                # Marks it as seen: a link whose start was given up has nobody left to ask.
+                answer.exception()
+
+    def _on_death(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        self._loop.remove_reader(self._socket)
+        os.close(self._pidfd)
+        self._popen.wait(EXIT_DEADLINE_S)
+        self.gone.set()
+        # What it had still said counts: a process it reported must not be started twice.
+        with contextlib.suppress(BlockingIOError, ProtocolError, OSError):
+            while packet := self._socket.recv(wire.MAX_PACKET_BYTES):
+                self._take(wire.decode_reply(packet))
+        self._socket.close()
+        self._fail(ZygoteGoneError(f"the zygote is gone ({self.status})"))
+
+
+def _launch(preload: Sequence[str], env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-m", "ckptless.daemon.agent.zygote", "--fd", str(theirs.fileno())]
+        for module in preload:
+            command += ["--preload", module]
+        try:
+            popen = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # A Ctrl-C at the terminal is the agent's to answer.
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+    ours.setblocking(False)
+    return popen, ours

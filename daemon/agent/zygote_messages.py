@@ -1,0 +1,155 @@
+"""What the agent and its zygote say to each other, and the limits on it.
+
+They share an AF_UNIX SOCK_SEQPACKET socket: a packet is sent whole or not at all, so a cancelled spawn
+never leaves half a request behind. A packet is bounded by the socket's buffer, an environment is not;
+therefore what to run (`Program`) travels in a memfd beside the packet that announces it.
+
+A `Spawn` packet carries four descriptors, in the order of `SPAWN_FDS`. The gate is the read end of a pipe:
+the new process runs nothing of the user's before the agent, having registered it, has written one byte there,
+and ends if the gate closes without one. So a process of which the agent never heard cannot train.
+"""
+
+import os
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from ckptless.daemon.api.errors import ProtocolError
+
+VERSION = 1
+MAX_PACKET_BYTES = 32 * 1024
+MAX_PROGRAM_BYTES = 64 * 1024 * 1024
+MAX_TEXT = 2000
+
+SPAWN_FDS = ("program", "gate", "stdout", "stderr")
+
+
+class Program(Struct, frozen=True, kw_only=True, tag="program", forbid_unknown_fields=True):
+    """What a new process is to run. Strings are bytes: the system's names need not be UTF-8.
+
+    `argv` is the script (or the module, with `module`) and its arguments; `env` is the whole environment;
+    `umask` None keeps the zygote's.
+    """
+
+    argv: tuple[bytes, ...]
+    module: bool
+    env: tuple[tuple[bytes, bytes], ...]
+    cwd: bytes
+    umask: int | None
+
+
+class Spawn(Struct, frozen=True, kw_only=True, tag="spawn", forbid_unknown_fields=True):
+    """Agent to zygote: fork a process for the program in the memfd. `id` comes back in the answer."""
+
+    version: int
+    id: int
+
+
+class Ready(Struct, frozen=True, kw_only=True, tag="ready", forbid_unknown_fields=True):
+    """Zygote to agent, once: everything is loaded. `warnings` say what in it does not go well with fork."""
+
+    version: int
+    warnings: tuple[str, ...]
+
+
+class PreloadFailed(Struct, frozen=True, kw_only=True, tag="preload-failed", forbid_unknown_fields=True):
+    """Zygote to agent, instead of `Ready`: `module` cannot be imported. The zygote exits after it."""
+
+    module: str
+    error: str
+
+
+class Spawned(Struct, frozen=True, kw_only=True, tag="spawned", forbid_unknown_fields=True):
+    """Zygote to agent: the process exists, is the agent's child, and waits at its gate."""
+
+    id: int
+    pid: int
+
+
+class SpawnFailed(Struct, frozen=True, kw_only=True, tag="spawn-failed", forbid_unknown_fields=True):
+    """Zygote to agent: no process was made."""
+
+    id: int
+    error: str
+
+
+Reply: TypeAlias = Ready | PreloadFailed | Spawned | SpawnFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_programs = msgspec.msgpack.Decoder(Program)
+_spawns = msgspec.msgpack.Decoder(Spawn)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Spawn | Reply) -> bytes:
+    """Return `message` as one packet; raises ProtocolError if it does not fit one."""
+    packet = _encoder.encode(message)
+    if len(packet) > MAX_PACKET_BYTES:
+        raise ProtocolError(f"a zygote packet of {len(packet)} bytes is over the limit of {MAX_PACKET_BYTES}")
+    return packet
+
+
+def decode_spawn(packet: bytes) -> Spawn:
+    """Return the request in `packet`; raises ProtocolError if it is none, or of another version."""
+    try:
+        spawn = _spawns.decode(packet)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a spawn request: {error}") from error
+    check_version(spawn.version)
+    return spawn
+
+
+def decode_reply(packet: bytes) -> Reply:
+    """Return the zygote's answer in `packet`; raises ProtocolError if it is none."""
+    try:
+        return _replies.decode(packet)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not an answer of a zygote: {error}") from error
+
+
+def check_version(version: int) -> None:
+    """Raise ProtocolError unless the other side speaks our version: it may be an upgraded installation."""
+    if version != VERSION:
+        raise ProtocolError(
+            f"the zygote's protocol is version {version}, the agent's {VERSION}: was it upgraded?"
+        )
+
+
+def shorten(text: str) -> str:
+    """Return `text` cut to what a reply may carry."""
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
+
+
+def write_program(program: Program) -> int:
+    """Return a memfd, the caller's to close, that holds `program`; raises ProtocolError if too large."""
+    data = memoryview(_encoder.encode(program))
+    if len(data) > MAX_PROGRAM_BYTES:
+        raise ProtocolError(
+            f"a program with its environment takes {len(data)} bytes; limit: {MAX_PROGRAM_BYTES}"
+        )
+    fd = os.memfd_create("ckptless-program", os.MFD_CLOEXEC)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_program(fd: int) -> Program:
+    """Return the program in memfd `fd`, which stays open; raises ProtocolError if it breaks its format."""
+    size = os.fstat(fd).st_size
+    if size > MAX_PROGRAM_BYTES:
+        raise ProtocolError(f"a program with its environment takes {size} bytes; limit: {MAX_PROGRAM_BYTES}")
+    data = bytearray()
+    while len(data) < size:
+        chunk = os.pread(fd, size - len(data), len(data))
+        if not chunk:
+            raise ProtocolError(f"a program of {size} bytes ends after {len(data)}")
+        data += chunk
+    try:
+        return _programs.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a program: {error}") from error

@@ -1,0 +1,91 @@
+"""Configuration of one daemon, read once from YAML and checked strictly."""
+
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import yaml
+
+from ckptless.daemon.api.errors import UsageError
+
+# What is in a state directory; a directory of another format is refused, not guessed at.
+STATE_FORMAT = 1
+FORMAT_FILE = "FORMAT"
+
+T = TypeVar("T")
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node's daemon: where it listens for the others."""
+
+    node: int
+    name: str
+    address: str
+    port: Port
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a daemon is told.
+
+    `peers` has one entry per node, this one included. `dark_s`: a daemon that is silent for so long is taken
+    for unreachable, and its node for lost when its agent cannot be reached either.
+    """
+
+    node: int
+    state_dir: str
+    socket: str
+    key_file: str
+    peers: tuple[Peer, ...]
+    beat_s: Seconds = 0.5
+    dark_s: Seconds = 5.0
+
+    @property
+    def me(self) -> Peer:
+        """This node's own entry."""
+        return next(peer for peer in self.peers if peer.node == self.node)
+
+
+def load(path: Path, kind: type[T]) -> T:
+    """A struct out of a YAML (or JSON) file. Raises UsageError with the file and the place in it."""
+    try:
+        return msgspec.convert(yaml.safe_load(path.read_text()), kind)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def read_key(path: Path) -> bytes:
+    """A key file's bytes. Raises UsageError where others may read it."""
+    try:
+        mode = path.stat().st_mode
+        key = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read the key file {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise UsageError(f"the key file {path} can be read by others: chmod 600 it")
+    if len(key) < 16:
+        raise UsageError(f"the key file {path} holds {len(key)} bytes; it needs at least 16")
+    return key
+
+
+def open_state_dir(path: Path) -> None:
+    """Make a state directory, or check that it is one of this format. Raises UsageError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        marker = path / FORMAT_FILE
+        if not marker.exists():
+            if any(path.iterdir()):
+                raise UsageError(f"{path} is not empty and no state directory of ckptless: choose another")
+            marker.write_text(f"{STATE_FORMAT}\n")
+        found = marker.read_text().strip()
+    except OSError as error:
+        raise UsageError(f"cannot use the state directory {path}: {error.strerror}") from error
+    if found != str(STATE_FORMAT):
+        raise UsageError(
+            f"{path} is a state directory of format {found}, this ckptless writes {STATE_FORMAT}: "
+            "choose another, or remove it"
+        )

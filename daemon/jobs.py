@@ -1,0 +1,107 @@
+"""One job in this daemon: carries inputs to its control plane, and outputs to peers, agent and ledger."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.records import EventRecord, Record
+from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.controller import Controller
+from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.peers import messages as p
+
+logger = logging.getLogger(__name__)
+
+
+class Outlets(Protocol):
+    """Where a job's outputs go; the service is one, a test may be another."""
+
+    def to_daemon(self, node: int, message: p.DaemonMessage) -> None:
+        """Send to one daemon; dropped where it cannot be reached (states and orders are repeated)."""
+
+    def to_all_daemons(self, message: p.DaemonMessage) -> None:
+        """Send to every other daemon."""
+
+    def to_agent(self, job: str, order: m.Order) -> None:
+        """Hand an order to this node's agent of the job."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Queue rows for the ledger."""
+
+    def ended(self, job: str, outcome: m.Outcome) -> None:
+        """The job is over."""
+
+
+class JobSession:
+    """The control plane of one job, wired to its outlets. Owned by the daemon's event loop."""
+
+    def __init__(
+        self, job: str, nodes: Sequence[int], me: int, outlets: Outlets, now: Callable[[], float]
+    ) -> None:
+        self.job = job
+        self._outlets = outlets
+        self._now = now
+        session = f"{int(now() * 1000):x}"
+        self.control = Controller(me=me, session=session, nodes={node: NodeView(node) for node in nodes})
+
+    def feed(self, event: e.Input) -> None:
+        """One input, and everything that follows from it."""
+        before = self.control.outcome
+        for output in self.control.handle(event, self._now()):
+            self._carry(output)
+        if before is None and self.control.outcome is not None:
+            self._outlets.ended(self.job, self.control.outcome)
+
+    def hear(self, node: int, message: p.DaemonMessage) -> None:
+        """What another daemon says of this job."""
+        match message:
+            case p.Meeting():
+                for report in message.reports:
+                    self.feed(report)
+                self.feed(e.PeerUp(node, message.standing))
+            case p.Forwarded():
+                self.feed(message.report)
+            case p.Ordered():
+                self.feed(e.OrderFrom(node, message.term, message.order))
+            case p.Rows():
+                self._outlets.write(message.records)
+            case p.Gone():
+                self.feed(e.NodeLost(message.node, message.reason, message.age_s))
+            case p.Beat():
+                pass
+
+    def _carry(self, output: e.Output) -> None:
+        match output:
+            case e.Broadcast():
+                ordered = p.Ordered(job=self.job, term=output.term, order=output.order)
+                self._outlets.to_all_daemons(ordered)
+            case e.ToAgent():
+                self._outlets.to_agent(self.job, output.order)
+            case e.Forward():
+                self._outlets.to_daemon(output.node, p.Forwarded(job=self.job, report=output.report))
+            case e.Meet():
+                meeting = p.Meeting(job=self.job, standing=output.standing, reports=output.reports)
+                if output.node is None:
+                    self._outlets.to_all_daemons(meeting)
+                else:
+                    self._outlets.to_daemon(output.node, meeting)
+            case e.Write():
+                self._write(output)
+
+    def _write(self, output: e.Write) -> None:
+        for record in output.records:
+            if isinstance(record, EventRecord):
+                level = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+                logger.log(level[record.level], "%s: %s", record.kind, record.text)
+        self._outlets.write(output.records)
+        if output.share:
+            self._outlets.to_all_daemons(p.Rows(job=self.job, records=output.records))
+
+    def agent_address(self, node: int) -> tuple[str, int] | None:
+        """Where a node's agent listens, if anybody has told."""
+        hello = self.control.nodes[node].hello
+        if hello is not None:
+            return hello.info.address, hello.info.agent_port
+        infos = self.control.assignment.nodes if self.control.assignment is not None else ()
+        return next(((info.address, info.agent_port) for info in infos if info.node == node), None)

@@ -1,0 +1,116 @@
+"""Who is at the other end of a connection, and frames it cannot forge; sans I/O.
+
+Both ends hold the same key (per cluster for daemons, per job for agents). They exchange nonces, each proves
+that it holds the key, and both derive one frame key per direction:
+
+    dialler  -> {protocol, node, nonce}
+    acceptor -> {protocol, node, nonce, proof}      proof = HMAC(key, "acceptor" + both openings)
+    dialler  -> {proof}                             proof = HMAC(key, "dialler" + both openings)
+
+A frame is its length (u32), 16 bytes of HMAC-SHA256(frame key, counter + body), and the body. The counter
+makes a replayed, dropped or reordered frame a forged one.
+"""
+
+import hashlib
+import hmac
+import secrets
+import struct
+
+import msgspec
+
+from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.messages import PROTOCOL
+
+NONCE_BYTES = 16
+MAC_BYTES = 16
+KEY_BYTES = 32
+
+_HEAD = struct.Struct(f"<I{MAC_BYTES}s")
+_COUNTER = struct.Struct("<Q")
+HEAD_BYTES = _HEAD.size
+
+
+class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What each end says first."""
+
+    protocol: int
+    node: int
+    nonce: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The acceptor's opening and proof."""
+
+    opening: Opening
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The dialler's proof."""
+
+    proof: bytes
+
+
+def new_key() -> bytes:
+    """A fresh random key."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def opening(node: int) -> Opening:
+    """This end's first words."""
+    return Opening(PROTOCOL, node, secrets.token_bytes(NONCE_BYTES))
+
+
+def _mac(key: bytes, role: bytes, dialler: Opening, acceptor: Opening) -> bytes:
+    text = role + msgspec.msgpack.encode(dialler) + msgspec.msgpack.encode(acceptor)
+    return hmac.new(key, text, hashlib.sha256).digest()
+
+
+def check_opening(theirs: Opening) -> None:
+    """Raises ProtocolError for another version or a short nonce."""
+    if theirs.protocol != PROTOCOL:
+        raise ProtocolError(f"node-{theirs.node} speaks protocol {theirs.protocol}, this one {PROTOCOL}")
+    if len(theirs.nonce) != NONCE_BYTES:
+        raise ProtocolError(f"a nonce of {len(theirs.nonce)} bytes")
+
+
+def prove(key: bytes, role: bytes, dialler: Opening, acceptor: Opening) -> bytes:
+    """Proof of `role` (b"dialler" or b"acceptor") for this pair of openings."""
+    return _mac(key, role, dialler, acceptor)
+
+
+def verify(key: bytes, role: bytes, proof: bytes, pair: tuple[Opening, Opening]) -> None:
+    """Raises PeerError where the other end does not hold the key."""
+    if not hmac.compare_digest(proof, _mac(key, role, *pair)):
+        raise PeerError("the other end does not hold this job's key")
+
+
+class Sealer:
+    """Frames of one direction of one connection."""
+
+    def __init__(self, key: bytes, sender: bytes, pair: tuple[Opening, Opening]) -> None:
+        self._key = _mac(key, b"frames of the " + sender, *pair)
+        self._counter = 0
+
+    def _sign(self, body: bytes) -> bytes:
+        text = _COUNTER.pack(self._counter) + body
+        self._counter += 1
+        return hmac.new(self._key, text, hashlib.sha256).digest()[:MAC_BYTES]
+
+    def seal(self, body: bytes) -> bytes:
+        """Head of the next frame; the body follows it."""
+        return _HEAD.pack(len(body), self._sign(body))
+
+    @staticmethod
+    def parse_head(head: bytes, limit: int) -> tuple[int, bytes]:
+        """(length, mac) out of a frame's head. Raises ProtocolError over the limit."""
+        length, mac = _HEAD.unpack(head)
+        if length > limit:
+            raise ProtocolError(f"a frame of {length} bytes; the limit here is {limit}")
+        return int(length), bytes(mac)
+
+    def open(self, mac: bytes, body: bytes) -> bytes:
+        """The body, if it is the next frame of the other end. Raises ProtocolError."""
+        if not hmac.compare_digest(mac, self._sign(body)):
+            raise ProtocolError("a frame that the other end did not send, or not now")
+        return body

@@ -1,0 +1,157 @@
+"""One authenticated connection over TCP, for asyncio: typed messages, and bulk bytes between them."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from ckptless.daemon.api.codec import CONTROL_LIMIT
+from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.peers import handshake
+
+T = TypeVar("T")
+
+HANDSHAKE_DEADLINE_S = 5.0
+READ_BUFFER_BYTES = 4 << 20
+GREETING_LIMIT = 4096
+
+
+class Link(Generic[T]):
+    """A connection to the process of node `node`, whose messages are of union type `kind`.
+
+    `send` may be called from any task of the loop; `receive` and the bulk calls by one task at a time.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any, limit: int
+    ) -> None:
+        self.node = -1
+        self._reader, self._writer = reader, writer
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._limit = limit
+        self._in: handshake.Sealer | None = None
+        self._out: handshake.Sealer | None = None
+
+    @classmethod
+    async def dial(cls, address: tuple[str, int], key: bytes, me: int, kind: Any, deadline_s: float) -> Self:
+        """Connect and prove who is who. Raises OSError, TimeoutError, PeerError or ProtocolError."""
+        async with asyncio.timeout(deadline_s):
+            reader, writer = await asyncio.open_connection(*address, limit=READ_BUFFER_BYTES)
+            link = cls(reader, writer, kind, CONTROL_LIMIT)
+            try:
+                mine = handshake.opening(me)
+                await link._greet(mine)
+                answer = await link._greeted(handshake.Answer)
+                handshake.check_opening(answer.opening)
+                pair = (mine, answer.opening)
+                handshake.verify(key, b"acceptor", answer.proof, pair)
+                await link._greet(handshake.Proof(handshake.prove(key, b"dialler", *pair)))
+                link._arm(key, pair, dialled=True)
+            except BaseException:
+                link.close()
+                raise
+            return link
+
+    @classmethod
+    async def accept(
+        cls, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], key: bytes, me: int, kind: Any
+    ) -> Self:
+        """The other side of `dial`. Raises the same errors."""
+        link = cls(*streams, kind, CONTROL_LIMIT)
+        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+            theirs = await link._greeted(handshake.Opening)
+            handshake.check_opening(theirs)
+            mine = handshake.opening(me)
+            await link._greet(handshake.Answer(mine, handshake.prove(key, b"acceptor", theirs, mine)))
+            proof = await link._greeted(handshake.Proof)
+            handshake.verify(key, b"dialler", proof.proof, (theirs, mine))
+            link._arm(key, (theirs, mine), dialled=False)
+        return link
+
+    def _arm(self, key: bytes, pair: tuple[handshake.Opening, handshake.Opening], *, dialled: bool) -> None:
+        self.node = pair[1].node if dialled else pair[0].node
+        roles = (b"dialler", b"acceptor") if dialled else (b"acceptor", b"dialler")
+        self._out, self._in = (handshake.Sealer(key, role, pair) for role in roles)
+        sock = self._writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def _greet(self, message: object) -> None:
+        body = self._encoder.encode(message)
+        self._writer.write(len(body).to_bytes(4, "little") + body)
+        await self._writer.drain()
+
+    async def _greeted(self, kind: type[Any]) -> Any:
+        try:
+            length = int.from_bytes(await self._reader.readexactly(4), "little")
+            if length > GREETING_LIMIT:
+                raise ProtocolError(f"a greeting of {length} bytes")
+            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
+        except asyncio.IncompleteReadError as error:
+            raise PeerError("the other end hung up during the greeting") from error
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"not a greeting: {error}") from error
+
+    # ------------------------------------------------------------------------------- messages
+
+    def send(self, message: T) -> None:
+        """Queue one message; the connection's own buffer takes it."""
+        assert self._out is not None, "the handshake comes first"
+        body = self._encoder.encode(message)
+        self._writer.writelines((self._out.seal(body), body))
+
+    async def drain(self) -> None:
+        """Wait until the other end keeps up again."""
+        await self._writer.drain()
+
+    async def receive(self) -> T:
+        """The next message. Raises ProtocolError, and ConnectionError at the end of the connection."""
+        assert self._in is not None, "the handshake comes first"
+        try:
+            head = await self._reader.readexactly(handshake.HEAD_BYTES)
+            length, mac = handshake.Sealer.parse_head(head, self._limit)
+            body = self._in.open(mac, await self._reader.readexactly(length))
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionResetError("the other end hung up") from error
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"not a message of this edge: {error}") from error
+
+    # ------------------------------------------------------------------------------------ bulk
+
+    async def send_bulk(self, data: memoryview, chunk_nbytes: int = 1 << 20) -> None:
+        """Raw bytes right after the last message; the receiver knows how many and checks their digest."""
+        for start in range(0, len(data), chunk_nbytes):
+            self._writer.write(data[start : start + chunk_nbytes])
+            await self._writer.drain()
+
+    async def receive_bulk(self, into: memoryview) -> None:
+        """Fill `into` with what `send_bulk` sent."""
+        filled = 0
+        while filled < len(into):
+            data = await self._reader.read(min(len(into) - filled, READ_BUFFER_BYTES))
+            if not data:
+                raise ConnectionResetError("the other end hung up in the middle of a transfer")
+            into[filled : filled + len(data)] = data
+            filled += len(data)
+
+    def close(self) -> None:
+        """End the connection; whoever receives on it gets ConnectionError."""
+        self._writer.close()
+
+    async def closed(self) -> None:
+        """Wait until the transport is gone."""
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+async def serve(
+    host: str, port: int, handler: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+) -> tuple[asyncio.Server, int]:
+    """A listening server and its port (`port` 0: any). Raises OSError where the port is taken."""
+    server = await asyncio.start_server(handler, host, port, limit=READ_BUFFER_BYTES, backlog=256)
+    return server, int(server.sockets[0].getsockname()[1])

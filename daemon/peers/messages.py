@@ -1,0 +1,102 @@
+"""What daemons tell each other, and what agents tell each other."""
+
+from typing import TypeAlias
+
+from ckptless.daemon.api.messages import Message, Order
+from ckptless.daemon.api.records import Record
+from ckptless.daemon.control.edges import Report, Standing
+
+
+class PeerMessage(Message, frozen=True, kw_only=True):
+    """Root of what daemons say of one job."""
+
+    job: str
+
+
+class Meeting(PeerMessage, frozen=True, kw_only=True):
+    """Where the sender stands, and what its agent last said."""
+
+    standing: Standing
+    reports: tuple[Report, ...]
+
+
+class Forwarded(PeerMessage, frozen=True, kw_only=True):
+    """A report of the sender's agent, for the leader."""
+
+    report: Report
+
+
+class Ordered(PeerMessage, frozen=True, kw_only=True):
+    """A leader's order."""
+
+    term: int
+    order: Order
+
+
+class Rows(PeerMessage, frozen=True, kw_only=True):
+    """Rows that belong in every ledger of the job."""
+
+    records: tuple[Record, ...]
+
+
+class Gone(PeerMessage, frozen=True, kw_only=True):
+    """The sender is sure that a node is lost."""
+
+    node: int
+    reason: str
+    age_s: float
+
+
+class Beat(Message, frozen=True, kw_only=True):
+    """The sender lives."""
+
+
+DaemonMessage: TypeAlias = Meeting | Forwarded | Ordered | Rows | Gone | Beat
+
+
+class PutRecord(Message, frozen=True, kw_only=True):
+    """Hold this record of another node's rank."""
+
+    generation: int
+    rank: int
+    step: int
+    record: bytes
+    digest: str
+
+
+class Held(Message, frozen=True, kw_only=True):
+    """The record is verified and held."""
+
+    generation: int
+    rank: int
+    step: int
+
+
+class GetRecord(Message, frozen=True, kw_only=True):
+    """Give me a rank's record of a step."""
+
+    rank: int
+    step: int
+
+
+class RecordReply(Message, frozen=True, kw_only=True):
+    """Answer to GetRecord; `record` is empty where it is not held."""
+
+    record: bytes
+    digest: str
+
+
+class GetTensors(Message, frozen=True, kw_only=True):
+    """Give me the tensors of a step."""
+
+    step: int
+
+
+class TensorsReply(Message, frozen=True, kw_only=True):
+    """Answer to GetTensors: so many bytes follow as bulk; `nbytes` is 0 where they are not held."""
+
+    nbytes: int
+    digest: str
+
+
+AgentMessage: TypeAlias = PutRecord | Held | GetRecord | RecordReply | GetTensors | TensorsReply
