@@ -1,7 +1,6 @@
 """The daemon: start and stop, and the wiring of mesh, agents, jobs and ledger. The composition root."""
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Coroutine, Sequence
@@ -15,6 +14,7 @@ from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import CkptlessError, ProtocolError
 from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.config import DaemonConfig, open_state_dir, read_key
 from ckptless.daemon.control import edges as e
@@ -67,11 +67,12 @@ class Service:
             await self._close()
 
     async def _listen(self) -> asyncio.Server:
-        path = Path(self._config.socket)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        server = await asyncio.start_unix_server(self._agent_connected, path)
-        path.chmod(0o600)
+        name = self._config.socket
+        if is_abstract(name):
+            return await asyncio.start_unix_server(self._agent_connected, unix_address(name))
+        Path(name).unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._agent_connected, name)
+        Path(name).chmod(0o600)
         return server
 
     async def _close(self) -> None:
@@ -82,8 +83,8 @@ class Service:
         for writer in self._agents.values():
             writer.close()
         await self._ledger.close()
-        with contextlib.suppress(FileNotFoundError):
-            Path(self._config.socket).unlink()
+        if not is_abstract(self._config.socket):
+            Path(self._config.socket).unlink(missing_ok=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -127,24 +127,33 @@ def _own_nonblocking(fd: int) -> int:
 
 
 class RankOutput:
-    """Copies one process's pipe to its log file, and by lines to the console, until the pipe's end.
+    """Copies one process's pipe to its log file, and by lines to the console if given, until the pipe's end.
 
-    Takes over `pipe`, a non-blocking read end. `prefix` may change at any time (a spare gets a rank).
-    A log that cannot be written is told once, to `on_event("log-failed", text)`; the rank goes on.
+    Takes over `pipe`, a non-blocking read end. A log that cannot be written is told once, to
+    `on_event("log-failed", text)`; the rank goes on.
     """
 
-    def __init__(self, pipe: int, log: Path, prefix: str, console: ConsoleOutput, on_event: OnEvent) -> None:
-        self.prefix = prefix
+    def __init__(
+        self, pipe: int, log: Path, prefix: str, console: ConsoleOutput | None, on_event: OnEvent
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._pipe = pipe
-        self._log_path = log
-        self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._log_failed = False
-        self._console = console
         self._on_event = on_event
         self._partial = bytearray()
         self._ended = asyncio.Event()
+        self._log = -1
+        self.redirect(log, prefix, console)
         self._loop.add_reader(pipe, self._on_readable)
+
+    def redirect(self, log: Path, prefix: str, console: ConsoleOutput | None) -> None:
+        """Send what comes from now on elsewhere (a spare has got a rank); nothing once the pipe has ended."""
+        if self._ended.is_set():
+            return
+        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if self._log >= 0:
+            os.close(self._log)
+        self._log, self._log_path, self._log_failed = fd, log, False
+        self._prefix, self._console = prefix.encode(), console
 
     async def finish(self, deadline_s: float) -> None:
         """Copy what a dead process has left and stop. Call it after the death.
@@ -210,8 +219,9 @@ class RankOutput:
                 self._on_event("log-failed", f"{self._log_path}: {error}; output is being lost")
 
     def _print(self, lines: list[bytes]) -> None:
-        prefix = self.prefix.encode()
+        if self._console is None:
+            return
         for line in lines:
             # An endless line is cut, not kept: it would grow the agent.
             for start in range(0, max(len(line), 1), MAX_LINE_BYTES):
-                self._console.write(prefix + line[start : start + MAX_LINE_BYTES] + b"\n")
+                self._console.write(self._prefix + line[start : start + MAX_LINE_BYTES] + b"\n")

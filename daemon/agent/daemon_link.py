@@ -3,12 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.messages import FromAgent, Order
 from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.api.unixpath import unix_address
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +20,16 @@ class DaemonLink:
     """`greet` gives what a daemon must hear first; `on_order` gets what it says."""
 
     def __init__(
-        self, path: Path, greet: Callable[[], list[FromAgent]], on_order: Callable[[Order], None]
+        self, name: str, greet: Callable[[], list[FromAgent]], on_order: Callable[[Order], None]
     ) -> None:
-        self._path, self._greet, self._on_order = path, greet, on_order
+        self._name, self._greet, self._on_order = name, greet, on_order
         self._writer: asyncio.StreamWriter | None = None
         self.daemon_pid: int | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a daemon listens."""
+        return self._writer is not None
 
     def send(self, message: FromAgent) -> None:
         """Tell the daemon; without one nothing is lost, since `greet` tells the whole state again."""
@@ -34,13 +39,14 @@ class DaemonLink:
     async def run(self) -> None:
         """Connect, again and again, until cancelled."""
         away = False
+        address = unix_address(self._name)
         try:
             while True:
                 try:
-                    reader, self._writer = await asyncio.open_unix_connection(self._path)
+                    reader, self._writer = await asyncio.open_unix_connection(address)
                 except OSError as error:
                     if not away:
-                        logger.warning("no daemon at %s (%s): training goes on", self._path, error.strerror)
+                        logger.warning("no daemon at %s (%s): training goes on", self._name, error.strerror)
                         away = True
                     await asyncio.sleep(RETRY_S)
                     continue

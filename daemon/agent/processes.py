@@ -19,7 +19,6 @@ from ckptless.daemon.agent.zygote_link import ZygoteGoneError, ZygoteLink
 from ckptless.daemon.api.errors import PeerError, ProtocolError, UsageError
 
 SPAWN_DEADLINE_S = 30.0
-CLOSE_DEADLINE_S = 5.0
 GROUP_DEADLINE_S = 30.0
 GROUP_POLL_S = 0.02
 # What a process counts as whose status someone else has taken; asyncio's own choice.
@@ -204,10 +203,9 @@ class Zygote:
             return
         link.hang_up()
         try:
-            async with asyncio.timeout(CLOSE_DEADLINE_S):
-                await link.gone.wait()
+            await link.wait_gone()
         except TimeoutError:
-            await self._discard(link)
+            await _discard(link)
 
     def reap_orphans(self) -> None:
         """Reap what ranks left outside their process groups and the agent adopted, once it is dead.
@@ -249,13 +247,13 @@ class Zygote:
                 raise ProtocolError(f"a zygote began with {reply}")
             wire.check_version(reply.version)
         except TimeoutError as error:
-            await self._discard(link)
+            await _discard(link)
             modules = ", ".join(self._preload)
             raise PeerError(
                 f"the zygote was not ready in {self._deadline_s:g} s (imports: {modules})"
             ) from error
         except BaseException:
-            await self._discard(link)
+            await _discard(link)
             raise
         self._link, self.warnings = link, reply.warnings
         for warning in reply.warnings:
@@ -292,10 +290,10 @@ class Zygote:
                     f"{name} is {wanted!r} for a rank but was {had!r} when its libraries were loaded",
                 )
 
-    async def _discard(self, link: ZygoteLink) -> None:
-        link.kill()
-        async with asyncio.timeout(CLOSE_DEADLINE_S):
-            await link.gone.wait()
+
+async def _discard(link: ZygoteLink) -> None:
+    link.kill()
+    await link.wait_gone()
 
 
 async def _ask(link: ZygoteLink, fds: tuple[int, int, int, int], deadline_s: float) -> int:

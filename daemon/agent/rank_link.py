@@ -5,7 +5,6 @@ asyncio's transports cannot pass descriptors, so this drives non-blocking socket
 
 import array
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.messages import FromRank, ToRank
 from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.api.unixpath import is_abstract, unix_address
 
 logger = logging.getLogger(__name__)
 
@@ -118,18 +118,19 @@ OnClose = Callable[[RankLink], None]
 class RankServer:
     """Accepts the ranks of this node; processes of other users are refused."""
 
-    def __init__(self, path: Path, on_message: OnMessage, on_close: OnClose) -> None:
-        self._path = path
+    def __init__(self, name: str, on_message: OnMessage, on_close: OnClose) -> None:
+        self._name = name
         self._on_message, self._on_close = on_message, on_close
         self._links: set[RankLink] = set()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
 
     def start(self) -> None:
         """Listen. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
-        self._sock.bind(str(self._path))
-        self._path.chmod(0o600)
+        if not is_abstract(self._name):
+            Path(self._name).unlink(missing_ok=True)
+        self._sock.bind(unix_address(self._name))
+        if not is_abstract(self._name):
+            Path(self._name).chmod(0o600)
         self._sock.listen(128)
         self._sock.setblocking(False)
         asyncio.get_running_loop().add_reader(self._sock, self._acceptable)
@@ -155,5 +156,5 @@ class RankServer:
         self._sock.close()
         for link in list(self._links):
             link.close()
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        if not is_abstract(self._name):
+            Path(self._name).unlink(missing_ok=True)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.console import ConsoleOutput
@@ -41,8 +41,8 @@ class Agent:
         self._replicas = Replicas(config.node, read_key(Path(config.key_file)), config.copies, self._vault)
         self._state = StateService(config.node, self._vault, self._replicas, self._crew)
         self._store = StoreServer()
-        self._ranks = RankServer(Path(config.rank_socket), self._rank_says, self._rank_hung_up)
-        self._daemon = DaemonLink(Path(config.daemon_socket), self._greeting, self._obey)
+        self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
+        self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._obey)
         self._hello: m.AgentHello | None = None
         self._assignment: m.Assignment | None = None
         self._frozen: int | None = None
@@ -84,11 +84,15 @@ class Agent:
             await self._close(daemon)
 
     async def _wait(self, cancelled: "asyncio.Future[m.Cancel]") -> m.Outcome:
-        await asyncio.wait({cancelled, self._outcome}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {cancelled, self._outcome}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._outcome.done():
             # Ask for an orderly end of the whole job; without a daemon, end this node.
             self._daemon.send(cancelled.result())
-            await asyncio.wait({self._outcome}, timeout=CANCEL_DEADLINE_S)
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + CANCEL_DEADLINE_S
+            while self._daemon.connected and loop.time() < deadline and not self._outcome.done():
+                await asyncio.wait({self._outcome}, timeout=0.1)
         if self._outcome.done():
             return self._outcome.result()
         cancel = cancelled.result()
@@ -242,13 +246,12 @@ class Agent:
         tenant = slot.tenant
         if tenant is None or tenant.link is None:
             return
-        newcomer = not tenant.lived
-        if newcomer:
+        if not tenant.lived:
             self._state.prefetch(rank)
             self._crew.promote(tenant, rank)
         tenant.lived = True
         slot.enter("assigned", assignment.generation)
-        tenant.link.send(self._state.assigned(assignment, rank, newcomer=newcomer))
+        tenant.link.send(self._state.assigned(assignment, rank))
 
     # --------------------------------------------------------------------------------- the ranks
 

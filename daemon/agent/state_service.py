@@ -44,7 +44,7 @@ class StateService:
         self._committed.clear()
         self._assignment = assignment
 
-    def assigned(self, assignment: m.Assignment, rank: int, *, newcomer: bool) -> m.Assigned:
+    def assigned(self, assignment: m.Assignment, rank: int) -> m.Assigned:
         """A rank's part of the assignment."""
         mine = assignment.ranks_on(self._node)
         nodes = sorted({place.node for place in assignment.places})
@@ -56,7 +56,6 @@ class StateService:
             local_world_size=len(mine),
             group_rank=nodes.index(self._node),
             restore_step=assignment.restore_step,
-            newcomer=newcomer,
             writes_tensors=rank == mine[0],
             store=(store.address, store.store_port),
             peers=tuple(info.address for info in assignment.nodes),

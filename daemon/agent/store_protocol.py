@@ -257,7 +257,7 @@ def _read_stream() -> Generator[int | Request, bytes, None]:
 class StoreParser:
     """Turns one client's bytes, in whatever pieces they come, into requests.
 
-    Holds at most `MAX_REQUEST_NBYTES` and the last piece. Each byte is copied a fixed number of times.
+    Holds one unfinished request (`MAX_REQUEST_NBYTES`) and one piece; copies no byte more than a few times.
     """
 
     def __init__(self) -> None:

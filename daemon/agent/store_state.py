@@ -22,12 +22,16 @@ _NUMBER = re.compile(rb"[ \t-\r]*([+-]?[0-9]{1,19})(?![0-9])")
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
+# A name of its own, because inside StoreState `set` is a method.
+_Keys: TypeAlias = set[bytes]
+
+
 class Registration:
     """Somebody who waits. Got from `StoreState.wait` or `.barrier`, given back to `.cancel`."""
 
     __slots__ = ("missing", "on_done", "table")
 
-    def __init__(self, missing: set[bytes], on_done: Callable[[], None], table: "_Table") -> None:
+    def __init__(self, missing: _Keys, on_done: Callable[[], None], table: "_Table") -> None:
         self.missing, self.on_done, self.table = missing, on_done, table
 
 
@@ -216,7 +220,7 @@ class StoreState:
         self._values[key] = value
 
     @staticmethod
-    def _register(missing: set[bytes], on_done: Callable[[], None], table: _Table) -> Registration:
+    def _register(missing: _Keys, on_done: Callable[[], None], table: _Table) -> Registration:
         registration = Registration(missing, on_done, table)
         for key in missing:
             table.setdefault(key, {})[registration] = None

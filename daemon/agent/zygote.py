@@ -218,6 +218,10 @@ def _restore_interpreter(program: wire.Program) -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # Drawn from the system's entropy at import: all ranks would have one. A device draws its own later.
+        torch.default_generator.seed()
     multiprocessing = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None:
         # A secret, made at import: every rank of the node would have the same one.
@@ -239,13 +243,13 @@ def _run(program: wire.Program) -> None:
         return
     sys.argv = [target, *arguments]
     sys.orig_argv = [sys.executable, target, *arguments]
-    if pkgutil.get_importer(target) is not None:
+    script = os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH118 - CPython keeps a "./", pathlib does not
+    if pkgutil.get_importer(script) is not None:
         # A directory or a zip file with a __main__.py.
-        _set_first_path(target)
+        _set_first_path(script)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     # Not runpy.run_path(): it takes its __main__ away again before the exit handlers and threads are done.
-    script = str(Path.cwd() / target)
     _set_first_path(os.path.dirname(os.path.realpath(script)))  # noqa: PTH120 - "as CPython does it"
     try:
         source = Path(script).read_bytes()

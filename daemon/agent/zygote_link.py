@@ -57,8 +57,11 @@ class ZygoteLink:
             # Whole or not at all. A full buffer means hundreds of unanswered requests.
             socket.send_fds(self._socket, [packet], [program, gate, stdout, stderr])
             return await answer
-        except BrokenPipeError as error:
-            raise ZygoteGoneError("the zygote is going") from error
+        except ConnectionError as error:
+            # Its socket closes before its pidfd tells: whoever tries again must find it gone.
+            self.kill()
+            await self.wait_gone()
+            raise ZygoteGoneError(f"the zygote is gone ({self.status})") from error
         except BlockingIOError as error:
             raise PeerError("the zygote does not read its requests") from error
         finally:
@@ -69,6 +72,11 @@ class ZygoteLink:
         if not self.gone.is_set():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
+    async def wait_gone(self) -> None:
+        """Wait for its death, at most EXIT_DEADLINE_S: TimeoutError."""
+        async with asyncio.timeout(EXIT_DEADLINE_S):
+            await self.gone.wait()
+
     def hang_up(self) -> None:
         """Tell the zygote to exit."""
         if not self.gone.is_set():
@@ -76,17 +84,27 @@ class ZygoteLink:
 
     def _on_packet(self) -> None:
         try:
-            packet = self._socket.recv(wire.MAX_PACKET_BYTES)
+            packet = self._receive()
+            if packet is None:
+                return
             if packet:
                 self._take(wire.decode_reply(packet))
                 return
-        except BlockingIOError:
-            return
-        except (ProtocolError, OSError) as error:
+        except ProtocolError as error:
             self._fail(error)
         # It has closed the socket, or talks nonsense: either way it is of no more use.
         self._loop.remove_reader(self._socket)
         self.kill()
+
+    def _receive(self) -> bytes | None:
+        """Return the next packet, empty at the end; None if there is none yet."""
+        try:
+            return self._socket.recv(wire.MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            # It died with requests unread. The kernel says so once, before the answers it had sent.
+            return self._receive()
 
     def _take(self, reply: wire.Reply) -> None:
         if isinstance(reply, wire.Spawned | wire.SpawnFailed):
@@ -111,8 +129,8 @@ class ZygoteLink:
         self._popen.wait(EXIT_DEADLINE_S)
         self.gone.set()
         # What it had still said counts: a process it reported must not be started twice.
-        with contextlib.suppress(BlockingIOError, ProtocolError, OSError):
-            while packet := self._socket.recv(wire.MAX_PACKET_BYTES):
+        with contextlib.suppress(ProtocolError):
+            while packet := self._receive():
                 self._take(wire.decode_reply(packet))
         self._socket.close()
         self._fail(ZygoteGoneError(f"the zygote is gone ({self.status})"))

@@ -283,8 +283,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Assigned(Message, frozen=True, kw_only=True):
     """A rank's part of an assignment.
 
-    `newcomer`: this process has no living state of the job. `writes_tensors`: this rank writes the tensors
-    that all twins of its node share. `store` is (host, port); `peers` are the addresses of the job's nodes.
+    `writes_tensors`: this rank writes the tensors that all twins of its node share. `store` is (host, port); `peers` are the addresses of the job's nodes.
     """
 
     generation: int
@@ -293,7 +292,6 @@ class Assigned(Message, frozen=True, kw_only=True):
     local_world_size: int
     group_rank: int
     restore_step: int | None
-    newcomer: bool
     writes_tensors: bool
     store: tuple[str, int]
     peers: tuple[str, ...]

@@ -1,0 +1,371 @@
+"""Local mode: every "node" is a daemon and an agent with a loopback address and a state directory of its own.
+
+The launcher stands in for two things that a cluster has: Slurm, which gives out nodes, and systemd, which
+starts a daemon again. Everything else is the same code as on a cluster. When the launcher dies, however it
+dies, the kernel ends what it started (PR_SET_PDEATHSIG), and what those leave behind is adopted and ended.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from ckptless.daemon.agent.config import AgentConfig
+from ckptless.daemon.agent.environment import thread_env
+from ckptless.daemon.agent.prctl import set_child_subreaper, set_pdeathsig
+from ckptless.daemon.api.errors import CkptlessError, UsageError
+from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
+from ckptless.daemon.config import DaemonConfig, Peer, open_state_dir
+from ckptless.daemon.launch.outcome import read_outcome
+from ckptless.daemon.ledger.paths import default_state_dir
+from ckptless.daemon.peers.handshake import new_key
+
+logger = logging.getLogger(__name__)
+
+READY_DEADLINE_S = 30.0
+TERM_DEADLINE_S = 15.0
+KILL_DEADLINE_S = 5.0
+POLL_S = 0.05
+RESTART_PAUSE_S = 0.3
+RESTARTS = 20
+ALWAYS_PRELOADED = ("torch", "torch.distributed", "torch.nn.parallel", "ckptless.pytorch_hooks")
+
+
+class StartError(CkptlessError):
+    """A daemon or agent could not start."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """Checked options of a local run."""
+
+    argv: tuple[str, ...]
+    module: bool
+    nodes: int
+    spares: int
+    slots: int
+    start_tries: int
+    max_stall_s: float
+    preload: tuple[str, ...]
+    tee: tuple[int, ...] | None
+    copies: int
+    job: str
+    state_dir: Path | None
+    port: int
+    verbose: bool
+
+
+@dataclass
+class Node:
+    """A node's files and processes."""
+
+    number: int
+    peer: Peer
+    dir: Path
+    daemon: asyncio.subprocess.Process | None = None
+    agent: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+    started: list[asyncio.subprocess.Process] = field(default_factory=list)
+
+
+class LocalRun:
+    """One run, from empty directories to no process left."""
+
+    def __init__(self, options: LocalOptions) -> None:
+        self._options = options
+        self._spec = JobSpec(
+            job=options.job,
+            command=options.argv,
+            nodes=options.nodes,
+            spares=options.spares,
+            slots_per_node=options.slots,
+            limits=Limits.from_max_stall(options.max_stall_s, options.start_tries),
+        )
+        root = options.state_dir or default_state_dir().parent / options.job
+        self.state_dir = root.absolute()
+        self._tag = secrets.token_hex(4)
+        self._nodes: list[Node] = []
+        self._stop: asyncio.Future[signal.Signals] | None = None
+
+    async def run(self) -> int:
+        """Start everything, wait for the end, leave nothing. The exit code. Raises the tree's errors."""
+        set_child_subreaper()
+        loop = asyncio.get_running_loop()
+        self._stop = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._stopped, number)
+        self._prepare()
+        try:
+            await self._start_daemons()
+            for node in self._nodes:
+                node.agent = await self._start(node, "agent")
+            logger.info(
+                "job %s: %d nodes and %d spares; follow it with: ckptctl --state-dir %s events -f",
+                self._spec.job,
+                self._options.nodes,
+                self._options.spares,
+                self.state_dir,
+            )
+            await self._wait()
+        finally:
+            await self._end_all()
+        return self._result()
+
+    def _stopped(self, number: signal.Signals) -> None:
+        assert self._stop is not None
+        if not self._stop.done():
+            self._stop.set_result(number)
+
+    # ----------------------------------------------------------------------------------- prepare
+
+    def _prepare(self) -> None:
+        """Directories, key, configuration files. Raises UsageError."""
+        open_state_dir(self.state_dir)
+        self._point_latest()
+        key_file = self.state_dir / "key"
+        key_file.touch(mode=0o600)
+        key_file.write_bytes(new_key())
+        # A /24 of loopback for this run: its ports cannot meet another run's.
+        net = f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
+        total = self._options.nodes + self._options.spares
+        peers = tuple(self._peer(number, f"{net}.{number + 1}") for number in range(total))
+        for peer in peers:
+            node = Node(peer.node, peer, self.state_dir / peer.name)
+            open_state_dir(node.dir)
+            (node.dir / "logs").mkdir(exist_ok=True)
+            daemon = DaemonConfig(
+                node=peer.node,
+                state_dir=str(node.dir),
+                socket=self._socket(node, "daemon"),
+                key_file=str(key_file),
+                peers=peers,
+            )
+            _write(node.dir / "daemon.json", daemon)
+            _write(node.dir / "agent.json", self._agent_config(node, key_file))
+            self._nodes.append(node)
+
+    def _peer(self, number: int, address: str) -> Peer:
+        port = self._options.port or _free_port(address)
+        return Peer(node=number, name=f"node-{number}", address=address, port=port)
+
+    def _point_latest(self) -> None:
+        """`latest` beside the runs points at the newest, which is what ckptctl shows by default."""
+        latest = default_state_dir()
+        if self._options.state_dir is not None or latest.parent != self.state_dir.parent:
+            return
+        partial = latest.with_name(f".latest-{self._tag}")
+        partial.symlink_to(self.state_dir.name)
+        partial.rename(latest)
+
+    def _socket(self, node: Node, what: str) -> str:
+        return f"@ckptless-{self._tag}-{node.number}-{what}"
+
+    def _agent_config(self, node: Node, key_file: Path) -> AgentConfig:
+        options = self._options
+        processes = (options.nodes + options.spares) * options.slots
+        env = dict(os.environ)
+        env.update(thread_env(env, processes, os.cpu_count() or 1))
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return AgentConfig(
+            node=node.number,
+            name=node.peer.name,
+            address=node.peer.address,
+            spec=self._spec,
+            argv=options.argv,
+            module=options.module,
+            env=env,
+            cwd=str(Path.cwd()),
+            daemon_socket=self._socket(node, "daemon"),
+            rank_socket=self._socket(node, "ranks"),
+            key_file=str(key_file),
+            log_dir=str(node.dir / "logs"),
+            preload=(*ALWAYS_PRELOADED, *options.preload),
+            tee=options.tee,
+            copies=options.copies,
+        )
+
+    # ------------------------------------------------------------------------------------- start
+
+    async def _start(self, node: Node, what: str) -> asyncio.subprocess.Process:
+        module = "ckptless.daemon.main" if what == "daemon" else "ckptless.daemon.agent.main"
+        arguments = ["-m", module, "--config", str(node.dir / f"{what}.json")]
+        if self._options.verbose:
+            arguments.append("--verbose")
+        with (node.dir / f"{what}.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=None if what == "agent" else log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_tie_to(os.getpid()),
+            )
+        node.started.append(process)
+        return process
+
+    async def _start_daemons(self) -> None:
+        for node in self._nodes:
+            node.daemon = await self._start(node, "daemon")
+        try:
+            async with asyncio.timeout(READY_DEADLINE_S):
+                for node in self._nodes:
+                    await self._daemon_ready(node)
+        except TimeoutError:
+            raise StartError(f"the daemons were not ready in {READY_DEADLINE_S:.0f} s") from None
+
+    async def _daemon_ready(self, node: Node) -> None:
+        """Its Unix socket listens once everything else does."""
+        address = "\0" + self._socket(node, "daemon")[1:]
+        assert node.daemon is not None
+        while not self._interrupted:
+            if node.daemon.returncode is not None:
+                raise StartError(
+                    f"{node.peer.name}'s daemon did not start: {_last_line(node.dir / 'daemon.log')}"
+                )
+            with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(OSError):
+                probe.connect(address)
+                return
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def _interrupted(self) -> bool:
+        return self._stop is not None and self._stop.done()
+
+    # -------------------------------------------------------------------------------------- wait
+
+    async def _wait(self) -> None:
+        """Until every agent has ended; daemons that die are started again while their node lives."""
+        told = False
+        while any(node.agent is not None and node.agent.returncode is None for node in self._nodes):
+            await asyncio.sleep(POLL_S)
+            self._adopt_orphans()
+            if self._interrupted and not told:
+                told = True
+                self._signal_agents()
+                deadline = asyncio.get_running_loop().time() + TERM_DEADLINE_S
+            if told and asyncio.get_running_loop().time() > deadline:
+                return
+            if not told:
+                for node in self._nodes:
+                    await self._revive_daemon(node)
+
+    def _signal_agents(self) -> None:
+        assert self._stop is not None
+        for node in self._nodes:
+            if node.agent is not None and node.agent.returncode is None:
+                node.agent.send_signal(self._stop.result())
+
+    async def _revive_daemon(self, node: Node) -> None:
+        """What systemd does on a cluster (Restart=always)."""
+        if node.daemon is None or node.daemon.returncode is None or self.outcome() is not None:
+            return
+        await asyncio.sleep(RESTART_PAUSE_S)
+        alive = node.agent is not None and node.agent.returncode is None
+        if alive and node.restarts < RESTARTS:
+            node.restarts += 1
+            logger.warning("%s: the daemon has died; starting it again", node.peer.name)
+            node.daemon = await self._start(node, "daemon")
+
+    def _adopt_orphans(self) -> None:
+        """Processes of a dead agent become ours; whatever they are, their node is gone."""
+        ours = {process.pid for node in self._nodes for process in node.started}
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        for pid in {int(child) for child in children} - ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    # --------------------------------------------------------------------------------------- end
+
+    async def _end_all(self) -> None:
+        """Agents first, then daemons; SIGTERM, then SIGKILL; then whatever was orphaned."""
+        for which in ("agent", "daemon"):
+            processes = [p for node in self._nodes if (p := getattr(node, which)) is not None]
+            await _end(processes)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + KILL_DEADLINE_S
+        while loop.time() < deadline:
+            self._adopt_orphans()
+            if not Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+                return
+            await asyncio.sleep(POLL_S)
+
+    def outcome(self) -> Outcome | None:
+        """What any daemon wrote of the job's end."""
+        outcomes = (read_outcome(node.dir, self._spec.job) for node in self._nodes)
+        return next((outcome for outcome in outcomes if outcome is not None), None)
+
+    def _result(self) -> int:
+        outcome = self.outcome()
+        if outcome is None:
+            if self._stop is not None and self._stop.done():
+                return 128 + self._stop.result()
+            raise StartError(f"no node is left, and none could say why; logs are in {self.state_dir}")
+        level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
+        logger.log(level, "job %s %s: %s", self._spec.job, outcome.state, outcome.reason)
+        if outcome.exit_code != 0:
+            logger.error("what the ranks printed is in %s/node-*/logs", self.state_dir)
+        return outcome.exit_code
+
+
+def _tie_to(parent: int) -> "_Tie":
+    return _Tie(parent)
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """Runs in the child before exec: it is to end when the launcher does."""
+
+    parent: int
+
+    def __call__(self) -> None:
+        set_pdeathsig(signal.SIGKILL)
+        if os.getppid() != self.parent:
+            os._exit(1)
+
+
+async def _end(processes: list[asyncio.subprocess.Process]) -> None:
+    living = [process for process in processes if process.returncode is None]
+    for process in living:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    try:
+        async with asyncio.timeout(TERM_DEADLINE_S):
+            await asyncio.gather(*(process.wait() for process in living))
+    except TimeoutError:
+        for process in living:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        async with asyncio.timeout(KILL_DEADLINE_S):
+            await asyncio.gather(*(process.wait() for process in living))
+
+
+def _write(path: Path, config: msgspec.Struct) -> None:
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode(config))
+
+
+def _free_port(address: str) -> int:
+    """A port that nothing listens on at `address`, which only this run uses. Raises UsageError."""
+    try:
+        with socket.create_server((address, 0)) as server:
+            return int(server.getsockname()[1])
+    except OSError as error:
+        raise UsageError(f"cannot listen on {address}: {error.strerror}") from error
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

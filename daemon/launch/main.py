@@ -1,0 +1,188 @@
+"""`ckptless-run`: torchrun's command line, and `--local`: a whole cluster's worth of nodes on one machine."""
+
+import asyncio
+import os
+import secrets
+import sys
+from pathlib import Path
+
+import click
+
+from ckptless.daemon import log
+from ckptless.daemon.api.errors import CkptlessError, UsageError
+from ckptless.daemon.launch.local import LocalOptions, LocalRun
+
+# What torchrun needs to bring the nodes together, and ckptless does not: the agents are told who is there.
+NOT_NEEDED = (
+    "standalone",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "master_addr",
+    "master_port",
+    "node_rank",
+)
+
+EPILOG = """\b
+Examples:
+  ckptless-run --local --nodes 4 --spares 1 train.py --lr 1e-3
+  ckptless-run --local --nodes 2 --nproc-per-node 2 -m my.training --config c.yaml
+
+\b
+Exit codes:
+  0  every rank's training ended            3  a daemon or agent could not start
+  1  the script failed (or its own code)    4  a fault could not be answered; the reason is printed
+  2  wrong options                          128+n  ended by signal n (130: Ctrl-C)
+"""
+
+
+class _TorchrunNames(click.Command):
+    """torchrun takes every option with dashes or underscores."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {name for p in self.params if isinstance(p, click.Option) for name in p.opts}
+        mended: list[str] = []
+        for position, arg in enumerate(args):
+            name, equals, value = arg.partition("=")
+            dashed = name.replace("_", "-") if name.startswith("--") else name
+            if name.startswith("-") and dashed in known:
+                mended.append(dashed + equals + value)
+                continue
+            mended.append(arg)
+            if not arg.startswith("-") and not _is_value(args, position, self):
+                return super().parse_args(ctx, mended + args[position + 1 :])
+        return super().parse_args(ctx, mended)
+
+
+def _is_value(args: list[str], position: int, command: click.Command) -> bool:
+    """Whether an argument is the value of the option before it, and so not the script."""
+    if position == 0:
+        return False
+    before = args[position - 1].replace("_", "-")
+    options = [p for p in command.params if isinstance(p, click.Option) and not p.is_flag]
+    return any(before in option.opts for option in options)
+
+
+@click.command(
+    cls=_TorchrunNames,
+    epilog=EPILOG,
+    context_settings={"allow_interspersed_args": False, "max_content_width": 110, "show_default": True},
+)
+@click.option("--local", is_flag=True, help="Make the nodes on this machine; needs no root and no Slurm.")
+@click.option("--nodes", "--nnodes", type=click.IntRange(min=1), default=1, help="Nodes that train.")
+@click.option(
+    "--spares", type=click.IntRange(min=0), default=0, help="More nodes that wait, warm, to replace one."
+)
+@click.option("--nproc-per-node", type=click.IntRange(min=1), default=1, help="Ranks on each node.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="For scripts without ckptless.run: as torchrun.",
+)
+@click.option(
+    "--max-stall",
+    type=click.FloatRange(min=5),
+    default=300.0,
+    help="Seconds without a step that are too many; every deadline follows from it.",
+)
+@click.option("-m", "--module", is_flag=True, help="The script is a module's name, as in python -m.")
+@click.option(
+    "--preload",
+    multiple=True,
+    metavar="MODULE",
+    help="Import this before the ranks are forked (torch always is).",
+)
+@click.option("--tee", default="0", help="Ranks whose output is shown here too: 0,3 or all or none.")
+@click.option(
+    "--copies", type=click.IntRange(min=1), default=2, help="Nodes that hold a copy of each rank's record."
+)
+@click.option("--job", default=None, help="The job's name in the ledger.  [default: made up]")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Where ledger and logs go.  [default: under ~/.local/state/ckptless]",
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="TCP port of the daemons; 0: any free one."
+)
+@click.option("--standalone", is_flag=True, hidden=True)
+@click.option("--rdzv-backend", hidden=True)
+@click.option("--rdzv-endpoint", hidden=True)
+@click.option("--rdzv-id", hidden=True)
+@click.option("--master-addr", hidden=True)
+@click.option("--master-port", hidden=True)
+@click.option("--node-rank", hidden=True)
+@click.option("-v", "--verbose", is_flag=True, help="Log more.")
+@click.argument("script")
+@click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
+def command(script: str, script_args: tuple[str, ...], **options: object) -> None:
+    """Run SCRIPT with its arguments on every rank, and keep it going when a process or a node dies.
+
+    The command line is torchrun's, and a script for torchrun runs unchanged. With ckptless.run in it, the
+    processes that are well stay alive through a fault and go on at the same step.
+    """
+    log.configure("ckptless-run", verbose=bool(options["verbose"]))
+    try:
+        for name in NOT_NEEDED:
+            if options[name]:
+                click.echo(
+                    f"ckptless-run: --{name.replace('_', '-')} is not needed and has no effect", err=True
+                )
+        run = LocalRun(_local_options(script, script_args, options))
+        sys.exit(asyncio.run(run.run()))
+    except CkptlessError as error:
+        click.echo(f"ckptless-run: error: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def _local_options(script: str, script_args: tuple[str, ...], options: dict[str, object]) -> LocalOptions:
+    """Checked options, or UsageError with one sentence that says what to change."""
+    if not options["local"]:
+        raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
+    nodes, spares = int(str(options["nodes"])), int(str(options["spares"]))
+    if spares >= nodes:
+        raise UsageError(f"{spares} spares for {nodes} training nodes: --spares must be less than --nodes")
+    if not options["module"] and not Path(script).is_file():
+        raise UsageError(f"there is no script {script}")
+    state_dir = options["state_dir"]
+    return LocalOptions(
+        argv=(script if options["module"] else os.path.abspath(script), *script_args),  # noqa: PTH100
+        module=bool(options["module"]),
+        nodes=nodes,
+        spares=spares,
+        slots=int(str(options["nproc_per_node"])),
+        start_tries=int(str(options["max_restarts"])),
+        max_stall_s=float(str(options["max_stall"])),
+        preload=tuple(str(name) for name in _as_tuple(options["preload"])),
+        tee=_ranks(str(options["tee"])),
+        copies=int(str(options["copies"])),
+        job=str(options["job"] or f"local-{secrets.token_hex(3)}"),
+        state_dir=state_dir if isinstance(state_dir, Path) else None,
+        port=int(str(options["port"])),
+        verbose=bool(options["verbose"]),
+    )
+
+
+def _as_tuple(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else ()
+
+
+def _ranks(text: str) -> tuple[int, ...] | None:
+    """--tee: ranks, () for none, None for all."""
+    if text in ("all", "none"):
+        return None if text == "all" else ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--tee {text}: give ranks as in 0,3, or all, or none") from None
+
+
+def main() -> None:
+    """Entry point."""
+    command(prog_name="ckptless-run")
+
+
+if __name__ == "__main__":
+    main()

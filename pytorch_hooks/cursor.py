@@ -1,0 +1,158 @@
+"""Where a rank stands in its data, so that after a fault no batch is seen twice and none is left out.
+
+The order of batches is the loader's own. A loader with state_dict/load_state_dict (torchdata's stateful
+protocol) is asked for its position; any other iterable is begun again with the random state it was begun
+with, and the batches already seen are passed over. A process that lives keeps its iterator, and repeats from
+memory what it had taken but not committed.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ckptless.daemon.api.errors import ProtocolError
+from ckptless.pytorch_hooks.state import rng
+
+# How many commits back a recovery may go: one more than can be under way.
+REMEMBERED_COMMITS = 3
+
+
+class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`index` batches of epoch `epoch` are done. Exactly one of the other two is set, once an epoch began."""
+
+    epoch: int = 0
+    index: int = 0
+    loader: Any = None
+    begun: Any = None
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A batch that was given out, and what the world was like right after it was fetched."""
+
+    position: Position
+    batch: Any
+    random: dict[str, Any]
+
+
+class Cursor:
+    """The position of one loader. Main thread only."""
+
+    def __init__(self) -> None:
+        self.position = Position()
+        self._iterator: Iterator[Any] | None = None
+        self._source: Iterable[Any] | None = None
+        self._fetched = Position()
+        self._epoch_end: Position | None = None
+        self._taken: deque[_Taken] = deque()
+        self._commits: deque[Position] = deque(maxlen=REMEMBERED_COMMITS)
+
+    # ------------------------------------------------------------------------------------ commit
+
+    def committed(self) -> dict[str, Any]:
+        """The position for the record; what is older than any recovery can ask for is forgotten."""
+        self._commits.append(self.position)
+        oldest = self._commits[0]
+        while self._taken and _order(self._taken[0].position) <= _order(oldest):
+            self._taken.popleft()
+        return msgspec.structs.asdict(self.position)
+
+    def restore(self, saved: Any) -> None:
+        """Go back (or on, in a new process) to a committed position. Raises ProtocolError."""
+        try:
+            self.position = msgspec.convert(saved, Position)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"the record's data position: {error}") from error
+        self._commits.clear()
+
+    # ---------------------------------------------------------------------------------- batches
+
+    def batches(self, loader: Iterable[Any], epochs: int) -> Iterator[Any]:
+        """Batches from the position on, to the end of `epochs` epochs from the current one's begin."""
+        for _ in range(epochs):
+            yield from self._rest_of_epoch(loader)
+            self.position = Position(epoch=self.position.epoch + 1)
+
+    def _rest_of_epoch(self, loader: Iterable[Any]) -> Iterator[Any]:
+        if self._is_epoch_end():
+            return
+        yield from self._repeat(loader)
+        if self._iterator is None or self._source is not loader or self._fetched != self.position:
+            self._begin(loader)
+        assert self._iterator is not None
+        while True:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._iterator, self._epoch_end = None, self.position
+                return
+            self._fetched = self._after_batch(loader)
+            self.position = self._fetched
+            self._taken.append(_Taken(self.position, batch, rng.capture()))
+            yield batch
+
+    def _is_epoch_end(self) -> bool:
+        """Whether this process knows that the epoch has no batch after the position."""
+        here = _order(self.position)
+        gone_on = [_order(t.position) for t in self._taken if _order(t.position) > here]
+        next_epoch = bool(gone_on) and gone_on[0][0] > here[0]
+        return next_epoch or (self._epoch_end is not None and _order(self._epoch_end) == here)
+
+    def _repeat(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """What this process had taken beyond the position, in the same order and random states."""
+        if self._iterator is None or self._source is not loader:
+            return
+        here = self.position.epoch
+        for taken in [t for t in self._taken if _order(t.position) > _order(self.position)]:
+            if taken.position.epoch != here:
+                return
+            rng.restore(taken.random)
+            self.position = taken.position
+            yield taken.batch
+
+    def _after_batch(self, loader: Iterable[Any]) -> Position:
+        state = loader.state_dict() if _stateful(loader) else None  # type: ignore[attr-defined]
+        here = self.position
+        return Position(epoch=here.epoch, index=here.index + 1, loader=state, begun=here.begun)
+
+    def _begin(self, loader: Iterable[Any]) -> None:
+        """Start an epoch's iterator and bring it to the position."""
+        self._taken.clear()
+        self._source = loader
+        for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            if part is not None and hasattr(part, "set_epoch"):
+                part.set_epoch(self.position.epoch)
+        if _stateful(loader):
+            if self.position.index:
+                loader.load_state_dict(self.position.loader)  # type: ignore[attr-defined]
+            self._iterator = iter(loader)
+        else:
+            self._pass_over(loader)
+        self._fetched = self.position
+
+    def _pass_over(self, loader: Iterable[Any]) -> None:
+        now = rng.capture()
+        if self.position.index == 0:
+            self.position = Position(epoch=self.position.epoch, begun=now)
+            self._iterator = iter(loader)
+            return
+        rng.restore(self.position.begun)
+        self._iterator = iter(loader)
+        for passed in range(self.position.index):
+            if next(self._iterator, _END) is _END:
+                raise ProtocolError(f"the loader ended after {passed} batches, before the committed position")
+        rng.restore(now)
+
+
+_END = object()
+
+
+def _order(position: Position) -> tuple[int, int]:
+    return position.epoch, position.index
+
+
+def _stateful(loader: object) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

@@ -1,0 +1,41 @@
+"""The environment of a training process, read in one place."""
+
+import os
+from dataclasses import dataclass
+
+AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What torchrun's variables say; a process that nobody launched is a world of one."""
+
+    agent_socket: str | None
+    rank: int
+    local_rank: int
+    world_size: int
+    launched: bool
+
+
+def read() -> Environment:
+    """Read the variables of this process."""
+    return Environment(
+        agent_socket=os.environ.get(AGENT_SOCKET),
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
+    )
+
+
+def become(rank: int, world_size: int, group_rank: int, store: tuple[str, int]) -> None:
+    """Correct the variables for the rank this process has now, for libraries that read them late."""
+    os.environ.update(
+        RANK=str(rank),
+        ROLE_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        ROLE_WORLD_SIZE=str(world_size),
+        GROUP_RANK=str(group_rank),
+        MASTER_ADDR=store[0],
+        MASTER_PORT=str(store[1]),
+    )

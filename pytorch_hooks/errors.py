@@ -1,0 +1,19 @@
+"""The ways in which a generation is over, as exceptions of the training thread."""
+
+from __future__ import annotations
+
+
+class GenerationEnded(BaseException):
+    """Raised where a rank works in a generation that has been declared over.
+
+    Not an `Exception`: a training script's `except Exception` around a step must not swallow the verdict
+    and go on with gradients of a world that no longer exists.
+    """
+
+
+class CollectiveFailed(RuntimeError):
+    """A collective broke (a peer is gone, a timeout ran out) and no verdict has come yet."""
+
+
+class TorchMismatch(RuntimeError):
+    """This torch lacks something, or has something in another shape, that recovery stands on."""

@@ -1,0 +1,270 @@
+"""`Run`: what a training function is given, under an agent."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.pytorch_hooks import env, torch_private
+from ckptless.pytorch_hooks.comm import ddp
+from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
+from ckptless.pytorch_hooks.cursor import Cursor
+from ckptless.pytorch_hooks.session import Session
+from ckptless.pytorch_hooks.state import State, TensorSet, capture, read, restore
+from ckptless.pytorch_hooks.state.objects import parts_of
+from ckptless.pytorch_hooks.versions import Versions, record_digest
+
+logger = logging.getLogger(__name__)
+
+# How long one collective may take before Gloo itself gives up; the agent notices a hang long before.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class Run:
+    """One rank's part of a job, over all generations. Main thread only."""
+
+    def __init__(self, session: Session, fabric: Fabric) -> None:
+        self._session, self._fabric = session, fabric
+        self._versions = Versions(session)
+        self._part: m.Assigned | None = None
+        self._state: State | None = None
+        self._tensors: TensorSet | None = None
+        self._cursor = Cursor()
+        self._kept = False
+        self._step = 0
+        # Whether an optimizer has moved the living parameters since the committed step.
+        self._dirty = False
+        self._ddp: list[tuple[str, DistributedDataParallel]] = []
+        self._layouts: dict[str, list[list[int]]] = {}
+        self._on_recovery: list[Callable[[Run], None]] = []
+        self._was_spare = False
+        self._fabric_open = False
+        self.waited_s = 0.0
+        guard_optimizers(fabric)
+        register_optimizer_step_pre_hook(self._touched)
+
+    def _touched(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+        self._dirty = True
+
+    # ------------------------------------------------------------------------------------- words
+
+    @property
+    def _assigned(self) -> m.Assigned:
+        if self._part is None:
+            raise UsageError("this belongs inside the function that is given to ckptless.run")
+        return self._part
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; it keeps it for the whole job."""
+        return self._assigned.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this process on its node."""
+        return self._session.welcome.slot
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._assigned.world_size
+
+    @property
+    def generation(self) -> int:
+        """Number of the present assignment of ranks to slots; every recovery makes a new one."""
+        return self._assigned.generation
+
+    @property
+    def step(self) -> int:
+        """The newest committed step; 0 right after `keep` built the state."""
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the data that `batches` is in."""
+        return self._cursor.position.epoch
+
+    @property
+    def spare(self) -> bool:
+        """Whether this process began as a spare."""
+        return self._was_spare
+
+    def on_recovery(self, function: Callable[["Run"], None]) -> None:
+        """Call `function(run)` after every recovery, when the state is back."""
+        self._on_recovery.append(function)
+
+    # ------------------------------------------------------------------------------------- enter
+
+    def enter(self, part: m.Assigned) -> None:
+        """Begin a generation: what `ckptless.run` does before it calls the training function."""
+        if self._part is None:
+            self._was_spare = env.read().rank < 0
+        self._part, self._kept = part, False
+        env.become(part.rank, part.world_size, part.group_rank, part.store)
+        if part.restore_step is None:
+            self._state = self._tensors = None
+            self._cursor, self._step, self._dirty = Cursor(), 0, False
+            self._layouts = {}
+            self._join()
+            self._open(self._store())
+        elif self._state is None:
+            self._open(None)
+
+    def _open(self, store: torch_private.Store | None) -> None:
+        if self._fabric_open:
+            self._fabric.reset()
+        part = self._assigned
+        self._fabric_open = True
+        self._fabric.open(rank=part.rank, world_size=part.world_size, generation=part.generation, store=store)
+
+    def _join(self) -> None:
+        """Tell that this rank is ready, and wait until every rank is."""
+        self._session.send(m.Joined(generation=self.generation))
+        self._session.wait_go(self.generation)
+
+    def _store(self) -> torch_private.Store:
+        host, port = self._assigned.store
+        return torch_private.TCPStore(host, port, None, False, STORE_TIMEOUT, wait_for_workers=False)
+
+    # -------------------------------------------------------------------------------------- keep
+
+    def keep(self, build: Callable[[], State]) -> State:
+        """The job's state: built once in a process, and after a fault brought back to the agreed step.
+
+        `build` makes model, optimizer and everything else that the next step depends on. In a process that
+        lives through a fault it is not called again: the same objects come back, their process groups
+        renewed. In a new process it is called, and the state is then restored into what it built. Call it
+        once, before any collective. Raises UsageError, GenerationEnded.
+        """
+        if self._kept:
+            raise UsageError("run.keep was called twice: put everything into one State")
+        part = self._assigned
+        if self._state is None:
+            state = build()
+            if not isinstance(state, State):
+                raise UsageError(
+                    f"the function given to run.keep returned {type(state).__name__}, not a State"
+                )
+            self._fabric.mark()
+            self._state, self._tensors = state, TensorSet(state)
+            self._ddp = list(_ddp_modules(state))
+            newcomer = True
+        else:
+            newcomer = False
+        if part.restore_step is None:
+            self._session.send(m.Restored(generation=part.generation))
+            self._kept = True
+            self._save(0)
+        else:
+            self._recover(part.restore_step, newcomer=newcomer)
+            self._kept = True
+        return self._state
+
+    def _recover(self, step: int, *, newcomer: bool) -> None:
+        """Groups of the new generation, then the state of `step`."""
+        assert self._state is not None
+        assert self._tensors is not None
+        self._join()
+        self._fabric.configure(self.generation, self._store())
+        record, at, data = self._versions.fetch(self.generation, step)
+        view = read(record)
+        if view.step != step:
+            raise RecoveryError(f"the record of step {step} says it is of step {view.step}")
+        if newcomer or self._dirty or self._step != step:
+            self._versions.verify(self._tensors, data, at, step)
+            self._tensors.unpack(data, view.layout)
+        self._layouts = view.ddp_layouts
+        for name, module in self._ddp:
+            ddp.renew(module, self._layouts.get(name))
+        restore(record, self._state)
+        self._cursor.restore(view.cursor)
+        self._step, self._dirty = step, False
+        self._session.send(m.Restored(generation=self.generation))
+        # Its copies on other nodes may have gone with them: commit it again.
+        self._send_commit(step, record, at if self._assigned.writes_tensors else None, None)
+        for function in self._on_recovery:
+            function(self)
+
+    # ----------------------------------------------------------------------------------- batches
+
+    def batches(self, loader: Iterable[Any], epochs: int = 1) -> Iterator[Any]:
+        """Batches of `loader` from the committed position on, to the end of `epochs` epochs.
+
+        The position is committed with the step. A loop over epochs goes `for epoch in range(run.epoch, n)`.
+        A loader with state_dict and load_state_dict is continued by them; any other is begun again in a new
+        process, and the batches already trained on are passed over.
+        """
+        self._need_state("batches")
+        return self._cursor.batches(loader, epochs)
+
+    # ------------------------------------------------------------------------------------ commit
+
+    def commit(self, loss: float | torch.Tensor | None = None) -> int:
+        """The step is done: from here on it can be restored. Its number.
+
+        Call it after optimizer, scheduler and scaler have stepped. It waits only when the copies of the step
+        before are not yet held elsewhere. `loss` is shown by `ckptctl status`. Raises GenerationEnded.
+        """
+        self._need_state("commit")
+        self._save(self._step + 1, loss)
+        return self._step
+
+    def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
+        assert self._state is not None
+        assert self._tensors is not None
+        self._fabric.check()
+        if step:
+            self._settle()
+            self.waited_s += self._session.wait_acked(self.generation, self._step)
+        at = None
+        if self._assigned.writes_tensors:
+            at = self._versions.write_tensors(self.generation, self._tensors)
+        record = capture(self._state, step, self._cursor.committed(), self._layouts, self._tensors)
+        self._send_commit(step, record, at, None if loss is None else float(loss))
+        self._step, self._dirty = step, False
+
+    def _send_commit(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> None:
+        commit = m.Commit(
+            generation=self.generation,
+            step=step,
+            record=record,
+            digest=record_digest(record),
+            tensors=at,
+            loss=loss,
+        )
+        self._versions.send(commit)
+
+    def _settle(self) -> None:
+        """Fix DDP's buckets after the first backward, so that every process has the same ones for good."""
+        for name, module in self._ddp:
+            if name not in self._layouts:
+                ddp.settle_buckets(module)
+                layout = ddp.settled_layout(module)
+                if layout is not None:
+                    self._layouts[name] = layout
+
+    def _need_state(self, what: str) -> None:
+        if not self._kept:
+            raise UsageError(f"run.{what} needs the state: call run.keep(build) first")
+
+    # ----------------------------------------------------------------------------------- the end
+
+    def finish(self) -> None:
+        """The training function has returned: wait for the others, who may still need this rank."""
+        self._session.send(m.Finished(generation=self.generation))
+        self._session.wait_released(self.generation)
+
+
+def _ddp_modules(state: State) -> Iterator[tuple[str, DistributedDataParallel]]:
+    """Every DDP module of a state, by name."""
+    for role, module in parts_of(state).modules.items():
+        for name, child in module.named_modules():
+            if isinstance(child, DistributedDataParallel):
+                yield f"{role}:{name}", child

@@ -1,0 +1,108 @@
+"""Every attribute of torch that is not public and that saving state needs."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Give this rank's part of a DTensor (`DTensor._local_tensor`), or the tensor itself; no copy."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Count the in-place writes that torch knows of (`Tensor._version`); -1 where it does not count.
+
+    The running statistics of `torch.nn.functional.batch_norm` are written without being counted.
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Give a module's own parameters by name: the living dict (`Module._parameters`)."""
+    return module._parameters  # type: ignore[return-value]  # Parameter is a Tensor; we only read it
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Give a module's own buffers by name: the living dict (`Module._buffers`); an item may be replaced."""
+    return module._buffers
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Give a module's own children by name: the living dict (`Module._modules`)."""
+    return module._modules
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, wait: bool = True) -> None:
+    """Copy each source into its target (same shape and dtype, any devices): `torch._foreach_copy_`.
+
+    With `wait` the call returns when the bytes are there; without it, copies from or to an accelerator are
+    queued on the current stream and the caller waits.
+    """
+    if not targets:
+        return
+    with torch.no_grad():
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+    for index in {t.device.index for t in (*targets, *sources) if t.is_cuda} if wait else ():
+        torch.cuda.current_stream(index).synchronize()
+
+
+def sharding(tensor: torch.Tensor, like: torch.Tensor | None) -> str:
+    """Name how a DTensor is laid out: "" no DTensor, "param" as `like`, "replicated", or "other"."""
+    spec = getattr(tensor, "_spec", None) if type(tensor) not in _PLAIN else None
+    if spec is None:
+        return ""
+    if like is not None and tensor.shape == like.shape and spec.placements == like._spec.placements:  # type: ignore[attr-defined]
+        return "param"
+    return "replicated" if all(p.is_replicate() for p in spec.placements) else "other"
+
+
+def replicated(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Wrap a local tensor as a DTensor that is whole on every rank of the mesh of `like` (a DTensor)."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    wrapped: torch.Tensor = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return wrapped
+
+
+def reshard(modules: Iterable[torch.nn.Module]) -> None:
+    """Put FSDP2 modules back to their shards; a forward pass without a backward leaves the root gathered."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(fsdp, "FSDPModule", None)
+    if kind is None:
+        return
+    for module in modules:
+        if isinstance(module, kind):
+            module.reshard()
+
+
+def scaler_enabled(scaler: object) -> bool:
+    """Say whether a GradScaler does anything; one that is off has an empty state_dict (`is_enabled`)."""
+    return bool(getattr(scaler, "is_enabled", lambda: True)())
+
+
+def scaler_busy(scaler: object) -> bool:
+    """Say whether a GradScaler stands between `unscale_`/`step` and `update` (`_per_optimizer_states`)."""
+    return bool(getattr(scaler, "_per_optimizer_states", None))
+
+
+def scaler_clear(scaler: object, optimizers: Iterable[object]) -> None:
+    """Make a GradScaler forget a half-done step, as its `update` would.
+
+    An exception inside `scaler.step` also leaves `grad_scale` and `found_inf` on a fused optimizer, and the
+    next step would multiply by them.
+    """
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is not None:
+        states.clear()
+    for optimizer in optimizers:
+        for name in ("grad_scale", "found_inf"):
+            optimizer.__dict__.pop(name, None)

@@ -1,0 +1,244 @@
+"""The record: all that the next step depends on and that is not in the tensors' buffer; some 10 KB a rank."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+import torch
+from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
+from ckptless.pytorch_hooks.state import codec, layout, optim, private, rng
+from ckptless.pytorch_hooks.state.layout import Layout
+from ckptless.pytorch_hooks.state.objects import Parts, State, every_parameter, parts_of, tree_of, watch_of
+from ckptless.pytorch_hooks.state.tensors import TensorSet
+
+DdpLayouts = dict[str, list[list[int]]]
+"""For each DDP module by name: its gradient buckets, each a list of parameter numbers."""
+
+
+class RecordView(msgspec.Struct, frozen=True):
+    """What a record says of itself: its step, data cursor, DDP's buckets and the tensors' layout then."""
+
+    step: int
+    cursor: Any
+    ddp_layouts: DdpLayouts
+    layout: Layout
+
+
+class _Flags(msgspec.Struct, forbid_unknown_fields=True):
+    """One bit for each of `count` things, least significant first."""
+
+    count: int
+    bits: bytes
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """The bytes fields are `codec.pack`ed trees, but for `layout`, which is `Layout.packed`."""
+
+    step: int
+    cursor: bytes
+    ddp_layouts: DdpLayouts
+    layout: bytes
+    training: _Flags
+    requires_grad: _Flags
+    grads: _Flags
+    buffers: bytes
+    optimizers: dict[str, bytes]
+    objects: dict[str, bytes]
+    data: dict[str, bytes]
+    rng: bytes
+
+
+def capture(
+    state: State,
+    step: int,
+    cursor: object = None,
+    ddp_layouts: DdpLayouts | None = None,
+    tensors: TensorSet | None = None,
+) -> bytes:
+    """Make the record of `step`, between two steps: after `optimizer.step()` (and `scaler.update()`).
+
+    `cursor` is any plain tree; `tensors` saves a walk where there is one for `state`. UsageError for what
+    cannot be saved, with its place.
+    """
+    parts = parts_of(state)
+    for name, scaler in parts.scalers.items():
+        if private.scaler_busy(scaler):
+            raise UsageError(f"commit after state.{name}.update(), not between step() and update()")
+    parameters = [tensor for _name, tensor in every_parameter(state)]
+    made = _Record(
+        step=step,
+        cursor=codec.pack(cursor, name="cursor"),
+        ddp_layouts=ddp_layouts or {},
+        layout=(tensors or TensorSet(state)).layout.packed,
+        training=_flags(module.training for _prefix, module in tree_of(state).modules()),
+        requires_grad=_flags(p.requires_grad for p in parameters),
+        grads=_flags(p.grad is not None for p in parameters),
+        buffers=codec.pack(
+            {b.name: private.local(b.tensor).detach() for b in watch_of(state).changed()}, name="buffers"
+        ),
+        optimizers={
+            name: codec.pack(msgspec.structs.asdict(optim.split(one)), name=f"state.{name}")
+            for name, one in parts.optimizers.items()
+        },
+        objects={
+            name: codec.pack(_state_of(one), name=f"state.{name}") for name, one in _objects(parts).items()
+        },
+        data={name: codec.pack(value, name=f"state.{name}") for name, value in parts.data.items()},
+        rng=codec.pack(rng.capture()),
+    )
+    return codec.seal(msgspec.msgpack.encode(made), name="the record")
+
+
+def read(data: bytes | bytearray | memoryview) -> RecordView:
+    """Read what a record says of itself, changing nothing; ProtocolError if it is malformed."""
+    return _view(_parse(data))
+
+
+def restore(data: bytes | bytearray | memoryview, state: State) -> RecordView:
+    """Put a record back into the living objects; tensors first, by `TensorSet.unpack`, where they must move.
+
+    Gradients are dropped: set to None where there was none, to zero where there was one. ProtocolError for a
+    malformed record, RecoveryError for one of another model, before anything is changed; RecoveryError also
+    where the optimizer lacks a tensor that `unpack` should have brought.
+    """
+    record = _parse(data)
+    view = _view(record)
+    parts = parts_of(state)
+    saved = _check_fit(record, state)
+    objects = {name: codec.unpack(value) for name, value in record.objects.items()}
+    plain = {name: codec.unpack(value) for name, value in record.data.items()}
+    for name, scaler in parts.scalers.items():
+        if private.scaler_enabled(scaler) != bool(objects[name]):
+            raise RecoveryError(f"state.{name} is enabled on one side of the fault only")
+    buffers = _buffers(record, state)
+    generators = codec.unpack(record.rng)
+
+    _restore_buffers(buffers, state)
+    _restore_flags(record, state)
+    for name, one in _objects(parts).items():
+        _load(one, objects[name])
+    for scaler in parts.scalers.values():
+        private.scaler_clear(scaler, parts.optimizers.values())
+    # After the schedulers: some write to the groups as they load.
+    for name, optimizer in parts.optimizers.items():
+        optim.join(name, saved[name], optimizer)
+    parts.data.update(plain)
+    # Last: anything above may have drawn a number.
+    rng.restore(generators)
+    return view
+
+
+def _parse(data: bytes | bytearray | memoryview) -> _Record:
+    try:
+        return msgspec.msgpack.decode(codec.unseal(data), type=_Record)
+    except (msgspec.DecodeError, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"malformed record: {error}") from error
+
+
+def _view(record: _Record) -> RecordView:
+    return RecordView(
+        step=record.step,
+        cursor=codec.unpack(record.cursor),
+        ddp_layouts=record.ddp_layouts,
+        layout=layout.unpack(record.layout),
+    )
+
+
+def _objects(parts: Parts) -> dict[str, Any]:
+    return {**parts.stateful, **parts.scalers, **parts.generators}
+
+
+def _state_of(one: Any) -> object:
+    return one.get_state() if isinstance(one, torch.Generator) else one.state_dict()
+
+
+def _load(one: Any, saved: Any) -> None:
+    if isinstance(one, torch.Generator):
+        one.set_state(saved.cpu())
+        return
+    one.load_state_dict(saved)
+
+
+def _check_fit(record: _Record, state: State) -> dict[str, optim.Saved]:
+    parts = parts_of(state)
+    pairs: list[tuple[Iterable[str], Iterable[str]]] = [
+        (record.optimizers, parts.optimizers),
+        (record.objects, _objects(parts)),
+        (record.data, parts.data),
+    ]
+    for there, here in pairs:
+        if set(there) != set(here):
+            raise RecoveryError(f"the record holds {sorted(there)} where the State has {sorted(here)}")
+    saved: dict[str, optim.Saved] = {}
+    for name, optimizer in parts.optimizers.items():
+        try:
+            saved[name] = msgspec.convert(codec.unpack(record.optimizers[name]), optim.Saved)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"record: the state of {name} is malformed: {error}") from error
+        optim.fits(name, saved[name], optimizer)
+    modules = len(tree_of(state).modules())
+    parameters = sum(1 for _ in every_parameter(state))
+    for flags, count in (
+        (record.training, modules),
+        (record.requires_grad, parameters),
+        (record.grads, parameters),
+    ):
+        if flags.count != count or len(flags.bits) != (count + 7) // 8:
+            raise RecoveryError(
+                f"the record is of a model with {flags.count} modules or parameters, not {count}"
+            )
+    return saved
+
+
+# ---- buffers, flags and gradients
+
+
+def _buffers(record: _Record, state: State) -> dict[str, torch.Tensor]:
+    buffers = codec.unpack(record.buffers)
+    if type(buffers) is not dict or not all(type(b) is torch.Tensor for b in buffers.values()):
+        raise ProtocolError("record: the buffers are malformed")
+    for name in buffers.keys() - tree_of(state).slots().keys():
+        raise RecoveryError(f"the record holds the buffer {name}, which is not here")
+    return buffers
+
+
+def _restore_buffers(saved: dict[str, torch.Tensor], state: State) -> None:
+    slots = tree_of(state).slots()
+    for name, value in saved.items():
+        module, key = slots[name]
+        living = private.buffers_of(module)[key]
+        part = private.local(living) if living is not None else None
+        if part is None or part.shape != value.shape or part.dtype != value.dtype:
+            private.buffers_of(module)[key] = value
+        else:
+            private.copy_all([part], [value])
+    watch_of(state).rebase(set(saved))
+
+
+def _flags(values: Iterable[bool]) -> _Flags:
+    bits = "".join("1" if value else "0" for value in values)
+    number = int(bits[::-1], 2) if bits else 0
+    return _Flags(len(bits), number.to_bytes((len(bits) + 7) // 8, "little"))
+
+
+def _bits(flags: _Flags) -> Callable[[int], bool]:
+    return lambda index: bool(flags.bits[index // 8] >> index % 8 & 1)
+
+
+def _restore_flags(record: _Record, state: State) -> None:
+    training = _bits(record.training)
+    for index, (_prefix, module) in enumerate(tree_of(state).modules()):
+        # Not by train(): models override it, to keep a part frozen.
+        module.training = training(index)
+    requires_grad, grads = _bits(record.requires_grad), _bits(record.grads)
+    for index, (_name, parameter) in enumerate(every_parameter(state)):
+        if parameter.requires_grad != requires_grad(index):
+            parameter.requires_grad_(requires_grad(index))
+        # A zero gradient is not no gradient: an optimizer with momentum or decay moves a parameter for it.
+        if not grads(index):
+            parameter.grad = None
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        else:
+            parameter.grad = torch.zeros_like(parameter.grad)

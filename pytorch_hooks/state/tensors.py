@@ -1,0 +1,315 @@
+"""The tensors of a State as one flat buffer: packed at a commit, unpacked after a fault."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import xxhash
+
+import torch
+from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.pytorch_hooks.state import layout as layouts
+from ckptless.pytorch_hooks.state import optim, private, raw
+from ckptless.pytorch_hooks.state.layout import Entry, Layout, Named
+from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of, watch_of
+
+_VIEWED = 4
+_Watched = list[tuple[Any, Callable[[Any], tuple[int, ...]], tuple[int, ...]]]
+
+
+def _dict_ids(value: dict[Any, Any]) -> tuple[int, ...]:
+    return tuple(map(id, value.values()))
+
+
+def _list_ids(value: list[Any]) -> tuple[int, ...]:
+    return tuple(map(id, value))
+
+
+class TensorSet:
+    """Parameters, buffers and optimizer state of a State, in one order, and where each lies when packed.
+
+    Names: `p:model:layers.0.weight`, `b:model:bn.running_mean`, `o:optimizer:0.3:exp_avg` (group 0, parameter
+    3). Of a DTensor only this rank's part counts. One thread at a time.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._watched: _Watched = []
+        self._nested = False
+        self._scanned = False
+        self._named: list[Named] = []
+        self._layout = layouts.plan(())
+        self._forms: list[tuple[torch.dtype, torch.Size]] = []
+        self._views: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}
+        self._scan()
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that the next `pack` would use; looks for changes first."""
+        self.refresh()
+        return self._layout
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Give (name, tensor): this rank's parts, detached, sharing memory with the living ones."""
+        self.refresh()
+        return [(n.name, private.local(n.tensor).detach()) for n in self._named]
+
+    def refresh(self) -> bool:
+        """Look whether tensors came, went or were replaced since the last look; True if the layout changed.
+
+        The usual answer, no, costs about a quarter of a microsecond for each tensor.
+        """
+        before = self._layout.digest
+        if self._nested or not self._scanned or self._stale():
+            # A forward pass without a backward leaves FSDP2's root gathered: those are not the shards.
+            private.reshard(module for _prefix, module in tree_of(self._state).modules())
+            self._scan()
+        return self._layout.digest != before
+
+    def pack(self, buffer: torch.Tensor, *, wait: bool = True) -> Layout:
+        """Copy all tensors into `buffer` (uint8, 1-D, on the CPU) and return where each lies.
+
+        With `wait=False` copies from an accelerator are only queued on the current stream. The buffer's
+        memory stays referenced until `release`. UsageError if the buffer is unfit or smaller than the layout.
+        """
+        self.refresh()
+        _check_buffer(buffer, self._layout.nbytes)
+        sources = [private.local(n.tensor) for n in self._named]
+        private.copy_all(self._viewed(buffer), [s for s in sources if s.numel()], wait=wait)
+        return self._layout
+
+    def release(self) -> None:
+        """Forget all buffers that were packed into, so that their memory can be unmapped."""
+        self._views.clear()
+
+    def unpack(self, buffer: torch.Tensor, layout: Layout) -> None:
+        """Copy a packed buffer (uint8, 1-D, on the CPU) back into the living tensors, in place where it can.
+
+        Optimizer state that does not exist yet is made, what did not exist then is removed; a buffer of a
+        module that had another shape is replaced. Follow with `record.restore`: state of an optimizer that is
+        not a tensor comes from there. ProtocolError for a bad layout, RecoveryError if it does not fit the
+        parameters; nothing is changed then.
+        """
+        layouts.check(layout)
+        _check_buffer(buffer, layout.nbytes)
+        self.refresh()
+        groups: dict[str, dict[str, Entry]] = {"p": {}, "b": {}, "o": {}}
+        for entry in layout.entries:
+            if entry.name[:2] not in ("p:", "b:", "o:"):
+                raise RecoveryError(f"{entry.name} is no name of a tensor here")
+            groups[entry.name[0]][entry.name] = entry
+        self._check_parameters(groups["p"])
+        states = self._match_optimizers(groups["o"])
+        self._check_buffers(groups["b"])
+        changed = {b.name for b in watch_of(self._state).changed()}
+        self._make_buffers(groups["b"])
+        for optimizer, parameter, own in states:
+            _make_state(optimizer, parameter, own)
+        self._scan()
+        living = {n.name: private.local(n.tensor) for n in self._named}
+        entries = [e for e in layout.entries if e.nbytes]
+        private.copy_all([living[e.name] for e in entries], [_view(buffer, e) for e in entries])
+        # Writing them was not the model's doing: what was unchanged stays so.
+        watch_of(self._state).rebase(changed)
+
+    def digest(self, buffer: torch.Tensor) -> str:
+        """Give the xxh3_128 (hex) of all bytes of `buffer` (uint8, 1-D, contiguous, on the CPU); no copy."""
+        _check_buffer(buffer, 0)
+        return xxhash.xxh3_128_hexdigest(raw.window(buffer))
+
+    def twin_digest(self, buffer: torch.Tensor) -> str:
+        """Give the xxh3_128 (hex) of what is the same on all twins, after `pack(buffer)`.
+
+        That is everything but the buffers that changed since the State was built (batch norm's statistics).
+        """
+        _check_buffer(buffer, self._layout.nbytes)
+        own = {b.name for b in watch_of(self._state).changed()}
+        window, hasher, start = raw.window(buffer), xxhash.xxh3_128(), 0
+        for entry in self._layout.entries:
+            if entry.name in own:
+                hasher.update(window[start : entry.offset])
+                start = entry.offset + entry.nbytes
+        hasher.update(window[start : self._layout.nbytes])
+        return hasher.hexdigest()
+
+    # ---- what there is
+
+    def _stale(self) -> bool:
+        for container, ids, known in self._watched:
+            if ids(container) != known:
+                return True
+        for named, (dtype, shape) in zip(self._named, self._forms, strict=True):
+            part = private.local(named.tensor)
+            if part.dtype is not dtype or part.shape != shape:
+                return True
+        return False
+
+    def _scan(self) -> None:
+        # Until this has succeeded the next look must come here again.
+        self._watched, self._nested, self._scanned = [], False, False
+        # Strong references: an id in the watch list cannot come back as another tensor's.
+        self._named = [*self._scan_modules(), *self._scan_optimizers()]
+        fresh = layouts.plan(self._named)
+        self._forms = [(p.dtype, p.shape) for p in (private.local(n.tensor) for n in self._named)]
+        if fresh.digest != self._layout.digest:
+            self._layout = fresh
+        self._scanned = True
+
+    def _watch(self, container: Any) -> None:
+        ids: Callable[[Any], tuple[int, ...]] = _list_ids if isinstance(container, list) else _dict_ids
+        self._watched.append((container, ids, ids(container)))
+
+    def _scan_modules(self) -> Iterator[Named]:
+        tree = tree_of(self._state)
+        for _prefix, module in tree.modules():
+            self._watch(private.parameters_of(module))
+            self._watch(private.buffers_of(module))
+            self._watch(private.children_of(module))
+        for name, tensor in every_parameter(self._state):
+            yield Named(name, tensor)
+        for item in tree.buffers():
+            yield Named(item.name, item.tensor)
+
+    def _scan_optimizers(self) -> Iterator[Named]:
+        for name, optimizer in parts_of(self._state).optimizers.items():
+            optim.check(name, optimizer)
+            self._watch(optimizer.param_groups)
+            for group in optimizer.param_groups:
+                self._watch(group["params"])
+            self._watch(optimizer.state)
+            for place, parameter in optim.parameters(optimizer):
+                state = optimizer.state.get(parameter)
+                if not state:
+                    continue
+                self._watch(state)
+                self._nested |= any(type(value) in (list, tuple, dict) for value in state.values())
+                for path, tensor in optim.leaves(state):
+                    yield Named(f"o:{name}:{place}:{path}", tensor, parameter)
+
+    def _viewed(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        key = (buffer.data_ptr(), buffer.numel())
+        digest, views = self._views.get(key, ("", []))
+        if digest != self._layout.digest:
+            # The gaps between the tensors must be the same on every twin.
+            buffer[: self._layout.nbytes].zero_()
+            views = [_view(buffer, e) for e in self._layout.entries if e.nbytes]
+            self._views[key] = (self._layout.digest, views)
+            while len(self._views) > _VIEWED:
+                del self._views[next(iter(self._views))]
+        return views
+
+    # ---- back into the living
+
+    def _check_parameters(self, wanted: dict[str, Entry]) -> None:
+        living = {n.name: n.tensor for n in self._named if n.name.startswith("p:")}
+        for name in (*living, *wanted):
+            if name not in wanted or name not in living:
+                where = "here but not in the saved state" if name in living else "saved but not here"
+                raise RecoveryError(f"the parameter {name} is {where}")
+            if not _same(living[name], wanted[name]):
+                part = private.local(living[name])
+                raise RecoveryError(
+                    f"the parameter {name} is {tuple(part.shape)} {part.dtype} here and was saved as "
+                    f"{wanted[name].shape} {wanted[name].dtype}"
+                )
+
+    def _check_buffers(self, wanted: dict[str, Entry]) -> None:
+        slots = tree_of(self._state).slots()
+        for name in wanted:
+            if name not in slots:
+                raise RecoveryError(f"the buffer {name} was saved but is not here")
+
+    def _make_buffers(self, wanted: dict[str, Entry]) -> None:
+        slots = tree_of(self._state).slots()
+        living = {n.name: n.tensor for n in self._named if n.name.startswith("b:")}
+        for name in living.keys() - wanted.keys():
+            module, key = slots[name]
+            private.buffers_of(module)[key] = None
+        for name, entry in wanted.items():
+            if name in living and _same(living[name], entry):
+                continue
+            module, key = slots[name]
+            device = self._device(entry, living.get(name))
+            private.buffers_of(module)[key] = torch.empty(
+                entry.shape, dtype=raw.DTYPES[entry.dtype], device=device
+            )
+
+    def _device(self, entry: Entry, like: torch.Tensor | None) -> torch.device:
+        for tensor in (like, *(n.tensor for n in self._named[:1])):
+            if tensor is not None and tensor.device.type == entry.device:
+                return tensor.device
+        return torch.device(entry.device)
+
+    def _match_optimizers(
+        self, wanted: dict[str, Entry]
+    ) -> list[tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Entry]]]:
+        places: dict[str, dict[str, Entry]] = {}
+        for name, entry in wanted.items():
+            prefix = name.split(":", 3)
+            places.setdefault(":".join(prefix[:3]), {})[prefix[-1]] = entry
+        states = []
+        for name, optimizer in parts_of(self._state).optimizers.items():
+            for place, parameter in optim.parameters(optimizer):
+                entries = places.pop(f"o:{name}:{place}", {})
+                if not _state_fits(optimizer, parameter, entries):
+                    states.append((optimizer, parameter, entries))
+        if places:
+            raise RecoveryError(f"state was saved for {next(iter(places))}, which is not a parameter here")
+        for _optimizer, _parameter, entries in states:
+            for path, entry in entries.items():
+                if entry.sharding == "other":
+                    raise RecoveryError(f"the optimizer state {path} is a DTensor that cannot be made anew")
+        return states
+
+
+def _check_buffer(buffer: torch.Tensor, nbytes: int) -> None:
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or not buffer.is_cpu:
+        raise UsageError("the buffer must be a contiguous 1-D uint8 tensor on the CPU")
+    if buffer.numel() < nbytes:
+        raise UsageError(f"the buffer has {buffer.numel()} bytes and the tensors take {nbytes}")
+    if nbytes and (buffer.storage_offset() % 16 or buffer.data_ptr() % 16):
+        raise UsageError("the buffer must start at a multiple of 16 bytes")
+
+
+def _view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
+    flat = buffer[entry.offset : entry.offset + entry.nbytes]
+    return flat.view(raw.DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _same(tensor: torch.Tensor, entry: Entry) -> bool:
+    part = private.local(tensor)
+    return part.dtype == raw.DTYPES[entry.dtype] and tuple(part.shape) == entry.shape
+
+
+def _state_fits(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entries: dict[str, Entry]) -> bool:
+    living = dict(optim.leaves(optimizer.state.get(parameter, {})))
+    if living.keys() != entries.keys():
+        return False
+    return all(
+        _same(tensor, entries[path])
+        and tensor.device.type == entries[path].device
+        and private.sharding(tensor, parameter) == entries[path].sharding
+        for path, tensor in living.items()
+    )
+
+
+def _make_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entries: dict[str, Entry]) -> None:
+    # Not by load_state_dict: it casts every float to the parameter's dtype (fp32 moments of bf16 weights).
+    optimizer.state.pop(parameter, None)
+    if entries:
+        optimizer.state[parameter] = {path: _empty(parameter, entry) for path, entry in entries.items()}
+
+
+def _empty(parameter: torch.Tensor, entry: Entry) -> torch.Tensor:
+    dtype = raw.DTYPES[entry.dtype]
+    part = private.local(parameter)
+    here = part.device.type == entry.device
+    device = part.device if here else torch.device(entry.device)
+    with torch.no_grad():
+        if entry.sharding == "param":
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        if here and entry.shape == tuple(part.shape):
+            # With the parameter's strides, as optimizers make it.
+            made = torch.empty_like(part, dtype=dtype, requires_grad=False)
+        else:
+            made = torch.empty(entry.shape, dtype=dtype, device=device)
+        return private.replicated(made, parameter) if entry.sharding == "replicated" else made

@@ -1,0 +1,128 @@
+"""Run a scenario in N processes that share a store, and collect what each returns."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+HERE = Path(__file__).parent
+
+
+class Place:
+    """What a scenario gets: its number, how many there are, and the store between them."""
+
+    def __init__(self, index: int, size: int, port: int) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self.index = index
+        self.size = size
+        self.port = port
+        self.store = self.connect()
+
+    def connect(self) -> Any:
+        """A connection to the store of one's own."""
+        import torch.distributed as dist
+
+        tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+        return tcp("127.0.0.1", self.port, None, is_master=False, timeout=timedelta(seconds=30))
+
+    def meet(self, name: str, parties: int, deadline: float = 20.0) -> None:
+        """Wait until so many processes have come here."""
+        limit = time.monotonic() + deadline
+        self.store.add(name, 1)
+        while self.store.add(name, 0) < parties:
+            if time.monotonic() > limit:
+                raise TimeoutError(f"only {self.store.add(name, 0)} of {parties} came to {name}")
+            time.sleep(0.002)
+
+
+def run(
+    scenario: str, size: int, *, lost: tuple[int, ...] = (), deadline: float = 40.0, **arguments: Any
+) -> list[Any]:
+    """Results of `module:function(place, **arguments)` by process; those in `lost` are not waited for."""
+    request = json.dumps([scenario, size, lost, deadline, arguments])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "world.py"), request],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=environment,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=deadline + 20)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all are gone, as they should be
+                os.killpg(process.pid, signal.SIGKILL)
+    results: list[Any] = json.loads(output.splitlines()[-1])
+    for index, result in enumerate(results):
+        if index not in lost and (result is None or "error" in result):
+            raise AssertionError(f"process {index} of {scenario}: {result and result['error']}")
+    return results
+
+
+def _child(scenario: str, index: int, size: int, ports: int, out: int, arguments: dict[str, Any]) -> NoReturn:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
+    code = 1
+    try:
+        port = int(os.read(ports, 16))
+        module, _, name = scenario.partition(":")
+        result = getattr(importlib.import_module(module), name)(Place(index, size, port), **arguments)
+        code = 0
+    except BaseException:  # noqa: BLE001 - it is told to the parent
+        result = {"error": traceback.format_exc()}
+    os.write(out, json.dumps(result).encode() + b"\n")
+    os._exit(code)
+
+
+def _main(scenario: str, size: int, lost: list[int], deadline: float, arguments: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    importlib.import_module(scenario.partition(":")[0])  # torch is imported once, before the forks
+    children: list[tuple[int, int, int]] = []
+    for index in range(size):
+        ports, tell = os.pipe()
+        read, out = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _child(scenario, index, size, ports, out, arguments)
+        os.close(out)
+        children.append((pid, tell, read))
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = tcp("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    for _, tell, _ in children:
+        os.write(tell, str(store.port).encode())
+    texts = [b""] * size
+    limit = time.monotonic() + deadline
+    with selectors.DefaultSelector() as selector:
+        for index, (_, _, read) in enumerate(children):
+            selector.register(read, selectors.EVENT_READ, index)
+        waited = {index for index in range(size) if index not in lost}
+        while waited and (rest := limit - time.monotonic()) > 0:
+            for key, _ in selector.select(rest):
+                data = os.read(key.fd, 1 << 16)
+                texts[key.data] += data
+                if not data:
+                    selector.unregister(key.fd)
+                    waited.discard(key.data)
+    for pid, _, _ in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    print(json.dumps([json.loads(text) if text else None for text in texts]), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main(*json.loads(sys.argv[1]))
