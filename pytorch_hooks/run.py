@@ -227,7 +227,7 @@ class Run:
         if self._assigned.writes_tensors:
             at = self._versions.write_tensors(self.generation, self._tensors)
         record = capture(self._state, step, self._cursor.committed(), self._layouts, self._tensors)
-        self._send_commit(step, record, at, None if loss is None else float(loss))
+        self._send_commit(step, record, at, _number(loss))
         self._step, self._dirty = step, False
 
     def _send_commit(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> None:
@@ -268,3 +268,7 @@ def _ddp_modules(state: State) -> Iterator[tuple[str, DistributedDataParallel]]:
         for name, child in module.named_modules():
             if isinstance(child, DistributedDataParallel):
                 yield f"{role}:{name}", child
+
+
+def _number(loss: float | torch.Tensor | None) -> float | None:
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None

@@ -57,11 +57,14 @@ class Session:
 
     def _greet(self) -> m.Welcome:
         self.send(m.Hello(protocol=m.PROTOCOL))
-        while True:
-            for message in self._receive():
-                if isinstance(message, m.Welcome):
-                    return message
-                self._take(message)
+        while not (messages := self._receive()):
+            pass
+        if not isinstance(messages[0], m.Welcome):
+            raise ProtocolError(f"the agent answered Hello with {type(messages[0]).__name__}")
+        # The first assignment may be in the same breath.
+        for message in messages[1:]:
+            self._take(message)
+        return messages[0]
 
     # ---------------------------------------------------------------------------------- listener
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     Backend,
@@ -22,7 +23,6 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-import torch
 from ckptless.pytorch_hooks.errors import TorchMismatch
 
 # torch.distributed has these under the same names, but its types do not say so.

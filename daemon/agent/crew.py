@@ -214,7 +214,7 @@ class Crew:
             sequence += 1
             for slot in self.slots:
                 for tenant in slot.tenants():
-                    if tenant.link is None or tenant.process.returncode is not None:
+                    if tenant.link is None or tenant.released or tenant.process.returncode is not None:
                         continue
                     # For as long as this process itself got no CPU, it could not have heard.
                     tenant.heard_at += starved_s

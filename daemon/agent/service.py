@@ -171,6 +171,7 @@ class Agent:
     def _to_ranks(self, message: m.ToRank) -> None:
         for slot in self._crew.slots:
             if slot.tenant is not None and slot.tenant.link is not None and self._rank(slot) is not None:
+                slot.tenant.released = isinstance(message, m.Release)
                 slot.tenant.link.send(message)
 
     def _rank(self, slot: Slot) -> int | None:
@@ -295,7 +296,7 @@ class Agent:
             case m.Left():
                 slot.enter("left", message.generation, message.cause)
             case m.Broken():
-                slot.cause = m.Cause(kind="broken", text=message.text)
+                slot.blame(m.Cause(kind="broken", text=message.text))
             case m.Joined():
                 slot.enter("joined", message.generation)
             case m.Restored():

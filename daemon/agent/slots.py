@@ -13,6 +13,7 @@ class Tenant:
     """A training process and its connection.
 
     `retired`: its end was ordered, so it is no fault. `lived`: it has been given a rank before.
+    `released`: its training is over, so it owes no answer any more.
     """
 
     process: Process
@@ -20,6 +21,7 @@ class Tenant:
     hooked: bool = False
     retired: bool = False
     hung: bool = False
+    released: bool = False
     lived: bool = False
     heard_at: float = 0.0
 
@@ -44,6 +46,11 @@ class Slot:
     def enter(self, phase: Phase, generation: int, cause: Cause | None = None) -> None:
         """A new phase begins now."""
         self.phase, self.generation, self.cause = phase, generation, cause
+        self.since = asyncio.get_running_loop().time()
+
+    def blame(self, cause: Cause) -> None:
+        """Something is wrong with the process, as of now; its phase is what it was."""
+        self.cause = cause
         self.since = asyncio.get_running_loop().time()
 
     def told(self) -> SlotState:

@@ -151,7 +151,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
 
     `step` is the newest committed one. `exit_code` is negative for a signal. `hooked` tells whether the
-    process speaks to the agent (`ckptless.run`), or is a plain script. `age_s`: how long ago the phase began.
+    process speaks to the agent (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
     """
 
     slot: int

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import torch
 from ckptless.pytorch_hooks import torch_private
 from ckptless.pytorch_hooks.comm.work import FinishedWork
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-import torch
 from ckptless.pytorch_hooks import torch_private
 from ckptless.pytorch_hooks.comm.graveyard import Graveyard
 from ckptless.pytorch_hooks.comm.group import NAME, Group

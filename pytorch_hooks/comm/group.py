@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-import torch
 from ckptless.pytorch_hooks import torch_private
 from ckptless.pytorch_hooks.comm.work import AbortableWork, FinishedWork, Scope
 from ckptless.pytorch_hooks.errors import CollectiveFailed

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Generic, Protocol, TypeVar, cast
 
 import torch
+
 from ckptless.pytorch_hooks import torch_private
 from ckptless.pytorch_hooks.comm.sockets import Opened
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded

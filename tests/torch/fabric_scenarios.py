@@ -15,15 +15,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import Place
 
-import torch
 from ckptless.pytorch_hooks.comm.ddp import renew, settle_buckets, settled_layout
 from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
-from torch import nn
 
 HOST = "127.0.0.1"
 

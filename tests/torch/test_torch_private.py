@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import torch
 from ckptless.pytorch_hooks import torch_private
 from ckptless.pytorch_hooks.errors import TorchMismatch
 

@@ -190,7 +190,7 @@ def optimizers() -> Iterator[Any]:
     yield pytest.param("Adam", {"lr": torch.tensor(0.01)}, id="Adam-tensor-lr")
 
 
-@pytest.mark.parametrize(("name", "options"), optimizers())
+@pytest.mark.parametrize(("name", "options"), list(optimizers()))
 def test_every_optimizer(name: str, options: dict[str, Any]) -> None:
     def build() -> State:
         model: nn.Module = Flat() if name in ("Muon", "LBFGS") else Net()
@@ -282,7 +282,7 @@ def test_every_scheduler_is_tried() -> None:
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["", "tensor-lr"])
-@pytest.mark.parametrize("name", schedulers())
+@pytest.mark.parametrize("name", list(schedulers()))
 def test_every_scheduler(name: str, tensor_lr: bool) -> None:
     def build() -> State:
         model = Net()
