@@ -36,7 +36,8 @@ KILL_DEADLINE_S = 5.0
 POLL_S = 0.05
 RESTART_PAUSE_S = 0.3
 RESTARTS = 20
-ALWAYS_PRELOADED = ("torch", "torch.distributed", "torch.nn.parallel", "ckptless.pytorch_hooks")
+# torch._dynamo is what the first DDP or optimizer of a process would import, for a second.
+ALWAYS_PRELOADED = ("torch", "torch._dynamo", "torch.nn.parallel", "torch.utils.data", "ckptless.pytorch_hooks")
 
 
 class StartError(CkptlessError):

@@ -16,9 +16,9 @@ from importlib import import_module
 from typing import Any
 
 import msgspec
+import torch
 import xxhash
 
-import torch
 from ckptless.daemon.api.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.state import raw
 

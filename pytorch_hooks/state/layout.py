@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
+import torch
 import xxhash
 
-import torch
 from ckptless.daemon.api.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.state import private, raw
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from ckptless.daemon.api.errors import UsageError
 from ckptless.pytorch_hooks.state import codec
 from ckptless.pytorch_hooks.state.walk import BufferWatch, Tree

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-
 import torch
+
 from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.state.codec import Ref
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-
 import torch
+
 from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import codec, layout, optim, private, rng
 from ckptless.pytorch_hooks.state.layout import Layout

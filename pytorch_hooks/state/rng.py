@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any
 
 import msgspec
-
 import torch
+
 from ckptless.daemon.api.errors import ProtocolError, RecoveryError
 
 

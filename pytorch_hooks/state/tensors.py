@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import xxhash
 
-import torch
 from ckptless.daemon.api.errors import RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import layout as layouts
 from ckptless.pytorch_hooks.state import optim, private, raw

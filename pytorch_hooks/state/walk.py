@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+
 from ckptless.pytorch_hooks.state import private
 
 

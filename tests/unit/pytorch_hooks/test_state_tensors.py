@@ -1,0 +1,384 @@
+"""The tensors' buffer: its layout, what `TensorSet` notices, and what does not fit."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
+from ckptless.pytorch_hooks.state import Layout, State, TensorSet, capture, read, restore
+from ckptless.pytorch_hooks.state import layout as layouts
+
+
+def buffer_for(layout: Layout) -> torch.Tensor:
+    return torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
+
+
+def make() -> State:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    return State(model=model, optimizer=torch.optim.Adam(model.parameters()))
+
+
+def step(state: State) -> None:
+    state.optimizer.zero_grad()
+    state.model(torch.randn(5, 4)).square().mean().backward()
+    state.optimizer.step()
+
+
+# ---- layout
+
+
+def test_plan_aligns_and_names() -> None:
+    layout = layouts.plan([("a", torch.zeros(3)), ("b", torch.ones((), dtype=torch.bfloat16))])
+    assert [(e.name, e.dtype, e.shape, e.offset, e.nbytes) for e in layout.entries] == [
+        ("a", "float32", (3,), 0, 12),
+        ("b", "bfloat16", (), 64, 2),
+    ]
+    assert layout.nbytes == 128
+    layouts.check(layout)
+    assert layouts.unpack(layout.packed) == layout
+    assert msgspec.json.decode(msgspec.json.encode(layout), type=Layout) == layout
+    assert layouts.plan([]).nbytes == 0
+
+
+def test_plan_refuses() -> None:
+    for tensor, why in (
+        (torch.zeros(2, 2).to_sparse(), "sparse"),
+        (torch.zeros(2, device="meta"), "meta"),
+        (nn.LazyLinear(3).weight, "initialised"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            layouts.plan([("x", tensor)])
+    with pytest.raises(UsageError, match="same name"):
+        layouts.plan([("x", torch.zeros(1)), ("x", torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: {"offset": e.offset + 64},
+        lambda e: {"offset": e.offset - 64},
+        lambda e: {"offset": 1},
+        lambda e: {"nbytes": e.nbytes + 4},
+        lambda e: {"shape": (1 << 40, 1 << 40)},
+        lambda e: {"shape": (-1,)},
+        lambda e: {"dtype": "object"},
+        lambda e: {"name": "a"},
+    ],
+)
+def test_check_refuses(change: Callable[[Any], dict[str, Any]]) -> None:
+    good = layouts.plan([("a", torch.zeros(3)), ("b", torch.zeros(40))])
+    entry = msgspec.structs.replace(good.entries[1], **change(good.entries[1]))
+    bad = msgspec.structs.replace(good, entries=(good.entries[0], entry))
+    with pytest.raises(ProtocolError):
+        layouts.check(bad)
+    for size in (good.nbytes - 64, good.nbytes + 64):
+        with pytest.raises(ProtocolError):
+            layouts.check(msgspec.structs.replace(good, nbytes=size))
+    with pytest.raises(ProtocolError, match="digest"):
+        layouts.check(msgspec.structs.replace(good, digest="0" * 32))
+
+
+def test_a_packed_layout_that_is_broken() -> None:
+    packed = layouts.plan([("a", torch.zeros(3))]).packed
+    for data in (b"", packed[:-3], packed + b"x", b"\xff" * 20):
+        with pytest.raises(ProtocolError):
+            layouts.unpack(data)
+
+
+# ---- pack
+
+
+def test_names_in_order() -> None:
+    state = make()
+    step(state)
+    names = [name for name, _ in TensorSet(state).named()]
+    assert names[:2] == ["p:model:0.weight", "p:model:0.bias"]
+    assert names[6:9] == ["b:model:1.running_mean", "b:model:1.running_var", "b:model:1.num_batches_tracked"]
+    assert names[9:12] == ["o:optimizer:0.0:exp_avg", "o:optimizer:0.0:exp_avg_sq", "o:optimizer:0.0:step"]
+    assert len(names) == 9 + 18
+
+
+def test_values_of_every_kind() -> None:
+    module = nn.Module()
+    kinds = {
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "empty": torch.zeros(0, 2),
+        "strided": torch.arange(12.0).view(3, 4).t(),
+        "channels": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "complex": torch.randn(3, dtype=torch.complex64).conj(),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+    }
+    for name, value in kinds.items():
+        module.register_buffer(name, value.clone())
+    state = State(model=module)
+    tensors = TensorSet(state)
+    buffer = buffer_for(tensors.layout)
+    layout = tensors.pack(buffer)
+    for name in kinds:
+        getattr(module, name).fill_(0)
+    tensors.unpack(buffer, layout)
+    for name, value in kinds.items():
+        living = getattr(module, name)
+        assert living.dtype == value.dtype
+        assert living.stride() == value.stride() or name == "complex"
+        again = State(model=module)
+        assert TensorSet(again).pack(buffer_for(layout)) == layout
+        if name == "nan":
+            assert living.view(torch.int32).equal(value.view(torch.int32))
+        else:
+            assert living.to(torch.complex64).equal(value.to(torch.complex64))
+
+
+def test_gaps_are_zero_so_that_twins_agree() -> None:
+    state = make()
+    tensors = TensorSet(state)
+    one, other = buffer_for(tensors.layout), torch.zeros(tensors.layout.nbytes, dtype=torch.uint8)
+    tensors.pack(one)
+    tensors.pack(other)
+    assert one.equal(other)
+    assert tensors.digest(one) == tensors.digest(other)
+    assert tensors.twin_digest(one) == tensors.twin_digest(other)
+
+
+def test_twin_digest_leaves_out_what_differs_by_rank() -> None:
+    state = make()
+    tensors = TensorSet(state)
+    step(state)
+    buffer = buffer_for(tensors.layout)
+    tensors.pack(buffer)
+    before = tensors.digest(buffer), tensors.twin_digest(buffer)
+    state.model[1].running_mean.add_(1)
+    tensors.pack(buffer)
+    assert tensors.twin_digest(buffer) == before[1]
+    assert tensors.digest(buffer) != before[0]
+    with torch.no_grad():
+        state.model[0].weight.add_(1)
+    tensors.pack(buffer)
+    assert tensors.twin_digest(buffer) != before[1]
+
+
+def test_buffers_that_do_not_fit() -> None:
+    tensors = TensorSet(make())
+    size = tensors.layout.nbytes
+    for buffer in (
+        torch.zeros(size - 1, dtype=torch.uint8),
+        torch.zeros(size),
+        torch.zeros(2, size, dtype=torch.uint8),
+        torch.zeros(2 * size, dtype=torch.uint8)[::2],
+        torch.zeros(size + 1, dtype=torch.uint8)[1:],
+    ):
+        with pytest.raises(UsageError, match="buffer"):
+            tensors.pack(buffer)
+
+
+def test_an_own_buffer_is_let_go() -> None:
+    tensors = TensorSet(make())
+    memory = bytearray(tensors.layout.nbytes)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    tensors.pack(buffer)
+    del buffer
+    with pytest.raises(BufferError):
+        memory.clear()
+    tensors.release()
+    memory.clear()
+
+
+# ---- changes
+
+
+def test_it_notices_what_comes_and_is_replaced() -> None:
+    state = make()
+    tensors = TensorSet(state)
+    assert not tensors.refresh()
+    step(state)
+    assert tensors.refresh()
+    assert not tensors.refresh()
+    step(state)
+    assert not tensors.refresh()
+    state.model[2] = nn.Linear(3, 2)  # the same layout, other tensors: no state of theirs
+    with pytest.raises(AssertionError):
+        assert any(t.data_ptr() == state.model[2].weight.data_ptr() for _n, t in []), "nothing named"
+    assert any(t.data_ptr() == state.model[2].weight.data_ptr() for _n, t in tensors.named())
+
+
+def test_it_sees_new_storage_and_dtype_under_the_same_parameter() -> None:
+    state = make()
+    tensors = TensorSet(state)
+    buffer = buffer_for(tensors.layout)
+    layout = tensors.pack(buffer)
+    state.model[0].weight.data = torch.full((3, 4), 7.0)
+    tensors.pack(buffer)
+    assert buffer[:4].view(torch.float32).item() == 7.0
+    state.model.bfloat16()
+    assert tensors.refresh()
+    with pytest.raises(RecoveryError, match="bfloat16"):
+        tensors.unpack(buffer, layout)
+
+
+def test_a_buffer_that_grew_or_came_is_put_back() -> None:
+    module = nn.Module()
+    module.register_buffer("cache", torch.ones(3))
+    module.register_buffer("late", None)
+    state = State(model=module)
+    tensors = TensorSet(state)
+    buffer = buffer_for(tensors.layout)
+    layout = tensors.pack(buffer)
+    record = capture(state, 0, tensors=tensors)
+    module.cache = torch.zeros(9)
+    module.late = torch.zeros(2)
+    grown = buffer_for(tensors.layout)
+    grown_layout = tensors.pack(grown)
+    later = capture(state, 1, tensors=tensors)
+    tensors.unpack(buffer, layout)
+    restore(record, state)
+    assert module.cache.equal(torch.ones(3))
+    assert module.late is None
+    tensors.unpack(grown, grown_layout)
+    restore(later, state)
+    assert module.cache.equal(torch.zeros(9))
+    assert isinstance(module.late, torch.Tensor)
+    # The record alone is enough for a buffer that changed.
+    module.cache = None  # type: ignore[assignment]
+    restore(later, state)
+    assert isinstance(module.cache, torch.Tensor)
+
+
+def test_a_frozen_model_has_no_buffer_in_its_record() -> None:
+    state = make()
+    state.model.eval()
+    state.model(torch.randn(2, 4))
+    small = len(capture(state, 1))
+    state.model[1].running_var.add_(1)
+    assert len(capture(state, 1)) > small
+    tensors = TensorSet(state)
+    buffer = buffer_for(tensors.layout)
+    fresh = make()
+    fresh.model.eval()
+    TensorSet(fresh).unpack(buffer, tensors.pack(buffer))
+    assert len(capture(fresh, 1)) == small  # unpacking is no change of the model's own
+
+
+def test_another_model_is_refused_before_anything_moves() -> None:
+    state = make()
+    tensors = TensorSet(state)
+    buffer = buffer_for(tensors.layout)
+    layout = tensors.pack(buffer)
+    others: list[nn.Module] = [nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(5, 3), nn.Identity())]
+    for other in others:
+        held = [p.clone() for p in other.parameters()]
+        with pytest.raises(RecoveryError):
+            TensorSet(State(model=other)).unpack(buffer, layout)
+        assert all(a.equal(b) for a, b in zip(held, other.parameters(), strict=True))
+        with pytest.raises(RecoveryError):
+            restore(capture(state, 1), State(model=other))
+    step(state)
+    buffer = buffer_for(tensors.layout)
+    with pytest.raises(RecoveryError, match="optimizer"):
+        TensorSet(State(model=state.model)).unpack(buffer, tensors.pack(buffer))
+    bad = msgspec.structs.replace(layout, nbytes=layout.nbytes + 64)
+    with pytest.raises(ProtocolError):
+        tensors.unpack(buffer, bad)
+
+
+def test_restore_without_the_tensors_it_needs() -> None:
+    state = make()
+    step(state)
+    with pytest.raises(RecoveryError, match="lacks the tensor"):
+        restore(capture(state, 1), make())
+
+
+def test_state_of_a_stranger_is_refused() -> None:
+    state = make()
+    state.optimizer.state[torch.zeros(2)] = {"x": torch.zeros(2)}
+    with pytest.raises(UsageError, match="none of its parameter groups"):
+        TensorSet(state)
+
+
+def test_a_failed_look_is_not_forgotten() -> None:
+    state = make()
+    tensors = TensorSet(state)
+    state.model[1].register_buffer("bad", torch.zeros(2, device="meta"))
+    for _ in range(2):
+        with pytest.raises(UsageError, match="meta"):
+            tensors.refresh()
+    del state.model[1].bad
+    assert not tensors.refresh()
+
+
+def test_master_parameters_of_no_module_are_kept() -> None:
+    model = nn.Linear(2, 2)
+    own = nn.Parameter(torch.ones(3))
+    state = State(model=model, optimizer=torch.optim.SGD([*model.parameters(), own], lr=0.1))
+    tensors = TensorSet(state)
+    assert [n for n, _ in tensors.named()][-1] == "p:optimizer:0.2"
+    buffer = buffer_for(tensors.layout)
+    layout = tensors.pack(buffer)
+    with torch.no_grad():
+        own.zero_()
+    tensors.unpack(buffer, layout)
+    assert own.tolist() == [1, 1, 1]
+
+
+# ---- FSDP2
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "SGD"])
+@pytest.mark.usefixtures("world")
+def test_fsdp(name: str) -> None:
+    def build() -> State:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        return State(
+            model=model, optimizer=getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
+        )
+
+    def train(state: State, steps: int) -> list[str]:
+        losses = []
+        for _ in range(steps):
+            state.optimizer.zero_grad()
+            loss = state.model(torch.randn(5, 4)).square().mean()
+            loss.backward()
+            state.optimizer.step()
+            losses.append(float(loss.detach()).hex())
+        return losses
+
+    torch.manual_seed(0)
+    state = build()
+    tensors = TensorSet(state)
+    train(state, 2)
+    with torch.no_grad():
+        state.model(torch.ones(1, 4))  # leaves the root gathered
+    buffer = buffer_for(tensors.layout)
+    layout = tensors.pack(buffer)
+    record = capture(state, 2, tensors=tensors)
+    assert layout == read(record).layout
+    reference = train(state, 3)
+    kinds = {e.sharding for e in layout.entries if e.name.startswith("o:")}
+    fresh = build()
+    for one, its in ((state, tensors), (fresh, TensorSet(fresh))):
+        its.unpack(buffer, layout)
+        restore(record, one)
+        assert its.layout == layout
+        assert train(one, 3) == reference
+    assert "param" in kinds or name == "Adafactor"
+    held = fresh.optimizer.state[next(fresh.model.parameters())]
+    assert any(isinstance(v, DTensor) for v in held.values())
