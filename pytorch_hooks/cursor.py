@@ -31,9 +31,13 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class _Taken:
-    """A batch that was given out, and what the world was like right after it was fetched."""
+    """A batch that was given out, and what the world was like right after it was fetched.
+
+    `after` is the batch that was given out before it, as (epoch, index), maybe of the epoch before.
+    """
 
     position: Position
+    after: tuple[int, int]
     batch: Any
     random: dict[str, Any]
 
@@ -47,6 +51,7 @@ class Cursor:
         self._source: Iterable[Any] | None = None
         self._fetched = Position()
         self._epoch_end: Position | None = None
+        self._last = (0, 0)
         self._taken: deque[_Taken] = deque()
         self._commits: deque[Position] = deque(maxlen=REMEMBERED_COMMITS)
 
@@ -66,7 +71,10 @@ class Cursor:
             self.position = msgspec.convert(saved, Position)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"the record's data position: {error}") from error
+        self._last = _order(self.position)
+        # It may be asked for again until as many commits have followed it as ever.
         self._commits.clear()
+        self._commits.append(self.position)
 
     # ---------------------------------------------------------------------------------- batches
 
@@ -91,26 +99,26 @@ class Cursor:
                 return
             self._fetched = self._after_batch(loader)
             self.position = self._fetched
-            self._taken.append(_Taken(self.position, batch, rng.capture()))
+            self._taken.append(_Taken(self.position, self._last, batch, rng.capture()))
+            self._last = _order(self.position)
             yield batch
 
     def _is_epoch_end(self) -> bool:
         """Whether this process knows that the epoch has no batch after the position."""
         here = _order(self.position)
-        gone_on = [_order(t.position) for t in self._taken if _order(t.position) > here]
-        next_epoch = bool(gone_on) and gone_on[0][0] > here[0]
-        return next_epoch or (self._epoch_end is not None and _order(self._epoch_end) == here)
+        gone_on = any(t.after == here and t.position.epoch > here[0] for t in self._taken)
+        return gone_on or (self._epoch_end is not None and _order(self._epoch_end) == here)
 
     def _repeat(self, loader: Iterable[Any]) -> Iterator[Any]:
         """What this process had taken beyond the position, in the same order and random states."""
         if self._iterator is None or self._source is not loader:
             return
-        here = self.position.epoch
         for taken in [t for t in self._taken if _order(t.position) > _order(self.position)]:
-            if taken.position.epoch != here:
+            if _order(taken.position) != (self.position.epoch, self.position.index + 1):
                 return
             rng.restore(taken.random)
             self.position = taken.position
+            self._last = _order(self.position)
             yield taken.batch
 
     def _after_batch(self, loader: Iterable[Any]) -> Position:

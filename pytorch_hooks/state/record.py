@@ -132,7 +132,7 @@ def restore(data: bytes | bytearray | memoryview, state: State) -> RecordView:
 def _parse(data: bytes | bytearray | memoryview) -> _Record:
     try:
         return msgspec.msgpack.decode(codec.unseal(data), type=_Record)
-    except (msgspec.DecodeError, RecursionError, OverflowError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"malformed record: {error}") from error
 
 
