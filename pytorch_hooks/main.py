@@ -10,9 +10,9 @@ from ckptless.daemon.api import messages as m
 from ckptless.pytorch_hooks import env, plain
 from ckptless.pytorch_hooks.comm.fabric import Fabric
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
-from ckptless.pytorch_hooks.training import COLLECTIVE_TIMEOUT, Run
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import rng
+from ckptless.pytorch_hooks.training import COLLECTIVE_TIMEOUT, Run
 
 logger = logging.getLogger(__name__)
 

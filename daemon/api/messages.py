@@ -9,122 +9,19 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from ckptless.daemon.api.model import Assignment as Assignment
+from ckptless.daemon.api.model import JobSpec as JobSpec
+from ckptless.daemon.api.model import Limits as Limits
+from ckptless.daemon.api.model import NodeInfo as NodeInfo
+from ckptless.daemon.api.model import Place as Place
+from ckptless.daemon.api.model import Tries as Tries
+from ckptless.daemon.api.model import Value as Value
+
 PROTOCOL = 1
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """Root of every message; the tag is the class's name."""
-
-
-class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Root of what messages are made of; frozen and without a tag."""
-
-
-# --------------------------------------------------------------------------------------- the job
-
-
-class Place(Value, frozen=True, order=True):
-    """A slot: node id and local index on it."""
-
-    node: int
-    slot: int
-
-
-class Limits(Value, frozen=True, kw_only=True):
-    """Deadlines in seconds, all derived from one knob (`from_max_stall`), and budgets in tries.
-
-    `pong_s`: a rank that does not answer for so long is killed. `leave_s`: from STOP until a rank must have
-    left its training function. `join_s`: from an assignment until a rank must have joined. `stall_s`: the
-    longest time without any new step before the generation is stopped. Budgets count faults in a row
-    without a step committed in between.
-    """
-
-    pong_s: float
-    leave_s: float
-    join_s: float
-    stall_s: float
-    raise_tries: int = 1
-    process_tries: int = 3
-    start_tries: int = 0
-
-    @classmethod
-    def from_max_stall(cls, max_stall_s: float, start_tries: int = 0) -> "Limits":
-        """All deadlines from the longest stall (seconds) that the user accepts."""
-        return cls(
-            pong_s=max(1.0, max_stall_s / 30),
-            leave_s=max(1.0, max_stall_s / 10),
-            join_s=max_stall_s,
-            stall_s=max_stall_s,
-            start_tries=start_tries,
-        )
-
-
-class JobSpec(Value, frozen=True, kw_only=True):
-    """What the user asked for: the first `nodes` nodes train, `spares` more wait."""
-
-    job: str
-    command: tuple[str, ...]
-    nodes: int
-    spares: int
-    slots_per_node: int
-    limits: Limits
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.nodes * self.slots_per_node
-
-
-class NodeInfo(Value, frozen=True, kw_only=True):
-    """Where a node's agent can be reached: `address` is an IP address; ports are TCP."""
-
-    node: int
-    name: str
-    address: str
-    agent_port: int
-    store_port: int
-
-
-class Tries(Value, frozen=True, kw_only=True):
-    """How often one cause has come in a row without progress; `step` is where the job stood then."""
-
-    cause: str
-    count: int
-    step: int
-
-
-class Assignment(Value, frozen=True, kw_only=True):
-    """One generation: who has which rank, and where the state comes from.
-
-    `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
-    `tensor_nodes` hold the tensors of that step, `record_nodes[rank]` the rank's record, nearest first.
-    `store_node` serves the key-value store of this generation. `renew` are slots whose process is replaced
-    although it lives. `tries` and `bad` (slots that may hold no rank any more) are the memory of the ladder.
-    """
-
-    job: str
-    generation: int
-    term: int
-    leader: int
-    places: tuple[Place, ...]
-    nodes: tuple[NodeInfo, ...]
-    store_node: int
-    restore_step: int | None
-    tensor_nodes: tuple[int, ...] = ()
-    record_nodes: tuple[tuple[int, ...], ...] = ()
-    renew: tuple[Place, ...] = ()
-    rung: str = "start"
-    faults: tuple[str, ...] = ()
-    tries: tuple[Tries, ...] = ()
-    bad: tuple[Place, ...] = ()
-
-    def rank_at(self, place: Place) -> int | None:
-        """The rank in a slot, or None for a spare."""
-        return self.places.index(place) if place in self.places else None
-
-    def ranks_on(self, node: int) -> tuple[int, ...]:
-        """Ranks of one node, ascending."""
-        return tuple(rank for rank, place in enumerate(self.places) if place.node == node)
 
 
 # ------------------------------------------------------------------------------- agent and daemon
@@ -283,7 +180,8 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Assigned(Message, frozen=True, kw_only=True):
     """A rank's part of an assignment.
 
-    `writes_tensors`: this rank writes the tensors that all twins of its node share. `store` is (host, port); `peers` are the addresses of the job's nodes.
+    `writes_tensors`: this rank writes the tensors that all twins of its node share. `store` is (host, port);
+    `peers` are the addresses of the job's nodes.
     """
 
     generation: int

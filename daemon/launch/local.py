@@ -37,7 +37,13 @@ POLL_S = 0.05
 RESTART_PAUSE_S = 0.3
 RESTARTS = 20
 # torch._dynamo is what the first DDP or optimizer of a process would import, for a second.
-ALWAYS_PRELOADED = ("torch", "torch._dynamo", "torch.nn.parallel", "torch.utils.data", "ckptless.pytorch_hooks")
+ALWAYS_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "ckptless.pytorch_hooks",
+)
 
 
 class StartError(CkptlessError):
