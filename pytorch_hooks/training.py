@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # How long one collective may take before Gloo itself gives up; the agent notices a hang long before.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(seconds=60)
+WAIT_WORTH_A_NOTE_S = 1.0
 
 
 class Run:
@@ -46,6 +47,7 @@ class Run:
         self._on_recovery: list[Callable[[Run], None]] = []
         self._was_spare = False
         self._fabric_open = False
+        self._aftermath = False
         self.waited_s = 0.0
         guard_optimizers(fabric)
         register_optimizer_step_pre_hook(self._touched)
@@ -173,7 +175,7 @@ class Run:
         assert self._tensors is not None
         self._join()
         self._fabric.configure(self.generation, self._store())
-        record, at, data = self._versions.fetch(self.generation, step)
+        record, at, data = self._versions.fetch(self.generation, step, self._tensors)
         view = read(record)
         if view.step != step:
             raise RecoveryError(f"the record of step {step} says it is of step {view.step}")
@@ -185,7 +187,7 @@ class Run:
             ddp.renew(module, self._layouts.get(name))
         restore(record, self._state)
         self._cursor.restore(view.cursor)
-        self._step, self._dirty = step, False
+        self._step, self._dirty, self._aftermath = step, False, True
         self._session.send(m.Restored(generation=self.generation))
         # Its copies on other nodes may have gone with them: commit it again.
         self._send_commit(step, record, at if self._assigned.writes_tensors else None, None)
@@ -222,13 +224,16 @@ class Run:
         self._fabric.check()
         if step:
             self._settle()
-            self.waited_s += self._session.wait_acked(self.generation, self._step)
+            self._wait_for_copies()
         at = None
         if self._assigned.writes_tensors:
             at = self._versions.write_tensors(self.generation, self._tensors)
         record = capture(self._state, step, self._cursor.committed(), self._layouts, self._tensors)
         self._send_commit(step, record, at, _number(loss))
         self._step, self._dirty = step, False
+        if self._aftermath and step > (self._assigned.restore_step or 0):
+            # Off the critical path of the recovery: take down what the old generation left.
+            self._aftermath = self._fabric.sweep() > 0
 
     def _send_commit(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> None:
         commit = m.Commit(
@@ -240,6 +245,14 @@ class Run:
             loss=loss,
         )
         self._versions.send(commit)
+
+    def _wait_for_copies(self) -> None:
+        """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
+        waited_s = self._session.wait_acked(self.generation, self._step)
+        self.waited_s += waited_s
+        if waited_s > WAIT_WORTH_A_NOTE_S:
+            text = f"rank {self.rank} waited {waited_s:.2f} s for the copies of step {self._step}"
+            self._session.send(m.Note(level="warning", kind="commit-waited", text=text))
 
     def _settle(self) -> None:
         """Fix DDP's buckets after the first backward, so that every process has the same ones for good."""

@@ -68,7 +68,9 @@ class Versions:
         """Give a commit to the agent."""
         self._session.send(commit)
 
-    def fetch(self, generation: int, step: int) -> tuple[bytes, m.TensorsAt, torch.Tensor]:
+    def fetch(
+        self, generation: int, step: int, tensors: TensorSet
+    ) -> tuple[bytes, m.TensorsAt, torch.Tensor]:
         """Record, place and bytes of the tensors of `step`. Raises RecoveryError, GenerationEnded.
 
         The bytes are the agent's memory: copy them out before the next commit but one.
@@ -80,6 +82,8 @@ class Versions:
         if self._mapped is not None and self._mapped.number == at.region:
             os.close(fd)
         else:
+            # The views that pack() keeps would hold the old mapping.
+            tensors.release()
             self._mapped = _map(fd, at.region, reply.slot_nbytes, last_slot=-1)
         self._mapped.last_slot = at.offset // reply.slot_nbytes
         data = self._mapped.bytes[at.offset : at.offset + at.nbytes]

@@ -10,12 +10,14 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `argv` is the script (or, with `module`, the module) and its arguments. `env` is the ranks' environment
     without torchrun's variables. `tee`: ranks whose output is shown on the console as well, by rank; None for
-    all. `copies` is how many other nodes hold each record.
+    all. `store_address` is where its key-value store listens (in local mode 127.0.0.1, which every resolver
+    knows: torch looks the name of its store up). `copies` is how many other nodes hold each record.
     """
 
     node: int
     name: str
     address: str
+    store_address: str
     spec: JobSpec
     argv: tuple[str, ...]
     module: bool

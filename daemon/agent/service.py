@@ -63,7 +63,7 @@ class Agent:
         daemon: asyncio.Task[None] | None = None
         try:
             agent_port = await self._replicas.start(config.address)
-            store_port = await self._store.start(config.address)
+            store_port = await self._store.start(config.store_address)
             self._ranks.start()
             await self._zygote.start(config.preload, config.env, config.zygote_deadline_s)
             info = m.NodeInfo(
@@ -71,10 +71,11 @@ class Agent:
                 name=config.name,
                 address=config.address,
                 agent_port=agent_port,
+                store_address=config.store_address,
                 store_port=store_port,
             )
             self._hello = m.AgentHello(protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid())
-            self._crew.store = (config.address, store_port)
+            self._crew.store = (config.store_address, store_port)
             self._crew.start()
             daemon = asyncio.create_task(self._daemon.run())
             outcome = await self._wait(cancelled)
@@ -210,7 +211,7 @@ class Agent:
         self._replicas.accepting = True
         self._store.cut()
         info = next(info for info in assignment.nodes if info.node == assignment.store_node)
-        self._crew.store = (info.address, info.store_port)
+        self._crew.store = (info.store_address, info.store_port)
         self._state.follow(assignment)
         for slot in self._crew.slots:
             self._settle(slot, assignment)

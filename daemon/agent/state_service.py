@@ -57,7 +57,7 @@ class StateService:
             group_rank=nodes.index(self._node),
             restore_step=assignment.restore_step,
             writes_tensors=rank == mine[0],
-            store=(store.address, store.store_port),
+            store=(store.store_address, store.store_port),
             peers=tuple(info.address for info in assignment.nodes),
         )
 

@@ -60,12 +60,13 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
 
 class NodeInfo(Value, frozen=True, kw_only=True):
-    """Where a node's agent can be reached: `address` is an IP address; ports are TCP."""
+    """Where a node's agent can be reached: addresses are numeric; ports are TCP."""
 
     node: int
     name: str
     address: str
     agent_port: int
+    store_address: str
     store_port: int
 
 

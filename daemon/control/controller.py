@@ -114,28 +114,30 @@ class Controller(Follower):
             self._end(m.Outcome(state="failed", exit_code=code if code > 0 else 1, reason=reason), now)
 
     def _overdue(self, now: float) -> list[Finding]:
-        """Deadlines of joining, restoring and of progress; only processes with hooks can be late."""
+        """Deadlines of joining, restoring and of steps. Only processes with hooks tell how far they are."""
         assert self.assignment is not None
         assert self.spec is not None
         limits = self.spec.limits
-        hooked = [
-            (rank, place, slot)
-            for rank, place in enumerate(self.assignment.places)
-            if (slot := self.nodes[place.node].slot(place.slot)) is not None and slot.hooked
-        ]
-        if not hooked:
+        places = enumerate(self.assignment.places)
+        slots = [(rank, place, self.nodes[place.node].slot(place.slot)) for rank, place in places]
+        if not any(slot is not None and slot.hooked for _, _, slot in slots):
             return []
         if self.stage in ("joining", "restoring") and now - self._since > limits.join_s:
             want = ("joined",) if self.stage == "joining" else ("restored", "finished")
-            return [
+            # At the very start a script may take its time before it comes to ckptless.run.
+            first = self.assignment.generation == 1
+            late = [
                 Finding("hung", place.node, place.slot, rank, f"not {want[0]} in {limits.join_s:.0f} s")
-                for rank, place, slot in hooked
-                if slot.phase not in want
+                for rank, place, slot in slots
+                if slot is not None and slot.phase not in want and (slot.hooked or not first)
             ]
-        late = self.stage == "running" and now - self._moved > limits.stall_s
-        if late and any(slot.phase == "restored" for _, _, slot in hooked):
-            _, place, _ = hooked[0]
-            return [Finding("stall", place.node, None, None, f"no step in {limits.stall_s:.0f} s")]
+            if late:
+                return late
+        moving = self.stage in ("restoring", "running")
+        if moving and now - max(self._since, self._moved) > limits.stall_s:
+            if any(slot is not None and slot.phase == "restored" for _, _, slot in slots):
+                node = self.assignment.places[0].node
+                return [Finding("stall", node, None, None, f"no step in {limits.stall_s:.0f} s")]
         return []
 
     def _advance(self, now: float) -> None:

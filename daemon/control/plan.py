@@ -38,6 +38,11 @@ class Situation:
     term: int
     leader: int
 
+    @property
+    def causes(self) -> Sequence[Fault]:
+        """The faults to answer: what only follows from another fault is left out."""
+        return [f for f in self.faults if f.finding.kind not in SECONDARY] or self.faults
+
 
 @dataclass
 class _Answers:
@@ -95,7 +100,7 @@ def next_assignment(now: Situation) -> Assignment:
         record_nodes=record_nodes,
         renew=tuple(sorted(answers.renew & set(places))),
         rung=answers.rung,
-        faults=tuple(fault.id for fault in now.faults),
+        faults=tuple(fault.id for fault in now.causes),
         tries=tuple(answers.tries),
         bad=tuple(sorted({*now.current.bad, *answers.bad})),
     )
@@ -122,8 +127,7 @@ def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
 
 def _answer_all(now: Situation) -> _Answers:
     answers = _Answers()
-    primary = [fault for fault in now.faults if fault.finding.kind not in SECONDARY]
-    for fault in primary or now.faults:
+    for fault in now.causes:
         _answer(now, fault, answers)
     counted = {tries.cause for tries in answers.tries}
     # Causes that did not come this time are remembered until the job has made progress.
@@ -203,7 +207,7 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
         slots = [Place(node=host, slot=slot) for host, slots in rooms for slot in slots][: len(ranks)]
         if len(slots) < len(ranks):
             why = "; ".join(
-                f"{f.finding.kind} {_name(now, f.finding.node)}: {f.finding.detail}" for f in now.faults
+                f"{f.finding.kind} {_name(now, f.finding.node)}: {f.finding.detail}" for f in now.causes
             )
             raise NoPlanError(_unrecoverable(f"no spare left for rank {ranks[len(slots)]} ({why})"))
         for rank, place in zip(ranks, slots, strict=True):

@@ -36,6 +36,7 @@ KILL_DEADLINE_S = 5.0
 POLL_S = 0.05
 RESTART_PAUSE_S = 0.3
 RESTARTS = 20
+LOCALHOST = "127.0.0.1"
 # torch._dynamo is what the first DDP or optimizer of a process would import, for a second.
 ALWAYS_PRELOADED = (
     "torch",
@@ -187,6 +188,7 @@ class LocalRun:
             node=node.number,
             name=node.peer.name,
             address=node.peer.address,
+            store_address=LOCALHOST,
             spec=self._spec,
             argv=options.argv,
             module=options.module,

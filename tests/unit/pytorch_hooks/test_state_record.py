@@ -94,10 +94,10 @@ def test_what_cannot_be_saved_is_named_by_its_place() -> None:
 
     class Scale:
         def __init__(self) -> None:
-            self.base = lambda e: 1.0
+            self.base: Any = lambda _epoch: 1.0
 
         def __call__(self, epoch: int) -> float:
-            return self.base(epoch)
+            return float(self.base(epoch))
 
     bad = State(model=state.model, scheduler=LambdaLR(state.optimizer, Scale()))
     with pytest.raises(UsageError, match=r"state\.scheduler\['lr_lambdas'\]\[0\]\['base'\]: cannot be saved"):

@@ -1,5 +1,6 @@
 """The tensors' buffer: its layout, what `TensorSet` notices, and what does not fit."""
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import Layout, State, TensorSet, capture, read, restore
@@ -73,14 +75,14 @@ def test_plan_refuses() -> None:
     ],
 )
 def test_check_refuses(change: Callable[[Any], dict[str, Any]]) -> None:
-    good = layouts.plan([("a", torch.zeros(3)), ("b", torch.zeros(40))])
+    good = layouts.plan([("a", torch.zeros(3)), ("b", torch.zeros(40)), ("c", torch.zeros(1))])
     entry = msgspec.structs.replace(good.entries[1], **change(good.entries[1]))
-    bad = msgspec.structs.replace(good, entries=(good.entries[0], entry))
-    with pytest.raises(ProtocolError):
-        layouts.check(bad)
-    for size in (good.nbytes - 64, good.nbytes + 64):
-        with pytest.raises(ProtocolError):
-            layouts.check(msgspec.structs.replace(good, nbytes=size))
+    entries = (good.entries[0], entry, good.entries[2])
+    wrong = [(entries, good.nbytes), (good.entries, good.nbytes - 64), (good.entries, good.nbytes + 64)]
+    for listed, size in wrong:
+        # With a digest that is right, so that it is the content that is refused.
+        with pytest.raises(ProtocolError, match=r"layout: (?!the digest)"):
+            layouts.check(Layout(listed, size, layouts._digest(listed, size)))
     with pytest.raises(ProtocolError, match="digest"):
         layouts.check(msgspec.structs.replace(good, digest="0" * 32))
 
@@ -181,16 +183,14 @@ def test_buffers_that_do_not_fit() -> None:
             tensors.pack(buffer)
 
 
-def test_an_own_buffer_is_let_go() -> None:
+def test_a_buffer_is_let_go() -> None:
     tensors = TensorSet(make())
     memory = bytearray(tensors.layout.nbytes)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    tensors.pack(buffer)
-    del buffer
-    with pytest.raises(BufferError):
-        memory.clear()
+    alone = sys.getrefcount(memory)
+    tensors.pack(torch.frombuffer(memory, dtype=torch.uint8))
+    assert sys.getrefcount(memory) > alone
     tensors.release()
-    memory.clear()
+    assert sys.getrefcount(memory) == alone
 
 
 # ---- changes
@@ -206,8 +206,7 @@ def test_it_notices_what_comes_and_is_replaced() -> None:
     step(state)
     assert not tensors.refresh()
     state.model[2] = nn.Linear(3, 2)  # the same layout, other tensors: no state of theirs
-    with pytest.raises(AssertionError):
-        assert any(t.data_ptr() == state.model[2].weight.data_ptr() for _n, t in []), "nothing named"
+    tensors.refresh()
     assert any(t.data_ptr() == state.model[2].weight.data_ptr() for _n, t in tensors.named())
 
 
@@ -219,14 +218,18 @@ def test_it_sees_new_storage_and_dtype_under_the_same_parameter() -> None:
     state.model[0].weight.data = torch.full((3, 4), 7.0)
     tensors.pack(buffer)
     assert buffer[:4].view(torch.float32).item() == 7.0
-    state.model.bfloat16()
+    state.model[0].bfloat16()
     assert tensors.refresh()
     with pytest.raises(RecoveryError, match="bfloat16"):
+        tensors.unpack(buffer, layout)
+    state.model[0].float()
+    state.model[2].weight.data = torch.zeros(2, 5)
+    with pytest.raises(RecoveryError, match=r"\(2, 5\)"):
         tensors.unpack(buffer, layout)
 
 
 def test_a_buffer_that_grew_or_came_is_put_back() -> None:
-    module = nn.Module()
+    module: Any = nn.Module()
     module.register_buffer("cache", torch.ones(3))
     module.register_buffer("late", None)
     state = State(model=module)
@@ -242,13 +245,13 @@ def test_a_buffer_that_grew_or_came_is_put_back() -> None:
     tensors.unpack(buffer, layout)
     restore(record, state)
     assert module.cache.equal(torch.ones(3))
-    assert module.late is None
+    assert not isinstance(module.late, torch.Tensor)
     tensors.unpack(grown, grown_layout)
     restore(later, state)
     assert module.cache.equal(torch.zeros(9))
     assert isinstance(module.late, torch.Tensor)
     # The record alone is enough for a buffer that changed.
-    module.cache = None  # type: ignore[assignment]
+    module.cache = None
     restore(later, state)
     assert isinstance(module.cache, torch.Tensor)
 
@@ -266,6 +269,55 @@ def test_a_frozen_model_has_no_buffer_in_its_record() -> None:
     fresh.model.eval()
     TensorSet(fresh).unpack(buffer, tensors.pack(buffer))
     assert len(capture(fresh, 1)) == small  # unpacking is no change of the model's own
+
+
+class Norm(nn.Module):
+    """Batch norm by hand: torch does not count what it writes to the statistics, and nothing else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("running_var", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, var = (self.get_buffer(n) for n in ("running_mean", "running_var"))
+        return nn.functional.batch_norm(x, mean, var, training=self.training)
+
+
+@pytest.mark.parametrize("kind", [Norm, lambda: nn.BatchNorm1d(4)], ids=["by-hand", "module"])
+def test_each_rank_gets_its_own_statistics(kind: Callable[[], nn.Module]) -> None:
+    # Two twins of one node: the first writes the tensors, both write records.
+    first, second = State(model=kind()), State(model=kind())
+    first.model(torch.randn(5, 4))
+    second.model(torch.randn(5, 4) + 3)
+    if kind is not Norm:
+        second.model.eval()
+    tensors = TensorSet(first)
+    buffer = buffer_for(tensors.layout)
+    layout = tensors.pack(buffer)
+    record = capture(second, 1)
+    expected = {name: b.clone() for name, b in second.model.named_buffers()}
+    for target in (second, State(model=kind())):
+        target.model(torch.randn(5, 4) - 9)
+        TensorSet(target).unpack(buffer, layout)
+        restore(record, target)
+        for name, b in target.model.named_buffers():
+            assert b.equal(expected[name])
+        assert target.model.training == (kind is Norm)
+        assert len(capture(target, 1)) == len(record)
+
+
+def test_state_that_was_not_there_is_removed() -> None:
+    state = make()
+    tensors = TensorSet(state)
+    buffer = buffer_for(tensors.layout)
+    layout, record = tensors.pack(buffer), capture(state, 0)
+    step(state)
+    tensors.unpack(buffer, layout)
+    assert not state.optimizer.state
+    state.optimizer.state[state.model[0].weight] = {"count": 1}
+    restore(record, state)
+    assert not state.optimizer.state
 
 
 def test_another_model_is_refused_before_anything_moves() -> None:
@@ -334,18 +386,18 @@ def test_master_parameters_of_no_module_are_kept() -> None:
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "SGD"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.usefixtures("world")
 def test_fsdp(name: str) -> None:
     def build() -> State:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        for layer in (model[0], model[2], model):
-            fully_shard(layer)
+        fully_shard(model[0])
+        fully_shard(model)  # the root, with model[2], stays gathered after a forward pass
         options = {"momentum": 0.9} if name == "SGD" else {}
         return State(
             model=model, optimizer=getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
@@ -366,7 +418,8 @@ def test_fsdp(name: str) -> None:
     tensors = TensorSet(state)
     train(state, 2)
     with torch.no_grad():
-        state.model(torch.ones(1, 4))  # leaves the root gathered
+        state.model(torch.ones(1, 4))
+    assert not isinstance(state.model[2].weight, DTensor)
     buffer = buffer_for(tensors.layout)
     layout = tensors.pack(buffer)
     record = capture(state, 2, tensors=tensors)
@@ -379,6 +432,35 @@ def test_fsdp(name: str) -> None:
         restore(record, one)
         assert its.layout == layout
         assert train(one, 3) == reference
-    assert "param" in kinds or name == "Adafactor"
+    assert "param" in kinds
     held = fresh.optimizer.state[next(fresh.model.parameters())]
     assert any(isinstance(v, DTensor) for v in held.values())
+
+
+@pytest.mark.usefixtures("world")
+def test_optimizer_state_that_is_another_dtensor() -> None:
+    def build() -> State:
+        model = nn.Linear(4, 8)
+        fully_shard(model)
+        return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    state = build()
+    weight = state.model.weight
+    total = DTensor.from_local(torch.ones(3), weight.device_mesh, [Replicate()])
+    state.optimizer.state[weight] = {"total": total}
+    tensors = TensorSet(state)
+    buffer = buffer_for(tensors.layout)
+    fresh = build()
+    TensorSet(fresh).unpack(buffer, tensors.pack(buffer))
+    made = fresh.optimizer.state[fresh.model.weight]["total"]
+    assert isinstance(made, DTensor)
+    assert made.placements == total.placements
+    assert made.to_local().equal(torch.ones(3))
+    # One that cannot be made anew is put back where it lives, and refused where it does not.
+    partial = DTensor.from_local(torch.ones(3), weight.device_mesh, [Partial()])
+    state.optimizer.state[weight] = {"total": partial}
+    buffer = buffer_for(tensors.layout)
+    layout = tensors.pack(buffer)
+    tensors.unpack(buffer, layout)
+    with pytest.raises(RecoveryError, match="cannot be made anew"):
+        TensorSet(build()).unpack(buffer, layout)

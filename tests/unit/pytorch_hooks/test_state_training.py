@@ -1,6 +1,8 @@
 """Training goes on with the same bits after a restore, for every optimizer, scheduler and kind of model."""
 
 import random
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,7 +51,8 @@ class Net(nn.Module):
         x = torch.relu(self.norm(self.tied(self.inner(x))))
         mask = self.mask
         assert isinstance(mask, torch.Tensor)
-        return (self.out(self.drop(x)) + self.frozen) * self.gain * mask + self.empty.sum()
+        out: torch.Tensor = (self.out(self.drop(x)) + self.frozen) * self.gain * mask
+        return out + self.empty.sum()
 
 
 class Flat(nn.Module):
@@ -72,14 +75,15 @@ def batch(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def plain_step(s: State) -> float:
     x = batch(next(s.model.parameters()).dtype)
 
-    def closure() -> float:
+    def closure() -> Any:
         s.optimizer.zero_grad()
         loss = s.model(x).float().square().mean()
         loss.backward()
-        return loss  # type: ignore[no-any-return]
+        return loss
 
-    if isinstance(s.optimizer, torch.optim.LBFGS):
-        return float(s.optimizer.step(closure).detach())
+    if type(s.optimizer) is torch.optim.LBFGS:
+        optimizer: Any = s.optimizer
+        return float(optimizer.step(closure).detach())
     loss = closure()
     s.optimizer.step()
     schedulers = s.scheduler if isinstance(s.scheduler, list) else [s.scheduler]
@@ -239,7 +243,7 @@ def schedulers() -> dict[str, Callable[[Any], Any]]:
         def __init__(self) -> None:
             self.calls = 0
 
-        def __call__(self, epoch: int) -> float:
+        def __call__(self, epoch: float) -> float:
             self.calls += 1
             return 1.0 / (1 + self.calls)
 
@@ -283,11 +287,11 @@ def test_every_scheduler(name: str, tensor_lr: bool) -> None:
     def build() -> State:
         model = Net()
         lr = torch.tensor(0.05) if tensor_lr else 0.05
-        optimizer = torch.optim.SGD(
-            [{"params": [*model.out.parameters()]}, {"params": [model.inner.weight], "momentum": 0.8}],
-            lr=lr,
-            momentum=0.9,
-        )
+        groups: list[dict[str, Any]] = [
+            {"params": [*model.out.parameters()]},
+            {"params": [model.inner.weight], "momentum": 0.8},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9)
         return State(model=model, optimizer=optimizer, scheduler=schedulers()[name](optimizer))
 
     check(build)
@@ -296,7 +300,8 @@ def test_every_scheduler(name: str, tensor_lr: bool) -> None:
 def test_ema_as_an_extra_module() -> None:
     def build() -> State:
         model = Net()
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=False)
+        average: Any = get_ema_multi_avg_fn
+        ema = AveragedModel(model, multi_avg_fn=average(0.9), use_buffers=False)
         return State(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01), ema=ema)
 
     def step(s: State) -> float:
@@ -324,8 +329,9 @@ class Master(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.05})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        whole: Any = self.state
         with torch.no_grad():
-            self.state["total"] = self.state.get("total", 0) + 1  # type: ignore[index]
+            whole["total"] = whole.get("total", 0) + 1
             for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
                 state = self.state[p]
                 state.setdefault("z", torch.zeros_like(p, dtype=torch.float32))
@@ -333,7 +339,7 @@ class Master(torch.optim.Optimizer):
                 state["count"] = state.get("count", 0) + 1
                 state["z"].mul_(0.9).add_(p.grad.float())
                 state["past"]["last"] = [*state["past"]["last"], p.grad.norm()][-3:]
-                scale = sum(state["past"]["last"]) + state["count"] + self.state["total"]  # type: ignore[index]
+                scale = sum(state["past"]["last"]) + state["count"] + whole["total"]
                 p.add_(state["z"].to(p.dtype) / scale, alpha=-0.05)
 
 
@@ -415,9 +421,10 @@ def test_several_models_and_optimizers() -> None:
             optimizer.step()
             schedule.step()
             total += float(loss.detach())
-        s.best = min(s.best, total)
+        best: float = min(s.best, total)
+        s.best = best
         s.history.append(total)
-        return total + s.best + len(s.history)
+        return total + best + len(s.history)
 
     state, fresh = check(build, step)
     assert (state.best, state.history) == (float("inf"), [])
@@ -466,3 +473,34 @@ def test_modes_and_flags_that_change() -> None:
         assert one.model.drop.training
         assert not one.model.inner.weight.requires_grad
         assert run(one, 3) == reference
+
+
+def test_cost_of_a_commit() -> None:
+    """Prints what a commit costs (pytest -rP); the bounds only catch something gone badly wrong."""
+    layer = nn.TransformerEncoderLayer(192, 4, 768, 0.1, batch_first=True)
+    model = nn.Sequential(nn.Embedding(1000, 192), nn.TransformerEncoder(layer, 6), nn.Linear(192, 1000))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = lrs.OneCycleLR(optimizer, 1e-3, total_steps=100)
+    state = State(model=model, optimizer=optimizer, scheduler=schedule)
+    model(torch.randint(0, 1000, (2, 8))).square().mean().backward()
+    optimizer.step()
+    tensors = TensorSet(state)
+    buffer = torch.zeros(tensors.layout.nbytes, dtype=torch.uint8)
+
+    def cost(act: Callable[[], object]) -> float:
+        times = []
+        for _ in range(15):
+            began = time.perf_counter()
+            act()
+            times.append(time.perf_counter() - began)
+        return 1e3 * statistics.median(times[2:])
+
+    pack = cost(lambda: tensors.pack(buffer))
+    look = cost(tensors.refresh)
+    record = cost(lambda: capture(state, 1, {"epoch": 0}, {}, tensors))
+    size = len(capture(state, 1, {"epoch": 0}, {}, tensors))
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{count / 1e6:.1f} M parameters, {len(tensors.named())} tensors, {buffer.numel() / 1e6:.0f} MB")
+    print(f"pack {pack:.2f} ms (look {look:.2f}), capture {record:.2f} ms, {size} bytes")
+    assert size < 32_000
+    assert record < 100
