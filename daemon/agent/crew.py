@@ -39,7 +39,7 @@ class Crew:
         self.store = ("", 0)
         self.on_change: Callable[[], None] = lambda: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
-        self.on_hello: Callable[[Slot, Tenant], None] = lambda _slot, _tenant: None
+        self.on_hello: Callable[[Slot], None] = lambda _slot: None
 
     def start(self) -> None:
         """Begin to watch for processes that hang."""
@@ -58,16 +58,9 @@ class Crew:
         rank = assignment.rank_at(place) if assignment is not None else None
         slot.hooked, slot.exit_code, slot.tenant = False, None, None
         slot.enter("starting", assignment.generation if assignment is not None else 0)
-        self._spawn_task(self._start(slot, rank, assignment, successor=False))
+        self._spawn_task(self._start(slot, rank, assignment))
 
-    def fork_ahead(self, slot: Slot, assignment: m.Assignment) -> None:
-        """Start a process that will be wanted in this slot, before anybody has decided so."""
-        rank = assignment.rank_at(m.Place(node=self._config.node, slot=slot.index))
-        self._spawn_task(self._start(slot, rank, assignment, successor=True))
-
-    async def _start(
-        self, slot: Slot, rank: int | None, assignment: m.Assignment | None, *, successor: bool
-    ) -> None:
+    async def _start(self, slot: Slot, rank: int | None, assignment: m.Assignment | None) -> None:
         place = m.Place(node=self._config.node, slot=slot.index)
         own = rank_env(self._config.spec, place, assignment, self.store, slot.restarts)
         spec = SpawnSpec(
@@ -82,16 +75,13 @@ class Crew:
             process = await self._zygote.spawn(spec)
         except CkptlessError as error:
             self.on_event("spawn-failed", f"slot {slot.index}: {error}")
-            if not successor:
-                slot.exit_code = 1
-                slot.enter("exited", slot.generation, m.Cause(kind="died", text=str(error)))
-                self.on_change()
+            slot.exit_code = 1
+            slot.enter("exited", slot.generation, m.Cause(kind="died", text=str(error)))
+            self.on_change()
             return
         tenant = Tenant(process, heard_at=asyncio.get_running_loop().time())
         if self._closing:
             process.kill()
-        elif successor:
-            slot.successor = tenant
         else:
             slot.tenant = tenant
         self._attach_output(tenant, rank)
@@ -124,18 +114,16 @@ class Crew:
     def welcome(self, link: RankLink) -> None:
         """A process has said Hello: find its slot."""
         for slot in self.slots:
-            for tenant in slot.tenants():
-                if tenant.process.pid == link.pid:
-                    self._welcome(slot, tenant, link)
-                    return
+            if slot.tenant is not None and slot.tenant.process.pid == link.pid:
+                self._welcome(slot, slot.tenant, link)
+                return
         # It was faster than our own bookkeeping of its birth.
         self._early[link.pid] = link
 
     def _welcome(self, slot: Slot, tenant: Tenant, link: RankLink) -> None:
         tenant.link, tenant.hooked = link, True
         tenant.heard_at = asyncio.get_running_loop().time()
-        if tenant is slot.tenant:
-            slot.hooked = True
+        slot.hooked = True
         link.send(
             m.Welcome(
                 job=self._config.spec.job,
@@ -144,7 +132,7 @@ class Crew:
                 pong_s=self._config.spec.limits.pong_s,
             )
         )
-        self.on_hello(slot, tenant)
+        self.on_hello(slot)
 
     def slot_of(self, link: RankLink) -> Slot | None:
         """The slot whose tenant speaks over this connection."""
@@ -152,10 +140,9 @@ class Crew:
 
     def heard(self, link: RankLink) -> None:
         """A sign of life."""
-        for slot in self.slots:
-            for tenant in slot.tenants():
-                if tenant.link is link:
-                    tenant.heard_at = asyncio.get_running_loop().time()
+        slot = self.slot_of(link)
+        if slot is not None and slot.tenant is not None:
+            slot.tenant.heard_at = asyncio.get_running_loop().time()
 
     # ------------------------------------------------------------------------------- end of life
 
@@ -163,11 +150,7 @@ class Crew:
         code = await tenant.process.wait()
         if tenant.link is not None:
             tenant.link.close()
-        if tenant is slot.successor:
-            slot.successor = None
-            if not tenant.retired:
-                self.on_event("successor-died", f"slot {slot.index}: {describe_exit(code)}")
-        elif tenant is slot.tenant:
+        if tenant is slot.tenant:
             self._died(slot, tenant, code)
             self.on_change()
         output = self._outputs.pop(tenant.process.pid, None)
@@ -213,18 +196,19 @@ class Crew:
             starved_s = max(0.0, loop.time() - asked - pause_s)
             sequence += 1
             for slot in self.slots:
-                for tenant in slot.tenants():
-                    if tenant.link is None or tenant.released or tenant.process.returncode is not None:
-                        continue
-                    # For as long as this process itself got no CPU, it could not have heard.
-                    tenant.heard_at += starved_s
-                    if loop.time() - tenant.heard_at > deadline_s and not tenant.hung:
-                        self.on_event(
-                            "hung", f"process {tenant.process.pid} is silent for {deadline_s:.1f} s"
-                        )
-                        tenant.hung = True
-                        tenant.process.kill()
-                    tenant.link.send(m.Ping(seq=sequence))
+                self._check_alive(slot.tenant, starved_s, deadline_s)
+                if slot.tenant is not None and slot.tenant.link is not None:
+                    slot.tenant.link.send(m.Ping(seq=sequence))
+
+    def _check_alive(self, tenant: Tenant | None, starved_s: float, deadline_s: float) -> None:
+        if tenant is None or tenant.link is None or tenant.released or tenant.process.returncode is not None:
+            return
+        # For as long as this process itself got no CPU, it could not have heard.
+        tenant.heard_at += starved_s
+        if asyncio.get_running_loop().time() - tenant.heard_at > deadline_s and not tenant.hung:
+            self.on_event("hung", f"process {tenant.process.pid} is silent for {deadline_s:.1f} s")
+            tenant.hung = True
+            tenant.process.kill()
 
     # ------------------------------------------------------------------------------------- close
 
@@ -233,9 +217,9 @@ class Crew:
         self._closing = True
         processes: list[Process] = []
         for slot in self.slots:
-            for tenant in slot.tenants():
-                tenant.retired = True
-                processes.append(tenant.process)
+            if slot.tenant is not None:
+                slot.tenant.retired = True
+                processes.append(slot.tenant.process)
         for process in processes:
             process.kill(signal.SIGTERM)
         try:

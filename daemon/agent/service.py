@@ -14,7 +14,7 @@ from ckptless.daemon.agent.daemon_link import DaemonLink
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
 from ckptless.daemon.agent.replicas import Replicas
-from ckptless.daemon.agent.slots import Slot, Tenant
+from ckptless.daemon.agent.slots import Slot
 from ckptless.daemon.agent.state_service import StateService
 from ckptless.daemon.agent.store_server import StoreServer
 from ckptless.daemon.agent.vault import Vault
@@ -234,13 +234,9 @@ class Agent:
         if not keeps:
             if tenant is not None and alive:
                 self._crew.retire(slot, tenant)
-            slot.tenant, slot.successor = slot.successor, None
-            if slot.tenant is None:
-                self._crew.occupy(slot, assignment)
-                self._state.prefetch(rank)
-                return
-            slot.hooked, slot.exit_code = slot.tenant.hooked, None
-            slot.enter("starting", assignment.generation)
+            self._crew.occupy(slot, assignment)
+            self._state.prefetch(rank)
+            return
         self._tell_rank(slot, assignment, rank)
 
     def _tell_rank(self, slot: Slot, assignment: m.Assignment, rank: int) -> None:
@@ -257,14 +253,13 @@ class Agent:
 
     # --------------------------------------------------------------------------------- the ranks
 
-    def _rank_hello(self, slot: Slot, tenant: Tenant) -> None:
+    def _rank_hello(self, slot: Slot) -> None:
         assignment, rank = self._assignment, self._rank(slot)
-        if tenant is slot.tenant:
-            if assignment is not None and rank is not None and self._frozen is None:
-                self._tell_rank(slot, assignment, rank)
-            else:
-                slot.enter("waiting", slot.generation)
-            self._changed()
+        if assignment is not None and rank is not None and self._frozen is None:
+            self._tell_rank(slot, assignment, rank)
+        else:
+            slot.enter("waiting", slot.generation)
+        self._changed()
 
     def _rank_hung_up(self, link: RankLink) -> None:
         logger.debug("process %d hung up", link.pid)

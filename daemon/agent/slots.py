@@ -1,4 +1,4 @@
-"""A slot of this node: the process in it, its successor, and what is told of it."""
+"""A slot of this node: the process in it, and what is told of it."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -28,11 +28,10 @@ class Tenant:
 
 @dataclass
 class Slot:
-    """A slot's state. `successor` is a process forked ahead, for when a new generation needs one here."""
+    """A slot's state; what is told of it outlives the process."""
 
     index: int
     tenant: Tenant | None = None
-    successor: Tenant | None = None
     phase: Phase = "empty"
     generation: int = 0
     step: int | None = None
@@ -68,7 +67,3 @@ class Slot:
             exit_code=self.exit_code,
             age_s=asyncio.get_running_loop().time() - self.since,
         )
-
-    def tenants(self) -> list[Tenant]:
-        """Every process of this slot."""
-        return [tenant for tenant in (self.tenant, self.successor) if tenant is not None]
