@@ -15,6 +15,9 @@ $(STAMP): setup.cfg Makefile
 	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,plot,test,lint]'
 	touch $@
 
+demo: $(STAMP)
+	$(BIN)/python docs/demo/demo.py $(ARGS)
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'not slow' $(ARGS)
 

@@ -35,7 +35,7 @@ class Limits(Value, frozen=True, kw_only=True):
     def from_max_stall(cls, max_stall_s: float, start_tries: int = 0) -> "Limits":
         """All deadlines from the longest stall (seconds) that the user accepts."""
         return cls(
-            pong_s=max(1.0, max_stall_s / 30),
+            pong_s=max(3.0, max_stall_s / 30),
             leave_s=max(1.0, max_stall_s / 10),
             join_s=max_stall_s,
             stall_s=max_stall_s,
