@@ -45,7 +45,10 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def me(self) -> Peer:
         """This node's own entry."""
-        return next(peer for peer in self.peers if peer.node == self.node)
+        peer = next((peer for peer in self.peers if peer.node == self.node), None)
+        if peer is None:
+            raise UsageError(f"node {self.node} is not among the peers: add its entry")
+        return peer
 
 
 def load(path: Path, kind: type[T]) -> T:
@@ -54,7 +57,7 @@ def load(path: Path, kind: type[T]) -> T:
         return msgspec.convert(yaml.safe_load(path.read_text()), kind)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
+    except (yaml.YAMLError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {error}") from error
 
 
@@ -81,7 +84,7 @@ def open_state_dir(path: Path) -> None:
             if any(path.iterdir()):
                 raise UsageError(f"{path} is not empty and no state directory of ckptless: choose another")
             marker.write_text(f"{STATE_FORMAT}\n")
-        found = marker.read_text().strip()
+        found = marker.read_text(errors="replace").strip()
     except OSError as error:
         raise UsageError(f"cannot use the state directory {path}: {error.strerror}") from error
     if found != str(STATE_FORMAT):

@@ -88,7 +88,7 @@ class Cursor:
         if self._is_epoch_end():
             return
         yield from self._repeat(loader)
-        if self._iterator is None or self._source is not loader or self._fetched != self.position:
+        if not self._stands_at_position(loader):
             self._begin(loader)
         assert self._iterator is not None
         while True:
@@ -102,6 +102,11 @@ class Cursor:
             self._taken.append(_Taken(self.position, self._last, batch, rng.capture()))
             self._last = _order(self.position)
             yield batch
+
+    def _stands_at_position(self, loader: Iterable[Any]) -> bool:
+        """Whether the living iterator's next batch is the one after the position."""
+        begun = self.position.index > 0 and _order(self._fetched) == _order(self.position)
+        return begun and self._iterator is not None and self._source is loader
 
     def _is_epoch_end(self) -> bool:
         """Whether this process knows that the epoch has no batch after the position."""

@@ -28,6 +28,11 @@ class Region:
         self._map = mmap.mmap(self.fd, size)
         self._view = memoryview(self._map)
 
+    def has_slot(self, offset: int, nbytes: int) -> bool:
+        """Whether so many bytes lie at the begin of one of the slots."""
+        slot, inside = divmod(offset, self.slot_nbytes)
+        return inside == 0 and 0 <= slot < self.slots and 0 <= nbytes <= self.slot_nbytes
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the region; the caller releases the view. Raises ValueError outside it."""
         if offset < 0 or nbytes < 0 or offset + nbytes > len(self._view):

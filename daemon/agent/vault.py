@@ -68,7 +68,7 @@ class Vault:
     def put_tensors(self, step: int, at: TensorsAt) -> None:
         """A rank has written a step's tensors. Raises ProtocolError where they cannot be there."""
         region = self._regions.get(at.region)
-        if region is None or at.offset % region.slot_nbytes or at.nbytes > region.slot_nbytes:
+        if region is None or not region.has_slot(at.offset, at.nbytes):
             raise ProtocolError(f"tensors of step {step} in a place that was not allocated")
         overwritten = [
             old

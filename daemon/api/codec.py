@@ -55,5 +55,5 @@ class Decoder(Generic[T]):
         """One message out of a frame's body. Raises ProtocolError."""
         try:
             return self._decode.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not a message of this edge: {error}") from error

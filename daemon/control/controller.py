@@ -18,13 +18,18 @@ from typing import Literal
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import plan, story
-from ckptless.daemon.control.edges import Broadcast
+from ckptless.daemon.control.edges import Broadcast, Meet
 from ckptless.daemon.control.faults import FaultLog, Finding, observe
-from ckptless.daemon.control.follower import Follower
+from ckptless.daemon.control.follower import MEETING_GRACE_S, Follower
 from ckptless.daemon.control.timeline import Timeline
 
 FORMING_DEADLINE_S = 120.0
 REPEAT_S = 1.0
+
+
+def _finished(slot: m.SlotState) -> bool:
+    """Its training function has returned; where the leader that released it is gone, it may have ended."""
+    return slot.phase == "finished" or (slot.phase == "exited" and slot.cause is None)
 
 
 @dataclass
@@ -33,6 +38,7 @@ class Controller(Follower):
 
     _said: float = 0.0
     _noted: set[int] = field(default_factory=set)
+    _killed: set[m.Place] = field(default_factory=set)
 
     def _drive(self, now: float) -> None:
         """Bring the job forward as far as the reports allow."""
@@ -49,6 +55,8 @@ class Controller(Follower):
             self._form(now)
         elif self.stage in ("joining", "restoring", "running", "releasing"):
             self._watch(now)
+            if self.stage not in ("stopping", "releasing") and self._disputed():
+                self._stop("another leader has stopped or assigned it too", now)
             self._advance(now)
         if self.stage == "stopping":
             self._replan(now)
@@ -60,7 +68,29 @@ class Controller(Follower):
                 self._noted.add(node)
                 self._note(now, "warning", "node-lost", f"node-{node}: {view.lost}")
 
+    def _disputed(self) -> bool:
+        """Whether an agent stands where this leader did not send it: half the work of another leader."""
+        assert self.assignment is not None
+        generation, term = self.assignment.generation, self.assignment.term
+        for view in self.nodes.values():
+            state = view.state if view.usable else None
+            if state is None or state.assignment is None:
+                continue
+            if state.frozen == generation or (
+                state.assignment.generation == generation and state.assignment.term != term
+            ):
+                return True
+        return False
+
+    def _superseded(self, now: float) -> None:
+        self._log = FaultLog()
+        self._stop("another leader had assigned it", now)
+        # Those who do not have it cannot leave it.
+        self._out.append(Meet(None, self.standing, ()))
+
     def _inherit(self, now: float) -> None:
+        self._since = self._moved = now
+        self._log, self._timeline = FaultLog(), None
         if self.stage not in ("forming", "running", "releasing") and self.assignment is not None:
             # Half a recovery by the old leader: begin it again, from the newest assignment anybody knows.
             self._stop("the leader was lost during a recovery", now)
@@ -71,7 +101,11 @@ class Controller(Follower):
             return
         generation = self.assignment.generation
         orders: dict[str, m.Order] = {
-            "stopping": m.Stop(generation=generation, reason="repeated"),
+            "stopping": m.Stop(
+                generation=generation,
+                reason="repeated",
+                kill=tuple(place for place in self._still_inside() if place in self._killed),
+            ),
             "joining": m.Assign(assignment=self.assignment),
             "restoring": m.Go(generation=generation),
             "releasing": m.Release(generation=generation),
@@ -83,8 +117,7 @@ class Controller(Follower):
         waiting = [n for n, view in self.nodes.items() if view.lost is None and view.hello is None]
         if waiting and now - self._since < FORMING_DEADLINE_S:
             return
-        for node in waiting:
-            self.nodes[node].lost = f"its agent did not come up in {FORMING_DEADLINE_S:.0f} s"
+        self._give_up(waiting, f"its agent did not come up in {FORMING_DEADLINE_S:.0f} s")
         assert self.spec is not None
         self.term += 1
         try:
@@ -94,10 +127,20 @@ class Controller(Follower):
             return
         self._assign(first, now)
 
+    def _give_up(self, nodes: list[int], reason: str) -> None:
+        """Nodes that are lost by this leader's word alone: the others must hear it from here."""
+        for node in nodes:
+            self._lose(node, reason, 0.0)
+        if nodes:
+            self._out.append(Meet(None, self.standing, ()))
+
     def _watch(self, now: float) -> None:
         """Any new fault of this generation stops it."""
         assert self.assignment is not None
         findings = observe(self.assignment, self.nodes) + self._overdue(now)
+        if self.stage == "releasing" and now - self._since < MEETING_GRACE_S:
+            # An agent may be gone because the job has ended, which this daemon is about to hear.
+            findings = [finding for finding in findings if finding.kind != "node-lost"]
         fresh = [finding for finding in findings if self._log_fault(finding, now)]
         if not fresh:
             return
@@ -134,10 +177,10 @@ class Controller(Follower):
             if late:
                 return late
         moving = self.stage in ("restoring", "running")
-        if moving and now - max(self._since, self._moved) > limits.stall_s:
-            if any(slot is not None and slot.phase == "restored" for _, _, slot in slots):
-                node = self.assignment.places[0].node
-                return [Finding("stall", node, None, None, f"no step in {limits.stall_s:.0f} s")]
+        training = any(slot is not None and slot.phase == "restored" for _, _, slot in slots)
+        if moving and training and now - max(self._since, self._moved) > limits.stall_s:
+            node = self.assignment.places[0].node
+            return [Finding("stall", node, None, None, f"no step in {limits.stall_s:.0f} s")]
         return []
 
     def _advance(self, now: float) -> None:
@@ -159,7 +202,7 @@ class Controller(Follower):
             first = 1 if self.assignment.restore_step is None else self.assignment.restore_step + 1
             if all(s.phase == "finished" or (s.step or 0) >= first for s in here):
                 self._recovered(now)
-        elif self.stage == "running" and all(s.phase == "finished" for s in here):
+        elif self.stage == "running" and all(_finished(s) for s in here):
             self._broadcast(m.Release(generation=generation), now)
 
     def _follow_progress(self, slots: Sequence[m.SlotState], now: float) -> None:
@@ -188,6 +231,8 @@ class Controller(Follower):
             self._share(story.recovery(self.assignment, self._timeline, "superseded"))
         self._timeline = Timeline(started_s=now - age_s)
         self._timeline.mark("detect", now)
+        self._since = now
+        self._killed.clear()
         self._broadcast(m.Stop(generation=self.assignment.generation, reason=reason), now)
 
     def _replan(self, now: float) -> None:
@@ -198,18 +243,22 @@ class Controller(Follower):
             self._log_fault(finding, now)
         generation = self.assignment.generation
         late = now - self._since >= self.spec.limits.leave_s
-        for view in self.nodes.values():
-            if view.usable and (view.state is None or view.state.frozen != generation):
-                if not late:
-                    return
-                view.lost = f"its agent did not stop in {self.spec.limits.leave_s:.0f} s"
+        living = [view for view in self.nodes.values() if view.lost is None]
+        moving = [v.node for v in living if v.state is None or v.state.frozen != generation]
+        if moving and late:
+            self._give_up(moving, f"its agent did not stop in {self.spec.limits.leave_s:.0f} s")
+        if moving:
+            return
         self._mark("stop", now)
         inside = self._still_inside()
         if inside and late:
-            self._kill(inside, now)
+            told = sorted({place.node for place in inside if place in self._killed})
+            self._give_up(told, "its agent did not end a process that it was told to end")
+            self._kill([place for place in inside if place.node not in told], now)
         if inside:
             return
         self._mark("leave", now)
+        self._follow_progress([slot for view in self.nodes.values() for slot in view.slots()], now)
         situation = plan.Situation(
             self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me
         )
@@ -238,9 +287,12 @@ class Controller(Follower):
 
     def _kill(self, places: list[m.Place], now: float) -> None:
         assert self.assignment is not None
+        if not places:
+            return
         names = ", ".join(f"node-{place.node}/{place.slot}" for place in places)
         self._note(now, "warning", "kill", f"{names} did not leave in time")
         self._since = now
+        self._killed.update(places)
         stop = m.Stop(
             generation=self.assignment.generation, reason="did not leave in time", kill=tuple(places)
         )
@@ -260,7 +312,7 @@ class Controller(Follower):
 
     def _end(self, outcome: m.Outcome, now: float) -> None:
         if self._timeline is not None and self.assignment is not None:
-            self._share(story.recovery(self.assignment, self._timeline, "failed"))
+            self._share(story.failed_recovery(self.assignment, self._timeline, self._log.faults))
         if self.spec is not None:
             self._share(story.job(self.spec, outcome.state, self._started, outcome, now))
         level: Literal["info", "error"] = "info" if outcome.exit_code == 0 else "error"

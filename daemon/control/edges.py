@@ -14,12 +14,14 @@ Stage = Literal["forming", "joining", "restoring", "running", "stopping", "relea
 
 @dataclass(frozen=True)
 class Standing:
-    """What a daemon tells another when they meet: who leads, and how far the job is."""
+    """What a daemon tells another when they meet: who leads, how far the job is, which nodes are lost."""
 
     term: int
     leader: int
     stage: Stage
     assignment: m.Assignment | None
+    outcome: m.Outcome | None = None
+    lost: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)

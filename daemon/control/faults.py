@@ -20,10 +20,13 @@ class NodeView:
     lost: str | None = None
     lost_age_s: float = 0.0
 
+    def slots(self) -> tuple[SlotState, ...]:
+        """What its agent has told of its slots."""
+        return self.state.slots if self.state is not None else ()
+
     def slot(self, index: int) -> SlotState | None:
         """State of a slot, if its agent has told."""
-        slots = self.state.slots if self.state is not None else ()
-        return next((slot for slot in slots if slot.slot == index), None)
+        return next((slot for slot in self.slots() if slot.slot == index), None)
 
     @property
     def usable(self) -> bool:

@@ -34,6 +34,9 @@ from ckptless.daemon.control.timeline import Timeline
 REPORT_INTERVAL_S = 1.0
 # Before generation 1 the others may just not have started yet.
 FORMING_GRACE_S = 10.0
+# A daemon that was started again has not met the others yet: somebody leads already, most likely.
+MEETING_GRACE_S = 2.0
+NOBODY = -1
 
 
 @dataclass
@@ -80,7 +83,7 @@ class Follower:
             case PeerDown():
                 self.reachable.discard(event.node)
             case NodeLost():
-                self._on_node_lost(event)
+                self._lose(event.node, event.reason, event.age_s)
             case OrderFrom():
                 self._on_order(event, now)
             case Tick():
@@ -98,7 +101,8 @@ class Follower:
     @property
     def standing(self) -> Standing:
         """What to tell another daemon."""
-        return Standing(self.term, self.leader, self.stage, self.assignment)
+        lost = tuple((node, view.lost) for node, view in self.nodes.items() if view.lost is not None)
+        return Standing(self.term, self.leader, self.stage, self.assignment, self.outcome, lost)
 
     # -------------------------------------------------------------------------------- following
 
@@ -106,17 +110,19 @@ class Follower:
         view = self.nodes[report.node]
         message = report.message
         if isinstance(message, m.AgentHello):
+            self.spec = self.spec or message.spec
             if view.hello is None:
                 view.hello = message
                 if report.node == self.me:
                     text = f"{message.info.name}: agent {message.pid} is up"
                     self._note(now, "info", "agent-up", text)
-            self.spec = self.spec or message.spec
         elif isinstance(message, m.AgentState):
             if view.state is not None and message.seq <= view.state.seq:
                 return
             view.state = message
-            self._adopt(message.assignment)
+            self._adopt(message.assignment, now)
+            if report.node == self.me:
+                self._tend()
         elif isinstance(message, m.Cancel):
             self._cancelled = message
         elif report.node == self.me:
@@ -124,45 +130,97 @@ class Follower:
         if report.node == self.me and not self.leads:
             self._out.append(Forward(self.leader, report))
 
-    def _adopt(self, assignment: m.Assignment | None) -> None:
-        """A daemon that was restarted learns the job's assignment from its agent or its peers."""
+    def _adopt(self, assignment: m.Assignment | None, now: float) -> None:
+        """What an agent has accepted, or another daemon knows, is the job's newest assignment."""
+        mine = self.assignment
         if assignment is None:
             return
-        mine = self.assignment
-        if mine is None or (assignment.term, assignment.generation) > (mine.term, mine.generation):
-            self.assignment = assignment
-            if assignment.term >= self.term:
-                self.term, self.leader = assignment.term, assignment.leader
-            if self.stage == "forming":
-                self.stage = "joining"
+        if mine is not None and (assignment.generation, assignment.term) <= (mine.generation, mine.term):
+            return
+        led = self.leads
+        self.assignment = assignment
+        if (assignment.term, assignment.leader) > (self.term, self.leader):
+            # One's own is from a former life of this daemon: others have taken over since, or will.
+            former = assignment.leader == self.me
+            self.term, self.leader = assignment.term, NOBODY if former else assignment.leader
+        elif led and self.stage == "forming":
+            self.leader = NOBODY
+        if self.stage == "forming":
+            self._enter("joining", now)
+        elif led and self.leads:
+            self._superseded(now)
+
+    def _tend(self) -> None:
+        """Give the own agent what it missed while its daemon, or a link, was away."""
+        state = self.nodes[self.me].state
+        if state is None or self.assignment is None:
+            return
+        if self.outcome is not None:
+            self._out.append(ToAgent(m.End(outcome=self.outcome)))
+        elif state.assignment is None or state.assignment.generation < self.assignment.generation:
+            self._out.append(ToAgent(m.Assign(assignment=self.assignment)))
 
     def _on_peer_up(self, event: PeerUp, now: float) -> None:
         self.reachable.add(event.node)
         theirs = event.standing
-        if (theirs.term, theirs.leader) > (self.term, self.leader):
+        for node, reason in theirs.lost:
+            self._lose(node, reason, 0.0)
+        if theirs.outcome is not None and self.outcome is None:
+            self._obey(m.End(outcome=theirs.outcome), now)
+            # Its leader may be gone, or was refused: whoever hears of the end late tells the others.
+            self._out.append(Meet(None, self.standing, ()))
+        elif theirs.outcome is None and self.outcome is not None:
+            self._out.append(Meet(event.node, self.standing, ()))
+        self._settle_leader(event.node, theirs, now)
+        self._adopt(theirs.assignment, now)
+
+    def _settle_leader(self, node: int, theirs: Standing, now: float) -> None:
+        """Two daemons agree on who leads: the higher (term, node) does."""
+        before = self.leader
+        if theirs.leader == self.me and self.leader == NOBODY:
+            # They mean a former life of this daemon; how far the job is, they know better.
+            self.term = max(self.term, theirs.term)
+            if theirs.stage not in ("forming", "joining"):
+                self._enter(theirs.stage, now)
+            self._out.append(Meet(node, self.standing, ()))
+        elif node == self.leader and theirs.leader == NOBODY:
+            self.leader = NOBODY
+        elif (theirs.term, theirs.leader) > (self.term, self.leader):
             self.term, self.leader = theirs.term, theirs.leader
-            self._enter(theirs.stage, now)
-            self._out.extend(Forward(self.leader, report) for report in self._own_reports())
-        self._adopt(theirs.assignment)
+        elif (theirs.term, theirs.leader) < (self.term, self.leader):
+            self._out.append(Meet(node, self.standing, ()))
+        if self.leader != NOBODY and (self.leader != before or node == self.leader):
+            if theirs.stage != "forming":
+                self._enter(theirs.stage, now)
+            self._introduce()
+
+    def _introduce(self) -> None:
+        """Tell the leader all: first where this daemon stands, so that it does not plan without it."""
+        self._out.append(Meet(self.leader, self.standing, ()))
+        self._out.extend(Forward(self.leader, report) for report in self._own_reports())
 
     def _own_reports(self) -> tuple[Report, ...]:
         mine = self.nodes[self.me]
         return tuple(Report(self.me, part) for part in (mine.hello, mine.state) if part is not None)
 
-    def _on_node_lost(self, event: NodeLost) -> None:
-        view = self.nodes[event.node]
+    def _lose(self, node: int, reason: str, age_s: float) -> None:
+        view = self.nodes[node]
         if view.lost is None:
-            view.lost, view.lost_age_s = event.reason, event.age_s
+            view.lost, view.lost_age_s = reason, age_s
 
     def _on_order(self, event: OrderFrom, now: float) -> None:
-        if (event.term, event.node) < (self.term, self.leader):
+        if (event.term, event.node) < (self.term, self.leader) or self.outcome is not None:
             name = type(event.order).__name__
             text = (
                 f"{name} of node-{event.node}, term {event.term}; node-{self.leader} leads term {self.term}"
             )
             self._note(now, "warning", "order-refused", text)
+            self._out.append(Meet(event.node, self.standing, ()))
             return
+        before = self.leader
         self.term, self.leader = event.term, event.node
+        if self.leader != before:
+            self._introduce()
         self._obey(event.order, now)
 
     def _obey(self, order: m.Order, now: float) -> None:
@@ -193,11 +251,16 @@ class Follower:
         living = [node for node in self.reachable if self.nodes[node].lost is None]
         if not gone or not living or min(living) != self.me or self.nodes[self.me].hello is None:
             return
-        if self.stage == "forming" and now - self._since < FORMING_GRACE_S:
+        grace_s = FORMING_GRACE_S if self.stage == "forming" else MEETING_GRACE_S
+        if now - self._started < grace_s:
             return
-        old = self.leader
+        old = "nobody else does" if self.leader == NOBODY else f"node-{self.leader} cannot be reached"
         self.term, self.leader = self.term + 1, self.me
-        self._note(now, "warning", "leader", f"node-{self.me} leads, since node-{old} cannot be reached")
+        self._note(now, "warning", "leader", f"node-{self.me} leads, since {old}")
+        # What the others said last was for another leader; this one waits for what they say now.
+        for view in self.nodes.values():
+            if view.node != self.me:
+                view.state = None
         self._out.append(Meet(None, self.standing, ()))
         self._inherit(now)
 
@@ -206,11 +269,14 @@ class Follower:
     def _inherit(self, now: float) -> None:
         """This daemon has become the leader in the middle of the job."""
 
+    def _superseded(self, now: float) -> None:
+        """This leader has learned of a newer generation than its own."""
+
     def _drive(self, now: float) -> None:
         """Bring the job forward, where this daemon leads."""
 
     def _enter(self, stage: Stage, now: float) -> None:
-        if stage != self.stage:
+        if stage != self.stage and self.stage != "ended":
             self.stage, self._since = stage, now
 
     def _share(self, record: Record) -> None:
@@ -235,5 +301,6 @@ class Follower:
     def _periodic(self, now: float) -> None:
         if self.spec is not None and now - self._reported >= REPORT_INTERVAL_S:
             self._reported = now
+            self._tend()
             rows = story.snapshot(self.spec.job, self.nodes, self.assignment, self.reachable, now)
             self._out.append(Write(tuple(rows), share=False))

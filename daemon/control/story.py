@@ -1,6 +1,6 @@
 """Pure: what the control plane knows, as rows for the ledger."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from ckptless.daemon.api import messages as m
@@ -82,6 +82,20 @@ def recovery(assignment: m.Assignment, timeline: Timeline, outcome: str | None) 
     )
 
 
+def failed_recovery(assignment: m.Assignment, timeline: Timeline, faults: Sequence[Fault]) -> RecoveryRecord:
+    """The row of a recovery that found no answer: the generation after `assignment` never came."""
+    return RecoveryRecord(
+        job=assignment.job,
+        generation=assignment.generation + 1,
+        rung="stop",
+        faults=tuple(fault.id for fault in faults),
+        restore_step=None,
+        started_s=timeline.started_s,
+        phases=timeline.phases(),
+        outcome="failed",
+    )
+
+
 def event(
     event_id: str,
     job: str,
@@ -138,7 +152,9 @@ def snapshot(
                 updated_s=now,
             )
         )
-        rows += [_slot(job, node, slot, assignment, now) for slot in (view.state.slots if view.state else ())]
+        # Of a lost node's slots the last word stands.
+        slots = view.state.slots if view.state is not None and view.lost is None else ()
+        rows += [_slot(job, node, slot, assignment, now) for slot in slots]
     return rows
 
 

@@ -118,7 +118,7 @@ class LocalRun:
             for node in self._nodes:
                 node.agent = await self._start(node, "agent")
             logger.info(
-                "job %s: %d nodes and %d spares; follow it with: ckptctl --state-dir %s events -f",
+                "job %s: nodes %d, spares %d; follow it with: ckptctl --state-dir %s events -f",
                 self._spec.job,
                 self._options.nodes,
                 self._options.spares,

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import secrets
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 from ckptless.daemon import log
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.launch.local import LocalOptions, LocalRun
+from ckptless.daemon.ledger.paths import LATEST
 
 # What torchrun needs to bring the nodes together, and ckptless does not: the agents are told who is there.
 NOT_NEEDED = (
@@ -146,6 +148,11 @@ def _local_options(script: str, script_args: tuple[str, ...], options: dict[str,
         raise UsageError(f"{spares} spares for {nodes} training nodes: --spares must be less than --nodes")
     if not options["module"] and not Path(script).is_file():
         raise UsageError(f"there is no script {script}")
+    job = str(options["job"] or f"local-{secrets.token_hex(3)}")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", job) or job == LATEST:
+        raise UsageError(
+            f"--job {job!r} names a folder: use letters, digits, and _ . - inside, and not {LATEST}"
+        )
     state_dir = options["state_dir"]
     return LocalOptions(
         argv=(script if options["module"] else os.path.abspath(script), *script_args),  # noqa: PTH100
@@ -158,7 +165,7 @@ def _local_options(script: str, script_args: tuple[str, ...], options: dict[str,
         preload=tuple(str(name) for name in _as_tuple(options["preload"])),
         tee=_ranks(str(options["tee"])),
         copies=int(str(options["copies"])),
-        job=str(options["job"] or f"local-{secrets.token_hex(3)}"),
+        job=job,
         state_dir=state_dir if isinstance(state_dir, Path) else None,
         port=int(str(options["port"])),
         verbose=bool(options["verbose"]),

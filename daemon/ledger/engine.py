@@ -1,6 +1,7 @@
 """SQLAlchemy engines for a ledger's file: one that writes, one that can only read."""
 
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.pool import StaticPool
 
 _BUSY_S = 5.0
+_BUSY_POLL_S = 0.01
 
 
 def writing_engine(path: Path) -> Engine:
@@ -19,7 +21,7 @@ def writing_engine(path: Path) -> Engine:
     def connect() -> sqlite3.Connection:
         connection = _connect(path.absolute().as_uri() + "?mode=rwc")
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            _enter_wal(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             connection.close()
@@ -38,6 +40,20 @@ def reading_engine(path: Path) -> Engine:
         return connection
 
     return _engine(connect, "BEGIN")
+
+
+def _enter_wal(connection: sqlite3.Connection) -> None:
+    """Make it a WAL database. This one statement does not wait for another that does the same, so we do."""
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(_BUSY_POLL_S)
+        else:
+            return
 
 
 def durable(connection: Connection, *, full: bool) -> None:

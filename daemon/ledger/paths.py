@@ -6,6 +6,7 @@ from pathlib import Path
 from ckptless.daemon.api.errors import UsageError
 
 LEDGER = "ledger.db"
+LATEST = "latest"
 
 
 def default_state_dir() -> Path:
@@ -19,7 +20,7 @@ def default_state_dir() -> Path:
             base = str(Path.home() / ".local" / "state")
         except RuntimeError as error:
             raise UsageError("no home folder is known: give --state-dir or set CKPTLESS_STATE_DIR") from error
-    return Path(base) / "ckptless" / "latest"
+    return Path(base) / "ckptless" / LATEST
 
 
 def ledger_files(state_dir: Path) -> tuple[Path, ...]:

@@ -118,7 +118,7 @@ class Link(Generic[T]):
             raise ConnectionResetError("the other end hung up") from error
         try:
             return self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not a message of this edge: {error}") from error
 
     # ------------------------------------------------------------------------------------ bulk

@@ -1,0 +1,122 @@
+"""Frames: whole messages however the bytes come, and nothing but ProtocolError for bytes that are none."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.codec import Decoder, encode
+from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.peers import messages as p
+
+LIMIT = 1 << 16
+
+texts = st.text(max_size=20)
+numbers = st.integers(0, 2**40)
+causes = st.builds(m.Cause, kind=texts, text=texts)
+tensors = st.builds(m.TensorsAt, region=numbers, offset=numbers, nbytes=numbers, digest=texts)
+from_rank = st.one_of(
+    st.builds(m.Hello, protocol=numbers),
+    st.builds(m.Left, generation=numbers, cause=causes),
+    st.builds(m.Joined, generation=numbers),
+    st.builds(m.Fetch, generation=numbers, step=numbers),
+    st.builds(
+        m.Commit,
+        generation=numbers,
+        step=numbers,
+        record=st.binary(max_size=200),
+        digest=texts,
+        tensors=st.none() | tensors,
+        loss=st.none() | st.floats(allow_nan=False),
+    ),
+)
+KINDS: list[Any] = [m.FromRank, m.ToRank, m.FromAgent, m.Order, p.DaemonMessage, p.AgentMessage]
+
+
+def decoder(kind: Any = m.FromRank, limit: int = LIMIT) -> Decoder[Any]:
+    return Decoder(kind, limit)
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+@given(st.lists(from_rank, max_size=6), st.lists(st.integers(1, 50), min_size=1, max_size=20))
+def test_messages_come_whole_however_the_bytes_are_cut(sent: list[Any], cuts: list[int]) -> None:
+    data = b"".join(map(encode, sent))
+    taker, got = decoder(), []
+    position = 0
+    while position < len(data):
+        cut = cuts[position % len(cuts)]
+        got += taker.feed(data[position : position + cut])
+        position += cut
+    assert got == sent
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_no_message(noise: bytes) -> None:
+    for kind in KINDS:
+        with contextlib.suppress(ProtocolError):
+            assert decoder(kind).feed(noise) == []
+        with contextlib.suppress(ProtocolError):
+            decoder(kind).feed(frame(noise))
+
+
+@given(from_rank, st.data())
+def test_one_changed_byte_is_another_message_or_none(sent: Any, data: st.DataObject) -> None:
+    body = bytearray(encode(sent)[4:])
+    body[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(ProtocolError):
+        (got,) = decoder().feed(frame(bytes(body)))
+        assert isinstance(got, msgspec.Struct)
+
+
+def test_a_frame_over_the_limit_is_refused_before_it_has_come() -> None:
+    with pytest.raises(ProtocolError, match=f"limit here is {LIMIT}"):
+        decoder().feed(struct.pack("<I", LIMIT + 1))
+    assert decoder().feed(struct.pack("<I", LIMIT)) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "Hello", "protocol": 1, "more": 2},
+        {"type": "Hello"},
+        {"type": "Hello", "protocol": "one"},
+        {"type": "Stop", "generation": 1, "reason": ""},  # of another edge
+        {"type": "Nobody"},
+        {"protocol": 1},
+        {"type": "Left", "generation": 1, "cause": {"kind": "stop", "why": ""}},
+        [],
+        None,
+    ],
+)
+def test_what_is_not_of_this_edge_is_refused(message: object) -> None:
+    with pytest.raises(ProtocolError, match="not a message of this edge"):
+        decoder().feed(frame(msgspec.msgpack.encode(message)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_endless_nesting_is_refused(kind: Any) -> None:
+    deep = b"\x91" * 50_000 + b"\x01"
+    for body in (deep, b"\x81\xa4type" + deep, b"\x82\xa1x" + deep + b"\xa4type\xa4Ping"):
+        with pytest.raises(ProtocolError):
+            decoder(kind).feed(frame(body))
+
+
+def test_text_that_is_no_text() -> None:
+    with pytest.raises(ProtocolError):
+        decoder().feed(frame(b"\x82\xa4type\xa4Left\xa5cause\x81\xa4kind\xa2\xff\xfe"))
+
+
+def test_messages_before_a_bad_one_are_not_lost_silently() -> None:
+    """The whole chunk is given up: the connection is closed after it."""
+    with pytest.raises(ProtocolError):
+        decoder().feed(encode(m.Joined(generation=1)) + frame(b"\xc1"))

@@ -1,0 +1,85 @@
+"""From what agents report to findings, each once."""
+
+from typing import Any
+
+import pytest
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control.faults import FaultLog, Finding, NodeView, observe
+
+INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1, store_address="a", store_port=2)
+ASSIGNMENT = m.Assignment(
+    job="j",
+    generation=3,
+    term=1,
+    leader=0,
+    places=(m.Place(node=0, slot=0), m.Place(node=0, slot=1), m.Place(node=1, slot=0)),
+    nodes=(INFO,),
+    store_node=0,
+    restore_step=None,
+)
+
+
+def observed(lost: str | None = None, **slot: Any) -> list[Finding]:
+    """What is found where slot 1 of node 0 is told as `slot`, and node 1 is lost as told."""
+    told = m.SlotState(**{"slot": 1, "phase": "restored", "generation": 3, **slot})
+    state = m.AgentState(seq=1, slots=(told,))
+    return observe(ASSIGNMENT, {0: NodeView(0, state=state), 1: NodeView(1, lost=lost)})
+
+
+@pytest.mark.parametrize(
+    ("slot", "kind"),
+    [
+        ({}, None),
+        ({"phase": "left", "cause": m.Cause(kind="stop")}, None),
+        ({"phase": "left", "cause": m.Cause(kind="raised", text="E")}, "raised"),
+        ({"phase": "left", "cause": m.Cause(kind="raised"), "generation": 2}, None),
+        ({"phase": "restored", "cause": m.Cause(kind="broken")}, "broken"),
+        ({"phase": "exited", "cause": m.Cause(kind="died"), "exit_code": -9}, "died"),
+        ({"phase": "exited", "cause": m.Cause(kind="hung"), "exit_code": -9}, "hung"),
+        ({"phase": "exited", "exit_code": 0}, None),
+        ({"slot": 5, "phase": "exited", "cause": m.Cause(kind="died")}, None),
+    ],
+)
+def test_what_is_a_fault(slot: dict[str, Any], kind: str | None) -> None:
+    found = observed(**slot)
+    assert [finding.kind for finding in found] == ([] if kind is None else [kind])
+    if found:
+        assert (found[0].node, found[0].slot, found[0].rank) == (0, 1, 1)
+        assert found[0].exit_code == slot.get("exit_code")
+
+
+def test_a_lost_node_is_one_fault_that_names_its_ranks() -> None:
+    (finding,) = observed(lost="dark")
+    assert (finding.kind, finding.node, finding.slot) == ("node-lost", 1, None)
+    assert finding.detail == "dark (rank 2)"
+
+
+def test_of_a_lost_node_only_the_loss_counts() -> None:
+    slot = m.SlotState(slot=0, phase="exited", generation=3, cause=m.Cause(kind="died"))
+    lost = NodeView(1, state=m.AgentState(seq=1, slots=(slot,)), lost="dark")
+    assert [f.kind for f in observe(ASSIGNMENT, {0: NodeView(0), 1: lost})] == ["node-lost"]
+
+
+def test_the_log_takes_each_fault_once() -> None:
+    log = FaultLog()
+    finding = Finding("died", 0, 1, 1, "first")
+    assert log.add(finding, "a") is not None
+    assert log.add(Finding("died", 0, 1, 1, "told again"), "b") is None
+    assert log.add(Finding("died", 0, 0, 0, "another slot"), "c") is not None
+    assert [fault.id for fault in log.faults] == ["a", "c"]
+
+
+def test_usable_means_known_and_not_lost() -> None:
+    spec = m.JobSpec(
+        job="j",
+        command=(),
+        nodes=1,
+        spares=0,
+        slots_per_node=1,
+        limits=m.Limits(pong_s=1, leave_s=1, join_s=1, stall_s=1),
+    )
+    hello = m.AgentHello(protocol=m.PROTOCOL, spec=spec, info=INFO, pid=1)
+    assert NodeView(0, hello).usable
+    assert not NodeView(0).usable
+    assert not NodeView(0, hello, lost="dark").usable

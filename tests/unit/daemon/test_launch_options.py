@@ -1,0 +1,181 @@
+"""The command line is torchrun's: what is ours, what is the script's, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckptless.daemon.launch import main
+from ckptless.daemon.launch.local import LocalOptions
+
+
+class FakeRun:
+    """Takes the checked options, and runs nothing."""
+
+    seen: LocalOptions | None = None
+
+    def __init__(self, options: LocalOptions) -> None:
+        type(self).seen = options
+
+    async def run(self) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(main, "LocalRun", FakeRun)
+    monkeypatch.setattr(FakeRun, "seen", None)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("other script.py").touch()
+
+
+def call(words: Sequence[str]) -> Result:
+    return CliRunner().invoke(main.command, list(words), prog_name="ckptless-run")
+
+
+def options(*words: str) -> LocalOptions:
+    result = call(["--local", *words])
+    assert result.exit_code == 0, result.output
+    assert FakeRun.seen is not None
+    return FakeRun.seen
+
+
+def test_defaults(tmp_path: Path) -> None:
+    found = options("train.py")
+    assert found.argv == (str(tmp_path / "train.py"),)
+    assert (found.nodes, found.spares, found.slots, found.start_tries) == (1, 0, 1, 0)
+    assert not found.module
+    assert found.tee == (0,)
+    assert found.state_dir is None
+    assert found.job.startswith("local-")
+    assert options("train.py").job != options("train.py").job
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nnodes", "2", "--nproc-per-node", "3", "--max-restarts", "1"],
+        ["--nnodes=2", "--nproc-per-node=3", "--max-restarts=1"],
+        ["--nnodes=2", "--nproc_per_node=3", "--max_restarts=1"],
+        ["--nnodes", "2", "--nproc_per_node", "3", "--max_restarts", "1"],
+        ["--nodes", "2", "--nproc_per-node", "3", "--max-restarts", "1"],
+    ],
+)
+def test_dashes_or_underscores(words: list[str]) -> None:
+    found = options(*words, "train.py")
+    assert (found.nodes, found.slots, found.start_tries) == (2, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        ["--nodes", "7", "--nproc_per_node=9"],
+        ["--lr_decay", "0.1", "-m", "--local", "-v", "--help"],
+        ["--", "--nnodes", "3"],
+        ["train.py", "--tee", "none"],
+        ["--unknown_option", "--job=x_y"],
+        [""],
+    ],
+)
+@pytest.mark.parametrize("ours", [[], ["--nproc_per_node", "2"], ["--job", "a_b"], ["--job=a_b"], ["-v"]])
+def test_what_follows_the_script_is_the_scripts(ours: list[str], theirs: list[str], tmp_path: Path) -> None:
+    found = options(*ours, "train.py", *theirs)
+    assert found.argv == (str(tmp_path / "train.py"), *theirs)
+    assert found.nodes == 1
+    if "a_b" in "".join(ours):
+        assert found.job == "a_b"
+
+
+def test_a_module() -> None:
+    found = options("--nnodes=2", "-m", "my_package.train_it", "--nodes", "3", "-m")
+    assert found.module
+    assert found.argv == ("my_package.train_it", "--nodes", "3", "-m")
+    assert found.nodes == 2
+
+
+def test_a_script_with_a_blank_in_its_name(tmp_path: Path) -> None:
+    assert options("other script.py", "a b").argv == (str(tmp_path / "other script.py"), "a b")
+
+
+def test_values_that_look_like_scripts(tmp_path: Path) -> None:
+    found = options(
+        "--preload", "my_models", "--preload", "numpy", "--state_dir", "some_where", "train.py", "x_y"
+    )
+    assert found.preload == ("my_models", "numpy")
+    assert found.state_dir == Path("some_where")
+    assert found.argv == (str(tmp_path / "train.py"), "x_y")
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("all", None), ("none", ()), ("0,3", (0, 3)), ("2", (2,))])
+def test_tee(text: str, ranks: tuple[int, ...] | None) -> None:
+    assert options("--tee", text, "train.py").tee == ranks
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--standalone"],
+        ["--rdzv-backend", "c10d"],
+        ["--rdzv_backend=c10d"],
+        ["--rdzv_endpoint", "localhost:0"],
+        ["--rdzv-id=5"],
+        ["--master_addr", "127.0.0.1", "--master_port", "29500"],
+        ["--node_rank=0"],
+    ],
+)
+def test_what_torchrun_needs_is_taken_and_said_to_do_nothing(words: list[str], tmp_path: Path) -> None:
+    result = call(["--local", *words, "train.py", "x"])
+    assert result.exit_code == 0, result.output
+    assert "is not needed and has no effect" in result.stderr
+    assert FakeRun.seen is not None
+    assert FakeRun.seen.argv == (str(tmp_path / "train.py"), "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train.py"], "add --local"),
+        (["--local"], "SCRIPT"),
+        (["--local", "nothing.py"], "no script nothing.py"),
+        (["--local", "."], "no script ."),
+        (["--local", "--nodez", "2", "train.py"], "--nodez"),
+        (["--local", "--nodes", "0", "train.py"], "--nodes"),
+        (["--local", "--nnodes", "1:4", "train.py"], "1:4"),
+        (["--local", "--nodes", "2", "--spares", "2", "train.py"], "2 spares for 2 training nodes"),
+        (["--local", "--spares", "-1", "train.py"], "--spares"),
+        (["--local", "--tee", "0;1", "train.py"], "--tee 0;1"),
+        (["--local", "--max-stall", "4", "train.py"], "--max-stall"),
+        (["--local", "--copies", "0", "train.py"], "--copies"),
+        (["--local", "--port", "65536", "train.py"], "--port"),
+        (["--local", "--nproc-per-node"], "nproc-per-node"),
+    ],
+)
+def test_mistakes_are_one_sentence(words: list[str], says: str) -> None:
+    result = call(words)
+    assert result.exit_code == 2
+    errors = [line for line in result.stderr.splitlines() if "rror:" in line]
+    assert len(errors) == 1
+    assert says in errors[0]
+    assert FakeRun.seen is None
+
+
+@pytest.mark.parametrize("job", ["", ".", "..", "../escape", "a/b", "/tmp/x", "a\nb", "latest"])
+def test_a_jobs_name_is_no_path(job: str) -> None:
+    """Without --state-dir it names a folder beside the other runs."""
+    result = call(["--local", "--job", job, "train.py"])
+    if job == "":  # as if it were not given
+        assert result.exit_code == 0
+        return
+    assert result.exit_code == 2, result.output
+    assert "--job" in result.stderr
+
+
+def test_help_teaches() -> None:
+    result = call(["--help"])
+    assert result.exit_code == 0
+    for word in ("Examples:", "Exit codes:", "--spares", "--nproc-per-node", "130"):
+        assert word in result.stdout

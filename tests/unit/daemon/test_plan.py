@@ -1,0 +1,276 @@
+"""The plan: which rung for which fault, who goes where, from which step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control import plan
+from ckptless.daemon.control.faults import Fault, Finding, NodeView
+
+LIMITS = m.Limits(pong_s=1, leave_s=1, join_s=10, stall_s=10)
+
+
+def spec(nodes: int = 2, spares: int = 1, slots: int = 2) -> m.JobSpec:
+    return m.JobSpec(job="j", command=("t",), nodes=nodes, spares=spares, slots_per_node=slots, limits=LIMITS)
+
+
+def view(
+    node: int,
+    tensors: Sequence[int] = (),
+    records: dict[int, Sequence[int]] | None = None,
+    lost: str | None = None,
+    *,
+    known: bool = True,
+) -> NodeView:
+    info = m.NodeInfo(
+        node=node, name=f"node-{node}", address="a", agent_port=1, store_address="a", store_port=2
+    )
+    hello = m.AgentHello(protocol=m.PROTOCOL, spec=spec(), info=info, pid=1)
+    pairs = tuple((rank, tuple(steps)) for rank, steps in sorted((records or {}).items()))
+    holdings = m.Holdings(tensors=tuple(tensors), records=pairs)
+    state = m.AgentState(seq=1, slots=(), holdings=holdings, frozen=1)
+    return NodeView(node, hello if known else None, state if known else None, lost)
+
+
+def views(job: m.JobSpec, lost: Sequence[int] = (), step: int = 7) -> dict[int, NodeView]:
+    """Every node holds the newest two steps of everything."""
+    records: dict[int, Sequence[int]] = {rank: (step - 1, step) for rank in range(job.world_size)}
+    return {
+        node: view(node, (step - 1, step), records, "dark" if node in lost else None)
+        for node in range(job.nodes + job.spares)
+    }
+
+
+def fault(kind: str, node: int = 0, slot: int | None = 0, detail: str = "E: x", **more: Any) -> Fault:
+    rank = None if slot is None else node * 2 + slot
+    return Fault(f"f-{kind}-{node}-{slot}", Finding(kind, node, slot, rank, detail, **more))
+
+
+def situation(
+    faults: Sequence[Fault], job: m.JobSpec | None = None, lost: Sequence[int] = (), **more: Any
+) -> plan.Situation:
+    job = job or spec()
+    nodes = more.pop("nodes", views(job, lost))
+    current = more.pop("current", plan.first_assignment(job, views(job), 1, 0))
+    return plan.Situation(job, nodes, current, faults, more.pop("progress", 7), term=3, leader=1)
+
+
+def again(faults: Sequence[Fault], times: int, **more: Any) -> m.Assignment:
+    """The plan after the same faults have come `times` times in a row."""
+    now = situation(faults, **more)
+    following = plan.next_assignment(now)
+    for _ in range(times - 1):
+        following = plan.next_assignment(situation(faults, current=following, **more))
+    return following
+
+
+DIED = fault("died", exit_code=-9, detail="was ended by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("faults", "times", "rung", "renew"),
+    [
+        ([fault("broken", 1)], 1, "in-process", ()),
+        ([fault("stall", 0, None)], 1, "in-process", ()),
+        ([fault("raised")], 1, "in-process", ()),
+        ([fault("raised")], 2, "process", ((0, 0),)),
+        ([fault("hung")], 1, "process", ((0, 0),)),
+        ([DIED], 1, "process", ((0, 0),)),
+        ([DIED], 3, "process", ((0, 0),)),
+        ([DIED], 4, "spare", ()),
+        ([fault("died", exit_code=3)], 1, "process", ((0, 0),)),
+        ([DIED, fault("broken", 1)], 1, "process", ((0, 0),)),
+        ([DIED, fault("raised", 1, 1)], 1, "process", ((0, 0),)),
+    ],
+)
+def test_which_rung(faults: list[Fault], times: int, rung: str, renew: tuple[tuple[int, int], ...]) -> None:
+    following = again(faults, times)
+    assert following.rung == rung
+    assert following.renew == tuple(m.Place(node=node, slot=slot) for node, slot in renew)
+    assert following.restore_step == 7
+    assert (following.generation, following.term, following.leader) == (times + 1, 3, 1)
+
+
+def test_secondary_faults_are_not_answered_beside_a_cause() -> None:
+    following = again([DIED, fault("broken", 1, 1)], 1)
+    assert following.faults == (DIED.id,)
+    assert all(not tries.cause.startswith("broken") for tries in following.tries)
+
+
+def test_ranks_keep_number_and_place() -> None:
+    now = situation([DIED])
+    assert plan.next_assignment(now).places == now.current.places
+
+
+def test_the_ranks_of_a_lost_node_go_together_to_a_spare() -> None:
+    job = spec(nodes=2, spares=2)
+    following = again([fault("node-lost", 1, None)], 1, job=job, lost=[1])
+    assert following.rung == "spare"
+    assert following.places == tuple(m.Place(node=n, slot=s) for n, s in ((0, 0), (0, 1), (2, 0), (2, 1)))
+    assert [info.node for info in following.nodes] == [0, 2, 3]
+    assert set(following.bad) == {m.Place(node=1, slot=0), m.Place(node=1, slot=1)}
+    assert 1 not in following.tensor_nodes
+    assert all(1 not in nodes for nodes in following.record_nodes)
+
+
+def test_two_nodes_at_once_and_the_nearest_record_first() -> None:
+    job = spec(nodes=3, spares=2)
+    following = again([fault("node-lost", n, None) for n in (0, 1)], 1, job=job, lost=[0, 1])
+    assert following.places[:4] == tuple(m.Place(node=n, slot=s) for n in (3, 4) for s in (0, 1))
+    assert following.record_nodes[0][0] == 3
+    assert following.record_nodes[2][0] == 4
+    assert following.store_node == 2
+
+
+def test_no_spare_left_names_node_and_rank() -> None:
+    with pytest.raises(plan.NoPlanError) as error:
+        again([fault("node-lost", 1, None, "dark")], 1, job=spec(spares=0), lost=[1])
+    outcome = error.value.outcome
+    assert (outcome.state, outcome.exit_code) == ("failed", 4)
+    assert "rank 2" in outcome.reason
+    assert "node-1" in outcome.reason
+
+
+def test_a_slot_that_went_bad_is_not_used_again() -> None:
+    job = spec(nodes=2, spares=1, slots=1)
+    faults = [Fault("f", Finding("died", 0, 0, 0, "SIGKILL", exit_code=-9))]
+    moved = again(faults, 4, job=job)
+    assert moved.places[0] == m.Place(node=2, slot=0)
+    lost = [Fault("g", Finding("node-lost", 2, None, None, "dark"))]
+    with pytest.raises(plan.NoPlanError, match="no spare left for rank 0"):
+        plan.next_assignment(situation(lost, job=job, lost=[2], current=moved))
+
+
+@pytest.mark.parametrize(
+    ("kind", "times", "more", "code", "text"),
+    [
+        ("raised", 3, {"detail": "ValueError: no"}, 1, "ValueError: no"),
+        ("died", 2, {"exit_code": 3, "detail": "ended with exit code 3"}, 3, "exit code 3"),
+        ("died", 2, {"exit_code": 0, "detail": "ended with exit code 0"}, 1, "exit code 0"),
+        ("died", 1, {"exit_code": 5, "hooked": False, "detail": "ended with exit code 5"}, 5, "exit code 5"),
+        ("broken", 4, {"detail": "a collective failed"}, 4, "4 times"),
+    ],
+)
+def test_the_end_of_the_ladder(kind: str, times: int, more: dict[str, Any], code: int, text: str) -> None:
+    faults = [fault(kind, **more)]
+    before = again(faults, times - 1) if times > 1 else situation(faults).current
+    with pytest.raises(plan.NoPlanError) as error:
+        plan.next_assignment(situation(faults, current=before))
+    assert (error.value.outcome.state, error.value.outcome.exit_code) == ("failed", code)
+    assert text in error.value.outcome.reason
+
+
+def test_another_exception_has_its_own_budget() -> None:
+    first = again([fault("raised", detail="ValueError: a")], 2)
+    second = plan.next_assignment(situation([fault("raised", detail="OSError: b")], current=first))
+    assert second.rung == "in-process"
+    # The first cause is remembered for as long as there is no progress.
+    with pytest.raises(plan.NoPlanError):
+        plan.next_assignment(situation([fault("raised", detail="ValueError: a")], current=second))
+
+
+def test_progress_gives_the_budgets_back() -> None:
+    faults = [fault("raised")]
+    before = again(faults, 2)
+    after = plan.next_assignment(situation(faults, current=before, progress=8))
+    assert after.rung == "in-process"
+    assert [(tries.count, tries.step) for tries in after.tries] == [(1, 8)]
+
+
+def test_a_first_assignment_takes_the_lowest_usable_nodes() -> None:
+    job = spec(nodes=2, spares=1, slots=1)
+    nodes = {0: view(0, lost="gone"), 1: view(1), 2: view(2)}
+    assert [p.node for p in plan.first_assignment(job, nodes, 1, 1).places] == [1, 2]
+    with pytest.raises(plan.NoPlanError, match="1 of 2 nodes came up; missing: 0"):
+        plan.first_assignment(job, {**nodes, 2: view(2, known=False)}, 1, 1)
+
+
+@pytest.mark.parametrize(("steps", "anew"), [((), True), ((0,), False)])
+def test_all_build_anew_only_where_nothing_is_held(steps: tuple[int, ...], anew: bool) -> None:
+    job = spec(nodes=1, spares=0, slots=1)
+    nodes = {0: view(0, steps, {0: steps})}
+    following = plan.next_assignment(situation([fault("raised")], job=job, nodes=nodes, progress=0))
+    assert (following.restore_step is None) is anew
+
+
+def test_a_step_that_not_all_can_give_ends_the_job_and_names_what_is_missing() -> None:
+    job = spec(nodes=2, spares=0, slots=1)
+    nodes = {0: view(0, (4, 5), {0: (4, 5)}), 1: view(1, (4, 5), {1: (3,)})}
+    with pytest.raises(plan.NoPlanError, match=r"rank 1's records are held for steps \[3\]") as error:
+        plan.next_assignment(situation([fault("raised")], job=job, nodes=nodes, progress=5))
+    assert error.value.outcome.exit_code == 4
+
+
+# ------------------------------------------------------------------------------------- properties
+
+few_steps = st.frozensets(st.integers(0, 4))
+
+
+@st.composite
+def held(draw: st.DrawFn) -> tuple[list[NodeView], int]:
+    world_size = draw(st.integers(1, 3))
+    nodes = []
+    for node in range(draw(st.integers(1, 4))):
+        records: dict[int, Sequence[int]] = {
+            rank: sorted(draw(few_steps)) for rank in range(world_size) if draw(st.booleans())
+        }
+        lost = draw(st.sampled_from((None, None, "dark")))
+        known = draw(st.booleans()) or draw(st.booleans())
+        nodes.append(view(node, sorted(draw(few_steps)), records, lost, known=known))
+    return nodes, world_size
+
+
+def gives(node: NodeView, step: int, rank: int | None) -> bool:
+    assert node.state is not None
+    assert node.state.holdings is not None
+    if rank is None:
+        return step in node.state.holdings.tensors
+    return step in dict(node.state.holdings.records).get(rank, ())
+
+
+@given(held())
+def test_recovery_step_is_the_newest_that_usable_nodes_can_give(case: tuple[list[NodeView], int]) -> None:
+    nodes, world_size = case
+    usable = [node for node in nodes if node.usable]
+    possible = [
+        step
+        for step in range(5)
+        if all(any(gives(n, step, what) for n in usable) for what in (None, *range(world_size)))
+    ]
+    assert plan.recovery_step(nodes, world_size) == max(possible, default=None)
+
+
+@given(st.data())
+def test_no_plan_puts_two_ranks_in_one_slot_or_a_rank_where_none_may_be(data: st.DataObject) -> None:
+    job = spec(
+        nodes=data.draw(st.integers(1, 3)),
+        spares=data.draw(st.integers(0, 3)),
+        slots=data.draw(st.integers(1, 2)),
+    )
+    current = plan.first_assignment(job, views(job), 1, 0)
+    lost: list[int] = []
+    kinds = st.sampled_from(("raised", "died", "hung", "node-lost"))
+    for _ in range(data.draw(st.integers(1, 8))):
+        place = data.draw(st.sampled_from(current.places))
+        kind = data.draw(kinds)
+        if kind == "node-lost":
+            lost.append(place.node)
+        slot = None if kind == "node-lost" else place.slot
+        finding = Finding(kind, place.node, slot, current.places.index(place), "x", exit_code=-9)
+        now = situation([Fault("f", finding)], job=job, lost=lost, current=current)
+        try:
+            following = plan.next_assignment(now)
+        except plan.NoPlanError:
+            return
+        assert len(set(following.places)) == job.world_size
+        assert not set(following.places) & set(following.bad)
+        assert not {p.node for p in following.places} & set(lost)
+        assert set(current.bad) <= set(following.bad)
+        homeless = [rank for rank, p in enumerate(current.places) if p in following.bad]
+        kept = [rank for rank in range(job.world_size) if rank not in homeless]
+        assert all(following.places[rank] == current.places[rank] for rank in kept)
+        current = following

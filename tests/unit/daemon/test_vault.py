@@ -1,0 +1,176 @@
+"""The agent's vault: nothing that does not match its digest, the newest steps only, no memory kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptless.daemon.agent.vault import KEEP, Held, Vault, digest
+from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.messages import TensorsAt
+
+PAGE = 4096
+SLOTS = 3
+
+
+@pytest.fixture
+def vault() -> Iterator[Vault]:
+    made = Vault()
+    yield made
+    made.close()
+
+
+def put(vault: Vault, rank: int, *steps: int) -> None:
+    for step in steps:
+        data = f"{rank}/{step}".encode()
+        vault.put_record(rank, step, data, digest(data))
+
+
+def at(region: int, slot: int, nbytes: int = 10) -> TensorsAt:
+    return TensorsAt(region=region, offset=slot * PAGE, nbytes=nbytes, digest="any")
+
+
+def test_records(vault: Vault) -> None:
+    put(vault, 0, 1, 2)
+    put(vault, 3, 2)
+    held = vault.record(0, 1)
+    assert held is not None
+    assert held.record == b"0/1"
+    assert vault.record(0, 3) is None
+    assert vault.record(9, 1) is None
+    assert vault.holdings().records == ((0, (1, 2)), (3, (2,)))
+    assert vault.nbytes == 9
+
+
+def test_a_record_that_does_not_match_is_refused(vault: Vault) -> None:
+    put(vault, 0, 1)
+    with pytest.raises(ProtocolError, match="rank 0, step 1"):
+        vault.put_record(0, 1, b"something else", digest(b"0/1"))
+    held = vault.record(0, 1)
+    assert held is not None
+    assert held.record == b"0/1"
+
+
+def test_a_record_that_rots_is_not_given(vault: Vault) -> None:
+    put(vault, 0, 1)
+    vault._records[0][1] = Held(b"0/!", digest(b"0/1"))
+    assert vault.record(0, 1) is None
+
+
+@given(st.lists(st.integers(0, 12), max_size=30))
+def test_the_newest_steps_are_kept(steps: list[int]) -> None:
+    vault = Vault()
+    region = vault.allocate(PAGE, SLOTS)
+    for number, step in enumerate(steps):
+        put(vault, 0, step)
+        vault.put_tensors(step, at(region.number, number % SLOTS))
+        held = dict(vault.holdings().records)[0]
+        assert held == tuple(sorted(held))
+        assert len(held) <= KEEP
+        assert max(steps[: number + 1]) in held
+        tensors = vault.holdings().tensors
+        assert len(tensors) <= KEEP
+        places = [found[0].offset for s in tensors if (found := vault.tensors(s)) is not None]
+        assert len(set(places)) == len(tensors), "two steps in one place"
+    vault.close()
+
+
+def test_writing_a_slot_again_forgets_what_was_there(vault: Vault) -> None:
+    region = vault.allocate(PAGE, SLOTS)
+    for step in (1, 2, 3):
+        vault.put_tensors(step, at(region.number, step % SLOTS))
+    vault.put_tensors(4, at(region.number, 1))
+    assert vault.holdings().tensors == (2, 3, 4)
+    # The same step, redone after a recovery, in another place.
+    vault.put_tensors(3, at(region.number, 2))
+    assert vault.holdings().tensors == (3, 4)
+    found = vault.tensors(3)
+    assert found is not None
+    assert found[0].offset == 2 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("slot", "nbytes", "region"),
+    [
+        pytest.param(0, PAGE + 1, 1, id="too long for its slot"),
+        pytest.param(0, 10, 2, id="a region that is not there"),
+        pytest.param(SLOTS, 10, 1, id="behind the last slot"),
+        pytest.param(-1, 10, 1, id="before the first slot"),
+        pytest.param(0, -1, 1, id="a negative length"),
+    ],
+)
+def test_tensors_in_a_wrong_place_are_refused(vault: Vault, slot: int, nbytes: int, region: int) -> None:
+    vault.allocate(PAGE, SLOTS)
+    with pytest.raises(ProtocolError, match="step 1"):
+        vault.put_tensors(1, at(region, slot, nbytes))
+    assert vault.holdings().tensors == ()
+
+
+def test_tensors_between_two_slots_are_refused(vault: Vault) -> None:
+    region = vault.allocate(PAGE, SLOTS)
+    with pytest.raises(ProtocolError):
+        vault.put_tensors(1, TensorsAt(region=region.number, offset=100, nbytes=10, digest="any"))
+
+
+def test_a_new_generation_drops_what_never_happened(vault: Vault) -> None:
+    region = vault.allocate(PAGE, SLOTS)
+    for step in (5, 6, 7):
+        put(vault, 0, step)
+        vault.put_tensors(step, at(region.number, step % SLOTS))
+    put(vault, 1, 5)
+    vault.drop_after(6)
+    assert vault.holdings().records == ((0, (5, 6)), (1, (5,)))
+    assert vault.holdings().tensors == (5, 6)
+    vault.drop_after(None)
+    assert vault.holdings().tensors == ()
+    assert all(not steps for _, steps in vault.holdings().records)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_regions_that_hold_nothing_are_given_back() -> None:
+    before = open_files()
+    vault = Vault()
+    step = 0
+    for _ in range(10):
+        # As when a new process takes the writing over, again and again.
+        region = vault.allocate(PAGE, SLOTS)
+        for _ in range(4):
+            step += 1
+            vault.put_tensors(step, at(region.number, step % SLOTS))
+    assert open_files() - before <= 2
+    assert vault.nbytes <= 2 * SLOTS * PAGE
+    vault.close()
+    assert open_files() == before
+
+
+def test_a_region_never_written_to_is_given_back() -> None:
+    """A writer that dies between asking for memory and its first commit, many times over."""
+    before = open_files()
+    vault = Vault()
+    for step in range(1, 11):
+        vault.allocate(PAGE, SLOTS)
+        region = vault.allocate(PAGE, SLOTS)
+        vault.put_tensors(step, at(region.number, 0))
+    # Two descriptors each: the memfd, and the one that its mapping holds.
+    assert open_files() - before <= 2 * KEEP
+    vault.close()
+
+
+def test_regions_are_sealed_and_readable(vault: Vault) -> None:
+    region = vault.allocate(PAGE, SLOTS)
+    with pytest.raises(PermissionError):
+        os.ftruncate(region.fd, 10 * PAGE)
+    os.pwrite(region.fd, b"hello", PAGE)
+    with region.view(PAGE, 5) as view:
+        assert bytes(view) == b"hello"
+    for offset, nbytes in ((-1, 2), (0, 3 * PAGE + 1), (3 * PAGE, 1)):
+        with pytest.raises(ValueError, match="region"):
+            region.view(offset, nbytes)

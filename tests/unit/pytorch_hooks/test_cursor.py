@@ -1,0 +1,245 @@
+"""The cursor against an undisturbed run: no batch twice, none left out, whatever happens in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ckptless.daemon.api.errors import ProtocolError
+from ckptless.pytorch_hooks.cursor import Cursor
+from ckptless.pytorch_hooks.state import codec, rng
+
+EPOCHS = 6
+LENGTH = 5
+TOTAL = EPOCHS * LENGTH
+LOADERS = ("shuffled", "distributed", "stateful", "list")
+
+Step = tuple[list[float], float, float]
+
+
+class Stateful:
+    """A loader with torchdata's protocol: after `load_state_dict`, the next iterator goes on from there."""
+
+    def __init__(self) -> None:
+        self._epoch, self._index = 0, 0
+        self._resume = False
+
+    def set_epoch(self, epoch: int) -> None:
+        if not self._resume:
+            self._epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "index": self._index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._epoch, self._index, self._resume = state["epoch"], state["index"], True
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        if not self._resume:
+            self._index = 0
+        self._resume = False
+        order = random.Random(self._epoch).sample(range(LENGTH), LENGTH)
+        while self._index < LENGTH:
+            self._index += 1
+            yield [torch.tensor([100.0 * self._epoch + order[self._index - 1]])]
+
+
+def build(kind: str) -> Any:
+    """What a script's build does, random numbers of its own included."""
+    torch.manual_seed(7)
+    random.seed(3)
+    torch.randn(3)
+    data = TensorDataset(torch.arange(2.0 * LENGTH))
+    match kind:
+        case "shuffled":
+            return DataLoader(data, batch_size=2, shuffle=True)
+        case "distributed":
+            return DataLoader(data, batch_size=1, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+        case "stateful":
+            return Stateful()
+        case _:
+            return [[torch.tensor([float(n)])] for n in range(LENGTH)]
+
+
+def make_step(batch: Any) -> Step:
+    """What a step makes of a batch; a forward pass draws random numbers too."""
+    return [float(x) for x in batch[0]], torch.rand(1).item(), random.random()
+
+
+@cache
+def undisturbed(kind: str) -> list[Step]:
+    loader, steps = build(kind), []
+    for epoch in range(EPOCHS):
+        for part in (loader, getattr(loader, "sampler", None)):
+            if part is not None and hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        steps += [make_step(batch) for batch in loader]
+    assert len(steps) == TOTAL
+    return steps
+
+
+class Process:
+    """One training process: its cursor, its loader, and the loop of its training function."""
+
+    def __init__(self, kind: str, *, nested: bool) -> None:
+        self.loader = build(kind)
+        self.cursor = Cursor()
+        self._nested = nested
+        self.enter()
+
+    def enter(self) -> None:
+        """The training function is called (again)."""
+        self.batches = self._loop()
+
+    def _loop(self) -> Iterator[Any]:
+        if self._nested:
+            for _ in range(self.cursor.position.epoch, EPOCHS):
+                yield from self.cursor.batches(self.loader, 1)
+        else:
+            yield from self.cursor.batches(self.loader, EPOCHS - self.cursor.position.epoch)
+
+
+class Record:
+    """What is committed: position and random state, as bytes."""
+
+    def __init__(self, done: int, cursor: Cursor) -> None:
+        self.done = done
+        self.cursor = codec.pack(cursor.committed(), name="cursor")
+        self.rng = codec.pack(rng.capture(), name="rng")
+
+    def restore(self, process: Process) -> None:
+        rng.restore(codec.unpack(self.rng))
+        process.cursor.restore(codec.unpack(self.cursor))
+        process.enter()
+
+
+class Life(RuleBasedStateMachine):
+    """Any order of fetching, committing, being refused, going back, and being replaced."""
+
+    @initialize(kind=st.sampled_from(LOADERS), nested=st.booleans())
+    def begin(self, kind: str, nested: bool) -> None:
+        self.kind, self.nested = kind, nested
+        self.want = undisturbed(kind)
+        self.process = Process(kind, nested=nested)
+        self.done = 0
+        self.records = [Record(0, self.process.cursor)]
+
+    def _step(self) -> None:
+        assert make_step(next(self.process.batches)) == self.want[self.done]
+        self.done += 1
+
+    @precondition(lambda self: self.done < TOTAL)
+    @rule(count=st.integers(1, 7))
+    def train(self, count: int) -> None:
+        """Whole steps, each committed."""
+        for _ in range(min(count, TOTAL - self.done)):
+            self._step()
+            self.commit()
+
+    @precondition(lambda self: self.done < TOTAL)
+    @rule(count=st.integers(1, 3))
+    def fetch(self, count: int) -> None:
+        """Steps without a commit, as with gradient accumulation, or before a fault."""
+        for _ in range(min(count, TOTAL - self.done)):
+            self._step()
+
+    @rule()
+    def commit(self) -> None:
+        self.records = [*self.records, Record(self.done, self.process.cursor)][-3:]
+
+    @rule()
+    def refused(self) -> None:
+        """The cursor gave its position for a commit that nobody took."""
+        Record(self.done, self.process.cursor)
+
+    @rule(back=st.integers(1, 3), replaced=st.booleans())
+    def recover(self, back: int, replaced: bool) -> None:
+        """To one of the last three records, in this process or a new one."""
+        record = self.records[-min(back, len(self.records))]
+        self.records = self.records[: self.records.index(record) + 1]
+        if replaced:
+            self.process = Process(self.kind, nested=self.nested)
+        record.restore(self.process)
+        self.done = record.done
+        # As after every recovery: the restored step is committed again, by its old record.
+
+    @precondition(lambda self: self.done == TOTAL)
+    @rule()
+    def end(self) -> None:
+        assert next(self.process.batches, None) is None
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("at", [0, 1, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH])
+@pytest.mark.parametrize("beyond", [0, 1, 2, LENGTH])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_goes_on_where_it_was(kind: str, at: int, beyond: int, replaced: bool) -> None:
+    process = Process(kind, nested=False)
+    for _ in range(at):
+        make_step(next(process.batches))
+    record = Record(at, process.cursor)
+    for _ in range(beyond):
+        make_step(next(process.batches))
+    if replaced:
+        process = Process(kind, nested=False)
+    record.restore(process)
+    assert [make_step(batch) for batch in process.batches] == undisturbed(kind)[at:]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("kind", ["shuffled", "distributed", "stateful"])
+def test_a_commit_between_two_epochs(kind: str, replaced: bool) -> None:
+    """As a script does that evaluates and commits after each epoch."""
+    process = Process(kind, nested=False)
+    steps = [make_step(batch) for batch in process.cursor.batches(process.loader, 1)]
+    record = Record(len(steps), process.cursor)
+    process.enter()
+    for _ in range(2):
+        make_step(next(process.batches))
+    if replaced:
+        process = Process(kind, nested=False)
+    record.restore(process)
+    assert process.cursor.position.epoch == 1
+    steps += [make_step(batch) for batch in process.batches]
+    assert steps == undisturbed(kind)
+
+
+def test_a_loader_that_has_become_shorter_is_named() -> None:
+    process = Process("shuffled", nested=False)
+    for _ in range(4):
+        next(process.batches)
+    record = Record(4, process.cursor)
+    process = Process("shuffled", nested=False)
+    process.loader = DataLoader(TensorDataset(torch.arange(4.0)), batch_size=2, shuffle=True)
+    record.restore(process)
+    with pytest.raises(ProtocolError, match="ended after 2 batches"):
+        next(process.batches)
+
+
+@pytest.mark.parametrize("saved", [None, 3, {"epoch": "one"}, {"epoch": 0, "index": 0, "extra": 1}])
+def test_a_position_that_is_none(saved: object) -> None:
+    with pytest.raises(ProtocolError, match="data position"):
+        Cursor().restore(saved)
+
+
+def test_memory_of_batches_is_bounded() -> None:
+    process = Process("list", nested=False)
+    for _ in range(20):
+        next(process.batches)
+        process.cursor.committed()
+    assert len(process.cursor._taken) <= 3
