@@ -6,7 +6,10 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow lint types imports check format clean
+# Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
+CHECKED := $(wildcard tests/unit/* tests/property tests/integration tests/torch tests/sim tests/local) docs/demo
+
+.PHONY: setup demo test test-slow bench lint types imports check format clean
 setup: $(STAMP)
 
 $(STAMP): setup.cfg Makefile
@@ -24,13 +27,17 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
+bench: $(STAMP)
+	$(BIN)/python tests/local/bench.py equal
+	$(BIN)/python tests/local/bench.py stall
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/mypy tests
+	set -e; for folder in $(CHECKED); do $(BIN)/mypy $$folder; done
 
 imports: $(STAMP)
 	$(BIN)/lint-imports
