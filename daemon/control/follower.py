@@ -249,7 +249,7 @@ class Follower:
             return
         gone = self.leader not in self.reachable or self.nodes[self.leader].lost is not None
         living = [node for node in self.reachable if self.nodes[node].lost is None]
-        if not gone or not living or min(living) != self.me or self.nodes[self.me].hello is None:
+        if not gone or not living or min(living) != self.me or self.spec is None:
             return
         grace_s = FORMING_GRACE_S if self.stage == "forming" else MEETING_GRACE_S
         if now - self._started < grace_s:

@@ -1,10 +1,13 @@
 """A small DDP job that injects faults into itself: `toy.py STEPS OUT [FAULTS as JSON]`.
 
-A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the step after `step` commits (or a
-phase of a recovery), `kind` is kill, stop (SIGSTOP), raise, exit, or node (agent, daemon and ranks of its node).
-Every fault strikes once, over all processes and generations, unless it is "often".
+A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the step after `step` commits
+(or a phase of a recovery), `kind` is kill, stop (SIGSTOP), raise, exit, daemon (its node's), or node (agent,
+daemon and ranks of its node). Every fault strikes once, over all processes and generations, unless it is
+"often". Without "step" it strikes at any; with "after" (the number of another fault) only in the recovery
+from that one or later.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -19,30 +22,48 @@ from torch import nn
 
 import ckptless
 
-WHERE = ("import", "build", "forward", "backward", "update", "commit", "committed", "recovered", "finish")
+WHERE = (
+    *("import", "enter", "build", "restore", "recovered", "forward", "backward", "update", "commit"),
+    *("committed", "leave", "finish"),
+)
 
 STEPS = int(sys.argv[1])
 OUT = Path(sys.argv[2])
 FAULTS: list[dict[str, Any]] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else []
 SLEEP_S = float(os.environ.get("TOY_SLEEP_S", "0"))
+SLEEP_WHILE = os.environ.get("TOY_SLEEP_WHILE")
+NAN_FROM = int(os.environ.get("TOY_NAN_FROM", "0"))
+WATCH = "TOY_WATCH" in os.environ
 
 
 def strike(where: str, rank: int, step: int, generation: int) -> None:
     for number, fault in enumerate(FAULTS):
         if fault["where"] != where or fault["rank"] != rank or fault.get("step", step) != step:
             continue
-        if fault.get("generation", generation) != generation:
+        if fault.get("generation", generation) != generation or step < fault.get("from", 0):
             continue
-        if fault.get("often") or first_time(number):
+        if "after" in fault and not follows(fault, generation):
+            continue
+        if fault.get("often") or first_time(number, generation):
             inject(fault["kind"])
 
 
-def first_time(number: int) -> bool:
+def follows(fault: dict[str, Any], generation: int) -> bool:
+    """Whether a fault's forerunner has struck: in this generation for "leave", in an older one otherwise."""
+    try:
+        before = int((OUT / f"struck-{fault['after']}").read_text())
+    except (FileNotFoundError, ValueError):
+        return False
+    return generation > before or (fault["where"] == "leave" and generation == before)
+
+
+def first_time(number: int, generation: int) -> bool:
     try:
         (OUT / f"fault-{number}").touch(exist_ok=False)
     except FileExistsError:
         return False
     (OUT / f"fault-{number}").write_text(f"{time.time()}\n")
+    (OUT / f"struck-{number}").write_text(f"{generation}\n")
     return True
 
 
@@ -51,15 +72,18 @@ def inject(kind: str) -> None:
         raise ValueError("the toy raises, as told")
     if kind == "exit":
         os._exit(7)
+    if kind in ("node", "daemon"):
+        kill_daemon()
+    if kind == "daemon":
+        return
     if kind == "node":
-        kill_node()
+        # The daemon went first, so that nobody can say goodbye; the agent's death takes its ranks.
+        os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
 
-def kill_node() -> None:
-    """The daemon first, so that nobody can say goodbye; the agent's death takes its ranks."""
-    agent = os.getppid()
-    config = Path(f"/proc/{agent}/cmdline").read_bytes().split(b"\0")
+def kill_daemon() -> None:
+    config = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
     home = Path(os.fsdecode(config[config.index(b"--config") + 1])).parent
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -68,7 +92,6 @@ def kill_node() -> None:
             continue
         if os.fsencode(home / "daemon.json") in line:
             os.kill(int(process.parent.name), signal.SIGKILL)
-    os.kill(agent, signal.SIGKILL)
 
 
 class Step(torch.optim.AdamW):
@@ -82,6 +105,21 @@ class Step(torch.optim.AdamW):
         return loss
 
 
+class Probe:
+    """A user's own object in the state, where a recovery can be struck in the middle of a restore."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        strike("restore", self.run.rank, self.run.step, self.run.generation)
+        self.count = state["count"]
+
+
 def build(run: Any) -> ckptless.State:
     torch.manual_seed(1)
     random.seed(run.rank)
@@ -93,10 +131,35 @@ def build(run: Any) -> ckptless.State:
     data = torch.utils.data.TensorDataset(torch.randn(64, 32))
     loader: Any = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
     torch.manual_seed(100 + run.rank)
-    return ckptless.State(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, seen=0)
+    return ckptless.State(
+        model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, probe=Probe(run), seen=0
+    )
+
+
+def watch(rank: int, generation: int) -> None:
+    """What this process holds, for a test of leaks."""
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    numbers = (
+        os.getpid(),
+        len([*Path("/proc/self/fd").iterdir()]),
+        status["Threads"],
+        status["VmRSS"].split()[0],
+    )
+    with (OUT / f"watch-{rank}.txt").open("a") as log:
+        log.write(" ".join(map(str, (generation, *numbers))) + "\n")
 
 
 def train(run: Any) -> None:
+    (OUT / f"pid-{run.rank}.txt").write_text(f"{os.getpid()} {run.generation}")
+    try:
+        strike("enter", run.rank, run.step, run.generation)
+        steps(run)
+    except BaseException:
+        strike("leave", run.rank, run.step, run.generation)
+        raise
+
+
+def steps(run: Any) -> None:
     run.on_recovery(lambda run: strike("recovered", run.rank, run.step, run.generation))
     state = run.keep(lambda: build(run))
     log = (OUT / f"loss-{run.rank}.txt").open("a", buffering=1)
@@ -108,22 +171,38 @@ def train(run: Any) -> None:
         strike("forward", run.rank, run.step, run.generation)
         noise = torch.randn_like(x) + random.random()
         loss = (state.model(x + noise) - x).pow(2).mean()
+        if NAN_FROM and run.step >= NAN_FROM:
+            loss = loss * float("nan")
         strike("backward", run.rank, run.step, run.generation)
         loss.backward()
         state.optimizer.step()
         state.scheduler.step()
         state.optimizer.zero_grad()
-        time.sleep(SLEEP_S)
+        if SLEEP_WHILE is None or Path(SLEEP_WHILE).exists():
+            time.sleep(SLEEP_S)
         state.seen += len(x)
+        state.probe.count += 1
         strike("commit", run.rank, run.step, run.generation)
         value = loss.item()
         log.write(f"{run.step + 1} {value.hex()} {state.seen} {time.time()} {run.generation}\n")
         run.commit(loss=value)
         strike("committed", run.rank, run.step, run.generation)
+        if WATCH:
+            watch(run.rank, run.generation)
     strike("finish", run.rank, run.step, run.generation)
+    (OUT / f"final-{run.rank}.txt").write_text(f"{digest(state)} {state.seen} {state.probe.count}")
     if run.rank == 0:
         total = sum(p.double().sum().item() for p in state.model.parameters())
         (OUT / "final.txt").write_text(total.hex())
+
+
+def digest(state: Any) -> str:
+    """Of everything that the training has made: parameters, buffers, the optimizer's moments."""
+    found = hashlib.sha256()
+    moments = [v for entry in state.optimizer.state_dict()["state"].values() for v in entry.values()]
+    for tensor in [*state.model.state_dict().values(), *moments]:
+        found.update(tensor.detach().cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 OUT.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,165 @@
+"""Every kind of fault at every place: the job goes on, and every loss is that of a run without faults."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from localrun import RANKS, STEPS, Fault, recovered, same_as_reference, toy
+
+# A run has dozens of recoveries; the first test also makes the reference run.
+pytestmark = pytest.mark.timeout(300)
+
+DEADLINE_S = 200.0
+
+
+def fault(where: str, kind: str, rank: int, step: int | None = None, **more: Any) -> Fault:
+    at = {} if step is None else {"step": step}
+    return {"where": where, "kind": kind, "rank": rank, **at, **more}
+
+
+def check(
+    home: Path, faults: list[Fault], spares: int = 0, *, nodes: int = RANKS, per_node: int = 1
+) -> Counter[str]:
+    """Run the toy with these faults, compare, and count the faults in the ledger by kind."""
+    with toy(home, faults, spares=spares, nodes=nodes, per_node=per_node) as job:
+        job.ended(0, DEADLINE_S)
+        ledger = same_as_reference(job, faults)
+    generations = [g.generation for g in ledger.generations]
+    assert generations == list(range(1, len(generations) + 1))
+    known = {f.fault for f in ledger.faults}
+    assert all(set(g.faults) <= known and g.faults for g in ledger.generations[1:])
+    assert len(ledger.recoveries) == len(generations) - 1
+    assert all(r.outcome in ("recovered", "superseded") for r in ledger.recoveries)
+    assert recovered(ledger)
+    # Deadlines are there for what nobody foresaw; a fault of ours that only a deadline finds is a bug.
+    waited = [f for f in ledger.faults if f.kind == "stall" or " in 60 s" in f.detail]
+    assert not waited, f"{waited}\n{job.story()}"
+    return Counter(f.kind for f in ledger.faults)
+
+
+def test_processes_at_every_place(tmp_path: Path) -> None:
+    places = ("forward", "backward", "update", "commit", "committed")
+    faults = [
+        # Before anything is committed: in the first build, and in the first step, twice.
+        fault("build", "kill", 0, generation=1),
+        fault("forward", "kill", 2, 0),
+        fault("update", "kill", 1, 0),
+        *(fault(place, "kill", n % RANKS, 4 * n + 4) for n, place in enumerate(places)),
+        fault("recovered", "kill", 3, after=4),
+        fault("forward", "stop", 1, 28),
+        fault("backward", "stop", 0, 32),
+        fault("committed", "stop", 2, 36),
+        fault("forward", "raise", 3, 40),
+        fault("backward", "raise", 0, 44),
+        fault("update", "raise", 1, 48),
+        fault("committed", "raise", 2, 52),
+        fault("update", "exit", 3, 56),
+        fault("forward", "exit", 0, 60),
+        # Two at once, of one kind and of two.
+        fault("forward", "kill", 1, 64),
+        fault("forward", "kill", 2, 64),
+        fault("update", "kill", 0, 68),
+        fault("update", "raise", 3, 68),
+        # All at once.
+        *(fault("commit", "kill", rank, 72) for rank in range(RANKS)),
+        fault("finish", "kill", 1, STEPS),
+        fault("finish", "raise", 2, STEPS),
+    ]
+    kinds = check(tmp_path, faults)
+    assert kinds["died"] >= 12
+    assert kinds["hung"] >= 3
+    assert kinds["raised"] >= 5
+    assert kinds["node-lost"] == 0
+
+
+PHASES = ("leave", "enter", "build", "restore", "recovered", "forward", "update")
+
+
+def in_phases(kind: str, phases: tuple[str, ...], first: int) -> list[Fault]:
+    """For each phase a rank's death, and a fault of `kind` in the recovery from it."""
+    faults: list[Fault] = []
+    for n, phase in enumerate(phases):
+        victim = n % RANKS
+        # Only the process that takes over builds; the other phases are a survivor's.
+        struck = victim if phase == "build" else (victim + 1 + n % 3) % RANKS
+        faults.append(fault("forward", "kill", victim, first + 7 * n))
+        faults.append(fault(phase, kind, struck, after=first_index(faults)))
+    return faults
+
+
+def first_index(faults: list[Fault]) -> int:
+    return len(faults) - 1
+
+
+def offset(faults: list[Fault], by: int) -> list[Fault]:
+    """The same faults behind `by` others."""
+    return [{**f, "after": f["after"] + by} if "after" in f else f for f in faults]
+
+
+def test_processes_in_every_phase_of_a_recovery(tmp_path: Path) -> None:
+    faults: list[Fault] = []
+    for kind in ("kill", "stop", "raise"):
+        faults += offset(in_phases(kind, PHASES, 3 + 7 * len(PHASES) * (len(faults) // 14)), len(faults))
+    # A newcomer that is struck while it takes its state, and once more in the recovery from that.
+    faults.append(fault("forward", "kill", 1, 154))
+    faults.append(fault("restore", "kill", 1, after=len(faults) - 1))
+    faults.append(fault("restore", "kill", 1, after=len(faults) - 1))
+    kinds = check(tmp_path, faults)
+    assert kinds["died"] >= 21
+    assert kinds["hung"] >= 7
+    assert kinds["node-lost"] == 0
+
+
+def test_nodes_in_the_phases_stop_and_join(tmp_path: Path) -> None:
+    kinds = check(tmp_path, in_phases("node", ("leave", "enter", "build"), 5), spares=3)
+    assert kinds["node-lost"] == 3
+
+
+def test_nodes_in_the_phases_restore_and_first_step(tmp_path: Path) -> None:
+    kinds = check(tmp_path, in_phases("node", ("restore", "recovered", "update"), 5), spares=3)
+    assert kinds["node-lost"] == 3
+
+
+def test_nodes_before_the_first_commit_and_two_at_once(tmp_path: Path) -> None:
+    faults = [
+        # Rank 0 is on the leader's node.
+        fault("forward", "node", 0, 0),
+        fault("update", "node", 2, 20),
+        fault("update", "node", 3, 20),
+        # A spare's process dies before it is wanted.
+        fault("import", "kill", -1),
+    ]
+    assert check(tmp_path, faults, spares=3)["node-lost"] == 3
+
+
+def test_the_leaders_node_and_nodes_at_the_end(tmp_path: Path) -> None:
+    faults = [
+        fault("commit", "node", 0, 10),
+        fault("committed", "node", 1, 20),
+        fault("finish", "node", 3, STEPS),
+    ]
+    assert check(tmp_path, faults, spares=3)["node-lost"] == 3
+
+
+def test_two_ranks_on_each_node(tmp_path: Path) -> None:
+    faults = [
+        fault("update", "kill", 1, 10),
+        fault("forward", "kill", 2, 20),
+        fault("forward", "kill", 3, 20),
+        # Rank 2 writes the tensors of its node.
+        fault("commit", "node", 2, 30),
+        fault("backward", "kill", 3, 40),
+    ]
+    with toy(tmp_path, faults, nodes=2, per_node=2, spares=1) as job:
+        job.ended(0, DEADLINE_S)
+        ledger = same_as_reference(job, faults)
+    places = [g.places for g in ledger.generations]
+    assert places[0] == ((0, 0), (0, 1), (1, 0), (1, 1))
+    assert places[-1] == ((0, 0), (0, 1), (2, 0), (2, 1))

@@ -1,0 +1,63 @@
+"""However the launcher ends, nothing of its run is left."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from localrun import Job, read_toy, toy, wait_until
+
+DEADLINE_S = 60.0
+
+
+def trains(job: Job, steps: int = 3) -> None:
+    """Until training is under way."""
+    wait_until(lambda: len(read_toy(job.home / "out").losses) >= steps, DEADLINE_S, job)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_training(tmp_path: Path, number: signal.Signals) -> None:
+    with toy(tmp_path, nodes=2, steps=100_000) as job:
+        trains(job)
+        job.launcher.send_signal(number)
+        job.ended(128 + number, DEADLINE_S)
+        (row,) = job.ledger().jobs
+        assert (row.state, row.exit_code) == ("stopped", 128 + number)
+        assert number.name in str(row.reason)
+        assert number.name in job.stderr
+
+
+def test_the_launcher_is_killed(tmp_path: Path) -> None:
+    with toy(tmp_path, nodes=2, steps=100_000) as job:
+        trains(job)
+        job.launcher.kill()
+        job.ended(-signal.SIGKILL, DEADLINE_S)
+
+
+def test_ctrl_c_while_everything_starts(tmp_path: Path) -> None:
+    with toy(tmp_path, nodes=2, steps=100_000) as job:
+        wait_until(lambda: job.pid_of(1, "agent"), DEADLINE_S, job)
+        job.launcher.send_signal(signal.SIGINT)
+        job.ended(128 + signal.SIGINT, DEADLINE_S)
+
+
+def test_ctrl_c_with_a_rank_that_does_not_listen(tmp_path: Path) -> None:
+    stubborn = tmp_path / "stubborn.py"
+    stubborn.write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        # A grandchild in a session of its own, as a data loader's or a logger's helper may be.
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'], start_new_session=True)\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "time.sleep(1000)\n"
+    )
+    with Job(tmp_path / "run", ["--nodes", 1], [stubborn, tmp_path / "ready"]) as job:
+        wait_until((tmp_path / "ready").exists, DEADLINE_S, job)
+        job.launcher.send_signal(signal.SIGINT)
+        job.ended(128 + signal.SIGINT, DEADLINE_S)

@@ -1,0 +1,213 @@
+"""What must hold, always: checked by what really happens, not by what the control plane believes."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.peers import messages as p
+
+from .story import Violation
+
+if TYPE_CHECKING:
+    from .agents import Agent
+    from .daemons import Daemon
+    from .ranks import Process
+    from .world import World
+
+BEFORE_ANY = -1
+# So long after an order at the latest, everybody who is connected has heard it.
+HEARD_S = 0.5
+
+
+class Checks:
+    """The ledger of the truth: `newest[rank]` is its newest committed step on the line that is followed."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.newest = dict.fromkeys(range(world.spec.world_size), BEFORE_ANY)
+        self.outcome: m.Outcome | None = None
+        self._ended_by = -1
+        self._assigned: dict[tuple[int, int], m.Assignment] = {}
+        self._running: dict[int, float] = {}
+        self._stopped: set[int] = set()
+        self._stopped_at = 0.0
+
+    def _fail(self, text: str) -> None:
+        raise Violation(text)
+
+    # --------------------------------------------------------------------------- what is decided
+
+    def ordered(self, daemon: "Daemon", message: p.Ordered) -> None:
+        """A leader's order, as it leaves."""
+        match message.order:
+            case m.Assign():
+                self._assigns(daemon, message.order.assignment)
+            case m.Running():
+                self._running.setdefault(message.order.generation, self._world.events.now)
+            case m.Stop():
+                self._stops(message.order)
+
+    def _assigns(self, daemon: "Daemon", new: m.Assignment) -> None:
+        known = self._assigned.setdefault((new.generation, new.term), new)
+        if known is not new:
+            if known != new:
+                self._fail(f"two assignments for generation {new.generation}, term {new.term}")
+            return
+        if not self._world.generation:
+            self._world.formed_at = self._world.events.now
+        self._world.generation = max(self._world.generation, new.generation)
+        if len(set(new.places)) < len(new.places):
+            self._fail(f"two ranks in one slot: {new.places}")
+        if set(new.places) & set(new.bad):
+            self._fail(f"a rank in a bad slot: {sorted(set(new.places) & set(new.bad))}")
+        self._only_the_dead_are_lost(daemon, new)
+        self._restores(new)
+        control = daemon.control
+        assert control is not None
+        trusted = [self._world.agents[node] for node, view in control.nodes.items() if view.lost is None]
+        if new.restore_step is not None and new.restore_step not in self._given_by(trusted):
+            self._fail(f"only a lost node has all of step {new.restore_step}")
+
+    def _only_the_dead_are_lost(self, daemon: "Daemon", new: m.Assignment) -> None:
+        control = daemon.control
+        assert control is not None
+        for node, view in control.nodes.items():
+            if view.lost is not None and self._world.agents[node].sound:
+                self._fail(f"node-{node} lives and is held for lost: {view.lost}")
+            if view.lost is not None and any(place.node == node for place in new.places):
+                self._fail(f"a rank on node-{node}, which is lost")
+
+    def _restores(self, new: m.Assignment) -> None:
+        """Not above what every rank has committed, and at most one step below while copies survive."""
+        committed = min(self.newest.values())
+        step = BEFORE_ANY if new.restore_step is None else new.restore_step
+        if step > committed:
+            self._fail(f"generation {new.generation} goes on from step {step}; all have only {committed}")
+        if new.restore_step is None and committed > 0:
+            self._fail(f"generation {new.generation} begins anew, though all have step {committed}")
+        survived = self.survived()
+        if step < committed - 1 and committed - 1 in survived:
+            self._fail(f"generation {new.generation} goes on from step {step}; all have {committed}")
+
+    def survived(self) -> set[int]:
+        """Steps that the living agents together can give."""
+        return self._given_by([agent for agent in self._world.agents.values() if agent.sound])
+
+    def _given_by(self, agents: "list[Agent]") -> set[int]:
+        vaults = [agent.vault for agent in agents]
+        steps = {step for vault in vaults for step in vault.tensors}
+        for rank in self.newest:
+            steps &= {step for vault in vaults for step in vault.records.get(rank, ())}
+        return steps
+
+    def _stops(self, stop: m.Stop) -> None:
+        """Nobody is stopped without a reason: a fault since the last one, or a leader lost."""
+        if stop.generation in self._stopped:
+            return
+        self._stopped.add(stop.generation)
+        world = self._world
+        until = self._running.get(stop.generation, world.events.now) + HEARD_S
+        half_done = any(self._stopped_at <= at <= until for at in world.control_faults)
+        if not half_done and all(at < self._stopped_at for at in world.training_faults):
+            self._fail(f"generation {stop.generation} is stopped for nothing: {stop.reason}")
+        self._stopped_at = world.events.now
+
+    # ---------------------------------------------------------------------------- what ranks do
+
+    def after_event(self) -> None:
+        """No rank twice in one generation, no agent with two generations."""
+        seen: Counter[tuple[int, int]] = Counter()
+        for agent in self._world.agents.values():
+            inside = [s.living for s in agent.slots if s.living is not None and s.living.inside]
+            seen.update((process.generation, process.rank) for process in inside)
+            if len({process.generation for process in inside}) > 1:
+                self._fail(f"{agent.name} runs ranks of generations {[i.generation for i in inside]}")
+        twice = [key for key, count in seen.items() if count > 1]
+        if twice:
+            self._fail(f"generation {twice[0][0]} has rank {twice[0][1]} in two living slots")
+
+    def entered(self, here: "list[Process]") -> None:
+        """Ranks that reduce together are of one assignment."""
+        parts = {process.part.term for process in here if process.part is not None}
+        if len(parts) > 1:
+            self._fail(f"generation {here[0].generation} is two worlds: terms {sorted(parts)}")
+
+    def restored(self, process: "Process") -> None:
+        """A rank has its state back."""
+        part, newest = process.part, self.newest[process.rank]
+        assert part is not None
+        if part.restore_step is None:
+            if newest > 0:
+                self._fail(f"rank {process.rank} begins anew after step {newest}")
+            self.newest[process.rank] = BEFORE_ANY
+            return
+        if part.restore_step > newest:
+            self._fail(f"rank {process.rank} goes on from step {part.restore_step} without {newest + 1}")
+        self.newest[process.rank] = part.restore_step
+
+    def committed(self, process: "Process", step: int) -> None:
+        """A rank's steps are contiguous; the restored one is committed again."""
+        newest = self.newest[process.rank]
+        if step not in (newest, newest + 1):
+            self._fail(
+                f"rank {process.rank} commits step {step} after {newest} in generation {process.generation}"
+            )
+        self.newest[process.rank] = step
+
+    # ---------------------------------------------------------------------------------- the end
+
+    def ended(self, daemon: "Daemon", outcome: m.Outcome) -> None:
+        """A daemon knows the job's end: one end for all, and a true one."""
+        if self.outcome is not None:
+            # A node that dies as it ends the job takes the end with it; nobody agrees on it beforehand yet.
+            unheard = self._ended_by in self._world.dead_nodes
+            if not unheard and (outcome.state, outcome.exit_code) != (
+                self.outcome.state,
+                self.outcome.exit_code,
+            ):
+                self._fail(f"{daemon.name} ends with {outcome}, others with {self.outcome}")
+            return
+        self.outcome, self._ended_by = outcome, daemon.node
+        self._world.story.tell(daemon.name, f"END {outcome}")
+        wrong = self._untrue(outcome)
+        if wrong is not None:
+            self._fail(f"{outcome.state}, exit code {outcome.exit_code}: {outcome.reason!r}; but {wrong}")
+
+    def _untrue(self, outcome: m.Outcome) -> str | None:
+        """Why an outcome is wrong, by what really happened."""
+        world, spec = self._world, self._world.spec
+        everything = all(step == world.job.steps for step in self.newest.values())
+        if outcome.state == "done":
+            return None if everything and outcome.exit_code == 0 else f"the steps are {self.newest}"
+        if not outcome.reason or outcome.exit_code == 0:
+            return "a failure has a reason and an exit code"
+        if "after training" in outcome.reason:
+            return None if everything else f"the steps are {self.newest}"
+        if "no spare left" in outcome.reason:
+            room = [
+                (agent.node, slot.index)
+                for agent in world.agents.values()
+                if agent.sound
+                for slot in agent.slots
+                if world.deaths[(agent.node, slot.index)] <= spec.limits.process_tries
+            ]
+            return None if len(room) < spec.world_size else f"there is room: {room}"
+        if "no step" in outcome.reason:
+            return f"steps {self.survived()} survive" if self.survived() else None
+        if "nodes came up" in outcome.reason:
+            living = sum(agent.sound for agent in world.agents.values())
+            return None if living < spec.nodes else f"{living} live"
+        often = [text for text, count in world.raised.items() if count > spec.limits.raise_tries + 1]
+        return None if any(text in outcome.reason for text in often) else f"raised: {dict(world.raised)}"
+
+    def finished(self) -> None:
+        """Nothing will happen any more: everybody knows the end, and every fault has been answered."""
+        world = self._world
+        for agent in world.agents.values():
+            if agent.outcome is not None and self.outcome is None:
+                self._fail(f"{agent.name} ended with {agent.outcome}, which no daemon has decided")
+        if self.outcome is None or self.outcome.state != "done":
+            return
+        for generation, rank in world.interrupted:
+            if generation >= world.generation:
+                self._fail(f"rank {rank} was interrupted in generation {generation}: no generation after it")

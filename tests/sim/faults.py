@@ -1,0 +1,210 @@
+"""What one seed does to its job: the job's shape, and faults by time or by the stage of the recovery."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, get_args
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control.edges import Stage
+
+from .ranks import SIGKILL, Process
+
+if TYPE_CHECKING:
+    from .world import World
+
+LIMITS = m.Limits(pong_s=1.0, leave_s=3.0, join_s=8.0, stall_s=8.0)
+TEXTS = ("ValueError: a bad batch", "OSError: a full disk")
+RESTART_S = (0.05, 0.6)
+RELINK_S = (0.05, 1.2)
+FAULTS_MAX = 5
+LEADER_LINK_CHANCE = 0.7
+STICKY_CHANCE = 0.08
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`kind` happens `delay` seconds after the start of the job, or after a leader has entered `stage`.
+
+    `pick` in [0, 1) chooses the victim, `twist` the kind's variant.
+    """
+
+    kind: str
+    stage: Stage | None
+    delay: float
+    pick: float
+    twist: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job: `sticky` is a rank and step at which the script itself always raises."""
+
+    spec: m.JobSpec
+    steps: int
+    compute_s: tuple[float, float]
+    sticky: tuple[int, int] | None
+    faults: tuple[Fault, ...]
+
+    def raises_at(self, rank: int, step: int) -> str | None:
+        """What the script raises there."""
+        return "KeyError: a bug in the script" if self.sticky == (rank, step) else None
+
+
+def draw(random: Random) -> Job:
+    """A job with its faults."""
+    total, spares = random.randint(4, 6), random.randint(1, 2)
+    slots = random.randint(1, 2)
+    spec = m.JobSpec(
+        job="sim",
+        command=("train",),
+        nodes=total - spares,
+        spares=spares,
+        slots_per_node=slots,
+        limits=LIMITS,
+    )
+    steps = random.randint(5, 12)
+    slow = random.uniform(0.05, 0.3)
+    sticky = None
+    if random.random() < STICKY_CHANCE:
+        sticky = random.randrange(spec.world_size), random.randint(1, steps)
+    faults = tuple(_draw_fault(random) for _ in range(random.randint(1, FAULTS_MAX)))
+    return Job(spec, steps, (0.01, slow), sticky, faults)
+
+
+def _draw_fault(random: Random) -> Fault:
+    by_stage = random.random() < 0.6  # more often at a stage than at a time
+    stage = random.choice([s for s in get_args(Stage) if s not in ("ended", "forming")]) if by_stage else None
+    delay = random.uniform(0.0, 0.4) if by_stage else random.uniform(0.0, 8.0)
+    kind = random.choice(tuple(_ACTIONS))
+    return Fault(kind, stage, delay, random.random(), random.random())
+
+
+# -------------------------------------------------------------------------------- what a fault does
+
+
+def happen(world: "World", fault: Fault) -> None:
+    """It happens now, if it still can."""
+    if world.over:
+        return
+    world.faulted(fault.kind)
+    _ACTIONS[fault.kind](world, fault)
+
+
+def _victim(world: "World", fault: Fault, *, linked: bool = False) -> Process | None:
+    processes = [
+        slot.living
+        for agent in world.agents.values()
+        if agent.alive
+        for slot in agent.slots
+        if slot.living is not None
+        and (slot.living.linked or not linked)
+        # What a script does after its training takes as long as it takes.
+        and not (slot.living.rank >= 0 and slot.phase == "finished")
+    ]
+    return processes[int(fault.pick * len(processes))] if processes else None
+
+
+def _kill(world: "World", fault: Fault) -> None:
+    process = _victim(world, fault)
+    if process is not None:
+        process.die(SIGKILL)
+
+
+def _raise(world: "World", fault: Fault) -> None:
+    process = _victim(world, fault)
+    if process is not None:
+        process.raises = TEXTS[int(fault.twist * len(TEXTS))]
+
+
+def _hang(world: "World", fault: Fault) -> None:
+    # At the very start there is no deadline for a script to come to ckptless.run.
+    process = _victim(world, fault, linked=world.generation <= 1)
+    if process is not None:
+        process.stuck = True
+        world.story.tell("fault", f"process {process.pid} (rank {process.rank}) is stuck")
+
+
+def _freeze(world: "World", fault: Fault) -> None:
+    process = _victim(world, fault, linked=world.generation <= 1)
+    if process is not None:
+        process.stopped = True
+        world.story.tell("fault", f"process {process.pid} (rank {process.rank}) is stopped")
+        world.events.after(LIMITS.pong_s + 0.3 * fault.twist, lambda: process.agent.silent(process))
+
+
+def _start(world: "World", fault: Fault) -> None:
+    world.fates.append("hangs" if fault.twist < 0.5 else "dies")
+
+
+def _agent(world: "World", fault: Fault) -> None:
+    living = [agent for agent in world.agents.values() if agent.alive]
+    if living:
+        agent = living[int(fault.pick * len(living))]
+        world.story.tell("fault", f"{agent.name} dies")
+        agent.die(dark=False)
+
+
+def _deaf(world: "World", fault: Fault) -> None:
+    """An agent is stopped: it answers nobody, and its ranks run on."""
+    # At the very start, and after the training, nothing has a deadline.
+    if not 1 <= min(world.checks.newest.values()) < world.job.steps:
+        return
+    sound = [agent for agent in world.agents.values() if agent.sound]
+    if sound:
+        agent = sound[int(fault.pick * len(sound))]
+        world.story.tell("fault", f"{agent.name} is stopped")
+        agent.deaf = True
+
+
+def _node(world: "World", fault: Fault) -> None:
+    living = [agent for agent in world.agents.values() if agent.alive]
+    if living:
+        node, dark = living[int(fault.pick * len(living))].node, fault.twist < 0.5
+        world.story.tell("fault", f"node-{node} dies{', dark' if dark else ''}")
+        world.kill_daemon(node, dark=dark, lose=True)
+        world.agents[node].die(dark=dark)
+        world.dead_nodes.add(node)
+
+
+def _daemon(world: "World", fault: Fault) -> None:
+    _restart(world, sorted(world.daemons), fault)
+
+
+def _leader(world: "World", fault: Fault) -> None:
+    _restart(world, [node for node in sorted(world.daemons) if world.leads(node)], fault)
+
+
+def _restart(world: "World", nodes: list[int], fault: Fault) -> None:
+    if nodes:
+        node = nodes[int(fault.pick * len(nodes))]
+        world.story.tell("fault", f"daemon-{node} dies")
+        world.kill_daemon(node, dark=False, lose=fault.twist < 0.5)
+        away_s = RESTART_S[0] + fault.twist * (RESTART_S[1] - RESTART_S[0])
+        world.events.after(away_s, lambda: world.start_daemon(node))
+
+
+def _link(world: "World", fault: Fault) -> None:
+    pairs = [(a, b) for a in sorted(world.daemons) for b in sorted(world.daemons[a].links) if a < b]
+    leaders = [pair for pair in pairs if world.leads(pair[0]) or world.leads(pair[1])]
+    if leaders and fault.pick * len(pairs) % 1.0 < LEADER_LINK_CHANCE:
+        pairs = leaders
+    if pairs:
+        pair = pairs[int(fault.pick * len(pairs))]
+        world.story.tell("fault", f"the link of node-{pair[0]} and node-{pair[1]} drops")
+        world.drop(*pair, RELINK_S[0] + fault.twist * (RELINK_S[1] - RELINK_S[0]))
+
+
+_ACTIONS: dict[str, Callable[["World", Fault], None]] = {
+    "kill": _kill,
+    "raise": _raise,
+    "hang": _hang,
+    "freeze": _freeze,
+    "start": _start,
+    "agent": _agent,
+    "deaf": _deaf,
+    "node": _node,
+    "daemon": _daemon,
+    "leader": _leader,
+    "link": _link,
+}

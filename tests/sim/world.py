@@ -1,0 +1,222 @@
+"""The whole: nodes with their daemons and agents, the links between them, time, chance, and the faults."""
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import TypeVar
+
+from ckptless.daemon.control.controller import FORMING_DEADLINE_S
+from ckptless.daemon.control.edges import Stage
+from ckptless.daemon.peers import messages as p
+
+from .agents import Agent
+from .checks import Checks
+from .daemons import Daemon
+from .events import Channel, Events
+from .faults import Fault, Job, draw, happen
+from .ranks import Barriers, Process
+from .story import Story, Violation
+
+T = TypeVar("T")
+
+# A clock like a daemon's, which is never 0.
+EPOCH_S = 1000.0
+# With no more faults, a job is over within this time.
+BOUND_S = 60.0
+EVENTS_MAX = 50_000
+SLOW_CHANCE = 0.03
+
+
+class World:
+    """One job, from its start to its end."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.random = seed, Random(seed)
+        self.events = Events()
+        self.story = Story(lambda: self.events.now)
+        self.job: Job = draw(self.random)
+        self.spec = self.job.spec
+        self.checks = Checks(self)
+        self.barriers = Barriers(self)
+        self.agents: dict[int, Agent] = {}
+        self.daemons: dict[int, Daemon] = {}
+        self.dead_nodes: set[int] = set()
+        self.fates: list[str] = []
+        self.raised: Counter[str] = Counter()
+        self.deaths: Counter[tuple[int, int]] = Counter()
+        self.interrupted: list[tuple[int, int]] = []
+        # When the training itself had a fault, and when one that only the control plane feels came.
+        self.training_faults: list[float] = []
+        self.control_faults: list[float] = []
+        self.generation, self.formed_at = 0, 0.0
+        # Whether anything has changed that `checks.after_event` looks at.
+        self.touched = False
+        self._pid = 100
+        self._waiting: list[Fault] = []
+
+    # ----------------------------------------------------------------------------------- running
+
+    def run(self) -> None:
+        """Until the job is over. Raises Violation."""
+        self._begin()
+        for _ in range(EVENTS_MAX):
+            if self.over or not self.events.step():
+                break
+            if self.touched:
+                self.touched = False
+                self.checks.after_event()
+            if self.events.now > self._deadline():
+                raise Violation(f"not over {BOUND_S:.0f} s after the last fault")
+        if not self.over:
+            raise Violation(f"not over after {EVENTS_MAX} events")
+        self.checks.finished()
+
+    def _deadline(self) -> float:
+        if not self.generation:
+            return FORMING_DEADLINE_S + BOUND_S
+        return max([self.formed_at, *self.training_faults[-1:], *self.control_faults[-1:]]) + BOUND_S
+
+    def _begin(self) -> None:
+        spec = self.spec
+        shape = f"{spec.nodes} nodes, {spec.spares} spares, {spec.slots_per_node} slots each"
+        self.story.tell("job", f"seed {self.seed}: {shape}, {self.job.steps} steps, sticky {self.job.sticky}")
+        for node in range(spec.nodes + spec.spares):
+            self.agents[node] = Agent(self, node)
+            self.events.after(self.random.uniform(0.0, 0.3), lambda node=node: self.start_daemon(node))  # type: ignore[misc]
+            self.events.after(self.random.uniform(0.0, 0.6), self.agents[node].connect)
+        for fault in self.job.faults:
+            where = f"{fault.delay:.3f} s after {fault.stage or 'the start'}"
+            self.story.tell("job", f"fault: {fault.kind}, {where}")
+            if fault.stage is None:
+                self.events.after(fault.delay, lambda fault=fault: happen(self, fault))  # type: ignore[misc]
+            else:
+                self._waiting.append(fault)
+
+    @property
+    def over(self) -> bool:
+        """No agent lives, and whoever could know the end does."""
+        if any(agent.sound for agent in self.agents.values()):
+            return False
+        if self.checks.outcome is None:
+            # Every agent died: nobody is left to be told.
+            return True
+        controls = [daemon.control for daemon in self.daemons.values() if daemon.alive]
+        return all(control is None or control.outcome is not None for control in controls)
+
+    def stage_entered(self, stage: Stage) -> None:
+        """A leader has brought the job to a stage: what waits for that is due."""
+        due = next((fault for fault in self._waiting if fault.stage == stage), None)
+        if due is not None:
+            self._waiting.remove(due)
+            self.events.after(due.delay, lambda: happen(self, due))
+
+    # -------------------------------------------------------------------------- time and chance
+
+    def wall_clock(self) -> float:
+        """What a daemon's clock shows."""
+        return EPOCH_S + self.events.now
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """In a moment."""
+        self.events.after(self.random.uniform(0.0005, 0.02), action)
+
+    def channel(self, deliver: Callable[[T], None]) -> Channel[T]:
+        """One direction of a new connection."""
+        return Channel(self.events, self._delay, deliver)
+
+    def _delay(self) -> float:
+        if self.random.random() < SLOW_CHANCE:
+            return self.random.uniform(0.05, 0.3)
+        return self.random.uniform(0.0005, 0.01)
+
+    def next_pid(self) -> int:
+        """A new number for a process."""
+        self._pid += 1
+        return self._pid
+
+    def start_fate(self) -> str | None:
+        """What happens to a process that is just being started."""
+        if not self.fates or self.generation <= 1:
+            return None
+        self.faulted("start")
+        return self.fates.pop(0)
+
+    # ------------------------------------------------------------------------------ bookkeeping
+
+    def faulted(self, kind: str) -> None:
+        """A fault happens now."""
+        faults = self.control_faults if kind in ("daemon", "leader", "link") else self.training_faults
+        faults.append(self.events.now)
+
+    def note_raise(self, process: Process, text: str) -> None:
+        """A rank's script raises."""
+        self.raised[text] += 1
+        self.faulted("raise")
+
+    # ------------------------------------------------------------------------- daemons and links
+
+    def leads(self, node: int) -> bool:
+        """Whether this node's daemon thinks that it leads."""
+        daemon = self.daemons.get(node)
+        return daemon is not None and daemon.control is not None and daemon.control.leads
+
+    def start_daemon(self, node: int) -> None:
+        """A daemon's life begins: it dials the others, and is dialled."""
+        if node in self.daemons or node in self.dead_nodes:
+            return
+        self.daemons[node] = Daemon(self, node)
+        for other in sorted(self.agents):
+            if other != node:
+                self._dial(min(node, other), max(node, other))
+
+    def kill_daemon(self, node: int, *, dark: bool, lose: bool) -> None:
+        """A daemon's life ends."""
+        daemon = self.daemons.pop(node, None)
+        if daemon is not None:
+            daemon.die(dark=dark, lose=lose)
+
+    def _dial(self, low: int, high: int) -> None:
+        self.events.after(self.random.uniform(0.01, 0.3), lambda: self._connect(low, high))
+
+    def _connect(self, low: int, high: int) -> None:
+        one, two = self.daemons.get(low), self.daemons.get(high)
+        if one is None or two is None or (high in one.links and low in two.links):
+            return
+        if high in one.links or low in two.links:
+            # One side has not noticed yet that the old connection is gone.
+            self._dial(low, high)
+            return
+        to_two: Channel[p.DaemonMessage] = self.channel(lambda message: two.peer_says(low, message))
+        to_one: Channel[p.DaemonMessage] = self.channel(lambda message: one.peer_says(high, message))
+        one.peer_up(high, to_two)
+        two.peer_up(low, to_one)
+
+    def drop(self, low: int, high: int, away_s: float) -> None:
+        """A link is cut, and what is under way on it is lost; it comes back later."""
+        one, two = self.daemons.get(low), self.daemons.get(high)
+        if one is None or two is None:
+            return
+        for daemon, other in ((one, high), (two, low)):
+            link = daemon.links.get(other)
+            if link is not None:
+                link.cut()
+        why = "the link dropped"
+        self.soon(lambda: one.peer_down(high, why))
+        self.soon(lambda: two.peer_down(low, why))
+        self.events.after(away_s, lambda: self._restore_link(low, high))
+
+    def _restore_link(self, low: int, high: int) -> None:
+        # For as long as it was away, two leaders may have disagreed.
+        self.faulted("link")
+        self._connect(low, high)
+
+
+def simulate(seed: int) -> World:
+    """Run one seed. Raises Violation, with the story."""
+    world = World(seed)
+    try:
+        world.run()
+    except Violation as violation:
+        world.story.tell("CHECK", str(violation))
+        raise Violation(f"seed {seed}: {violation}\n{world.story.render()}") from violation
+    return world
