@@ -36,7 +36,7 @@ class Mesh:
     async def start(self) -> None:
         """Listen, and dial every lower node. Raises OSError where the port is taken."""
         me = self._config.me
-        self._server, _ = await serve(me.address, me.port, self._accepted)
+        self._server, _ = await serve(me.address, me.port, lambda *streams: self._spawn(self._accepted(*streams)))
         for peer in self._config.peers:
             if peer.node < me.node:
                 self._spawn(self._keep_dialling(peer))
@@ -88,7 +88,6 @@ class Mesh:
             )
         except (OSError, TimeoutError, CkptlessError) as error:
             logger.warning("refused a connection from %s: %s", writer.get_extra_info("peername"), error)
-            writer.close()
             return
         await self._run(link)
 

@@ -67,11 +67,14 @@ class Service:
             await self._close()
 
     async def _listen(self) -> asyncio.Server:
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._spawn(self._agent_connected(reader, writer))
+
         name = self._config.socket
         if is_abstract(name):
-            return await asyncio.start_unix_server(self._agent_connected, unix_address(name))
+            return await asyncio.start_unix_server(connected, unix_address(name))
         Path(name).unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(self._agent_connected, name)
+        server = await asyncio.start_unix_server(connected, name)
         Path(name).chmod(0o600)
         return server
 
@@ -177,6 +180,9 @@ class Service:
                     session = self._agent_says(message, session, writer)
         except (ProtocolError, ConnectionError) as error:
             logger.warning("agent %d: %s", pid, error)
+        except asyncio.CancelledError:
+            session = None  # it is this daemon that ends, of which nothing follows for the agent
+            raise
         finally:
             writer.close()
             if session is not None and self._agents.get(session.job) is writer:

@@ -78,9 +78,11 @@ class _Worker:
 
     def _blame(self, part: m.Assigned, error: Exception) -> m.Cause:
         """An error that is only a consequence of the end of the generation is nobody's fault."""
-        if self._session.ended(part.generation) or self._fabric.aborted:
+        # Before `keep` the fabric of a survivor still stands, aborted, in the generation before.
+        entered = self._fabric.generation == part.generation
+        if self._session.ended(part.generation) or (entered and self._fabric.aborted):
             return m.Cause(kind="stop", text=_shorten(repr(error)))
-        if self._fabric.broken is not None:
+        if entered and self._fabric.broken is not None:
             return m.Cause(kind="broken", text=_shorten(self._fabric.broken))
         traceback.print_exc()
         return m.Cause(kind="raised", text=_shorten(f"{type(error).__name__}: {error}"))

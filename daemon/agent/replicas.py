@@ -40,7 +40,7 @@ class Replicas:
 
     async def start(self, address: str) -> int:
         """Serve other agents; the port. Raises OSError."""
-        self._server, port = await serve(address, 0, self._serve)
+        self._server, port = await serve(address, 0, lambda *streams: self._spawn(self._serve(*streams)))
         return port
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -58,6 +58,11 @@ class Replicas:
         self._spawn(self._announce())
         for node in [node for node in self._links if all(info.node != node for info in self._nodes)]:
             self._links.pop(node).close()
+
+    def release(self) -> None:
+        """Training is over: nobody has to hold anything any more, and may hang up."""
+        self._nodes = ()
+        self._waiting.clear()
 
     async def _announce(self) -> None:
         async with self._followed:
@@ -173,7 +178,6 @@ class Replicas:
         except (OSError, TimeoutError, CkptlessError) as error:
             # A daemon that asks whether we live connects and hangs up: no reason for a warning.
             logger.debug("a connection that was no agent's: %s", error)
-            writer.close()
             return
         try:
             while True:

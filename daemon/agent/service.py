@@ -163,7 +163,10 @@ class Agent:
             case m.Go() | m.Release():
                 if self._assignment is not None and order.generation == self._assignment.generation:
                     self._to_ranks(order)
+                    if isinstance(order, m.Release):
+                        self._replicas.release()
             case m.End():
+                self._replicas.release()
                 if not self._outcome.done():
                     self._outcome.set_result(order.outcome)
             case m.Running():

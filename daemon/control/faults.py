@@ -88,20 +88,25 @@ def observe(assignment: Assignment, nodes: Mapping[int, NodeView]) -> list[Findi
             )
     for rank, place in enumerate(assignment.places):
         if nodes[place.node].lost is None:
-            finding = _slot_finding(assignment, rank, place, nodes[place.node].slot(place.slot))
+            finding = _slot_finding(assignment, rank, place, nodes[place.node])
             if finding is not None:
                 findings.append(finding)
     return findings
 
 
-def _slot_finding(assignment: Assignment, rank: int, place: Place, slot: SlotState | None) -> Finding | None:
+def _slot_finding(assignment: Assignment, rank: int, place: Place, view: NodeView) -> Finding | None:
     """A fault of the rank in one slot, or None. What is said of an older generation is not news."""
+    slot = view.slot(place.slot)
     if slot is None or slot.generation != assignment.generation or slot.cause is None:
         return None
-    if slot.cause.kind == "stop":
-        return None
+    kind: str = slot.cause.kind
+    if kind == "stop":
+        if slot.phase != "left" or view.state is None or view.state.frozen == assignment.generation:
+            return None
+        # Nobody has stopped it: it will not come back by itself, and the others would wait for it.
+        kind = "raised"
     return Finding(
-        kind=slot.cause.kind,
+        kind=kind,
         node=place.node,
         slot=place.slot,
         rank=rank,

@@ -24,7 +24,7 @@ from ckptless.daemon.agent.prctl import set_child_subreaper, set_pdeathsig
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.config import DaemonConfig, Peer, open_state_dir
-from ckptless.daemon.launch.outcome import read_outcome
+from ckptless.daemon.launch.outcome import outcome_path, read_outcome
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
 
@@ -151,6 +151,8 @@ class LocalRun:
             node = Node(peer.node, peer, self.state_dir / peer.name)
             open_state_dir(node.dir)
             (node.dir / "logs").mkdir(exist_ok=True)
+            # An earlier run of this name may have left one, which is not this run's.
+            outcome_path(node.dir).unlink(missing_ok=True)
             daemon = DaemonConfig(
                 node=peer.node,
                 state_dir=str(node.dir),

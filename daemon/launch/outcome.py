@@ -15,10 +15,15 @@ class _OutcomeFile(msgspec.Struct):
     reason: str
 
 
+def outcome_path(state_dir: Path) -> Path:
+    """Where a daemon with this state directory writes the outcome."""
+    return state_dir / OUTCOME_FILE
+
+
 def read_outcome(state_dir: Path, job: str) -> Outcome | None:
     """The outcome of `job` in one node's state directory; None before it ended (or for another job)."""
     try:
-        data = (state_dir / OUTCOME_FILE).read_bytes()
+        data = outcome_path(state_dir).read_bytes()
     except FileNotFoundError:
         return None
     found = msgspec.json.decode(data, type=_OutcomeFile)

@@ -62,14 +62,18 @@ class Link(Generic[T]):
     ) -> Self:
         """The other side of `dial`. Raises the same errors."""
         link = cls(*streams, kind, CONTROL_LIMIT)
-        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-            theirs = await link._greeted(handshake.Opening)
-            handshake.check_opening(theirs)
-            mine = handshake.opening(me)
-            await link._greet(handshake.Answer(mine, handshake.prove(key, b"acceptor", theirs, mine)))
-            proof = await link._greeted(handshake.Proof)
-            handshake.verify(key, b"dialler", proof.proof, (theirs, mine))
-            link._arm(key, (theirs, mine), dialled=False)
+        try:
+            async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+                theirs = await link._greeted(handshake.Opening)
+                handshake.check_opening(theirs)
+                mine = handshake.opening(me)
+                await link._greet(handshake.Answer(mine, handshake.prove(key, b"acceptor", theirs, mine)))
+                proof = await link._greeted(handshake.Proof)
+                handshake.verify(key, b"dialler", proof.proof, (theirs, mine))
+                link._arm(key, (theirs, mine), dialled=False)
+        except BaseException:
+            link.close()
+            raise
         return link
 
     def _arm(self, key: bytes, pair: tuple[handshake.Opening, handshake.Opening], *, dialled: bool) -> None:
@@ -150,8 +154,12 @@ class Link(Generic[T]):
 
 
 async def serve(
-    host: str, port: int, handler: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+    host: str, port: int, handler: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 ) -> tuple[asyncio.Server, int]:
-    """A listening server and its port (`port` 0: any). Raises OSError where the port is taken."""
+    """A listening server and its port (`port` 0: any). Raises OSError where the port is taken.
+
+    `handler` is a plain function, which owns what it starts: a task that asyncio starts for a coroutine
+    function is nobody's, and prints a traceback when the loop ends before it.
+    """
     server = await asyncio.start_server(handler, host, port, limit=READ_BUFFER_BYTES, backlog=256)
     return server, int(server.sockets[0].getsockname()[1])

@@ -24,7 +24,11 @@ SCRIPT = Path(__file__).with_name("env_script.py")
 
 # What differs between any two runs, or says where torchrun's own processes talk to each other.
 THEIR_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
-OWN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", *THEIR_OWN}
+OWN = {
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"),
+    # Ours is served by the agent; torchrun's by rank 0 where sharing is off, as it is here.
+    *("TORCHELASTIC_USE_AGENT_STORE", *THEIR_OWN),
+}
 
 
 def execute(words: Sequence[object], home: Path) -> str:
@@ -82,6 +86,7 @@ def test_the_environment_is_torchruns(tmp_path: Path) -> None:
         fixed = {name: value for name, value in there["env"].items() if name not in OWN}
         assert {name: here["env"].get(name) for name in fixed} == fixed
         assert here["env"]["MASTER_ADDR"]
+        assert here["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
         assert 0 < int(here["env"]["MASTER_PORT"]) < 65536
         assert here["env"]["TORCHELASTIC_RUN_ID"]
         assert (here["sum"], here["ranks"]) == (there["sum"], there["ranks"]) == (3.0, ["0", "1"])

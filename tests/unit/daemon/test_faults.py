@@ -20,10 +20,10 @@ ASSIGNMENT = m.Assignment(
 )
 
 
-def observed(lost: str | None = None, **slot: Any) -> list[Finding]:
+def observed(lost: str | None = None, frozen: int | None = None, **slot: Any) -> list[Finding]:
     """What is found where slot 1 of node 0 is told as `slot`, and node 1 is lost as told."""
     told = m.SlotState(**{"slot": 1, "phase": "restored", "generation": 3, **slot})
-    state = m.AgentState(seq=1, slots=(told,))
+    state = m.AgentState(seq=1, slots=(told,), frozen=frozen)
     return observe(ASSIGNMENT, {0: NodeView(0, state=state), 1: NodeView(1, lost=lost)})
 
 
@@ -31,7 +31,10 @@ def observed(lost: str | None = None, **slot: Any) -> list[Finding]:
     ("slot", "kind"),
     [
         ({}, None),
-        ({"phase": "left", "cause": m.Cause(kind="stop")}, None),
+        ({"phase": "left", "cause": m.Cause(kind="stop"), "frozen": 3}, None),
+        # It left, and nobody had told it to.
+        ({"phase": "left", "cause": m.Cause(kind="stop")}, "raised"),
+        ({"phase": "exited", "cause": m.Cause(kind="stop")}, None),
         ({"phase": "left", "cause": m.Cause(kind="raised", text="E")}, "raised"),
         ({"phase": "left", "cause": m.Cause(kind="raised"), "generation": 2}, None),
         ({"phase": "restored", "cause": m.Cause(kind="broken")}, "broken"),

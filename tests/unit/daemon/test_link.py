@@ -32,19 +32,22 @@ class Acceptor:
         self._key = key
         self.links: asyncio.Queue[AgentLink | BaseException] = asyncio.Queue()
         self.port = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def _handle(self, *streams: Any) -> None:
+    def _connected(self, *streams: Any) -> None:
+        self._tasks.add(asyncio.create_task(self._handle(streams)))
+
+    async def _handle(self, streams: Any) -> None:
         try:
             made: AgentLink = await link.Link.accept(streams, self._key, 1, p.AgentMessage)
         except (OSError, TimeoutError, CkptlessError) as error:
-            streams[1].close()
             self.links.put_nowait(error)
         else:
             self.links.put_nowait(made)
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[Acceptor]:
-        server, self.port = await link.serve("127.0.0.1", 0, self._handle)
+        server, self.port = await link.serve("127.0.0.1", 0, self._connected)
         try:
             yield self
         finally:
@@ -285,7 +288,7 @@ def test_a_sound_frame_of_another_edge_is_refused() -> None:
 
 def test_nobody_answers_in_time() -> None:
     async def main() -> None:
-        async def silent(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def silent(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writers.append(writer)
 
         writers: list[asyncio.StreamWriter] = []
