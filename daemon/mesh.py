@@ -36,7 +36,7 @@ class Mesh:
     async def start(self) -> None:
         """Listen, and dial every lower node. Raises OSError where the port is taken."""
         me = self._config.me
-        self._server, _ = await serve(me.address, me.port, lambda *streams: self._spawn(self._accepted(*streams)))
+        self._server, _ = await serve(me.address, me.port, self._connected)
         for peer in self._config.peers:
             if peer.node < me.node:
                 self._spawn(self._keep_dialling(peer))
@@ -80,6 +80,9 @@ class Mesh:
                 continue
             tries = 0
             await self._run(link)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._spawn(self._accepted(reader, writer))
 
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
