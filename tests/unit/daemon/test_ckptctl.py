@@ -412,8 +412,10 @@ def test_a_terminal_gets_a_table_that_fits(state_dir: Path) -> None:
     code = (
         "import os, pty, sys, termios; from ckptless.daemon.ckptctl.main import ckptctl\n"
         "main, side = pty.openpty(); termios.tcsetwinsize(side, (20, 60)); os.dup2(side, 1)\n"
-        "ckptctl(['status'], standalone_mode=False); sys.stdout.flush()\n"
-        "os.write(2, os.read(main, 65536))"
+        "ckptctl(['status'], standalone_mode=False); sys.stdout.flush(); print('the end', flush=True)\n"
+        "found = b''\n"
+        "while b'the end' not in found: found += os.read(main, 65536)\n"
+        "os.write(2, found)"
     )
     environment = {**os.environ, "CKPTLESS_STATE_DIR": str(state_dir), "TERM": "xterm", "PYTHONUTF8": "1"}
     environment.pop("COLUMNS", None)
