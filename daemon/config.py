@@ -27,28 +27,53 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     port: Port
 
 
-class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a daemon is told.
+class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How daemons watch each other.
 
-    `peers` has one entry per node, this one included. `dark_s`: a daemon that is silent for so long is taken
-    for unreachable, and its node for lost when its agent cannot be reached either.
+    `beat_s`: seconds between two signs of life. `dark_s`: a daemon that is silent for so long is taken for
+    unreachable, and its node for lost when its agent cannot be reached either.
     """
+
+    beat_s: Seconds = 0.5
+    dark_s: Seconds = 5.0
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What any daemon is told: who it is, where it listens, where it writes."""
+
+    name: str
+    address: str
+    port: Port
+    state_dir: str
+    socket: str
+    socket_mode: int = 0o600
+    timers: Timers = Timers()
+
+
+class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A daemon of local mode: one of `peers`, for the jobs of one user; all hold the key in `key_file`."""
 
     node: int
     state_dir: str
     socket: str
     key_file: str
     peers: tuple[Peer, ...]
-    beat_s: Seconds = 0.5
-    dark_s: Seconds = 5.0
+    timers: Timers = Timers()
 
     @property
-    def me(self) -> Peer:
-        """This node's own entry."""
-        peer = next((peer for peer in self.peers if peer.node == self.node), None)
-        if peer is None:
+    def daemon(self) -> DaemonConfig:
+        """Its part that every daemon has. Raises UsageError."""
+        me = next((peer for peer in self.peers if peer.node == self.node), None)
+        if me is None:
             raise UsageError(f"node {self.node} is not among the peers: add its entry")
-        return peer
+        return DaemonConfig(
+            name=me.name,
+            address=me.address,
+            port=me.port,
+            state_dir=self.state_dir,
+            socket=self.socket,
+            timers=self.timers,
+        )
 
 
 def load(path: Path, kind: type[T]) -> T:

@@ -10,6 +10,7 @@ from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.roster import Roster
 
 logger = logging.getLogger(__name__)
 
@@ -23,27 +24,30 @@ class Outlets(Protocol):
     def to_all_daemons(self, message: p.DaemonMessage) -> None:
         """Send to every other daemon."""
 
-    def to_agent(self, job: str, order: m.Order) -> None:
+    def to_agent(self, order: m.Order) -> None:
         """Hand an order to this node's agent of the job."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue rows for the ledger."""
 
-    def ended(self, job: str, outcome: m.Outcome) -> None:
+    def ended(self, outcome: m.Outcome) -> None:
         """The job is over."""
+
+    def node_is_dark(self, node: int, reason: str) -> None:
+        """This daemon leads, and a node does not answer any more at all."""
 
 
 class JobSession:
     """The control plane of one job, wired to its outlets. Owned by the daemon's event loop."""
 
-    def __init__(
-        self, job: str, nodes: Sequence[int], me: int, outlets: Outlets, now: Callable[[], float]
-    ) -> None:
+    def __init__(self, job: str, roster: Roster, outlets: Outlets, now: Callable[[], float]) -> None:
         self.job = job
         self._outlets = outlets
         self._now = now
         session = f"{int(now() * 1000):x}"
-        self.control = Controller(me=me, session=session, nodes={node: NodeView(node) for node in nodes})
+        self.control = Controller(
+            me=roster.me, session=session, nodes={node: NodeView(node) for node in roster.nodes}
+        )
 
     def feed(self, event: e.Input) -> None:
         """One input, and everything that follows from it."""
@@ -51,7 +55,7 @@ class JobSession:
         for output in self.control.handle(event, self._now()):
             self._carry(output)
         if before is None and self.control.outcome is not None:
-            self._outlets.ended(self.job, self.control.outcome)
+            self._outlets.ended(self.control.outcome)
 
     def hear(self, node: int, message: p.DaemonMessage) -> None:
         """What another daemon says of this job."""
@@ -67,9 +71,9 @@ class JobSession:
             case p.Rows():
                 self._outlets.write(message.records)
             case p.Gone():
-                self.feed(e.NodeLost(message.node, message.reason, message.age_s))
-            case p.Beat():
-                pass
+                self.feed(e.NodeLost(message.node, message.reason, message.age_s, message.dark))
+            case p.JobKey() | p.Beat():
+                pass  # not the control plane's business
 
     def _carry(self, output: e.Output) -> None:
         match output:
@@ -77,7 +81,7 @@ class JobSession:
                 ordered = p.Ordered(job=self.job, term=output.term, order=output.order)
                 self._outlets.to_all_daemons(ordered)
             case e.ToAgent():
-                self._outlets.to_agent(self.job, output.order)
+                self._outlets.to_agent(output.order)
             case e.Forward():
                 self._outlets.to_daemon(output.node, p.Forwarded(job=self.job, report=output.report))
             case e.Meet():
@@ -88,6 +92,8 @@ class JobSession:
                     self._outlets.to_daemon(output.node, meeting)
             case e.Write():
                 self._write(output)
+            case e.NodeIsDark():
+                self._outlets.node_is_dark(output.node, output.reason)
 
     def _write(self, output: e.Write) -> None:
         for record in output.records:

@@ -9,16 +9,19 @@ import click
 
 from ckptless.daemon import log
 from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.config import DaemonConfig, load
-from ckptless.daemon.service import serve_forever
+from ckptless.daemon.config import LocalConfig, load, read_key
+from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.roster import FixedRegistry
+from ckptless.daemon.service import Service, serve_forever
 
 
-async def _run(config: DaemonConfig) -> int:
+async def _run_local(config: LocalConfig) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    return await serve_forever(config, stop)
+    registry, vouch = FixedRegistry(config.node, config.peers), KeyVouch(read_key(Path(config.key_file)))
+    return await serve_forever(Service(config.daemon, registry, vouch), stop)
 
 
 @click.command()
@@ -33,9 +36,9 @@ async def _run(config: DaemonConfig) -> int:
 def command(path: Path, verbose: bool) -> None:
     """Decide, record and watch for the jobs of one node."""
     try:
-        config = load(path, DaemonConfig)
-        log.configure(f"ckptlessd[{config.me.name}]", verbose=verbose)
-        sys.exit(asyncio.run(_run(config)))
+        config = load(path, LocalConfig)
+        log.configure(f"ckptlessd[{config.daemon.name}]", verbose=verbose)
+        sys.exit(asyncio.run(_run_local(config)))
     except CkptlessError as error:
         click.echo(f"ckptlessd: error: {error}", err=True)
         sys.exit(error.exit_code)

@@ -1,44 +1,46 @@
-"""Connections between the daemons of a cluster: one per pair, dialled by the higher node, kept up.
+"""Connections between the daemons of one job: one per pair, dialled by the higher node, kept up.
 
-Tells what is known of a peer, not what it means: `on_up`, `on_down` and `on_message`. A daemon that is silent
-for `dark_s` counts as down; one that was itself starved of CPU does not accuse anybody for that time.
+Tells what is known of a peer, not what it means: `on_up`, `on_down(node, why, quiet_s)` and `on_message`. A
+daemon that is silent for `dark_s` counts as down; one that was itself starved of CPU does not accuse anybody
+for that time.
 """
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.config import DaemonConfig, Peer
+from ckptless.daemon.api.errors import CkptlessError, ProtocolError
+from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.peers.link import Link
+from ckptless.daemon.peers.vouch import Vouch
+from ckptless.daemon.roster import Roster
 
 logger = logging.getLogger(__name__)
 
 REDIAL_S = (0.05, 0.1, 0.2, 0.5)
 DIAL_DEADLINE_S = 2.0
+SALT_BYTES = 16
 
 
 class Mesh:
-    """This daemon's links. Owned by the daemon's event loop."""
+    """This daemon's links to the others of the roster. Owned by the daemon's event loop."""
 
-    def __init__(self, config: DaemonConfig, key: bytes) -> None:
-        self._config, self._key = config, key
+    def __init__(self, job: str, roster: Roster, vouch: Vouch, timers: Timers) -> None:
+        self._job, self._roster, self._vouch, self._timers = job, roster, vouch, timers
         self._links: dict[int, Link[p.DaemonMessage]] = {}
         self._heard: dict[int, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
         self.on_up: Callable[[int], None] = lambda _node: None
-        self.on_down: Callable[[int, str], None] = lambda _node, _why: None
+        self.on_down: Callable[[int, str, float], None] = lambda _node, _why, _quiet_s: None
         self.on_message: Callable[[int, p.DaemonMessage], None] = lambda _node, _message: None
 
-    async def start(self) -> None:
-        """Listen, and dial every lower node. Raises OSError where the port is taken."""
-        me = self._config.me
-        self._server, _ = await serve(me.address, me.port, self._connected)
-        for peer in self._config.peers:
-            if peer.node < me.node:
+    def start(self) -> None:
+        """Dial every lower node; the higher ones dial this one, and `adopt` takes them."""
+        for peer in self._roster.peers:
+            if peer.node < self._roster.me:
                 self._spawn(self._keep_dialling(peer))
         self._spawn(self._beat())
 
@@ -64,13 +66,27 @@ class Mesh:
         for link in self._links.values():
             link.send(message)
 
+    def send_key(self, node: int, key: bytes) -> None:
+        """Give a daemon the job's key, which nobody on the way can read."""
+        link = self._links.get(node)
+        if link is not None:
+            salt = secrets.token_bytes(SALT_BYTES)
+            link.send(p.JobKey(job=self._job, salt=salt, masked=link.mask(salt, key)))
+
+    def unmask(self, node: int, message: p.JobKey) -> bytes:
+        """What `send_key` sent. Raises ProtocolError."""
+        link = self._links.get(node)
+        if link is None:
+            raise ProtocolError("a key over a connection that is gone")
+        return link.unmask(message.salt, message.masked)
+
     async def _keep_dialling(self, peer: Peer) -> None:
         tries = 0
         while True:
             try:
-                address = (peer.address, peer.port)
+                address, me = (peer.address, peer.port), (self._job, self._roster.me)
                 link: Link[p.DaemonMessage] = await Link.dial(
-                    address, self._key, self._config.node, p.DaemonMessage, DIAL_DEADLINE_S
+                    address, me, self._vouch, p.DaemonMessage, DIAL_DEADLINE_S
                 )
             except (OSError, TimeoutError, CkptlessError) as error:
                 if not isinstance(error, OSError):
@@ -81,17 +97,11 @@ class Mesh:
             tries = 0
             await self._run(link)
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._spawn(self._accepted(reader, writer))
-
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            link: Link[p.DaemonMessage] = await Link.accept(
-                (reader, writer), self._key, self._config.node, p.DaemonMessage
-            )
-        except (OSError, TimeoutError, CkptlessError) as error:
-            logger.warning("refused a connection from %s: %s", writer.get_extra_info("peername"), error)
-            return
+    async def adopt(self, link: Link[p.DaemonMessage]) -> None:
+        """A higher node has dialled: serve it until the connection ends. Raises ProtocolError."""
+        if all(peer.node != link.node or peer.node <= self._roster.me for peer in self._roster.peers):
+            link.close()
+            raise ProtocolError(f"node-{link.node} is not one that dials node-{self._roster.me}")
         await self._run(link)
 
     async def _run(self, link: Link[p.DaemonMessage]) -> None:
@@ -117,37 +127,33 @@ class Mesh:
             link.close()
             if self._links.get(node) is link:
                 del self._links[node]
-                self.on_down(node, why)
+                self.on_down(node, why, loop.time() - self._heard[node])
 
     async def _beat(self) -> None:
         """Say that we live, and close links that are silent for too long."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            due += self._config.beat_s
+            due += self._timers.beat_s
             await asyncio.sleep(max(0.0, due - loop.time()))
             late = loop.time() - due
-            if late > self._config.beat_s:
+            if late > self._timers.beat_s:
                 # We were starved: the silence may be ours.
                 due = loop.time()
                 self._heard = {node: heard + late for node, heard in self._heard.items()}
             self.send_all(p.Beat())
             for node, link in list(self._links.items()):
-                if loop.time() - self._heard[node] > self._config.dark_s:
-                    logger.warning("node-%d: silent for %.1f s", node, self._config.dark_s)
+                if loop.time() - self._heard[node] > self._timers.dark_s:
+                    logger.warning("node-%d: silent for %.1f s", node, self._timers.dark_s)
                     link.close()
 
     async def close(self) -> None:
         """Close everything; no callback comes after this."""
         self.on_up = lambda _node: None
-        self.on_down = lambda _node, _why: None
+        self.on_down = lambda _node, _why, _quiet_s: None
         self.on_message = lambda _node, _message: None
-        if self._server is not None:
-            self._server.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in list(self._links.values()):
             link.close()
-        if self._server is not None:
-            await self._server.wait_closed()

@@ -25,7 +25,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cwd: str
     daemon_socket: str
     rank_socket: str
-    key_file: str
     log_dir: str
     preload: tuple[str, ...]
     tee: tuple[int, ...] | None = (0,)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.messages import FromAgent, Order
+from ckptless.daemon.api.messages import FromAgent, ToAgent
 from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.unixpath import unix_address
 
@@ -17,12 +17,12 @@ READ_NBYTES = 1 << 16
 
 
 class DaemonLink:
-    """`greet` gives what a daemon must hear first; `on_order` gets what it says."""
+    """`greet` gives what a daemon must hear first; `on_message` gets what it says."""
 
     def __init__(
-        self, name: str, greet: Callable[[], list[FromAgent]], on_order: Callable[[Order], None]
+        self, name: str, greet: Callable[[], list[FromAgent]], on_message: Callable[[ToAgent], None]
     ) -> None:
-        self._name, self._greet, self._on_order = name, greet, on_order
+        self._name, self._greet, self._on_message = name, greet, on_message
         self._writer: asyncio.StreamWriter | None = None
         self.daemon_pid: int | None = None
 
@@ -59,11 +59,11 @@ class DaemonLink:
             self._hang_up()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        decoder: Decoder[Order] = Decoder(Order, CONTROL_LIMIT)
+        decoder: Decoder[ToAgent] = Decoder(ToAgent, CONTROL_LIMIT)
         try:
             while data := await reader.read(READ_NBYTES):
-                for order in decoder.feed(data):
-                    self._on_order(order)
+                for message in decoder.feed(data):
+                    self._on_message(message)
             logger.warning("the daemon hung up")
         except (ProtocolError, ConnectionError) as error:
             logger.warning("the daemon: %s", error)

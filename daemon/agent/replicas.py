@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from ckptless.daemon.agent.memory import SLOTS, round_up
@@ -13,6 +13,7 @@ from ckptless.daemon.api.messages import Assignment, NodeInfo, TensorsAt
 from ckptless.daemon.control.placement import holders
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.peers.vouch import Vouch
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,14 @@ CATCH_UP_DEADLINE_S = 10.0
 
 
 class Replicas:
-    """Owned by the agent's event loop. `on_acked(rank, step)`: every holder has verified the record."""
+    """Owned by the agent's event loop. `on_acked(rank, step)`: every holder has verified the record.
 
-    def __init__(self, node: int, key: bytes, copies: int, vault: Vault) -> None:
-        self._me, self._key, self._copies, self._vault = node, key, copies, vault
+    `vouch` comes from the daemon; nothing is asked of other agents, and none of them is heard, before.
+    """
+
+    def __init__(self, node: int, job: str, copies: int, vault: Vault) -> None:
+        self._me, self._job, self._copies, self._vault = node, job, copies, vault
+        self.vouch: Vouch | None = None
         self._nodes: tuple[NodeInfo, ...] = ()
         self._generation = 0
         self._unreachable: set[int] = set()
@@ -82,7 +87,7 @@ class Replicas:
         holder = self._links.get(info.node)
         if holder is None:
             holder = self._links[info.node] = _Holder(info, self._held, self._lost)
-            self._spawn(holder.run(self._key, self._me))
+            self._spawn(holder.run(self._dial))
         return holder
 
     def _held(self, node: int, held: p.Held) -> None:
@@ -141,6 +146,12 @@ class Replicas:
 
         await self._from_any(nodes, f"the tensors of step {step}", ask)
 
+    async def _dial(self, info: NodeInfo) -> Link[p.AgentMessage]:
+        if self.vouch is None:
+            raise PeerError("the daemon has not given the job's key yet")
+        address, me = (info.address, info.agent_port), (self._job, self._me)
+        return await Link.dial(address, me, self.vouch, p.AgentMessage, DIAL_DEADLINE_S)
+
     async def _from_any(
         self,
         nodes: Sequence[int],
@@ -154,9 +165,7 @@ class Replicas:
                 continue
             info = infos[node]
             try:
-                link: Link[p.AgentMessage] = await Link.dial(
-                    (info.address, info.agent_port), self._key, self._me, p.AgentMessage, DIAL_DEADLINE_S
-                )
+                link = await self._dial(info)
                 try:
                     async with asyncio.timeout(FETCH_DEADLINE_S):
                         await ask(link)
@@ -171,9 +180,12 @@ class Replicas:
     # ------------------------------------------------------------------------------------- serve
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.vouch is None:
+            writer.close()
+            return
         try:
             link: Link[p.AgentMessage] = await Link.accept(
-                (reader, writer), self._key, self._me, p.AgentMessage
+                (reader, writer), self._node_in, self.vouch, p.AgentMessage
             )
         except (OSError, TimeoutError, CkptlessError) as error:
             # A daemon that asks whether we live connects and hangs up: no reason for a warning.
@@ -188,6 +200,11 @@ class Replicas:
             self.on_event("peer-refused", f"node-{link.node}: {error}")
         finally:
             link.close()
+
+    def _node_in(self, job: str) -> int:
+        if job != self._job:
+            raise PeerError(f"this is an agent of job {self._job}, not of {job}")
+        return self._me
 
     async def _answer(self, link: Link[p.AgentMessage], message: p.AgentMessage) -> None:
         match message:
@@ -256,11 +273,10 @@ class _Holder:
         else:
             self._link.send(record)
 
-    async def run(self, key: bytes, me: int) -> None:
+    async def run(self, dial: Callable[[NodeInfo], Awaitable[Link[p.AgentMessage]]]) -> None:
         why = ""
         try:
-            address = (self._info.address, self._info.agent_port)
-            self._link = await Link.dial(address, key, me, p.AgentMessage, DIAL_DEADLINE_S)
+            self._link = await dial(self._info)
             for record in self._early:
                 self._link.send(record)
             self._early.clear()

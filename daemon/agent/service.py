@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 from ckptless.daemon.agent.config import AgentConfig
@@ -20,7 +19,7 @@ from ckptless.daemon.agent.store_server import StoreServer
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.config import read_key
+from ckptless.daemon.peers.vouch import KeyVouch
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Agent:
         self._zygote = Zygote(self._event)
         self._console = ConsoleOutput(1, self._event)
         self._crew = Crew(config, self._zygote, self._console)
-        self._replicas = Replicas(config.node, read_key(Path(config.key_file)), config.copies, self._vault)
+        self._replicas = Replicas(config.node, config.spec.job, config.copies, self._vault)
         self._state = StateService(config.node, self._vault, self._replicas, self._crew)
         self._store = StoreServer()
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
@@ -154,8 +153,10 @@ class Agent:
         generation = self._assignment.generation if self._assignment is not None else None
         self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
 
-    def _obey(self, order: m.Order) -> None:
+    def _obey(self, order: m.ToAgent) -> None:
         match order:
+            case m.JobKey():
+                self._replicas.vouch = KeyVouch(order.key)
             case m.Stop():
                 self._stop(order)
             case m.Assign():

@@ -110,6 +110,12 @@ class Cancel(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class JobKey(Message, frozen=True, kw_only=True):
+    """Daemon to agent: what the job's agents prove to each other that they hold."""
+
+    key: bytes
+
+
 class Stop(Message, frozen=True, kw_only=True):
     """Leave `generation`: freeze, tell the ranks. `kill` are slots whose process must end now."""
 
@@ -157,6 +163,7 @@ class End(Message, frozen=True, kw_only=True):
 
 
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
+ToAgent: TypeAlias = Order | JobKey
 FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
 
 # ---------------------------------------------------------------------------------- rank and agent

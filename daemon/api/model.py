@@ -19,14 +19,16 @@ class Limits(Value, frozen=True, kw_only=True):
 
     `pong_s`: a rank that does not answer for so long is killed. `leave_s`: from STOP until a rank must have
     left its training function. `join_s`: from an assignment until a rank must have joined. `stall_s`: the
-    longest time without any new step before the generation is stopped. Budgets count faults in a row
-    without a step committed in between.
+    longest time without any new step before the generation is stopped. `lease_s`: a node that hears less than
+    half of the job's nodes for so long ends its ranks. Budgets count faults in a row without a step committed
+    in between.
     """
 
     pong_s: float
     leave_s: float
     join_s: float
     stall_s: float
+    lease_s: float = 3.0
     raise_tries: int = 1
     process_tries: int = 3
     start_tries: int = 0
@@ -39,12 +41,16 @@ class Limits(Value, frozen=True, kw_only=True):
             leave_s=max(1.0, max_stall_s / 10),
             join_s=max_stall_s,
             stall_s=max_stall_s,
+            lease_s=min(10.0, max(2.0, max_stall_s / 30)),
             start_tries=start_tries,
         )
 
 
 class JobSpec(Value, frozen=True, kw_only=True):
-    """What the user asked for: the first `nodes` nodes train, `spares` more wait."""
+    """What the user asked for: the first `nodes` nodes train, `spares` more wait.
+
+    `names` are the nodes' names, where a node's number is its place in them (empty in local mode).
+    """
 
     job: str
     command: tuple[str, ...]
@@ -52,6 +58,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     spares: int
     slots_per_node: int
     limits: Limits
+    names: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:

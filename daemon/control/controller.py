@@ -18,7 +18,7 @@ from typing import Literal
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import plan, story
-from ckptless.daemon.control.edges import Broadcast, Meet
+from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark
 from ckptless.daemon.control.faults import FaultLog, Finding, observe
 from ckptless.daemon.control.follower import MEETING_GRACE_S, Follower
 from ckptless.daemon.control.timeline import Timeline
@@ -67,6 +67,8 @@ class Controller(Follower):
             if view.lost is not None and node not in self._noted:
                 self._noted.add(node)
                 self._note(now, "warning", "node-lost", f"node-{node}: {view.lost}")
+                if view.dark:
+                    self._out.append(NodeIsDark(node, view.lost))
 
     def _disputed(self) -> bool:
         """Whether an agent stands where this leader did not send it: half the work of another leader."""

@@ -56,11 +56,20 @@ class PeerDown:
 
 @dataclass(frozen=True)
 class NodeLost:
-    """A node is gone: its agent is (whatever its daemon is)."""
+    """A node is gone: its agent is (whatever its daemon is). `dark`: nothing on it answers at all."""
 
     node: int
     reason: str
     age_s: float
+    dark: bool = False
+
+
+@dataclass(frozen=True)
+class AgentAnswers:
+    """Whether the agent of a node whose daemon is away has answered just now."""
+
+    node: int
+    answers: bool
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Tick:
     """Time has passed."""
 
 
-Input: TypeAlias = Report | Connected | PeerUp | PeerDown | NodeLost | OrderFrom | Tick
+Input: TypeAlias = Report | Connected | PeerUp | PeerDown | NodeLost | AgentAnswers | OrderFrom | Tick
 
 # ------------------------------------------------------------------------------------------- outputs
 
@@ -122,4 +131,12 @@ class Write:
     share: bool
 
 
-Output: TypeAlias = Broadcast | ToAgent | Forward | Meet | Write
+@dataclass(frozen=True)
+class NodeIsDark:
+    """The cluster's manager should know that a node does not answer (said by the leader only)."""
+
+    node: int
+    reason: str
+
+
+Output: TypeAlias = Broadcast | ToAgent | Forward | Meet | Write | NodeIsDark

@@ -19,6 +19,7 @@ class NodeView:
     state: AgentState | None = None
     lost: str | None = None
     lost_age_s: float = 0.0
+    dark: bool = False
 
     def slots(self) -> tuple[SlotState, ...]:
         """What its agent has told of its slots."""

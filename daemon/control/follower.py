@@ -12,6 +12,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.edges import (
+    AgentAnswers,
     Connected,
     Forward,
     Input,
@@ -29,6 +30,7 @@ from ckptless.daemon.control.edges import (
     Write,
 )
 from ckptless.daemon.control.faults import FaultLog, NodeView
+from ckptless.daemon.control.lease import Lease
 from ckptless.daemon.control.timeline import Timeline
 
 REPORT_INTERVAL_S = 1.0
@@ -53,6 +55,7 @@ class Follower:
     assignment: m.Assignment | None = None
     outcome: m.Outcome | None = None
     reachable: set[int] = field(default_factory=set)
+    answering: set[int] = field(default_factory=set)
     progress: int = 0
     _cancelled: m.Cancel | None = None
     _log: FaultLog = field(default_factory=FaultLog)
@@ -61,11 +64,13 @@ class Follower:
     _moved: float = 0.0
     _reported: float = 0.0
     _started: float = 0.0
+    _lease: Lease = field(default_factory=lambda: Lease(frozenset()))
     _events: int = 0
     _out: list[Output] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reachable = {self.me}
+        self._lease = Lease(frozenset(self.nodes))
 
     # ---------------------------------------------------------------------------------- the edge
 
@@ -73,6 +78,15 @@ class Follower:
         """One input in, all outputs out."""
         if not self._since:
             self._since = self._moved = self._started = now
+        self._take(event, now)
+        self._hold_lease(now)
+        if self._lease.held:
+            self._take_over_if_due(now)
+            self._drive(now)
+        out, self._out = self._out, []
+        return out
+
+    def _take(self, event: Input, now: float) -> None:
         match event:
             case Report():
                 self._on_report(event, now)
@@ -82,16 +96,15 @@ class Follower:
                 self._on_peer_up(event, now)
             case PeerDown():
                 self.reachable.discard(event.node)
+                self.answering.discard(event.node)
+            case AgentAnswers():
+                (self.answering.add if event.answers else self.answering.discard)(event.node)
             case NodeLost():
-                self._lose(event.node, event.reason, event.age_s)
+                self._lose(event.node, event.reason, event.age_s, dark=event.dark)
             case OrderFrom():
                 self._on_order(event, now)
             case Tick():
                 self._periodic(now)
-        self._take_over_if_due(now)
-        self._drive(now)
-        out, self._out = self._out, []
-        return out
 
     @property
     def leads(self) -> bool:
@@ -203,10 +216,32 @@ class Follower:
         mine = self.nodes[self.me]
         return tuple(Report(self.me, part) for part in (mine.hello, mine.state) if part is not None)
 
-    def _lose(self, node: int, reason: str, age_s: float) -> None:
+    def _lose(self, node: int, reason: str, age_s: float, *, dark: bool = False) -> None:
         view = self.nodes[node]
-        if view.lost is None:
-            view.lost, view.lost_age_s = reason, age_s
+        if view.lost is not None:
+            return
+        view.lost, view.lost_age_s, view.dark = reason, age_s, dark
+        if node == self.me and self.outcome is None:
+            # The others go on without this node, whatever still runs on it.
+            text = f"node-{node} counts as lost: {reason}"
+            self._out.append(ToAgent(m.End(outcome=m.Outcome(state="failed", exit_code=4, reason=text))))
+
+    def _hold_lease(self, now: float) -> None:
+        """Without at least half of the nodes this one decides nothing, and after a while ends its ranks."""
+        if self.stage in ("forming", "ended"):
+            return
+        heard = {self.me} | self.reachable | self.answering
+        living = [node for node, view in self.nodes.items() if view.lost is None]
+        ended = [node for node, view in self.nodes.items() if view.lost is not None and not view.dark]
+        self._lease.renew(heard, living, ended, now)
+        mine = self.nodes[self.me]
+        limit_s = self.spec.limits.lease_s if self.spec is not None else None
+        if limit_s is None or mine.lost is not None or self._lease.away_s(now) <= limit_s:
+            return
+        count = len(self._lease.base.intersection(heard))
+        text = f"it heard {count} of {len(self._lease.base)} nodes, itself included, for {limit_s:.1f} s"
+        self._note(now, "error", "fenced", f"node-{self.me} ends its ranks: {text}")
+        self._lose(self.me, text, self._lease.away_s(now))
 
     def _on_order(self, event: OrderFrom, now: float) -> None:
         if (event.term, event.node) < (self.term, self.leader) or self.outcome is not None:

@@ -23,7 +23,7 @@ from ckptless.daemon.agent.environment import thread_env
 from ckptless.daemon.agent.prctl import set_child_subreaper, set_pdeathsig
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
-from ckptless.daemon.config import DaemonConfig, Peer, open_state_dir
+from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
 from ckptless.daemon.launch.outcome import outcome_path, read_outcome
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
@@ -153,7 +153,7 @@ class LocalRun:
             (node.dir / "logs").mkdir(exist_ok=True)
             # An earlier run of this name may have left one, which is not this run's.
             outcome_path(node.dir).unlink(missing_ok=True)
-            daemon = DaemonConfig(
+            daemon = LocalConfig(
                 node=peer.node,
                 state_dir=str(node.dir),
                 socket=self._socket(node, "daemon"),
@@ -161,7 +161,7 @@ class LocalRun:
                 peers=peers,
             )
             _write(node.dir / "daemon.json", daemon)
-            _write(node.dir / "agent.json", self._agent_config(node, key_file))
+            _write(node.dir / "agent.json", self._agent_config(node))
             self._nodes.append(node)
 
     def _peer(self, number: int, address: str) -> Peer:
@@ -180,7 +180,7 @@ class LocalRun:
     def _socket(self, node: Node, what: str) -> str:
         return f"@ckptless-{self._tag}-{node.number}-{what}"
 
-    def _agent_config(self, node: Node, key_file: Path) -> AgentConfig:
+    def _agent_config(self, node: Node) -> AgentConfig:
         options = self._options
         processes = (options.nodes + options.spares) * options.slots
         env = dict(os.environ)
@@ -198,7 +198,6 @@ class LocalRun:
             cwd=str(Path.cwd()),
             daemon_socket=self._socket(node, "daemon"),
             rank_socket=self._socket(node, "ranks"),
-            key_file=str(key_file),
             log_dir=str(node.dir / "logs"),
             preload=(*ALWAYS_PRELOADED, *options.preload),
             tee=options.tee,

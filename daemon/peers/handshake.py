@@ -1,11 +1,11 @@
 """Who is at the other end of a connection, and frames it cannot forge; sans I/O.
 
-Both ends hold the same key (per cluster for daemons, per job for agents). They exchange nonces, each proves
-that it holds the key, and both derive one frame key per direction:
+Each end opens with who it says it is, a nonce, and a credential (see `vouch`), out of which both get a
+secret. Each proves that it knows the key made of both secrets, and both derive a frame key per direction:
 
-    dialler  -> {protocol, node, nonce}
-    acceptor -> {protocol, node, nonce, proof}      proof = HMAC(key, "acceptor" + both openings)
-    dialler  -> {proof}                             proof = HMAC(key, "dialler" + both openings)
+    dialler  -> {protocol, job, node, nonce, credential}
+    acceptor -> {protocol, job, node, nonce, credential}, proof    HMAC(key, "acceptor" + both openings)
+    dialler  -> proof                                              HMAC(key, "dialler" + both openings)
 
 A frame is its length (u32), 16 bytes of HMAC-SHA256(frame key, counter + body), and the body. The counter
 makes a replayed, dropped or reordered frame a forged one.
@@ -34,8 +34,15 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What each end says first."""
 
     protocol: int
+    job: str
     node: int
     nonce: bytes
+    credential: bytes = b""
+
+    def context(self, dialler: "Opening | None" = None) -> bytes:
+        """What the credential is bound to; the acceptor's also to the opening that it answers."""
+        fields = (self.protocol, self.job, self.node, self.nonce, dialler.nonce if dialler else b"")
+        return msgspec.msgpack.encode(fields)
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,9 +63,14 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def opening(node: int) -> Opening:
-    """This end's first words."""
-    return Opening(PROTOCOL, node, secrets.token_bytes(NONCE_BYTES))
+def opening(job: str, node: int) -> Opening:
+    """This end's first words, still without a credential."""
+    return Opening(PROTOCOL, job, node, secrets.token_bytes(NONCE_BYTES))
+
+
+def join_secrets(dialler: bytes, acceptor: bytes) -> bytes:
+    """The connection's key, from the secrets of both ends."""
+    return hmac.new(dialler, b"ckptless connection" + acceptor, hashlib.sha256).digest()
 
 
 def _mac(key: bytes, role: bytes, dialler: Opening, acceptor: Opening) -> bytes:
@@ -82,7 +94,7 @@ def prove(key: bytes, role: bytes, dialler: Opening, acceptor: Opening) -> bytes
 def verify(key: bytes, role: bytes, proof: bytes, pair: tuple[Opening, Opening]) -> None:
     """Raises PeerError where the other end does not hold the key."""
     if not hmac.compare_digest(proof, _mac(key, role, *pair)):
-        raise PeerError("the other end does not hold this job's key")
+        raise PeerError("the other end does not hold the key")
 
 
 class Sealer:
@@ -96,6 +108,13 @@ class Sealer:
         text = _COUNTER.pack(self._counter) + body
         self._counter += 1
         return hmac.new(self._key, text, hashlib.sha256).digest()[:MAC_BYTES]
+
+    def mask(self, salt: bytes, data: bytes) -> bytes:
+        """Up to 32 bytes made unreadable, or readable again; a salt is used once."""
+        stream = hmac.new(self._key, b"mask" + salt, hashlib.sha256).digest()
+        if len(data) > len(stream):
+            raise ProtocolError(f"{len(data)} bytes to mask, of at most {len(stream)}")
+        return bytes(a ^ b for a, b in zip(data, stream, strict=False))
 
     def seal(self, body: bytes) -> bytes:
         """Head of the next frame; the body follows it."""

@@ -11,6 +11,7 @@ import msgspec
 from ckptless.daemon.api.codec import CONTROL_LIMIT
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.peers import handshake
+from ckptless.daemon.peers.vouch import Vouch
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class Link(Generic[T]):
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any, limit: int
     ) -> None:
-        self.node = -1
+        self.job, self.node = "", -1
         self._reader, self._writer = reader, writer
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
         self._encoder = msgspec.msgpack.Encoder()
@@ -37,17 +38,23 @@ class Link(Generic[T]):
         self._out: handshake.Sealer | None = None
 
     @classmethod
-    async def dial(cls, address: tuple[str, int], key: bytes, me: int, kind: Any, deadline_s: float) -> Self:
-        """Connect and prove who is who. Raises OSError, TimeoutError, PeerError or ProtocolError."""
+    async def dial(
+        cls, address: tuple[str, int], me: tuple[str, int], vouch: Vouch, kind: Any, deadline_s: float
+    ) -> Self:
+        """Connect and prove who is who; `me`: (job, node). Raises OSError, TimeoutError, CkptlessError."""
         async with asyncio.timeout(deadline_s):
             reader, writer = await asyncio.open_connection(*address, limit=READ_BUFFER_BYTES)
             link = cls(reader, writer, kind, CONTROL_LIMIT)
             try:
-                mine = handshake.opening(me)
+                mine, secret = await _vouched(handshake.opening(*me), vouch)
                 await link._greet(mine)
                 answer = await link._greeted(handshake.Answer)
-                handshake.check_opening(answer.opening)
-                pair = (mine, answer.opening)
+                theirs = answer.opening
+                handshake.check_opening(theirs)
+                if theirs.job != mine.job:
+                    raise ProtocolError(f"asked for job {mine.job!r}, got one of {theirs.job!r}")
+                theirs_secret = await vouch.accept(theirs.credential, theirs.context(mine))
+                key, pair = handshake.join_secrets(secret, theirs_secret), (mine, theirs)
                 handshake.verify(key, b"acceptor", answer.proof, pair)
                 await link._greet(handshake.Proof(handshake.prove(key, b"dialler", *pair)))
                 link._arm(key, pair, dialled=True)
@@ -58,26 +65,33 @@ class Link(Generic[T]):
 
     @classmethod
     async def accept(
-        cls, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], key: bytes, me: int, kind: Any
+        cls,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        node_in: Callable[[str], int],
+        vouch: Vouch,
+        kind: Any,
     ) -> Self:
-        """The other side of `dial`. Raises the same errors."""
+        """The other side of `dial`. `node_in(job)`: this end's node number, or PeerError."""
         link = cls(*streams, kind, CONTROL_LIMIT)
         try:
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 theirs = await link._greeted(handshake.Opening)
                 handshake.check_opening(theirs)
-                mine = handshake.opening(me)
-                await link._greet(handshake.Answer(mine, handshake.prove(key, b"acceptor", theirs, mine)))
+                their_secret = await vouch.accept(theirs.credential, theirs.context())
+                mine = handshake.opening(theirs.job, node_in(theirs.job))
+                mine, secret = await _vouched(mine, vouch, theirs)
+                key, pair = handshake.join_secrets(their_secret, secret), (theirs, mine)
+                await link._greet(handshake.Answer(mine, handshake.prove(key, b"acceptor", *pair)))
                 proof = await link._greeted(handshake.Proof)
-                handshake.verify(key, b"dialler", proof.proof, (theirs, mine))
-                link._arm(key, (theirs, mine), dialled=False)
+                handshake.verify(key, b"dialler", proof.proof, pair)
+                link._arm(key, pair, dialled=False)
         except BaseException:
             link.close()
             raise
         return link
 
     def _arm(self, key: bytes, pair: tuple[handshake.Opening, handshake.Opening], *, dialled: bool) -> None:
-        self.node = pair[1].node if dialled else pair[0].node
+        self.job, self.node = pair[0].job, pair[1].node if dialled else pair[0].node
         roles = (b"dialler", b"acceptor") if dialled else (b"acceptor", b"dialler")
         self._out, self._in = (handshake.Sealer(key, role, pair) for role in roles)
         sock = self._writer.get_extra_info("socket")
@@ -125,6 +139,16 @@ class Link(Generic[T]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not a message of this edge: {error}") from error
 
+    def mask(self, salt: bytes, data: bytes) -> bytes:
+        """Up to 32 bytes to send that nobody else can read; `unmask` at the other end."""
+        assert self._out is not None, "the handshake comes first"
+        return self._out.mask(salt, data)
+
+    def unmask(self, salt: bytes, data: bytes) -> bytes:
+        """What the other end has masked. Raises ProtocolError."""
+        assert self._in is not None, "the handshake comes first"
+        return self._in.mask(salt, data)
+
     # ------------------------------------------------------------------------------------ bulk
 
     async def send_bulk(self, data: memoryview, chunk_nbytes: int = 1 << 20) -> None:
@@ -151,6 +175,14 @@ class Link(Generic[T]):
         """Wait until the transport is gone."""
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
+
+
+async def _vouched(
+    opening: handshake.Opening, vouch: Vouch, dialler: handshake.Opening | None = None
+) -> tuple[handshake.Opening, bytes]:
+    """An opening with its credential, and the secret in that."""
+    credential, secret = await vouch.offer(opening.context(dialler))
+    return msgspec.structs.replace(opening, credential=credential), secret
 
 
 async def serve(

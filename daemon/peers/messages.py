@@ -45,13 +45,21 @@ class Gone(PeerMessage, frozen=True, kw_only=True):
     node: int
     reason: str
     age_s: float
+    dark: bool = False
+
+
+class JobKey(PeerMessage, frozen=True, kw_only=True):
+    """The key that the job's agents know each other by, masked for this connection (`Link.mask`)."""
+
+    salt: bytes
+    masked: bytes
 
 
 class Beat(Message, frozen=True, kw_only=True):
     """The sender lives."""
 
 
-DaemonMessage: TypeAlias = Meeting | Forwarded | Ordered | Rows | Gone | Beat
+DaemonMessage: TypeAlias = Meeting | Forwarded | Ordered | Rows | Gone | JobKey | Beat
 
 
 class PutRecord(Message, frozen=True, kw_only=True):

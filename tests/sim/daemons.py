@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import EventRecord, Record
+from ckptless.daemon.config import Peer
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.jobs import JobSession
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.roster import Roster
 
 from .events import Channel
 
@@ -51,9 +53,9 @@ class Daemon:
 
     def _open(self) -> JobSession:
         if self._session is None:
-            nodes = sorted(self.world.agents)
+            peers = tuple(Peer(node=n, name="", address="", port=0) for n in sorted(self.world.agents))
             now = self.world.wall_clock
-            self._session = JobSession(self.world.spec.job, nodes, self.node, self, now)
+            self._session = JobSession(self.world.spec.job, Roster(self.node, peers), self, now)
             for node in list(self.links):
                 self._feed(e.Connected(node))
         return self._session
@@ -104,6 +106,7 @@ class Daemon:
         if control is None or control.nodes[node].lost is not None:
             return
         away_s = self.world.events.now - since
+        self._feed(e.AgentAnswers(node, agent.alive))
         if control.outcome is None and not agent.alive and (not agent.dark or away_s > DARK_S):
             reason = f"{why}, and its agent is gone"
             self._feed(e.NodeLost(node, reason, away_s))
@@ -184,7 +187,7 @@ class Daemon:
         for node in list(self.links):
             self.to_daemon(node, message)
 
-    def to_agent(self, job: str, order: m.Order) -> None:
+    def to_agent(self, order: m.Order) -> None:
         """See jobs.Outlets."""
         if self._orders is not None:
             self._orders.send(order)
@@ -195,9 +198,12 @@ class Daemon:
             if isinstance(record, EventRecord):
                 self.world.story.tell(self.name, f"{record.kind}: {record.text}")
 
-    def ended(self, job: str, outcome: m.Outcome) -> None:
+    def ended(self, outcome: m.Outcome) -> None:
         """See jobs.Outlets."""
         self.world.checks.ended(self, outcome)
+
+    def node_is_dark(self, node: int, reason: str) -> None:
+        """See jobs.Outlets: there is no cluster's manager here."""
 
 
 class DownCall:

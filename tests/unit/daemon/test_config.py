@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.config import STATE_FORMAT, DaemonConfig, load, open_state_dir, read_key
+from ckptless.daemon.config import STATE_FORMAT, LocalConfig, load, open_state_dir, read_key
 
 GOOD = """
 node: 1
@@ -29,10 +29,10 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
 
 
 def test_a_good_file(tmp_path: Path) -> None:
-    config = load(write(tmp_path, GOOD), DaemonConfig)
-    assert config.me.name == "b"
+    config = load(write(tmp_path, GOOD), LocalConfig)
+    assert config.daemon.name == "b"
     # JSON is YAML: what the launcher writes is read the same.
-    assert load(write(tmp_path, msgspec.json.encode(config)), DaemonConfig) == config
+    assert load(write(tmp_path, msgspec.json.encode(config)), LocalConfig) == config
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_good_file(tmp_path: Path) -> None:
         (GOOD + "colour: blue\n", "colour"),
         (GOOD.replace("node: 1\nstate", "node: one\nstate"), "node"),
         (GOOD.replace("7000}", "70000}", 1), "port"),
-        (GOOD + "beat_s: 0\n", "beat_s"),
+        (GOOD + "timers: {beat_s: 0}\n", "beat_s"),
         (GOOD.replace("key_file", "keyfile"), "key"),
         ("- [unclosed", "expected"),
         ("", "Expected"),
@@ -51,19 +51,19 @@ def test_a_good_file(tmp_path: Path) -> None:
 def test_a_bad_file_is_named(tmp_path: Path, text: str | bytes, word: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(UsageError, match=word) as caught:
-        load(path, DaemonConfig)
+        load(path, LocalConfig)
     assert str(path) in str(caught.value)
 
 
 def test_a_node_that_is_not_among_its_peers(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD.replace("node: 1\nstate", "node: 7\nstate"))
     with pytest.raises(UsageError, match="7"):
-        assert load(path, DaemonConfig).me
+        assert load(path, LocalConfig).daemon
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
-        load(tmp_path / "no.yaml", DaemonConfig)
+        load(tmp_path / "no.yaml", LocalConfig)
 
 
 def test_keys(tmp_path: Path) -> None:

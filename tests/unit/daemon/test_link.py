@@ -17,8 +17,10 @@ from ckptless.daemon.api.codec import CONTROL_LIMIT
 from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.peers import handshake, link
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.vouch import KeyVouch
 
 KEY = b"k" * 32
+JOB = "a-job"
 DEADLINE_S = 20.0
 DIAL_S = 5.0
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -39,7 +41,9 @@ class Acceptor:
 
     async def _handle(self, streams: Any) -> None:
         try:
-            made: AgentLink = await link.Link.accept(streams, self._key, 1, p.AgentMessage)
+            made: AgentLink = await link.Link.accept(
+                streams, lambda _job: 1, KeyVouch(self._key), p.AgentMessage
+            )
         except (OSError, TimeoutError, CkptlessError) as error:
             self.links.put_nowait(error)
         else:
@@ -55,7 +59,7 @@ class Acceptor:
 
     async def dial(self, key: bytes = KEY, port: int = 0) -> AgentLink:
         address = ("127.0.0.1", port or self.port)
-        return await link.Link.dial(address, key, 0, p.AgentMessage, DIAL_S)
+        return await link.Link.dial(address, (JOB, 0), KeyVouch(key), p.AgentMessage, DIAL_S)
 
     async def accepted(self) -> AgentLink:
         found = await self.links.get()
@@ -165,7 +169,7 @@ def test_the_end_in_the_middle_of_a_transfer() -> None:
 
 def test_another_key_is_refused_by_both_ends() -> None:
     async def scenario(acceptor: Acceptor) -> None:
-        with pytest.raises(PeerError, match="does not hold this job's key"):
+        with pytest.raises(PeerError, match="does not hold the key"):
             await acceptor.dial(b"x" * 32)
         assert isinstance(await acceptor.refused(), PeerError | ConnectionError)
 
@@ -177,7 +181,7 @@ def test_a_dialler_that_only_pretends_is_refused() -> None:
 
     async def scenario(acceptor: Acceptor) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", acceptor.port)
-        writer.write(_greeting(handshake.opening(0)))
+        writer.write(_greeting(handshake.opening(JOB, 0)))
         length = int.from_bytes(await reader.readexactly(4), "little")
         answer = msgspec.msgpack.decode(await reader.readexactly(length), type=handshake.Answer)
         writer.write(_greeting(handshake.Proof(answer.proof)))
@@ -198,8 +202,8 @@ def _greeting(message: object) -> bytes:
 @pytest.mark.parametrize(
     ("first", "kind"),
     [
-        (_greeting(handshake.Opening(99, 0, b"n" * 16)), ProtocolError),
-        (_greeting(handshake.Opening(1, 0, b"short")), ProtocolError),
+        (_greeting(handshake.Opening(99, JOB, 0, b"n" * 16)), ProtocolError),
+        (_greeting(handshake.Opening(1, JOB, 0, b"short")), ProtocolError),
         (_greeting({"protocol": 1}), ProtocolError),
         (_greeting(b"\xff" * 100), ProtocolError),
         ((1 << 30).to_bytes(4, "little"), ProtocolError),
@@ -257,8 +261,8 @@ def test_frames_that_were_not_sent_so(meddle: Callable[[bytes], bytes]) -> None:
 
 
 def test_a_frame_of_another_connection_or_direction_is_no_frame() -> None:
-    a, b = handshake.opening(0), handshake.opening(1)
-    other = handshake.opening(0)
+    a, b = handshake.opening(JOB, 0), handshake.opening(JOB, 1)
+    other = handshake.opening(JOB, 0)
     head = handshake.Sealer(KEY, b"dialler", (a, b)).seal(b"body")
     _, mac = handshake.Sealer.parse_head(head, CONTROL_LIMIT)
     assert handshake.Sealer(KEY, b"dialler", (a, b)).open(mac, b"body") == b"body"
@@ -274,7 +278,7 @@ def test_a_frame_of_another_connection_or_direction_is_no_frame() -> None:
 def test_a_sound_frame_of_another_edge_is_refused() -> None:
     async def scenario(acceptor: Acceptor) -> None:
         other: link.Link[Any] = await link.Link.dial(
-            ("127.0.0.1", acceptor.port), KEY, 0, p.DaemonMessage, DIAL_S
+            ("127.0.0.1", acceptor.port), (JOB, 0), KeyVouch(KEY), p.DaemonMessage, DIAL_S
         )
         accepted = await acceptor.accepted()
         other.send(p.Beat())
@@ -294,7 +298,7 @@ def test_nobody_answers_in_time() -> None:
         writers: list[asyncio.StreamWriter] = []
         server, port = await link.serve("127.0.0.1", 0, silent)
         with pytest.raises(TimeoutError):
-            await link.Link.dial(("127.0.0.1", port), KEY, 0, p.AgentMessage, 0.3)
+            await link.Link.dial(("127.0.0.1", port), (JOB, 0), KeyVouch(KEY), p.AgentMessage, 0.3)
         for writer in writers:
             writer.close()
         server.close()
