@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from ckptless.daemon import log
+from ckptless.daemon import log, system
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.config import LocalConfig, load, read_key
 from ckptless.daemon.peers.vouch import KeyVouch
-from ckptless.daemon.roster import FixedRegistry
+from ckptless.daemon.roster import LocalCluster
 from ckptless.daemon.service import Service, serve_forever
 
 
@@ -20,23 +20,27 @@ async def _run_local(config: LocalConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    registry, vouch = FixedRegistry(config.node, config.peers), KeyVouch(read_key(Path(config.key_file)))
-    return await serve_forever(Service(config.daemon, registry, vouch), stop)
+    cluster = LocalCluster(config.node, config.peers, Path(config.state_dir))
+    return await serve_forever(
+        Service(config.daemon, cluster, KeyVouch(read_key(Path(config.key_file)))), stop
+    )
 
 
 @click.command()
 @click.option(
     "--config",
     "path",
-    required=True,
     type=click.Path(path_type=Path),
-    help="YAML file, see etc/ckptlessd.yaml.",
+    help="The cluster's settings.  [default: /etc/ckptless/ckptless.yaml]",
 )
+@click.option("--local", type=click.Path(path_type=Path), hidden=True, help="A node of local mode.")
 @click.option("-v", "--verbose", is_flag=True, help="Log more.")
-def command(path: Path, verbose: bool) -> None:
+def command(path: Path | None, local: Path | None, verbose: bool) -> None:
     """Decide, record and watch for the jobs of one node."""
     try:
-        config = load(path, LocalConfig)
+        if local is None:
+            sys.exit(system.run(path, verbose=verbose))
+        config = load(local, LocalConfig)
         log.configure(f"ckptlessd[{config.daemon.name}]", verbose=verbose)
         sys.exit(asyncio.run(_run_local(config)))
     except CkptlessError as error:

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import encode
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 PROBE_S = 0.1
 PROBE_DEADLINE_S = 0.5
+# A daemon that was away asks the others how the job ended.
+LINGER_S = 120.0
+CUT_SHORT_CODE = 128 + signal.SIGTERM
 
 
 class Host(Protocol):
@@ -52,6 +56,7 @@ class JobRuntime:
         self._agent: asyncio.StreamWriter | None = None
         self._probes: dict[int, asyncio.Task[None]] = {}
         self._key: bytes | None = None
+        self._ended_at: float | None = None
 
     def start(self) -> None:
         """Begin to look for the other daemons."""
@@ -72,6 +77,20 @@ class JobRuntime:
     def tick(self) -> None:
         """Time has passed."""
         self.session.feed(e.Tick())
+
+    @property
+    def forgettable(self) -> bool:
+        """Whether the job has been over for long enough that everybody has heard of it."""
+        return self._ended_at is not None and self._host.now() - self._ended_at > LINGER_S
+
+    def note(self, level: Literal["info", "warning", "error"], kind: str, text: str) -> None:
+        """Put an event into every ledger of the job, and into the log."""
+        self.session.feed(e.Report(self.roster.me, m.AgentEvent(level=level, kind=kind, text=text)))
+
+    def cut_short(self, reason: str) -> None:
+        """Something above the job has ended it; where it is over already, nothing happens."""
+        if self.session.control.outcome is None:
+            self.session.feed(e.Report(self.roster.me, m.Cancel(exit_code=CUT_SHORT_CODE, reason=reason)))
 
     async def close(self) -> None:
         """Hang up everywhere; nothing is told to anybody."""
@@ -163,6 +182,7 @@ class JobRuntime:
     def agent_connected(self, writer: asyncio.StreamWriter) -> None:
         """The job's agent on this node is there; an older connection of it is forgotten."""
         self._agent = writer
+        self._send_agent(m.Admitted())
         if self._key is not None:
             self._send_agent(m.JobKey(key=self._key))
 
@@ -204,6 +224,7 @@ class JobRuntime:
 
     def ended(self, outcome: m.Outcome) -> None:
         """See jobs.Outlets."""
+        self._ended_at = self._host.now()
         self._host.ended(self, outcome)
 
     def node_is_dark(self, node: int, reason: str) -> None:

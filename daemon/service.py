@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder
+from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.records import Record
@@ -21,31 +21,37 @@ from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import Vouch
-from ckptless.daemon.roster import Registry
+from ckptless.daemon.roster import Cluster
 from ckptless.daemon.runtime import JobRuntime
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
-OUTCOME_FILE = "outcome.json"
 READ_NBYTES = 1 << 16
 
 
 class Service:
-    """One daemon. `run` returns when it is told to stop. Also the Host of its jobs."""
+    """One daemon. `run` returns when it is told to stop. Also the Host of its jobs.
 
-    def __init__(self, config: DaemonConfig, registry: Registry, vouch: Vouch) -> None:
-        self._config, self._registry = config, registry
+    `agents` is the Unix socket that systemd listens on for it, if it does; it stays when the daemon ends.
+    """
+
+    def __init__(
+        self, config: DaemonConfig, cluster: Cluster, vouch: Vouch, agents: socket.socket | None = None
+    ) -> None:
+        self._config, self._cluster = config, cluster
+        self._agents = agents
         self.vouch = vouch
         self.timers: Timers = config.timers
         self.now: Callable[[], float] = Clock().now
         self._state_dir = Path(config.state_dir)
         open_state_dir(self._state_dir)
-        self._ledger = LedgerWriter(Ledger.open(self._state_dir / LEDGER_FILE))
+        self.ledger = LedgerWriter(Ledger.open(self._state_dir / LEDGER_FILE))
         self._jobs: dict[str, JobRuntime] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_tick: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[], None] = lambda: None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises OSError where an address is taken."""
@@ -56,6 +62,7 @@ class Service:
             # Last: whoever finds the socket finds a daemon that is ready.
             servers.append(await self._listen())
             self._spawn(self._tick())
+            self.on_ready()
             await stop.wait()
         finally:
             for server in servers:
@@ -66,9 +73,12 @@ class Service:
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._spawn(self._agent_connected(reader, writer))
 
+        if self._agents is not None:
+            return await asyncio.start_unix_server(connected, sock=self._agents)
         name = self._config.socket
         if is_abstract(name):
             return await asyncio.start_unix_server(connected, unix_address(name))
+        Path(name).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         Path(name).unlink(missing_ok=True)
         server = await asyncio.start_unix_server(connected, name)
         Path(name).chmod(self._config.socket_mode)
@@ -79,8 +89,8 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
-        await self._ledger.close()
-        if not is_abstract(self._config.socket):
+        await self.ledger.close()
+        if self._agents is None and not is_abstract(self._config.socket):
             Path(self._config.socket).unlink(missing_ok=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -91,8 +101,11 @@ class Service:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            for job in list(self._jobs.values()):
+            for name, job in list(self._jobs.items()):
                 job.tick()
+                if job.forgettable:
+                    del self._jobs[name]
+                    self._spawn(job.close())
             self.on_tick()
 
     # ------------------------------------------------------------------------------------- peers
@@ -123,11 +136,14 @@ class Service:
     async def _agent_connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """An agent, from its hello to the end of its connection."""
         pid, uid = peer_credentials(writer.get_extra_info("socket"))
-        decoder: Decoder[m.FromAgent] = Decoder(m.FromAgent, CONTROL_LIMIT)
+        decoder: Decoder[m.FromAgent | m.Notice] = Decoder(m.FromAgent | m.Notice, CONTROL_LIMIT)
         job: JobRuntime | None = None
         try:
             while data := await reader.read(READ_NBYTES):
                 for message in decoder.feed(data):
+                    if isinstance(message, m.JobStarted | m.JobEnded):
+                        self._notice(message, uid)
+                        continue
                     if isinstance(message, m.AgentHello):
                         job = await self._admit(message, uid)
                         job.agent_connected(writer)
@@ -136,6 +152,8 @@ class Service:
                     job.agent_says(message)
         except (CkptlessError, ConnectionError) as error:
             logger.warning("agent %d of uid %d: %s", pid, uid, error)
+            if job is None and isinstance(error, CkptlessError):
+                writer.write(encode(m.Denied(reason=str(error))))
         except asyncio.CancelledError:
             job = None  # it is this daemon that ends, of which nothing follows for the agent
             raise
@@ -144,12 +162,22 @@ class Service:
             if job is not None:
                 job.agent_gone(writer)
 
+    def _notice(self, message: m.JobStarted | m.JobEnded, uid: int) -> None:
+        """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""
+        if uid not in (0, os.getuid()):
+            raise PeerError(f"uid {uid} may not say when jobs begin and end")
+        self._cluster.notice(message)
+        if isinstance(message, m.JobEnded):
+            for name, job in self._jobs.items():
+                if name.partition(".")[0] == str(message.job_id):
+                    job.cut_short("Slurm has ended the job")
+
     async def _admit(self, hello: m.AgentHello, uid: int) -> JobRuntime:
         """The runtime of an agent's job. Raises ProtocolError or PeerError."""
         if hello.protocol != m.PROTOCOL:
             raise ProtocolError(f"the agent speaks protocol {hello.protocol}, the daemon {m.PROTOCOL}")
         name = hello.spec.job
-        roster = await self._registry.admit(hello, uid)
+        roster = await self._cluster.admit(hello, uid)
         known = self._jobs.get(name)
         if known is None:
             known = self._jobs[name] = JobRuntime(name, uid, roster, self)
@@ -162,17 +190,15 @@ class Service:
 
     def write(self, records: Sequence[Record]) -> None:
         """See runtime.Host."""
-        self._ledger.write(records)
+        self.ledger.write(records)
 
     def ended(self, runtime: JobRuntime, outcome: m.Outcome) -> None:
-        """See runtime.Host. The outcome stands in a file too, whole or not at all."""
-        path = self._state_dir / OUTCOME_FILE
-        partial = path.with_suffix(".part")
-        partial.write_bytes(msgspec.json.encode({"job": runtime.job, **msgspec.to_builtins(outcome)}))
-        partial.rename(path)
+        """See runtime.Host."""
+        self._cluster.ended(runtime, outcome)
 
     def node_is_dark(self, runtime: JobRuntime, node: int, reason: str) -> None:
-        """See runtime.Host. Without a cluster's manager there is nobody to tell."""
+        """See runtime.Host."""
+        self._cluster.node_is_dark(runtime, node, reason)
 
 
 class _UnknownJobError(PeerError):

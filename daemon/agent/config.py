@@ -1,32 +1,97 @@
-"""What the launcher tells an agent, in a file that only the user can read."""
+"""What the launcher tells an agent: in a file that only the user can read, or in the step's environment."""
+
+import base64
+import binascii
+import os
+import re
+import socket
+from collections.abc import Mapping
 
 import msgspec
 
+from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
 
+# The environment variable that carries a SharedConfig (base64 of JSON) to the agents of a Slurm job.
+AGENT_CONFIG = "CKPTLESS_AGENT_CONFIG"
 
-class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is the same for every agent of a job.
+
+    `argv` is the script (or, with `module`, the module) and its arguments. `tee`: ranks whose output is shown
+    on the console as well, by rank; None for all. `copies` is how many other nodes hold each record.
+    `start_s`: seconds in which the node's daemon must have taken the agent. `outcome_dir`: where the agent
+    writes how the job ended, if anywhere.
+    """
+
+    spec: JobSpec
+    argv: tuple[str, ...]
+    module: bool
+    cwd: str
+    daemon_socket: str
+    log_dir: str
+    preload: tuple[str, ...]
+    tee: tuple[int, ...] | None = (0,)
+    copies: int = 2
+    zygote_deadline_s: float = 300.0
+    start_s: float = 30.0
+    outcome_dir: str | None = None
+
+
+class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an agent is told.
 
-    `argv` is the script (or, with `module`, the module) and its arguments. `env` is the ranks' environment
-    without torchrun's variables. `tee`: ranks whose output is shown on the console as well, by rank; None for
-    all. `store_address` is where its key-value store listens (in local mode 127.0.0.1, which every resolver
-    knows: torch looks the name of its store up). `copies` is how many other nodes hold each record.
+    `env` is the ranks' environment without torchrun's variables. `store_address` is where its key-value store
+    listens (in local mode 127.0.0.1, which every resolver knows: torch looks the name of its store up).
     """
 
     node: int
     name: str
     address: str
     store_address: str
-    spec: JobSpec
-    argv: tuple[str, ...]
-    module: bool
     env: dict[str, str]
-    cwd: str
-    daemon_socket: str
     rank_socket: str
-    log_dir: str
-    preload: tuple[str, ...]
-    tee: tuple[int, ...] | None = (0,)
-    copies: int = 2
-    zygote_deadline_s: float = 300.0
+
+
+def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
+    """The configuration of the agent in a Slurm step. Raises UsageError."""
+    text = env.get(AGENT_CONFIG)
+    if text is None:
+        raise UsageError(f"{AGENT_CONFIG} is not set: agents are started by ckptless-run")
+    try:
+        shared = msgspec.json.decode(base64.b64decode(text, validate=True), type=SharedConfig)
+    except (binascii.Error, msgspec.DecodeError) as error:
+        raise UsageError(
+            f"{AGENT_CONFIG} is damaged ({error}): agents are started by ckptless-run"
+        ) from error
+    name = env.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    if name not in shared.spec.names:
+        raise UsageError(f"{name} is not among the job's nodes ({', '.join(shared.spec.names)})")
+    address = _address(name)
+    own = {key: value for key, value in env.items() if key != AGENT_CONFIG}
+    own.update(thread_env(own, shared.spec.slots_per_node, cores))
+    job = re.sub(r"[^\w.-]", "_", shared.spec.job)
+    return AgentConfig(
+        **{field: getattr(shared, field) for field in shared.__struct_fields__},
+        node=shared.spec.names.index(name),
+        name=name,
+        address=address,
+        store_address=address,
+        env=own,
+        rank_socket=f"@ckptless-{os.getuid()}-{job}-ranks",
+    )
+
+
+def thread_env(env: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
+    """What must be set before torch is loaded: as torchrun, do not let every rank take every core."""
+    if "OMP_NUM_THREADS" in env or processes <= 1:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+
+
+def _address(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UsageError(f"the node's name {name} has no address here: {error}") from error

@@ -1,18 +1,9 @@
 """Pure: the environment of a training process; torchrun's variables, and what ckptless adds."""
 
-from collections.abc import Mapping
-
 from ckptless.daemon.api.messages import Assignment, JobSpec, Place
 
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
 SPARE_RANK = -1
-
-
-def thread_env(env: Mapping[str, str], processes_on_machine: int, cores: int) -> dict[str, str]:
-    """What must be set before torch is loaded: as torchrun, do not let every rank take every core."""
-    if "OMP_NUM_THREADS" in env or processes_on_machine <= 1:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, cores // processes_on_machine))}
 
 
 def rank_env(

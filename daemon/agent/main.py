@@ -1,6 +1,7 @@
-"""The agent's program: `python -m ckptless.daemon.agent.main --config FILE`; the launcher starts it."""
+"""The agent's program, `python -m ckptless.daemon.agent.main`; the launcher starts it."""
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -8,10 +9,10 @@ from pathlib import Path
 import click
 
 from ckptless.daemon import log
-from ckptless.daemon.agent.config import AgentConfig
+from ckptless.daemon.agent.config import AgentConfig, of_this_node
 from ckptless.daemon.agent.prctl import set_process_name
 from ckptless.daemon.agent.service import Agent
-from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.messages import Cancel
 from ckptless.daemon.config import load
 
@@ -30,12 +31,15 @@ async def _run(config: AgentConfig) -> int:
 
 
 @click.command()
-@click.option("--config", "path", required=True, type=click.Path(path_type=Path))
+@click.option("--local", "path", type=click.Path(path_type=Path), help="Local mode, by this file.")
+@click.option("--slurm", is_flag=True, help="In a step of ckptless-run, by its environment.")
 @click.option("-v", "--verbose", is_flag=True)
-def command(path: Path, verbose: bool) -> None:
+def command(path: Path | None, slurm: bool, verbose: bool) -> None:
     """Start, watch and restart the ranks of one node."""
     try:
-        config = load(path, AgentConfig)
+        if (path is None) is not slurm:
+            raise UsageError("agents are started by ckptless-run")
+        config = load(path, AgentConfig) if path else of_this_node(os.environ, len(os.sched_getaffinity(0)))
         log.configure(f"agent[{config.name}]", verbose=verbose)
         set_process_name("ckptless-agent")
         sys.exit(asyncio.run(_run(config)))

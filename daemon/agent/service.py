@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 from ckptless.daemon.agent.config import AgentConfig
@@ -18,7 +19,8 @@ from ckptless.daemon.agent.state_service import StateService
 from ckptless.daemon.agent.store_server import StoreServer
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.errors import ProtocolError, StartError
+from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.peers.vouch import KeyVouch
 
 logger = logging.getLogger(__name__)
@@ -41,11 +43,13 @@ class Agent:
         self._state = StateService(config.node, self._vault, self._replicas, self._crew)
         self._store = StoreServer()
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
-        self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._obey)
+        self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._hear)
         self._hello: m.AgentHello | None = None
         self._assignment: m.Assignment | None = None
         self._frozen: int | None = None
-        self._outcome: asyncio.Future[m.Outcome] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[m.Outcome] = loop.create_future()
+        self._answer: asyncio.Future[m.Admitted | m.Denied] = loop.create_future()
         self._seq = 0
         self._told_at = 0.0
         self._progress: asyncio.TimerHandle | None = None
@@ -77,11 +81,23 @@ class Agent:
             self._crew.store = (config.store_address, store_port)
             self._crew.start()
             daemon = asyncio.create_task(self._daemon.run())
+            await self._be_admitted(cancelled)
             outcome = await self._wait(cancelled)
-            logger.debug("end: %s", outcome)
+            if config.outcome_dir is not None:
+                write_outcome(Path(config.outcome_dir), config.spec.job, outcome)
             return outcome.exit_code
         finally:
             await self._close(daemon)
+
+    async def _be_admitted(self, cancelled: "asyncio.Future[m.Cancel]") -> None:
+        """The daemon's first answer, or the user's end of it. Raises StartError."""
+        either: set[asyncio.Future[Any]] = {cancelled, self._answer}
+        await asyncio.wait(either, timeout=self._config.start_s, return_when=asyncio.FIRST_COMPLETED)
+        name, where = self._config.name, self._config.daemon_socket
+        if not self._answer.done() and not cancelled.done():
+            raise StartError(f"no ckptlessd answers on {name} ({where}): see that it runs there")
+        if self._answer.done() and isinstance(answer := self._answer.result(), m.Denied):
+            raise StartError(f"ckptlessd on {name} refuses this job: {answer.reason}")
 
     async def _wait(self, cancelled: "asyncio.Future[m.Cancel]") -> m.Outcome:
         either: set[asyncio.Future[Any]] = {cancelled, self._outcome}
@@ -153,10 +169,17 @@ class Agent:
         generation = self._assignment.generation if self._assignment is not None else None
         self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
 
-    def _obey(self, order: m.ToAgent) -> None:
+    def _hear(self, message: m.ToAgent) -> None:
+        if isinstance(message, m.JobKey):
+            self._replicas.vouch = KeyVouch(message.key)
+        elif isinstance(message, m.Admitted | m.Denied):
+            if not self._answer.done():
+                self._answer.set_result(message)
+        else:
+            self._obey(message)
+
+    def _obey(self, order: m.Order) -> None:
         match order:
-            case m.JobKey():
-                self._replicas.vouch = KeyVouch(order.key)
             case m.Stop():
                 self._stop(order)
             case m.Assign():

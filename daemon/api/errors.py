@@ -5,6 +5,7 @@ CkptlessError
  +- ProtocolError       a message or file that breaks its format, version or limits
  +- LedgerError         the ledger cannot be opened or written
  +- PeerError           another process cannot be reached, or is not who it should be
+ +- StartError          a daemon or agent could not start
  +- RecoveryError       a fault that ckptless cannot answer; the text names the reason
 """
 
@@ -33,6 +34,12 @@ class LedgerError(CkptlessError):
 
 class PeerError(CkptlessError):
     """Another process cannot be reached in time, or failed to prove who it is."""
+
+    exit_code = 3
+
+
+class StartError(CkptlessError):
+    """A daemon or agent could not start."""
 
     exit_code = 3
 

@@ -110,6 +110,16 @@ class Cancel(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Admitted(Message, frozen=True, kw_only=True):
+    """Daemon to agent: the answer to its hello."""
+
+
+class Denied(Message, frozen=True, kw_only=True):
+    """Daemon to agent: this agent may not speak for that job here. The daemon hangs up after it."""
+
+    reason: str
+
+
 class JobKey(Message, frozen=True, kw_only=True):
     """Daemon to agent: what the job's agents prove to each other that they hold."""
 
@@ -163,7 +173,28 @@ class End(Message, frozen=True, kw_only=True):
 
 
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
-ToAgent: TypeAlias = Order | JobKey
+
+
+class JobStarted(Message, frozen=True, kw_only=True):
+    """Prolog to daemon: Slurm gives this node to a job that asked for ckptless. `spec` is the user's word."""
+
+    protocol: int
+    job_id: int
+    uid: int
+    spec: str = ""
+
+
+class JobEnded(Message, frozen=True, kw_only=True):
+    """Epilog to daemon: Slurm takes this node from the job."""
+
+    protocol: int
+    job_id: int
+    uid: int
+    spec: str = ""
+
+
+Notice: TypeAlias = JobStarted | JobEnded
+ToAgent: TypeAlias = Order | JobKey | Admitted | Denied
 FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
 
 # ---------------------------------------------------------------------------------- rank and agent

@@ -6,6 +6,7 @@ import click
 
 from ckptless import __version__
 from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.events import events
 from ckptless.daemon.ckptctl.jobs import jobs
 from ckptless.daemon.ckptctl.options import Asked, common
@@ -17,7 +18,7 @@ _EPILOG = """
 Exit codes:
   0  done
   1  failed
-  2  a mistake in how it was called
+  2  a mistake in how it was called, or in the settings
   3  the ledger is not there or cannot be read
   4  no such job
 
@@ -45,8 +46,9 @@ class _Group(click.Group):
 def ckptctl(_asked: Asked) -> None:
     """See what ckptless does for your jobs: how they stand, what broke, how long every recovery took.
 
-    It reads the ledgers that the daemons write, and nothing else: it works while they run, after they ended,
-    and after they were killed. Options may stand before or behind the command.
+    It reads the ledgers that the daemons write (config: the cluster's settings), and nothing else: it works
+    while they run, after they ended, and after they were killed. Options may stand before or behind the
+    command.
 
     \b
     Examples:
@@ -57,7 +59,7 @@ def ckptctl(_asked: Asked) -> None:
     """
 
 
-for _command in (jobs, status, events, timeline):
+for _command in (jobs, status, events, timeline, config):
     ckptctl.add_command(_command)
 
 

@@ -18,13 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import AgentConfig
-from ckptless.daemon.agent.environment import thread_env
+from ckptless.daemon.agent.config import AgentConfig, thread_env
 from ckptless.daemon.agent.prctl import set_child_subreaper, set_pdeathsig
-from ckptless.daemon.api.errors import CkptlessError, UsageError
+from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
+from ckptless.daemon.api.outcome import outcome_path, read_outcome
 from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
-from ckptless.daemon.launch.outcome import outcome_path, read_outcome
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
 
@@ -45,12 +44,6 @@ ALWAYS_PRELOADED = (
     "torch.utils.data",
     "ckptless.pytorch_hooks",
 )
-
-
-class StartError(CkptlessError):
-    """A daemon or agent could not start."""
-
-    exit_code = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +192,7 @@ class LocalRun:
             daemon_socket=self._socket(node, "daemon"),
             rank_socket=self._socket(node, "ranks"),
             log_dir=str(node.dir / "logs"),
-            preload=(*ALWAYS_PRELOADED, *options.preload),
+            preload=options.preload,
             tee=options.tee,
             copies=options.copies,
         )
@@ -208,7 +201,7 @@ class LocalRun:
 
     async def _start(self, node: Node, what: str) -> asyncio.subprocess.Process:
         module = "ckptless.daemon.main" if what == "daemon" else "ckptless.daemon.agent.main"
-        arguments = ["-m", module, "--config", str(node.dir / f"{what}.json")]
+        arguments = ["-m", module, "--local", str(node.dir / f"{what}.json")]
         if self._options.verbose:
             arguments.append("--verbose")
         with (node.dir / f"{what}.log").open("ab") as log:

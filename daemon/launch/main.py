@@ -1,18 +1,17 @@
-"""`ckptless-run`: torchrun's command line, and `--local`: a whole cluster's worth of nodes on one machine."""
+"""`ckptless-run`: torchrun's command line, in a Slurm job, or with `--local` on one machine."""
 
 import asyncio
 import os
-import re
-import secrets
 import sys
 from pathlib import Path
 
 import click
 
 from ckptless.daemon import log
-from ckptless.daemon.api.errors import CkptlessError, UsageError
-from ckptless.daemon.launch.local import LocalOptions, LocalRun
-from ckptless.daemon.ledger.paths import LATEST
+from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.launch.local import LocalRun
+from ckptless.daemon.launch.options import local_options, slurm_run
+from ckptless.daemon.launch.slurm import SlurmRun
 
 # What torchrun needs to bring the nodes together, and ckptless does not: the agents are told who is there.
 NOT_NEEDED = (
@@ -27,6 +26,7 @@ NOT_NEEDED = (
 
 EPILOG = """\b
 Examples:
+  sbatch --ckptless=spares=1 --nodes=5 --wrap "ckptless-run train.py --lr 1e-3"
   ckptless-run --local --nodes 4 --spares 1 train.py --lr 1e-3
   ckptless-run --local --nodes 2 --nproc-per-node 2 -m my.training --config c.yaml
 
@@ -71,11 +71,22 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     context_settings={"allow_interspersed_args": False, "max_content_width": 110, "show_default": True},
 )
 @click.option("--local", is_flag=True, help="Make the nodes on this machine; needs no root and no Slurm.")
-@click.option("--nodes", "--nnodes", type=click.IntRange(min=1), default=1, help="Nodes that train.")
 @click.option(
-    "--spares", type=click.IntRange(min=0), default=0, help="More nodes that wait, warm, to replace one."
+    "--nodes",
+    "--nnodes",
+    type=click.IntRange(min=1),
+    help="Nodes that train.  [default: 1; in a Slurm job, all that are no spares]",
 )
-@click.option("--nproc-per-node", type=click.IntRange(min=1), default=1, help="Ranks on each node.")
+@click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    help="More nodes that wait, warm, to replace one.  [default: 0, or what sbatch --ckptless said]",
+)
+@click.option(
+    "--nproc-per-node",
+    type=click.IntRange(min=1),
+    help="Ranks on each node.  [default: 1; in a Slurm job, its tasks or GPUs per node]",
+)
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -85,8 +96,7 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 @click.option(
     "--max-stall",
     type=click.FloatRange(min=5),
-    default=300.0,
-    help="Seconds without a step that are too many; every deadline follows from it.",
+    help="Seconds without a step that are too many; every deadline follows from it.  [default: 300]",
 )
 @click.option("-m", "--module", is_flag=True, help="The script is a module's name, as in python -m.")
 @click.option(
@@ -97,7 +107,9 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 )
 @click.option("--tee", default="0", help="Ranks whose output is shown here too: 0,3 or all or none.")
 @click.option(
-    "--copies", type=click.IntRange(min=1), default=2, help="Nodes that hold a copy of each rank's record."
+    "--copies",
+    type=click.IntRange(min=1),
+    help="Nodes that hold a copy of each rank's record.  [default: 2, or what sbatch --ckptless said]",
 )
 @click.option("--job", default=None, help="The job's name in the ledger.  [default: made up]")
 @click.option(
@@ -105,6 +117,12 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     type=click.Path(path_type=Path),
     default=None,
     help="Where ledger and logs go.  [default: under ~/.local/state/ckptless]",
+)
+@click.option(
+    "--log-dir",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="In a Slurm job: where a folder ckptless-JOBID for output is made, seen by all nodes.",
 )
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="TCP port of the daemons; 0: any free one."
@@ -132,58 +150,15 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
                 click.echo(
                     f"ckptless-run: --{name.replace('_', '-')} is not needed and has no effect", err=True
                 )
-        run = LocalRun(_local_options(script, script_args, options))
+        run: LocalRun | SlurmRun
+        if options["local"]:
+            run = LocalRun(local_options(script, script_args, options))
+        else:
+            run = slurm_run(script, script_args, options, os.environ)
         sys.exit(asyncio.run(run.run()))
     except CkptlessError as error:
         click.echo(f"ckptless-run: error: {error}", err=True)
         sys.exit(error.exit_code)
-
-
-def _local_options(script: str, script_args: tuple[str, ...], options: dict[str, object]) -> LocalOptions:
-    """Checked options, or UsageError with one sentence that says what to change."""
-    if not options["local"]:
-        raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
-    nodes, spares = int(str(options["nodes"])), int(str(options["spares"]))
-    if spares >= nodes:
-        raise UsageError(f"{spares} spares for {nodes} training nodes: --spares must be less than --nodes")
-    if not options["module"] and not Path(script).is_file():
-        raise UsageError(f"there is no script {script}")
-    job = str(options["job"] or f"local-{secrets.token_hex(3)}")
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", job) or job == LATEST:
-        raise UsageError(
-            f"--job {job!r} names a folder: use letters, digits, and _ . - inside, and not {LATEST}"
-        )
-    state_dir = options["state_dir"]
-    return LocalOptions(
-        argv=(script if options["module"] else os.path.abspath(script), *script_args),  # noqa: PTH100
-        module=bool(options["module"]),
-        nodes=nodes,
-        spares=spares,
-        slots=int(str(options["nproc_per_node"])),
-        start_tries=int(str(options["max_restarts"])),
-        max_stall_s=float(str(options["max_stall"])),
-        preload=tuple(str(name) for name in _as_tuple(options["preload"])),
-        tee=_ranks(str(options["tee"])),
-        copies=int(str(options["copies"])),
-        job=job,
-        state_dir=state_dir if isinstance(state_dir, Path) else None,
-        port=int(str(options["port"])),
-        verbose=bool(options["verbose"]),
-    )
-
-
-def _as_tuple(value: object) -> tuple[object, ...]:
-    return value if isinstance(value, tuple) else ()
-
-
-def _ranks(text: str) -> tuple[int, ...] | None:
-    """--tee: ranks, () for none, None for all."""
-    if text in ("all", "none"):
-        return None if text == "all" else ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"--tee {text}: give ranks as in 0,3, or all, or none") from None
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ def inject(kind: str) -> None:
 
 def kill_daemon() -> None:
     config = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
-    home = Path(os.fsdecode(config[config.index(b"--config") + 1])).parent
+    home = Path(os.fsdecode(config[config.index(b"--local") + 1])).parent
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = process.read_bytes()

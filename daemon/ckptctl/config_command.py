@@ -1,0 +1,57 @@
+"""`ckptctl config`: check the cluster's configuration file, and show what is in force and why."""
+
+from pathlib import Path
+
+import click
+
+from ckptless.daemon.ckptctl import render
+from ckptless.daemon.ckptctl.options import Asked
+from ckptless.daemon.settings import DEFAULT_FILE, load_settings
+from ckptless.daemon.settings_show import as_yaml, shown
+
+_FILE = click.argument("file", required=False, type=click.Path(path_type=Path))
+
+
+@click.group()
+def config() -> None:
+    """Check the cluster's configuration, or show what is in force.
+
+    FILE is /etc/ckptless/ckptless.yaml where it is not given; where that is missing too, the defaults hold.
+    """
+
+
+@config.command()
+@_FILE
+def check(file: Path | None) -> None:
+    """Say whether FILE is good: exit code 0, or 2 and what is wrong in it.
+
+    \b
+    Example:
+        ckptctl config check ./ckptless.yaml && install -m 644 ckptless.yaml /etc/ckptless/
+    """
+    settings = load_settings(file)
+    if settings.file is None:
+        click.echo(f"There is no {DEFAULT_FILE}: the defaults hold.")
+    else:
+        click.echo(f"{settings.file} is good.")
+
+
+@config.command()
+@_FILE
+@click.option("--json", "as_json", is_flag=True, help="JSON to stdout, for scripts.")
+@click.pass_context
+def show(context: click.Context, file: Path | None, as_json: bool) -> None:
+    """Show every value in force, and whether it is from the file, derived, or a default.
+
+    What it prints is a good file itself.
+
+    \b
+    Example:
+        ckptctl config show --json | jq -r '.settings[] | select(.source == "file").key'
+    """
+    settings = load_settings(file)
+    asked = context.find_object(Asked)
+    if as_json or (asked is not None and asked.as_json):
+        render.show_json(file=None if settings.file is None else str(settings.file), settings=shown(settings))
+    else:
+        click.echo(as_yaml(settings), nl=False)

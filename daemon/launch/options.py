@@ -1,0 +1,126 @@
+"""From the command line to a run: options checked, and completed from Slurm's environment."""
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from ckptless.daemon.agent.config import SharedConfig
+from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.api.messages import JobSpec
+from ckptless.daemon.launch import allocation as slurm
+from ckptless.daemon.launch.local import ALWAYS_PRELOADED, LocalOptions
+from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir
+from ckptless.daemon.ledger.paths import LATEST
+from ckptless.daemon.settings import load_settings
+
+Options = Mapping[str, object]
+
+DEFAULT_MAX_STALL_S = 300.0
+
+
+def local_options(script: str, script_args: tuple[str, ...], options: Options) -> LocalOptions:
+    """Checked options, or UsageError with one sentence that says what to change."""
+    nodes, spares = _number(options, "nodes") or 1, _number(options, "spares") or 0
+    if spares >= nodes:
+        raise UsageError(f"{spares} spares for {nodes} training nodes: --spares must be less than --nodes")
+    job = str(options["job"] or f"local-{secrets.token_hex(3)}")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", job) or job == LATEST:
+        raise UsageError(
+            f"--job {job!r} names a folder: use letters, digits, and _ . - inside, and not {LATEST}"
+        )
+    state_dir = options["state_dir"]
+    return LocalOptions(
+        argv=_argv(script, script_args, options),
+        module=bool(options["module"]),
+        nodes=nodes,
+        spares=spares,
+        slots=_number(options, "nproc_per_node") or 1,
+        start_tries=_number(options, "max_restarts") or 0,
+        max_stall_s=_max_stall(options) or DEFAULT_MAX_STALL_S,
+        preload=_preload(options),
+        tee=_ranks(str(options["tee"])),
+        copies=_number(options, "copies") or 2,
+        job=job,
+        state_dir=state_dir if isinstance(state_dir, Path) else None,
+        port=_number(options, "port") or 0,
+        verbose=bool(options["verbose"]),
+    )
+
+
+def slurm_run(
+    script: str, script_args: tuple[str, ...], options: Options, env: Mapping[str, str]
+) -> SlurmRun:
+    """A run on the nodes of the allocation around this process. Raises UsageError."""
+    if not slurm.inside_slurm(env):
+        raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
+    for name in ("job", "state_dir", "port"):
+        if options[name]:
+            raise UsageError(f"--{name.replace('_', '-')} is for --local: leave it out in a Slurm job")
+    argv = _argv(script, script_args, options)
+    found = slurm.read_allocation(env)
+    shape = slurm.shape(
+        found, env, _number(options, "nodes"), _number(options, "spares"), _number(options, "nproc_per_node")
+    )
+    settings = load_settings()
+    max_stall_s = _max_stall(options) or slurm.number(env, slurm.MAX_STALL)
+    parent = options["log_dir"]
+    log_dir, job = make_log_dir(parent if isinstance(parent, Path) else Path(), found.job_id)
+    spec = JobSpec(
+        job=job,
+        command=argv,
+        nodes=shape.nodes,
+        spares=shape.spares,
+        slots_per_node=shape.slots,
+        limits=settings.limits(max_stall_s, _number(options, "max_restarts") or 0),
+        names=found.names[: shape.nodes + shape.spares],
+    )
+    config = SharedConfig(
+        spec=spec,
+        argv=argv,
+        module=bool(options["module"]),
+        cwd=str(Path.cwd()),
+        daemon_socket=settings.daemon.socket,
+        log_dir=str(log_dir),
+        preload=_preload(options),
+        tee=_ranks(str(options["tee"])),
+        copies=_number(options, "copies") or int(slurm.number(env, slurm.REPLICAS) or 2),
+        outcome_dir=str(log_dir),
+    )
+    return SlurmRun(config=config, env=env, verbose=bool(options["verbose"]))
+
+
+def _argv(script: str, script_args: tuple[str, ...], options: Options) -> tuple[str, ...]:
+    if options["module"]:
+        return (script, *script_args)
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script}")
+    return (os.path.abspath(script), *script_args)  # noqa: PTH100  # a link stays the name that the user gave
+
+
+def _number(options: Options, name: str) -> int | None:
+    value = options[name]
+    return int(value) if isinstance(value, int) else None
+
+
+def _max_stall(options: Options) -> float | None:
+    value = options["max_stall"]
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _preload(options: Options) -> tuple[str, ...]:
+    given = options["preload"]
+    return (
+        (*ALWAYS_PRELOADED, *(str(name) for name in given)) if isinstance(given, tuple) else ALWAYS_PRELOADED
+    )
+
+
+def _ranks(text: str) -> tuple[int, ...] | None:
+    """--tee: ranks, () for none, None for all."""
+    if text in ("all", "none"):
+        return None if text == "all" else ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--tee {text}: give ranks as in 0,3, or all, or none") from None

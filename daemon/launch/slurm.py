@@ -1,0 +1,229 @@
+"""On a cluster: one single-node step per node of the allocation, an agent in each; then wait for the end.
+
+One step per node, since a multi-node step is aborted as a whole when one of its nodes comes back from a power
+cycle before Slurm has noticed, whatever its flags say. Output goes to files: what srun carries is lost, and
+blocks its task, when the batch host dies. The job outlives this process; then the daemons end it.
+"""
+
+import asyncio
+import base64
+import contextlib
+import logging
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
+from ckptless.daemon.agent.prctl import set_pdeathsig
+from ckptless.daemon.api.errors import StartError, UsageError
+from ckptless.daemon.api.messages import Outcome
+from ckptless.daemon.api.outcome import read_outcome
+from ckptless.daemon.launch.follow import Follower
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+# From SIGTERM to the agents until their steps must be over; Slurm's own KillWait is 30 s by default.
+TERM_DEADLINE_S = 20.0
+KILL_DEADLINE_S = 5.0
+CONFIG_DEADLINE_S = 10.0
+MAX_RUNS = 10_000
+
+
+@dataclass
+class Step:
+    """One node's srun, and the files its agent writes to."""
+
+    name: str
+    console: Path
+    log: Path
+    process: asyncio.subprocess.Process | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether its srun is still there."""
+        return self.process is not None and self.process.returncode is None
+
+
+@dataclass
+class SlurmRun:
+    """One `ckptless-run` in a batch script (or beside salloc)."""
+
+    config: SharedConfig
+    env: Mapping[str, str]
+    verbose: bool = False
+    binding: tuple[str, ...] = ()
+    _steps: list[Step] = field(default_factory=list)
+    _stop: asyncio.Future[signal.Signals] | None = None
+
+    @property
+    def log_dir(self) -> Path:
+        """Where output and outcome go; on a file system that every node sees."""
+        return Path(self.config.log_dir)
+
+    async def run(self) -> int:
+        """Start the agents, pass their output on, and wait for the end. The exit code."""
+        loop = asyncio.get_running_loop()
+        self._stop = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._stopped, number)
+        spec = self.config.spec
+        shape = f"nodes {spec.nodes}, spares {spec.spares}"
+        logger.info("job %s: %s; output in %s", spec.job, shape, self.log_dir)
+        self.binding = await cpu_binding()
+        try:
+            for name in spec.names:
+                self._steps.append(await self._start(name))
+            await self._wait()
+        finally:
+            await self._end_all()
+        return self._result()
+
+    def _stopped(self, number: signal.Signals) -> None:
+        assert self._stop is not None
+        if not self._stop.done():
+            self._stop.set_result(number)
+
+    async def _start(self, name: str) -> Step:
+        step = Step(name, self.log_dir / f"console-{name}.out", self.log_dir / f"agent-{name}.log")
+        # Slurm writes through to the file as it comes, and the agent's own log is line by line.
+        words = [
+            *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={name}", "--overlap"),
+            *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=none", *self.binding),
+            *(f"--output={step.console}", f"--error={step.log}", "--quiet", "--job-name=ckptless"),
+            *(sys.executable, "-m", "ckptless.daemon.agent.main", "--slurm"),
+        ]
+        if self.verbose:
+            words.append("--verbose")
+        try:
+            step.process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                env=step_env(self.env, self.config),
+                preexec_fn=_tie,
+                start_new_session=True,
+            )
+        except FileNotFoundError:
+            raise StartError("there is no srun in PATH: is this a node of the cluster?") from None
+        return step
+
+    async def _wait(self) -> None:
+        """Until every agent's step is over, or until the user's patience is."""
+        assert self._stop is not None
+        loop = asyncio.get_running_loop()
+        follower = Follower([step.console for step in self._steps], sys.stdout.buffer)
+        deadline: float | None = None
+        while any(step.running for step in self._steps):
+            await asyncio.sleep(POLL_S)
+            follower.pass_on()
+            if self._stop.done() and deadline is None:
+                logger.warning("%s: ending the job", self._stop.result().name)
+                deadline = loop.time() + TERM_DEADLINE_S
+                self._signal(signal.SIGTERM)
+            if deadline is not None and loop.time() > deadline:
+                break
+            if self.outcome() is None:
+                self._check_start()
+        follower.pass_on(last=True)
+
+    def _check_start(self) -> None:
+        """An agent that could not start tells so by its exit code: the job would wait for it in vain."""
+        for step in self._steps:
+            if step.process is not None and step.process.returncode == StartError.exit_code:
+                raise StartError(f"{step.name}: {_last_line(step.log)}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        for step in self._steps:
+            if step.running and step.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    step.process.send_signal(number)
+
+    async def _end_all(self) -> None:
+        """srun passes SIGTERM on to its agent; the second SIGKILL ends what is left of the steps."""
+        for number, patience_s in ((signal.SIGTERM, TERM_DEADLINE_S), (signal.SIGKILL, KILL_DEADLINE_S)):
+            running = [step.process for step in self._steps if step.running and step.process is not None]
+            if not running:
+                return
+            self._signal(number)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await asyncio.gather(*(process.wait() for process in running))
+
+    # ----------------------------------------------------------------------------------- the end
+
+    def outcome(self) -> Outcome | None:
+        """What the agents wrote down, in the log directory that they share with this process."""
+        return read_outcome(self.log_dir, self.config.spec.job)
+
+    def _result(self) -> int:
+        outcome = self.outcome()
+        if outcome is None:
+            if self._stop is not None and self._stop.done():
+                return 128 + self._stop.result()
+            raise StartError(f"no agent is left, and none could say why; their logs are in {self.log_dir}")
+        level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
+        logger.log(level, "job %s %s: %s", self.config.spec.job, outcome.state, outcome.reason)
+        if outcome.exit_code != 0:
+            logger.error("what the ranks printed is in %s", self.log_dir)
+        return outcome.exit_code
+
+
+def _tie() -> None:
+    """Runs in the child before exec: srun is to end when this process does."""
+    set_pdeathsig(signal.SIGKILL)
+
+
+async def cpu_binding() -> tuple[str, ...]:
+    """An agent's ranks share its step, which must not be bound to one task's CPUs (if Slurm binds at all)."""
+    try:
+        async with asyncio.timeout(CONFIG_DEADLINE_S):
+            pipe = asyncio.subprocess.PIPE
+            asked = await asyncio.create_subprocess_exec("scontrol", "show", "config", stdout=pipe)
+            text, _ = await asked.communicate()
+    except (OSError, TimeoutError):
+        return ("--cpu-bind=none",)
+    plugins = re.search(rb"^TaskPlugin\s*=\s*(.*)$", text, re.MULTILINE)
+    binds = plugins is None or b"affinity" in plugins.group(1) or b"cgroup" in plugins.group(1)
+    return ("--cpu-bind=none",) if binds else ()
+
+
+def step_env(env: Mapping[str, str], config: SharedConfig) -> dict[str, str]:
+    """The environment of a node's srun, and so of its agent and ranks.
+
+    SLURM_CPUS_PER_TASK and its like would shrink the step to one task's share; the agent runs all of them.
+    """
+    drop = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE")
+    kept = {name: value for name, value in env.items() if name not in drop}
+    kept[AGENT_CONFIG] = base64.b64encode(msgspec.json.encode(config)).decode()
+    return kept
+
+
+def make_log_dir(parent: Path, job_id: int) -> tuple[Path, str]:
+    """A folder of this run alone, and the run's name: 4711, then 4711.1 for the job's next run or start.
+
+    Making it decides: two runs of one job cannot get the same. Raises UsageError.
+    """
+    for number in range(MAX_RUNS):
+        name = f"{job_id}.{number}" if number else str(job_id)
+        folder = parent / f"ckptless-{name}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(f"cannot make {folder}: {error.strerror}; choose another --log-dir") from error
+        return folder.absolute(), name
+    raise UsageError(f"{parent} holds {MAX_RUNS} runs of job {job_id}: choose another --log-dir")
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return lines[-1] if lines else "its agent did not start, and said nothing"

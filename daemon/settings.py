@@ -1,0 +1,293 @@
+"""What an administrator sets for ckptless on a cluster: /etc/ckptless/ckptless.yaml, the same on every node.
+
+The defaults are chosen so that `version: 1` alone is a working file. Every timeout follows from one knob,
+`max_stall`; one that is set by hand must fit the others, or the file is refused.
+"""
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field, structs
+
+from ckptless.daemon import settings_file
+from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.api.model import Limits
+from ckptless.daemon.config import Timers
+from ckptless.daemon.settings_file import Source, duration
+
+DEFAULT_FILE = Path("/etc/ckptless/ckptless.yaml")
+SLURM_PORTS = range(6817, 6821)  # slurmctld, slurmd, slurmdbd, and slurmrestd's usual one
+
+# sockaddr_un has 108 bytes with the zero byte behind the name.
+AbsolutePath = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f]*$", max_length=4096)]
+SocketPath = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f]*$", max_length=107)]
+Port = Annotated[int, Meta(ge=1024, le=65535)]
+Timeout = Annotated[float, Meta(ge=0.01, le=86400)]
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Backend = Literal["auto", "commands", "pyslurm"]
+OnNodeLost = Literal["down", "drain", "none"]
+
+
+class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section of the file."""
+
+
+class Overrides(_Part, frozen=True):
+    """Timeouts in seconds that the file sets by hand; None is derived from `max_stall`."""
+
+    beat_s: Timeout | None = field(default=None, name="beat")
+    dark_s: Timeout | None = field(default=None, name="dark")
+    pong_s: Timeout | None = field(default=None, name="pong")
+    leave_s: Timeout | None = field(default=None, name="leave")
+    join_s: Timeout | None = field(default=None, name="join")
+    stall_s: Timeout | None = field(default=None, name="stall")
+    lease_s: Timeout | None = field(default=None, name="lease")
+
+
+class DaemonSettings(_Part, frozen=True):
+    """Where a daemon listens and what it keeps. Port 6821 is the first after those that Slurm uses.
+
+    `bind` is the address, interface or network for the other daemons; None is the address of the node's name.
+    """
+
+    port: Port = 6821
+    bind: str | None = None
+    socket: SocketPath = "/run/ckptless/ckptlessd.sock"
+    state_dir: AbsolutePath = "/var/lib/ckptless"
+    log_level: LogLevel = "info"
+
+
+class SlurmSettings(_Part, frozen=True):
+    """How the daemon speaks with Slurm.
+
+    `poll_s`: seconds between two looks at the jobs, beside those at events; one costs about 10 ms of CPU.
+    `on_node_lost`: down by default, since Slurm itself would wait for SlurmdTimeout, and since it kills what
+    might still run there. `requeue` is off: a job without an answer ends with its reason, and does not start
+    again from nothing unasked.
+    """
+
+    backend: Backend = "auto"
+    poll_s: Annotated[float, Meta(ge=1, le=3600)] = field(default=30.0, name="poll")
+    on_node_lost: OnNodeLost = "down"
+    bin_dir: AbsolutePath | None = None
+    requeue: bool = False
+
+
+class MungeSettings(_Part, frozen=True):
+    """Where munged listens; None is where libmunge looks by itself."""
+
+    socket: SocketPath | None = None
+
+
+class SettingsFile(_Part, frozen=True):
+    """The file. `max_stall` is 5 minutes as ckptless-run has it: longer than a slow step or an evaluation."""
+
+    version: Literal[1]
+    max_stall_s: Annotated[float, Meta(ge=5, le=86400)] = field(default=300.0, name="max_stall")
+    timeouts: Overrides = Overrides()
+    daemon: DaemonSettings = DaemonSettings()
+    slurm: SlurmSettings = SlurmSettings()
+    munge: MungeSettings = MungeSettings()
+
+
+class Timeouts(Struct, frozen=True, kw_only=True):
+    """Every timeout, in seconds. `Limits` says what those from `pong_s` on mean for a job.
+
+    `beat_s`: between two signs of life of a daemon to the others. `dark_s`: a daemon that is silent for so
+    long is taken for unreachable, its node for lost when its agent does not answer either.
+    """
+
+    beat_s: float
+    dark_s: float
+    pong_s: float
+    leave_s: float
+    join_s: float
+    stall_s: float
+    lease_s: float
+
+    @classmethod
+    def derive(cls, max_stall_s: float) -> "Timeouts":
+        """All of them from the longest stall that is accepted.
+
+        A node is dark after 1.5 s, six beats; who accepts stalls over 5 minutes has time for a calmer
+        verdict, up to 5 s.
+        """
+        limits = Limits.from_max_stall(max_stall_s)
+        dark_s = round(min(5.0, max(1.5, max_stall_s / 200)), 3)
+        return cls(
+            beat_s=round(dark_s / 6, 3),
+            dark_s=dark_s,
+            pong_s=limits.pong_s,
+            leave_s=limits.leave_s,
+            join_s=limits.join_s,
+            stall_s=limits.stall_s,
+            lease_s=limits.lease_s,
+        )
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """Checked settings: what the file says, and what follows from it.
+
+    `file` is None where there is none; `given` are the keys it sets ("daemon.port").
+    """
+
+    file: Path | None
+    given: frozenset[str]
+    max_stall_s: float
+    timeouts: Timeouts
+    daemon: DaemonSettings
+    slurm: SlurmSettings
+    munge: MungeSettings
+
+    def limits(self, max_stall_s: float | None = None, start_tries: int = 0) -> Limits:
+        """Deadlines of a job: from the knob of its own (seconds) where it has one, else the site's."""
+        if max_stall_s is not None:
+            return Limits.from_max_stall(max_stall_s, start_tries)
+        own = self.timeouts
+        return structs.replace(
+            Limits.from_max_stall(self.max_stall_s, start_tries),
+            pong_s=own.pong_s,
+            leave_s=own.leave_s,
+            join_s=own.join_s,
+            stall_s=own.stall_s,
+            lease_s=own.lease_s,
+        )
+
+    @property
+    def timers(self) -> Timers:
+        """How the daemons watch each other."""
+        return Timers(beat_s=self.timeouts.beat_s, dark_s=self.timeouts.dark_s)
+
+
+_TIMEOUT = "a duration with its unit from 10ms to 24h, such as 250ms or 2s, or left out"
+_SOCKET = "the absolute path of a Unix socket, at most 107 bytes long"
+
+# What each key's value must be, in the words of an error message.
+WANTED = {
+    "version": "1, as in `version: 1`",
+    "max_stall": "a duration with its unit from 5s to 24h, such as 90s or 5m",
+    "timeouts.beat": _TIMEOUT,
+    "timeouts.dark": _TIMEOUT,
+    "timeouts.pong": _TIMEOUT,
+    "timeouts.leave": _TIMEOUT,
+    "timeouts.join": _TIMEOUT,
+    "timeouts.stall": _TIMEOUT,
+    "timeouts.lease": _TIMEOUT,
+    "daemon.port": "a TCP port from 1024 to 65535",
+    "daemon.bind": "an IP address, a network such as 10.1.0.0/16, an interface such as ib0, or null",
+    "daemon.socket": _SOCKET,
+    "daemon.state_dir": "an absolute path",
+    "daemon.log_level": "debug, info, warning or error",
+    "slurm.backend": "auto, commands or pyslurm",
+    "slurm.poll": "a duration with its unit from 1s to 1h, such as 30s",
+    "slurm.on_node_lost": "down, drain or none",
+    "slurm.bin_dir": "the absolute path of the folder with scontrol, or null",
+    "slurm.requeue": "true or false",
+    "munge.socket": f"{_SOCKET}, or null",
+}
+
+# These are read once; a reload takes over all others.
+_RESTART_KEYS = (
+    "daemon.port",
+    "daemon.bind",
+    "daemon.socket",
+    "daemon.state_dir",
+    "slurm.backend",
+    "slurm.bin_dir",
+    "munge.socket",
+)
+
+
+def load_settings(path: Path | None = None) -> Settings:
+    """The settings of a file; None is the default file, or the defaults where that is missing.
+
+    Raises UsageError: one sentence with the file, the line and the key.
+    """
+    if path is None:
+        if not DEFAULT_FILE.exists():
+            return _settled(Source(DEFAULT_FILE, {"version": 1}, {}), SettingsFile(version=1), None)
+        path = DEFAULT_FILE
+    source = settings_file.read(path)
+    return _settled(source, settings_file.parse(source, SettingsFile, WANTED), path)
+
+
+def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings:
+    timeouts = _overridden(Timeouts.derive(found.max_stall_s), found.timeouts)
+    settings = Settings(
+        file=file,
+        given=_given(source, found.timeouts),
+        max_stall_s=found.max_stall_s,
+        timeouts=timeouts,
+        daemon=found.daemon,
+        slurm=found.slurm,
+        munge=found.munge,
+    )
+    if found.daemon.port in SLURM_PORTS:
+        raise source.mistake(
+            "daemon.port", f"daemon.port is {found.daemon.port}, which is one of Slurm's own"
+        )
+    if found.daemon.bind is not None and not _is_bind(found.daemon.bind):
+        text = f"daemon.bind is {found.daemon.bind}: it must be {WANTED['daemon.bind']}"
+        raise source.mistake("daemon.bind", text)
+    _check_timeouts(source, timeouts, found)
+    return settings
+
+
+def _given(source: Source, timeouts: Overrides) -> frozenset[str]:
+    """Keys that the file sets; a timeout that is null is left to `max_stall`."""
+    left = {f"timeouts.{name[:-2]}" for name, value in structs.asdict(timeouts).items() if value is None}
+    return frozenset(WANTED.keys() & source.lines.keys() - left)
+
+
+def _overridden(derived: Timeouts, own: Overrides) -> Timeouts:
+    by_hand = {name: value for name, value in structs.asdict(own).items() if value is not None}
+    return structs.replace(derived, **by_hand)
+
+
+def _is_bind(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)  # an address is a network of one
+    except ValueError:
+        # An interface: 15 bytes in Linux; not digits and dots alone, which is a mistyped address.
+        return re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9_.:@-]{1,15}", text) is not None
+    return True
+
+
+def _check_timeouts(source: Source, times: Timeouts, found: SettingsFile) -> None:
+    """The order that the timeouts must stand in; raises UsageError at the one that was set by hand."""
+    own = found.timeouts
+
+    def text(name: str) -> str:
+        by_hand = getattr(own, f"{name}_s") is not None
+        value = duration(getattr(times, f"{name}_s"))
+        return f"timeouts.{name} ({value}{'' if by_hand else ', derived from max_stall'})"
+
+    def mistake(low: str, high: str, rule: str) -> UsageError:
+        at = low if getattr(own, f"{low}_s") is not None else high
+        return source.mistake(f"timeouts.{at}", f"{text(low)} must be {rule} {text(high)}")
+
+    if times.beat_s >= times.dark_s / 3:
+        raise mistake("beat", "dark", "less than a third of")
+    # Else a node would end its ranks while nobody missed it yet.
+    if times.dark_s >= times.lease_s:
+        raise mistake("dark", "lease", "less than")
+    for name in ("dark", "pong", "leave", "lease"):
+        if getattr(times, f"{name}_s") >= times.stall_s:
+            raise mistake(name, "stall", "less than")
+    for name in ("join", "stall"):
+        if getattr(times, f"{name}_s") > found.max_stall_s:
+            limit = f"max_stall ({duration(found.max_stall_s)})"
+            raise source.mistake(f"timeouts.{name}", f"{text(name)} must not be more than {limit}")
+
+
+def needs_restart(old: Settings, new: Settings) -> tuple[str, ...]:
+    """Keys that differ and that a reload cannot take over."""
+    return tuple(key for key in _RESTART_KEYS if _at(old, key) != _at(new, key))
+
+
+def _at(settings: Settings, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(settings, section), name)

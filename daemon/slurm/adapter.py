@@ -1,0 +1,263 @@
+"""What ckptless asks of Slurm, and in which words: jobs, nodes, and the few things it does to them.
+
+`Slurm` is the protocol. Behind it are Slurm's commands (`commands`), which every Slurm has, or pyslurm
+(`pyslurm_backend`), which must match the site's Slurm; `select` picks one. In front of either goes `cached`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.slurm.hostlist import is_node_name
+
+DEADLINE_S = 10.0
+MAX_REASON = 200
+MAX_JOB_ID = 2**32 - 10
+MAX_DRAW_IN = 1000
+
+# A job in one of these is over; it comes back only if somebody requeues it.
+OVER = frozenset(
+    (
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "LAUNCH_FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "RECONFIG_FAIL",
+        "REVOKED",
+        "SPECIAL_EXIT",
+        "TIMEOUT",
+    )
+)
+HOLDS_NODES = frozenset(
+    (
+        "RUNNING",
+        "CONFIGURING",
+        "RESIZING",
+        "SIGNALING",
+        "STOPPED",
+        "SUSPENDED",
+        "STAGE_OUT",
+        "COMPLETING",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job as Slurm sees it. `name` and `comment` are the user's words, and may hold anything.
+
+    `nodes` are those of the allocation at this moment. `batch_host` is "" where there is no batch script.
+    Times are seconds since the Unix epoch, None where Slurm has none; `time_limit_s` None is no limit.
+    """
+
+    job_id: int
+    user_id: int
+    state: str
+    nodes: tuple[str, ...] = ()
+    restarts: int = 0
+    batch_host: str = ""
+    partition: str = ""
+    start_s: float | None = None
+    end_s: float | None = None
+    time_limit_s: float | None = None
+    reason: str = ""
+    name: str = ""
+    comment: str = ""
+    array: str = ""
+    """`2_7` for a task of an array, `2_[8-9]` for its tasks that wait together as one job, else ""."""
+
+    @property
+    def running(self) -> bool:
+        """It has its nodes and its processes run."""
+        return self.state == "RUNNING"
+
+    @property
+    def over(self) -> bool:
+        """It has ended."""
+        return self.state in OVER
+
+    @property
+    def holds_nodes(self) -> bool:
+        """Its nodes are its own: running, or on the way there or from there."""
+        return self.state in HOLDS_NODES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One node as Slurm sees it.
+
+    `state` is the base state (IDLE, MIXED, ALLOCATED, DOWN, ...), `flags` what is added to it (DRAIN,
+    NOT_RESPONDING, ...). `reason` is why it is drained or down. `boot_s` is when it booted, in seconds since
+    the Unix epoch, to a second or two; None if it never registered.
+    """
+
+    name: str
+    address: str
+    state: str
+    flags: frozenset[str] = field(default_factory=frozenset)
+    reason: str = ""
+    boot_s: float | None = None
+    slurmd_start_s: float | None = None
+    cpus: int = 0
+    partitions: tuple[str, ...] = ()
+    version: str = ""
+
+    @property
+    def down(self) -> bool:
+        """Slurm runs nothing there and has ended what ran."""
+        return self.state in ("DOWN", "ERROR", "UNKNOWN", "FUTURE") or "FAIL" in self.flags
+
+    @property
+    def draining(self) -> bool:
+        """No new job starts there; running ones go on."""
+        return "DRAIN" in self.flags
+
+    @property
+    def responding(self) -> bool:
+        """Its slurmd answers, as far as Slurm knows yet."""
+        return "NOT_RESPONDING" not in self.flags
+
+    @property
+    def idle(self) -> bool:
+        """A job could start there now."""
+        return self.state == "IDLE" and not self.flags & _KEEPS_JOBS_AWAY
+
+
+_KEEPS_JOBS_AWAY = frozenset(
+    (
+        "DRAIN",
+        "NOT_RESPONDING",
+        "FAIL",
+        "MAINTENANCE",
+        "RESERVED",
+        "COMPLETING",
+        "POWERED_DOWN",
+        "POWERING_DOWN",
+        "POWERING_UP",
+        "POWER_DOWN",
+        "POWER_UP",
+        "POWER_DRAIN",
+        "REBOOT_REQUESTED",
+        "REBOOT_ISSUED",
+        "PLANNED",
+        "BLOCKED",
+        "INVALID",
+        "INVALID_REG",
+    )
+)
+
+
+class Slurm(Protocol):
+    """Slurm, asked and told. `deadline_s` is in seconds from the call; afterwards nothing of it goes on here.
+
+    Every method raises SlurmUnreachableError (no answer in time), SlurmRefusedError or SlurmNotFoundError,
+    each with Slurm's own words; UsageError for an argument that cannot be right; ProtocolError for an answer
+    that nobody can read. After SlurmUnreachableError a change may have been made or not: ask.
+    """
+
+    async def aclose(self) -> None:
+        """End what is kept between calls. Its owner calls it once, last."""
+        ...
+
+    async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
+        """Name of the host whose slurmctld answers."""
+        ...
+
+    async def jobs(self, *, deadline_s: float = DEADLINE_S) -> tuple[Job, ...]:
+        """All jobs that Slurm still knows, those that ended lately included."""
+        ...
+
+    async def job(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Job:
+        """One job."""
+        ...
+
+    async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:
+        """All nodes."""
+        ...
+
+    async def node(self, name: str, *, deadline_s: float = DEADLINE_S) -> Node:
+        """One node."""
+        ...
+
+    async def drain(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """No new job on this node; running ones go on. Replaces the reason that may be there already."""
+        ...
+
+    async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """Give the node back, drained or down; a node that is neither stays as it is."""
+        ...
+
+    async def mark_down(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """Slurm ends what runs there, at once, and takes the node out of jobs that are no-kill.
+
+        A living node stays down only with ReturnToService 0 or 1; with 2 it is back at its next answer.
+        """
+        ...
+
+    async def requeue(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """End a running batch job and queue it again; it may start two minutes later at the earliest.
+
+        Refused for a job that is over: Slurm itself would bring back one that its user has cancelled.
+        """
+        ...
+
+    async def cancel(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """End a job, of an array only this task; nothing happens to one that is over."""
+        ...
+
+    async def comment(self, job_id: int, text: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """Set the job's comment, which its user sees in squeue and scontrol."""
+        ...
+
+    async def draw_in(
+        self, job_id: int, count: int, *, avoid: Sequence[str] = (), deadline_s: float = DEADLINE_S
+    ) -> tuple[str, ...]:
+        """Grow a running job by `count` idle nodes, none of `avoid`; returns their names.
+
+        All or none, and now or never: what is not idle is not waited for. Takes `permit_job_expansion` in
+        SchedulerParameters, and root or the job's own user. On 24.11 and later the site must not have
+        PrologFlags=Alloc, or steps on the new nodes fail.
+        """
+        ...
+
+    async def release(self, job_id: int, names: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
+        """Shrink a running job by these nodes; what runs on them is ended. Never its batch host."""
+        ...
+
+
+def check_node(name: str) -> str:
+    """Return `name`; UsageError if it is not one node's name."""
+    if not is_node_name(name):
+        raise UsageError(f"{name[:80]!r} is not a node's name")
+    return name
+
+
+def check_job(job_id: int) -> int:
+    """Return `job_id`; UsageError if it cannot be one."""
+    if not 0 < job_id < MAX_JOB_ID:
+        raise UsageError(f"{job_id} is not a job's number")
+    return job_id
+
+
+def check_text(text: str, what: str = "reason") -> str:
+    """Return `text`, which others will read in Slurm's answers; UsageError if it is unfit for that.
+
+    It must not be empty, long or unprintable, nor hold quotes, which scontrol takes for its own.
+    """
+    if not text.strip():
+        raise UsageError(f"the {what} is empty: say why in a few words")
+    if len(text) > MAX_REASON:
+        raise UsageError(
+            f"the {what} has {len(text)} characters; Slurm gets at most {MAX_REASON}: shorten it"
+        )
+    if not text.isprintable() or any(quote in text for quote in "\"'`\\"):
+        raise UsageError(
+            f"the {what} {text[:80]!r} holds quotes, backslashes or control characters: leave them out"
+        )
+    return text

@@ -1,0 +1,201 @@
+"""Slurm's last known state with its age: bounded polling, and an answer when slurmctld is away.
+
+Readers never get an exception for Slurm's sake: they get the last answer, how old it is, and what the trouble
+is. Orders (drain, requeue, ...) go straight to the backend, raise as it does, and make what is known stale.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, Slurm
+from ckptless.daemon.slurm.deadline import Deadline
+from ckptless.daemon.slurm.freshness import Move, Pace, Track
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading(Generic[T]):
+    """What is known. `value` is None if there never was an answer; then `age_s` is inf.
+
+    `fresh` says that its query began late enough for what was asked, and after our own last order. `trouble`
+    says why the newest query had no answer, "" if it had.
+    """
+
+    value: T | None
+    age_s: float
+    fresh: bool
+    trouble: str = ""
+
+
+class Time(Protocol):
+    """`clock.Clock`."""
+
+    def now(self) -> float:
+        """Seconds, never going back."""
+        ...
+
+
+class _Question(Generic[T]):
+    """One kind of question: its last answer, and the query under way."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]], clock: Time, pace: Pace) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._pace = pace
+        self._value: T | None = None
+        self._query: asyncio.Task[None] | None = None
+        self.track = Track()
+
+    async def read(self, max_age_s: float, wait_s: float) -> Reading[T]:
+        """At most `max_age_s` old if that is to be had within `wait_s`; else what there is."""
+        deadline = Deadline(wait_s)
+        oldest_s = self._clock.now() - max_age_s
+        # Three moves at most: wait for a query that is too old already, wait until one may begin, and that
+        # one.
+        for _ in range(3):
+            now_s = self._clock.now()
+            move = self.track.move(now_s, oldest_s, self._pace)
+            if move is Move.HAVE:
+                break
+            if move is Move.LATER:
+                pause_s = self.track.next_s(self._pace) - now_s
+                if self.track.failures or pause_s > deadline.left_s:
+                    break
+                await asyncio.sleep(pause_s)
+                continue
+            if move is Move.ASK:
+                self.track = self.track.ask(now_s)
+                self._query = asyncio.create_task(self._run())
+            assert self._query is not None
+            # The query belongs to all readers: it goes on when one of them has waited long enough.
+            await asyncio.wait({self._query}, timeout=deadline.left_s)
+        return self._reading(oldest_s)
+
+    def _reading(self, oldest_s: float) -> Reading[T]:
+        now_s = self._clock.now()
+        fresh = self.track.fresh(oldest_s)
+        trouble = self.track.trouble
+        if self.track.in_flight and not fresh and not trouble:
+            trouble = f"asked {now_s - self.track.asked_s:.1f} s ago, no answer yet"
+        return Reading(value=self._value, age_s=self.track.age_s(now_s), fresh=fresh, trouble=trouble)
+
+    async def _run(self) -> None:
+        trouble = "the query was ended"
+        try:
+            self._value = await self._ask()
+            trouble = ""
+        except (CkptlessError, OSError) as error:
+            trouble = str(error) or type(error).__name__
+        finally:
+            self.track = self.track.fail(trouble) if trouble else self.track.answer()
+
+    async def aclose(self) -> None:
+        """End the query under way."""
+        if self._query is not None:
+            self._query.cancel()
+            await asyncio.wait({self._query})
+
+
+class CachedSlurm:
+    """A backend with a memory. Its owner closes it, which closes the backend as well.
+
+    `query_s` bounds one query: with slurmctld away, that is how long Slurm's own commands try.
+    """
+
+    def __init__(
+        self, backend: Slurm, clock: Time, pace: Pace | None = None, query_s: float = DEADLINE_S
+    ) -> None:
+        self._backend = backend
+        self._clock = clock
+        pace = pace or Pace()
+        self._jobs = _Question(lambda: backend.jobs(deadline_s=query_s), clock, pace)
+        self._nodes = _Question(lambda: backend.nodes(deadline_s=query_s), clock, pace)
+
+    async def aclose(self) -> None:
+        """End the queries under way, then the backend."""
+        await self._jobs.aclose()
+        await self._nodes.aclose()
+        await self._backend.aclose()
+
+    async def jobs(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Job, ...]]:
+        """All jobs. Never raises for Slurm's sake."""
+        return await self._jobs.read(max_age_s, wait_s)
+
+    async def nodes(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Node, ...]]:
+        """All nodes. Never raises for Slurm's sake."""
+        return await self._nodes.read(max_age_s, wait_s)
+
+    async def job(self, job_id: int, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[Job]:
+        """One job, out of all. `value` None with `fresh`: Slurm knows no such job, asked after this call."""
+        return await self._find(self._jobs, lambda job: job.job_id == job_id, max_age_s, wait_s)
+
+    async def node(self, name: str, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[Node]:
+        """One node, out of all. `value` None with `fresh`: Slurm knows no such node, asked after the call."""
+        return await self._find(self._nodes, lambda node: node.name == name, max_age_s, wait_s)
+
+    async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
+        """See `adapter.Slurm`."""
+        return await self._backend.ping(deadline_s=deadline_s)
+
+    async def drain(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await self._order(self._backend.drain(name, reason, deadline_s=deadline_s))
+
+    async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await self._order(self._backend.undrain(name, deadline_s=deadline_s))
+
+    async def mark_down(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await self._order(self._backend.mark_down(name, reason, deadline_s=deadline_s))
+
+    async def requeue(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await self._order(self._backend.requeue(job_id, deadline_s=deadline_s))
+
+    async def cancel(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await self._order(self._backend.cancel(job_id, deadline_s=deadline_s))
+
+    async def comment(self, job_id: int, text: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await self._order(self._backend.comment(job_id, text, deadline_s=deadline_s))
+
+    async def draw_in(
+        self, job_id: int, count: int, *, avoid: Sequence[str] = (), deadline_s: float = DEADLINE_S
+    ) -> tuple[str, ...]:
+        """See `adapter.Slurm`."""
+        return await self._order(self._backend.draw_in(job_id, count, avoid=avoid, deadline_s=deadline_s))
+
+    async def release(self, job_id: int, names: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await self._order(self._backend.release(job_id, names, deadline_s=deadline_s))
+
+    async def _order(self, order: Awaitable[T]) -> T:
+        """Await `order`. Also one that failed, or was cancelled, may have changed something."""
+        try:
+            return await order
+        finally:
+            now_s = self._clock.now()
+            for question in (self._jobs, self._nodes):
+                question.track = question.track.change(now_s)
+
+    async def _find(
+        self, question: _Question[tuple[T, ...]], wanted: Callable[[T], bool], max_age_s: float, wait_s: float
+    ) -> Reading[T]:
+        deadline = Deadline(wait_s)
+        known = await question.read(max_age_s, wait_s)
+        found = _first(known, wanted)
+        if found is None and known.fresh:
+            # It may be younger than what is known: who asks for a job has often just started it.
+            known = await question.read(0.0, deadline.left_s)
+            found = _first(known, wanted)
+        return Reading(value=found, age_s=known.age_s, fresh=known.fresh, trouble=known.trouble)
+
+
+def _first(known: Reading[tuple[T, ...]], wanted: Callable[[T], bool]) -> T | None:
+    return next((value for value in known.value or () if wanted(value)), None)

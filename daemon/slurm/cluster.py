@@ -1,0 +1,174 @@
+"""Slurm as what gives out nodes: whose a job is and where it runs, and what Slurm is told of its fate."""
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptless.daemon.api.errors import PeerError, UsageError
+from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
+from ckptless.daemon.config import Peer
+from ckptless.daemon.roster import Roster
+from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
+from ckptless.daemon.slurm.cached import CachedSlurm
+from ckptless.daemon.slurm.errors import SlurmError, SlurmUnreachableError
+
+if TYPE_CHECKING:
+    from ckptless.daemon.runtime import JobRuntime
+
+logger = logging.getLogger(__name__)
+
+OnNodeLost = Literal["down", "drain", "none"]
+
+ADMIT_S = 10.0
+RETRY_S = 5.0
+RETRIES = 120
+MAX_NODES = 65_536
+_RUN = re.compile(r"(\d{1,10})(?:\.\d{1,5})?")
+_UNFIT = re.compile(r"[^ -~]|[\"'`\\]")
+
+
+def slurm_job_id(run: str) -> int:
+    """The Slurm job of a run, which is named 4711, 4711.1 and so on. Raises PeerError."""
+    found = _RUN.fullmatch(run)
+    if found is None:
+        raise PeerError(f"{run[:80]!r} is not the name of a run in a Slurm job")
+    return int(found.group(1))
+
+
+def reason_text(reason: str) -> str:
+    """What stands in `sinfo -R`: ours, printable and short enough."""
+    return _UNFIT.sub(" ", f"ckptless: {reason}")[:MAX_REASON]
+
+
+class SlurmCluster:
+    """Owned by the daemon's event loop; `name` is this node's in Slurm, `port` that of every daemon."""
+
+    def __init__(self, slurm: CachedSlurm, name: str, port: int, on_node_lost: OnNodeLost) -> None:
+        self._slurm, self._name, self._port = slurm, name, port
+        self.on_node_lost = on_node_lost
+        self._announced: dict[int, int] = {}
+        self._addresses: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -------------------------------------------------------------------------- who may speak
+
+    def notice(self, notice: JobStarted | JobEnded) -> None:
+        """See `roster.Cluster`: the prolog's word is Slurm's own, and spares a question to slurmctld."""
+        if isinstance(notice, JobStarted):
+            logger.info("job %d of uid %d begins here: %s", notice.job_id, notice.uid, notice.spec or "-")
+            self._announced[notice.job_id] = notice.uid
+        else:
+            logger.info("job %d ends here", notice.job_id)
+            self._announced.pop(notice.job_id, None)
+
+    async def admit(self, hello: AgentHello, uid: int) -> Roster:
+        """See `roster.Cluster`: the job must be of this uid, and have this node."""
+        job_id = slurm_job_id(hello.spec.job)
+        owner = self._announced.get(job_id)
+        if owner is None:
+            owner = (await self._job(job_id)).user_id
+        if owner != uid:
+            raise PeerError(f"job {job_id} is not of uid {uid}")
+        names, info = hello.spec.names, hello.info
+        total = hello.spec.nodes + hello.spec.spares
+        if len(names) != total or len(set(names)) != total or total > MAX_NODES:
+            raise PeerError(f"job {job_id} names {len(names)} nodes for {total} places")
+        if info.node >= total or names[info.node] != self._name or info.name != self._name:
+            raise PeerError(f"the agent takes {self._name} for number {info.node}, {info.name}")
+        if not _is_own(info.address) or not _is_own(info.store_address):
+            raise PeerError(f"{info.address} is not an address of {self._name}")
+        return Roster(info.node, await self._peers(names))
+
+    async def _job(self, job_id: int) -> Job:
+        reading = await self._slurm.job(job_id, wait_s=ADMIT_S)
+        job = reading.value
+        if job is None:
+            raise PeerError(f"Slurm cannot say whose job {job_id} is: {reading.trouble or 'it knows none'}")
+        if not job.holds_nodes or self._name not in job.nodes:
+            raise PeerError(f"job {job_id} ({job.state}) does not have {self._name}")
+        return job
+
+    async def _peers(self, names: tuple[str, ...]) -> tuple[Peer, ...]:
+        missing = [name for name in names if name not in self._addresses]
+        found = await asyncio.gather(*(asyncio.to_thread(_look_up, name) for name in missing))
+        self._addresses.update(zip(missing, found, strict=True))
+        return tuple(
+            Peer(node=number, name=name, address=self._addresses[name], port=self._port)
+            for number, name in enumerate(names)
+        )
+
+    # ------------------------------------------------------------------------ what Slurm is told
+
+    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
+        """See `roster.Cluster`: down, so that Slurm ends what may still run there, or drained."""
+        name = runtime.roster.peers[node].name
+        text = reason_text(f"job {runtime.job}: {reason}")
+        if self.on_node_lost == "down":
+            order = "mark down", lambda: self._slurm.mark_down(name, text)
+        elif self.on_node_lost == "drain":
+            order = "drain", lambda: self._slurm.drain(name, text)
+        else:
+            return
+        self._spawn(self._tell(runtime, f"{order[0]} {name}", order[1]))
+
+    def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
+        """See `roster.Cluster`: a job whose batch host is lost is ended by nobody else."""
+        control = runtime.session.control
+        if not control.leads:
+            return
+        job_id = slurm_job_id(runtime.job)
+        text = reason_text(f"{outcome.state}, exit code {outcome.exit_code}: {outcome.reason}")
+        self._spawn(self._tell(runtime, "comment", lambda: self._slurm.comment(job_id, text)))
+        if control.nodes[0].lost is not None:
+            self._spawn(self._tell(runtime, "cancel", lambda: self._slurm.cancel(job_id)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self, runtime: "JobRuntime", what: str, order: Any) -> None:
+        """Tell Slurm; while slurmctld is away, again and again. Every end of it is an event."""
+        for attempt in range(RETRIES):
+            try:
+                await order()
+            except SlurmUnreachableError as error:
+                if attempt == 0:
+                    runtime.note("warning", "slurm-away", f"{what}: {error}; trying again")
+                await asyncio.sleep(RETRY_S)
+            except (SlurmError, UsageError) as error:
+                runtime.note("warning", "slurm-refused", f"{what}: {error}")
+                return
+            else:
+                runtime.note("info", "slurm-told", what)
+                return
+        runtime.note("error", "slurm-away", f"{what}: given up after {RETRIES} tries")
+
+    async def aclose(self) -> None:
+        """End what is under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._slurm.aclose()
+
+
+def _look_up(name: str) -> str:
+    """A node's address. Raises PeerError."""
+    try:
+        check_node(name)
+        return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UsageError) as error:
+        raise PeerError(f"the node {name!r} of the job has no address here: {error}") from error
+
+
+def _is_own(address: str) -> bool:
+    """Whether one can listen at it on this node: others are told to connect there."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

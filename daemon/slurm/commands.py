@@ -1,0 +1,192 @@
+"""Slurm through its own commands: scontrol, squeue, scancel, and salloc to grow a job. The default.
+
+They are there wherever Slurm is, and what is read of them is the same on 22.05, 24.11 and 26.05.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ckptless.daemon.slurm import resize
+from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, check_job, check_node, check_text
+from ckptless.daemon.slurm.deadline import Deadline
+from ckptless.daemon.slurm.errors import (
+    SlurmNotFoundError,
+    SlurmRefusedError,
+    SlurmUnreachableError,
+    from_message,
+)
+from ckptless.daemon.slurm.process import Account, Done, find, run
+from ckptless.daemon.slurm.text import JobFormat, read_nodes, read_ping
+
+# slurmctld answers one caller after another anyway, and each of ours is a process.
+AT_ONCE = 4
+
+
+class Commands:
+    """The protocol `adapter.Slurm` on Slurm's commands, found in `folder` or else on the daemon's PATH.
+
+    For one event loop.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._slots = asyncio.Semaphore(AT_ONCE)
+
+    async def aclose(self) -> None:
+        """Nothing is kept open between calls."""
+
+    async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
+        """See `adapter.Slurm`."""
+        done = await self.command(Deadline(deadline_s), "scontrol", "ping")
+        host = read_ping(done.out) if done.out.strip() else None
+        if host is None:
+            raise SlurmUnreachableError(f"no slurmctld answers: {(done.out or done.err).splitlines()[:1]}")
+        return host
+
+    async def jobs(self, *, deadline_s: float = DEADLINE_S) -> tuple[Job, ...]:
+        """See `adapter.Slurm`."""
+        return await self.squeue(Deadline(deadline_s))
+
+    async def job(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Job:
+        """See `adapter.Slurm`."""
+        return await self.one_job(job_id, Deadline(deadline_s))
+
+    async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:
+        """See `adapter.Slurm`."""
+        done = await self.tell(Deadline(deadline_s), "list the nodes", "-o", "show", "node")
+        return read_nodes(done.out)
+
+    async def node(self, name: str, *, deadline_s: float = DEADLINE_S) -> Node:
+        """See `adapter.Slurm`."""
+        return await self._one_node(name, Deadline(deadline_s))
+
+    async def drain(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await self._update_node(name, "drain", reason, Deadline(deadline_s))
+
+    async def mark_down(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await self._update_node(name, "down", reason, Deadline(deadline_s))
+
+    async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        deadline = Deadline(deadline_s)
+        update = ("update", f"nodename={check_node(name)}", "state=resume")
+        try:
+            await self.tell(deadline, f"give {name} back", *update)
+        except SlurmRefusedError:
+            # Refused for a node that is neither drained nor down, which is what was wanted.
+            node = await self._one_node(name, deadline)
+            if node.draining or node.down:
+                raise
+
+    async def requeue(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        deadline = Deadline(deadline_s)
+        job = await self.one_job(job_id, deadline)
+        if job.over:
+            raise SlurmRefusedError(f"job {job_id} is {job.state}: it is not brought back")
+        await self.tell(deadline, f"requeue job {job_id}", "requeue", name_of(job))
+
+    async def cancel(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        deadline = Deadline(deadline_s)
+        job = await self.one_job(job_id, deadline)
+        if not job.over:
+            await self.scancel(name_of(job), deadline)
+
+    async def comment(self, job_id: int, text: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        deadline = Deadline(deadline_s)
+        check_text(text, "comment")
+        job = await self.one_job(job_id, deadline)
+        update = ("update", f"jobid={name_of(job)}", f"comment={text}")
+        await self.tell(deadline, f"comment on job {job_id}", *update)
+
+    async def draw_in(
+        self, job_id: int, count: int, *, avoid: Sequence[str] = (), deadline_s: float = DEADLINE_S
+    ) -> tuple[str, ...]:
+        """See `adapter.Slurm`."""
+        return await resize.grow(self, job_id, count, avoid, Deadline(deadline_s))
+
+    async def release(self, job_id: int, names: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
+        """See `adapter.Slurm`."""
+        await resize.shrink(self, job_id, names, Deadline(deadline_s))
+
+    # What follows is for `resize` and for the other backend.
+
+    async def squeue(self, deadline: Deadline, *select: str) -> tuple[Job, ...]:
+        """The jobs that squeue gives for the options `select`, those of all users and partitions."""
+        form = JobFormat(f"s{secrets.token_hex(8)}")
+        query = ("--noheader", "--all", "--states=all", *select)
+        done = await self.command(deadline, "squeue", *query, env={"SQUEUE_FORMAT2": form.text})
+        if done.status != 0:
+            raise from_message("list the jobs", done.err)
+        return form.read(done.out)
+
+    async def one_job(self, job_id: int, deadline: Deadline) -> Job:
+        """One job, by its own number."""
+        # For the number of an array squeue gives all of its tasks, one of which has that number.
+        for job in await self.squeue(deadline, f"--jobs={check_job(job_id)}"):
+            if job.job_id == job_id:
+                return job
+        raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
+
+    async def scancel(self, name: str, deadline: Deadline) -> None:
+        """Cancel the job or array task that Slurm calls `name`."""
+        done = await self.command(deadline, "scancel", name)
+        if done.status != 0:
+            raise from_message(f"cancel job {name}", done.err)
+
+    async def tell(self, deadline: Deadline, doing: str, *arguments: str) -> Done:
+        """Run scontrol, which must succeed; `doing` completes "Slurm could not"."""
+        done = await self.command(deadline, "scontrol", *arguments)
+        if done.status != 0:
+            raise from_message(doing, done.err or done.out)
+        return done
+
+    async def command(
+        self,
+        deadline: Deadline,
+        command: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        account: Account | None = None,
+    ) -> Done:
+        """Run one of Slurm's commands, a few at a time."""
+        argv = (find(command, self._folder), *arguments)
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise SlurmUnreachableError(f"{command} did not get its turn in time: Slurm is slow") from None
+        try:
+            # salloc takes its request back when it is told to end; the others have nothing to tidy up.
+            grace_s = 2.0 if command == "salloc" else 0.0
+            return await run(argv, deadline_s=deadline.left_s, env=env, account=account, grace_s=grace_s)
+        finally:
+            self._slots.release()
+
+    async def _one_node(self, name: str, deadline: Deadline) -> Node:
+        done = await self.tell(deadline, f"show node {check_node(name)}", "-o", "show", "node", name)
+        for node in read_nodes(done.out):
+            if node.name == name:
+                return node
+        raise SlurmNotFoundError(f"Slurm knows no node {name}")
+
+    async def _update_node(self, name: str, state: str, reason: str, deadline: Deadline) -> None:
+        update = ("update", f"nodename={check_node(name)}", f"state={state}", f"reason={check_text(reason)}")
+        await self.tell(deadline, f"set {name} {state}", *update)
+
+
+def name_of(job: Job) -> str:
+    """What Slurm's commands are to call this job, and only this one.
+
+    The number of one of an array's tasks is that of the whole array: `scancel 7` would end them all. So a
+    task is `7_3`. Tasks that wait together are not touched: nothing of ours is in them.
+    """
+    if "[" in job.array:
+        raise SlurmRefusedError(f"job {job.job_id} is the waiting part {job.array} of an array")
+    return job.array or str(job.job_id)

@@ -1,0 +1,161 @@
+"""Growing and shrinking a running job, in the steps that Slurm has for it.
+
+Growing takes a second job: one that asks for the new nodes with `--dependency=expand:JOB`, and, once it has
+them, gives them all to the first by shrinking to none. That helper job is named after a secret of ours, so
+that it is found and cancelled whatever went wrong in between.
+"""
+
+import logging
+import math
+import secrets
+from collections.abc import Sequence
+from typing import Protocol
+
+from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.slurm.adapter import MAX_DRAW_IN, Job, check_node
+from ckptless.daemon.slurm.deadline import Deadline
+from ckptless.daemon.slurm.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError, from_message
+from ckptless.daemon.slurm.hostlist import compress
+from ckptless.daemon.slurm.process import Account, Done
+
+_log = logging.getLogger(__name__)
+
+HELPER_NAME = "ckptless-draw-in"
+CLEAN_UP_S = 10.0
+
+
+class Tools(Protocol):
+    """What it takes of `commands.Commands`."""
+
+    async def squeue(self, deadline: Deadline, *select: str) -> tuple[Job, ...]:
+        """The jobs that squeue gives."""
+        ...
+
+    async def one_job(self, job_id: int, deadline: Deadline) -> Job:
+        """One job."""
+        ...
+
+    async def scancel(self, name: str, deadline: Deadline) -> None:
+        """Cancel a job."""
+        ...
+
+    async def tell(self, deadline: Deadline, doing: str, *arguments: str) -> Done:
+        """Run scontrol, which must succeed."""
+        ...
+
+    async def command(
+        self, deadline: Deadline, command: str, *arguments: str, account: Account | None = None
+    ) -> Done:
+        """Run a command."""
+        ...
+
+
+async def grow(
+    tools: Tools, job_id: int, count: int, avoid: Sequence[str], deadline: Deadline
+) -> tuple[str, ...]:
+    """See `adapter.Slurm.draw_in`."""
+    if not 0 < count <= MAX_DRAW_IN:
+        raise UsageError(f"{count} is not a number of nodes to draw in: 1 to {MAX_DRAW_IN}")
+    job = await _running(tools, job_id, deadline)
+    helper_name = f"{HELPER_NAME}-{job_id}-{secrets.token_hex(6)}"
+    # The daemon may run as root, whose jobs may be what a user's may not: all is asked for in the user's
+    # name.
+    account = Account.of(job.user_id)
+    request = _request(job, count, avoid, helper_name, deadline)
+    try:
+        done = await tools.command(deadline, "salloc", *request, account=account)
+        if done.status != 0:
+            raise _no_nodes(job_id, count, done.err)
+        helper = await _helper(tools, helper_name, deadline)
+        await tools.tell(deadline, f"grow job {job_id}", "update", f"jobid={helper.job_id}", "numnodes=0")
+        grown = await tools.one_job(job_id, deadline)
+    except BaseException:
+        await _drop(tools, helper_name)
+        raise
+    if not set(helper.nodes) <= set(grown.nodes):
+        raise SlurmRefusedError(
+            f"Slurm took {compress(helper.nodes)} for job {job_id} but did not give them to it"
+        )
+    return helper.nodes
+
+
+async def shrink(tools: Tools, job_id: int, names: Sequence[str], deadline: Deadline) -> None:
+    """See `adapter.Slurm.release`."""
+    going = {check_node(name) for name in names}
+    job = await _running(tools, job_id, deadline)
+    if strangers := going - set(job.nodes):
+        raise UsageError(f"{compress(strangers)} is not in job {job_id}, which has {compress(job.nodes)}")
+    if job.batch_host in going:
+        raise UsageError(
+            f"{job.batch_host} runs the batch script of job {job_id}: without it the job would end"
+        )
+    staying = [name for name in job.nodes if name not in going]
+    if not staying:
+        raise UsageError(f"job {job_id} would have no node left: cancel it instead")
+    if going:
+        nodes = f"nodelist={compress(staying)}"
+        await tools.tell(deadline, f"shrink job {job_id}", "update", f"jobid={job_id}", nodes)
+
+
+async def _running(tools: Tools, job_id: int, deadline: Deadline) -> Job:
+    """The job. One that waits has a list of nodes, too: the one it asks for, which is no business of ours."""
+    job = await tools.one_job(job_id, deadline)
+    if not job.running:
+        raise SlurmRefusedError(f"job {job_id} is {job.state}: only a running job grows or shrinks")
+    if job.array:
+        raise SlurmRefusedError(f"job {job_id} is task {job.array} of an array: Slurm resizes no such task")
+    return job
+
+
+def _request(
+    job: Job, count: int, avoid: Sequence[str], helper_name: str, deadline: Deadline
+) -> tuple[str, ...]:
+    """The options of salloc. Whole nodes, as spares are; for no longer than the job itself may run."""
+    options = [
+        "--no-shell",
+        f"--job-name={helper_name}",
+        f"--nodes={count}",
+        "--exclusive",
+        "--ntasks-per-node=1",
+        f"--dependency=expand:{job.job_id}",
+        f"--immediate={max(1, int(deadline.left_s / 2))}",
+    ]
+    if job.partition:
+        options.append(f"--partition={job.partition}")
+    if job.time_limit_s is not None:
+        options.append(f"--time={math.ceil(job.time_limit_s / 60)}")
+    if avoid:
+        options.append(f"--exclude={compress(check_node(name) for name in avoid)}")
+    return tuple(options)
+
+
+def _no_nodes(job_id: int, count: int, said: str) -> SlurmError:
+    """What salloc's refusal means."""
+    if "Requested operation not supported" in said or "Requested operation is presently disabled" in said:
+        return SlurmRefusedError(
+            f"Slurm may not grow job {job_id}: add permit_job_expansion to SchedulerParameters in slurm.conf"
+        )
+    if "Unable to allocate resources" in said and "Unable to contact" not in said:
+        # "Connection timed out" is here what --immediate ends with.
+        return SlurmRefusedError(
+            f"Slurm has no {count} idle node(s) for job {job_id}: {said.split('error: ')[-1]}"
+        )
+    return from_message(f"find {count} node(s) for job {job_id}", said)
+
+
+async def _helper(tools: Tools, helper_name: str, deadline: Deadline) -> Job:
+    for job in await tools.squeue(deadline, f"--name={helper_name}"):
+        if job.running and job.nodes:
+            return job
+    raise SlurmRefusedError(f"the nodes that Slurm gave to {helper_name} were gone at once")
+
+
+async def _drop(tools: Tools, helper_name: str) -> None:
+    """Cancel the helper job if there is one. With slurmctld away that is somebody else's to do."""
+    deadline = Deadline(CLEAN_UP_S)
+    try:
+        for job in await tools.squeue(deadline, f"--name={helper_name}"):
+            if not job.over:
+                await tools.scancel(str(job.job_id), deadline)
+    except SlurmUnreachableError:
+        _log.warning("job %s may hold nodes until it is cancelled: slurmctld is away", helper_name)

@@ -1,0 +1,250 @@
+"""Slurm's text into values. Pure: text in, values out, ProtocolError for what cannot be read.
+
+Two shapes are read, both the same on 22.05, 24.11 and 26.05:
+
+- `squeue --Format` with a separator of our own after every field. A job's name and comment are its user's and
+  may hold anything, a newline or `UserId=root(0)` too, and `scontrol show job` prints them before and between
+  the fields that matter. So jobs are asked for with separators that nobody can guess (`JobFormat`).
+- `scontrol -o show node`: `Key=value Key=value`, where values may hold spaces and `=`. Of a key that
+  comes twice the first counts: what people write freely (Reason, Comment, Extra) comes last.
+
+Times are read as UTC; the commands are run with TZ=UTC.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.slurm.adapter import Job, Node
+from ckptless.daemon.slurm.hostlist import expand, is_node_name
+
+# What stands for "nothing", in one field or another.
+_NOTHING = frozenset(
+    ("", "(null)", "N/A", "n/a", "NONE", "None", "Unknown", "UNKNOWN", "NOT_SET", "Invalid", "INVALID")
+)
+_FOREVER = frozenset(("UNLIMITED", "INFINITE"))
+
+_JOB_FIELDS = (
+    "JobID",
+    "JobArrayID",
+    "UserID",
+    "State",
+    "RestartCnt",
+    "NodeList",
+    "BatchFlag",
+    "BatchHost",
+    "Partition",
+    "StartTime",
+    "EndTime",
+    "TimeLimit",
+    "Reason",
+    "Name",
+    "Comment",
+)
+_NODE_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z_]*)=")
+# `Not responding [slurm@2026-11-21T15:09:06] Comment=...`: after its first line Slurm says who gave the
+# reason.
+_REASON = re.compile(
+    r"(.*?)\s*(?:\[[^\s\[\]]+@(?:[0-9T:-]+|Unknown)\].*|\s(?:Comment|Extra)=.*|$)", re.DOTALL
+)
+
+_ARRAY = re.compile(r"[0-9]{1,10}_(?:[0-9]{1,10}|\[.*\])", re.ASCII)
+_STATE = re.compile(r"[A-Z][A-Z_]{1,40}", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
+_DURATION = re.compile(r"(?:([0-9]{1,9})-)?(?:([0-9]{1,9}):)?([0-9]{1,9}):([0-9]{1,2})", re.ASCII)
+_PING = re.compile(r"^Slurmctld\((\w+)\) at (\S+) is (UP|DOWN)\s*$", re.ASCII | re.MULTILINE)
+
+# What sinfo appends to a state, in the words of scontrol.
+_SUFFIXES = {
+    "*": "NOT_RESPONDING",
+    "~": "POWERED_DOWN",
+    "#": "POWERING_UP",
+    "!": "POWER_DOWN",
+    "%": "POWERING_DOWN",
+    "$": "MAINTENANCE",
+    "@": "REBOOT_REQUESTED",
+    "^": "REBOOT_ISSUED",
+    "-": "PLANNED",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobFormat:
+    """The format of one squeue query, and the reader of its answer. `secret` is a new random word each time.
+
+    It must not begin with a digit or a dot (squeue would take that for a width), nor hold a comma, a colon,
+    or white space.
+    """
+
+    secret: str
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{7,63}", self.secret, re.ASCII) is None:
+            raise ValueError("a separator is a word of 8 to 64 letters and digits")
+
+    @property
+    def text(self) -> str:
+        """For SQUEUE_FORMAT2, not for --Format: everybody on the machine can see arguments."""
+        return ",".join(f"{name}:{self._end(name)}" for name in _JOB_FIELDS)
+
+    def _end(self, name: str) -> str:
+        return self.secret + ("." if name == _JOB_FIELDS[-1] else ";")
+
+    def read(self, text: str) -> tuple[Job, ...]:
+        """The jobs of an answer. Raises ProtocolError."""
+        *records, rest = text.split(self._end(_JOB_FIELDS[-1]))
+        if rest.strip():
+            raise ProtocolError(f"squeue's answer ends in the middle of a job: {rest[:80]!r}")
+        return tuple(self._job(record.lstrip("\n")) for record in records)
+
+    def _job(self, record: str) -> Job:
+        values = record.split(self._end(""))
+        if len(values) != len(_JOB_FIELDS):
+            raise ProtocolError(f"squeue gave {len(values)} fields of a job, not {len(_JOB_FIELDS)}")
+        got = dict(zip(_JOB_FIELDS, values, strict=True))
+        limit = duration(got["TimeLimit"])
+        # `2_[1-9%4]`: four at a time, of no interest here.
+        array = re.sub(r"%[0-9]+\]$", "]", got["JobArrayID"].strip())
+        return Job(
+            job_id=number(got["JobID"], "job id"),
+            user_id=number(got["UserID"], "user id"),
+            state=job_state(got["State"]),
+            nodes=expand(something(got["NodeList"])),
+            restarts=number(got["RestartCnt"], "restart count"),
+            # An allocation without a batch script has the host of its salloc in this field.
+            batch_host=something(got["BatchHost"]) if got["BatchFlag"].strip() == "1" else "",
+            partition=something(got["Partition"]),
+            start_s=time(got["StartTime"]),
+            end_s=time(got["EndTime"]),
+            time_limit_s=limit,
+            reason=something(got["Reason"]),
+            name=something(got["Name"]),
+            comment=something(got["Comment"]),
+            array=array if _ARRAY.fullmatch(array) else "",
+        )
+
+
+def read_nodes(text: str) -> tuple[Node, ...]:
+    """The nodes in the answer of `scontrol -o show node`. Raises ProtocolError."""
+    return tuple(_node(_pairs(line)) for line in _node_lines(text))
+
+
+def _node_lines(text: str) -> Iterator[str]:
+    """One line per node: a reason of several lines makes several, and all but the first are indented."""
+    record: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("NodeName=") and record:
+            yield " ".join(record)
+            record = []
+        if line.strip():
+            record.append(line)
+    if record:
+        yield " ".join(record)
+
+
+def _pairs(line: str) -> dict[str, str]:
+    """The values of one line by their keys; of a key that comes again, the first."""
+    pairs: dict[str, str] = {}
+    keys = list(_NODE_KEY.finditer(line))
+    for index, key in enumerate(keys):
+        if key[1] == "Reason":
+            # Free text to the end of the line: whatever looks like a key in there is not one.
+            pairs[key[1]] = line[key.end() :]
+            break
+        end = keys[index + 1].start() if index + 1 < len(keys) else len(line)
+        pairs.setdefault(key[1], line[key.end() : end].strip())
+    return pairs
+
+
+def _node(pairs: Mapping[str, str]) -> Node:
+    name = pairs.get("NodeName", "")
+    if not is_node_name(name):
+        raise ProtocolError(f"scontrol gave a node without a name, or with one that is none: {name[:80]!r}")
+    state, flags = node_state(pairs.get("State", ""))
+    return Node(
+        name=name,
+        address=something(pairs.get("NodeAddr", "")) or name,
+        state=state,
+        flags=flags,
+        reason=_reason(pairs.get("Reason", "")),
+        boot_s=time(pairs.get("BootTime", "")),
+        slurmd_start_s=time(pairs.get("SlurmdStartTime", "")),
+        cpus=number(pairs.get("CPUTot") or "0", "number of CPUs"),
+        partitions=tuple(part for part in something(pairs.get("Partitions", "")).split(",") if part),
+        version=something(pairs.get("Version", "")),
+    )
+
+
+def _reason(text: str) -> str:
+    match = _REASON.fullmatch(text.strip())
+    return something(match[1] if match else text.strip())
+
+
+def read_ping(text: str) -> str | None:
+    """The host of the first slurmctld that is up in the answer of `scontrol ping`; None if all are down.
+
+    Raises ProtocolError if no slurmctld is named at all.
+    """
+    lines = _PING.findall(text)
+    if not lines:
+        raise ProtocolError(f"scontrol ping gave no slurmctld: {text[:80]!r}")
+    return next((host for _, host, state in lines if state == "UP"), None)
+
+
+def node_state(text: str) -> tuple[str, frozenset[str]]:
+    """`DOWN*+DRAIN` as ("DOWN", {"DRAIN", "NOT_RESPONDING"}). Raises ProtocolError."""
+    flags: set[str] = set()
+    names: list[str] = []
+    for part in text.strip().upper().split("+"):
+        name = part.rstrip("".join(_SUFFIXES))
+        flags.update(_SUFFIXES[mark] for mark in part[len(name) :])
+        if _STATE.fullmatch(name) is None:
+            raise ProtocolError(f"{text[:80]!r} is not the state of a node")
+        names.append(name)
+    return names[0], frozenset(flags.union(names[1:]))
+
+
+def job_state(text: str) -> str:
+    """The state's name. Raises ProtocolError."""
+    state = text.strip()
+    if _STATE.fullmatch(state) is None:
+        raise ProtocolError(f"{text[:80]!r} is not the state of a job")
+    return state
+
+
+def duration(text: str) -> float | None:
+    """Seconds of `[DAYS-][HOURS:]MINUTES:SECONDS`; None for unlimited or not set. Raises ProtocolError."""
+    text = text.strip()
+    if text in _FOREVER or text in _NOTHING:
+        return None
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ProtocolError(f"{text[:80]!r} is not a duration of Slurm's")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def time(text: str) -> float | None:
+    """Unix time in seconds of `2026-11-21T15:08:47`, taken as UTC; None for none. Raises ProtocolError."""
+    text = text.strip()
+    if text in _NOTHING:
+        return None
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=UTC).timestamp()
+    except ValueError as error:
+        raise ProtocolError(f"{text[:80]!r} is not a time of Slurm's") from error
+
+
+def number(text: str, what: str) -> int:
+    """A number that is not negative. Raises ProtocolError that names `what` it should have been."""
+    text = text.strip()
+    if _NUMBER.fullmatch(text) is None:
+        raise ProtocolError(f"{text[:80]!r} is not a {what}")
+    return int(text)
+
+
+def something(text: str) -> str:
+    """The text, or "" where Slurm writes that there is none."""
+    return "" if text.strip() in _NOTHING else text

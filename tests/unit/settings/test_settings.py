@@ -1,0 +1,400 @@
+"""ckptless.yaml: what is good, what follows from it, and one sentence for every mistake."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies
+from msgspec import structs
+
+from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.api.model import Limits
+from ckptless.daemon.config import Timers
+from ckptless.daemon.settings import (
+    DEFAULT_FILE,
+    WANTED,
+    Settings,
+    SettingsFile,
+    Timeouts,
+    load_settings,
+    needs_restart,
+)
+from ckptless.daemon.settings_file import duration, seconds
+from ckptless.daemon.settings_show import as_yaml, shown
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass
+class Files:
+    folder: Path
+
+    def write(self, text: str | bytes) -> Path:
+        path = self.folder / "ckptless.yaml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return path
+
+    def load(self, text: str | bytes) -> Settings:
+        return load_settings(self.write(text))
+
+    def refused(self, text: str | bytes) -> str:
+        """The one sentence that a file is refused with, without the file's name before it."""
+        path = self.write(text)
+        with pytest.raises(UsageError) as caught:
+            load_settings(path)
+        sentence = str(caught.value)
+        assert "\n" not in sentence
+        assert "$" not in sentence
+        assert str(path) in sentence
+        return sentence.removeprefix(str(path)).lstrip(":, ")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def keys(kind: Any, prefix: str = "") -> list[str]:
+    """Every key of the file, from its types."""
+    found: list[str] = []
+    for field in structs.fields(kind):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            found += keys(field.type, f"{field.encode_name}.")
+        else:
+            found.append(prefix + field.encode_name)
+    return found
+
+
+def test_the_smallest_file(files: Files) -> None:
+    found = files.load("version: 1\n")
+    assert found.max_stall_s == 300.0
+    assert found.timeouts == Timeouts(
+        beat_s=0.25, dark_s=1.5, pong_s=10.0, leave_s=30.0, join_s=300.0, stall_s=300.0, lease_s=10.0
+    )
+    assert found.daemon.port == 6821
+    assert found.daemon.bind is None
+    assert found.slurm.poll_s == 30.0
+    assert found.given == {"version"}
+
+
+def test_no_file_is_the_defaults(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptless.daemon.settings.DEFAULT_FILE", files.folder / "none.yaml")
+    found = load_settings()
+    assert found.file is None
+    given = files.load("version: 1")
+    assert structs.replace(given, file=None, given=frozenset()) == found
+    # But a file that was asked for must be there.
+    with pytest.raises(UsageError, match=r"cannot read .*none\.yaml: No such file"):
+        load_settings(files.folder / "none.yaml")
+
+
+def test_the_default_file_is_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptless.daemon.settings.DEFAULT_FILE", files.write("version: 1\nmax_stall: 60s"))
+    assert load_settings().max_stall_s == 60.0
+
+
+def test_every_key(files: Files) -> None:
+    found = files.load(
+        """
+version: 1
+max_stall: 2m
+timeouts: {beat: 100ms, dark: 1s, pong: 5s, leave: 7.5s, join: 90s, stall: 100s, lease: 4s}
+daemon:
+  port: 7000
+  bind: 10.1.0.0/16
+  socket: /run/x.sock
+  state_dir: /srv/ckptless
+  log_level: debug
+slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin, requeue: true}
+munge: {socket: /run/m.sock}
+"""
+    )
+    assert found.given == set(WANTED)
+    assert found.timeouts == Timeouts(
+        beat_s=0.1, dark_s=1.0, pong_s=5.0, leave_s=7.5, join_s=90.0, stall_s=100.0, lease_s=4.0
+    )
+    assert (found.daemon.bind, found.daemon.log_level) == ("10.1.0.0/16", "debug")
+    assert (found.slurm.poll_s, found.slurm.requeue, found.slurm.on_node_lost) == (60.0, True, "drain")
+    assert found.munge.socket == "/run/m.sock"
+    assert found.limits(start_tries=2) == Limits(
+        pong_s=5.0, leave_s=7.5, join_s=90.0, stall_s=100.0, lease_s=4.0, start_tries=2
+    )
+    assert found.timers == Timers(beat_s=0.1, dark_s=1.0)
+    # A job with a knob of its own.
+    assert found.limits(60.0) == Limits.from_max_stall(60.0)
+
+
+def test_sections_with_nothing_in_them(files: Files) -> None:
+    assert files.load("version: 1\ntimeouts:\ndaemon:\nslurm: {}\nmunge:\n").daemon.port == 6821
+
+
+SENTENCES = [
+    ("", "version is missing: it must be 1, as in `version: 1`"),
+    ("max_stall: 5m", "version is missing: it must be 1, as in `version: 1`"),
+    ("version: 2", "line 1: version is 2: it must be 1, as in `version: 1`"),
+    ("version: '1'", "line 1: version is '1': it must be 1, as in `version: 1`"),
+    ("- version", "it must consist of keys with values, as in `version: 1`"),
+    ("version", "it must consist of keys with values, as in `version: 1`"),
+    ("version: 1\ncolour: blue", "line 2: there is no key colour: the keys here are version, max_stall,"),
+    ("version: 1\ndaemon:\n  prot: 1", "line 3: there is no key daemon.prot: is it port?"),
+    ("version: 1\n1: 2", "line 2: there is no key 1: the keys here are"),
+    ("version: 1\n? [a]\n: 2", "line 2: this is no YAML: found unhashable key"),
+    ("version: 1\nversion: 1", "line 2: version stands here again, first in line 1"),
+    (
+        "version: 1\nslurm:\n  poll: 9s\n  bin_dir: null\n  poll: 8s",
+        "line 5: slurm.poll stands here again, first in line 3",
+    ),
+    ("version: 1\ndaemon: 7", "line 2: daemon is a section: write its keys under it, indented"),
+    (
+        "version: 1\nmax_stall: 60",
+        "line 2: max_stall is 60: it must be a duration with its unit from 5s to 24h",
+    ),
+    ("version: 1\nmax_stall: 1:30", "line 2: max_stall is 90: it must be a duration with its unit"),
+    ("version: 1\nmax_stall: 60 min", "line 2: max_stall is '60 min': it must be a duration"),
+    ("version: 1\nmax_stall: -5s", "line 2: max_stall is '-5s': it must be a duration"),
+    ("version: 1\nmax_stall: .inf", "line 2: max_stall is inf: it must be a duration"),
+    ("version: 1\nmax_stall: 4s", "line 2: max_stall is '4s': it must be a duration with its unit from 5s"),
+    ("version: 1\nmax_stall: 25h", "line 2: max_stall is '25h': it must be a duration"),
+    ("version: 1\nmax_stall: &a [*a]", "line 2: max_stall is a list: it must be"),
+    ("version: 1\nmax_stall: &a {b: *a}", "line 2: max_stall is a section: it must be"),
+    ("version: 1\nmax_stall: null", "line 2: max_stall is null: it must be a duration"),
+    ("version: 1\ndaemon: {port: 80}", "line 2: daemon.port is 80: it must be a TCP port from 1024 to 65535"),
+    ("version: 1\ndaemon: {port: 70000}", "line 2: daemon.port is 70000: it must be"),
+    ("version: 1\ndaemon: {port: '7000'}", "line 2: daemon.port is '7000': it must be"),
+    ("version: 1\ndaemon: {port: yes}", "line 2: daemon.port is true: it must be"),
+    ("version: 1\ndaemon:\n\n  port: 6818", "line 4: daemon.port is 6818, which is one of Slurm's own"),
+    (
+        "version: 1\ndaemon: {bind: 10.0.0.300}",
+        "line 2: daemon.bind is 10.0.0.300: it must be an IP address, a",
+    ),
+    ("version: 1\ndaemon: {bind: 10.0.0.5/24}", "line 2: daemon.bind is 10.0.0.5/24: it must be"),
+    ("version: 1\ndaemon: {bind: 'ib0; rm'}", "line 2: daemon.bind is ib0; rm: it must be"),
+    ("version: 1\ndaemon: {bind: ''}", "line 2: daemon.bind is : it must be"),
+    ("version: 1\ndaemon: {socket: '@x'}", "line 2: daemon.socket is '@x': it must be the absolute path"),
+    (f"version: 1\ndaemon: {{socket: /{'x' * 107}}}", "line 2: daemon.socket is '/xxxxxxxx"),
+    (
+        "version: 1\ndaemon: {state_dir: var}",
+        "line 2: daemon.state_dir is 'var': it must be an absolute path",
+    ),
+    ('version: 1\ndaemon: {state_dir: "/a\\nb"}', "line 2: daemon.state_dir is '/a\\nb': it must be"),
+    ("version: 1\ndaemon: {log_level: loud}", "line 2: daemon.log_level is 'loud': it must be debug, info,"),
+    ("version: 1\nslurm: {backend: rest}", "line 2: slurm.backend is 'rest': it must be auto, commands or"),
+    (
+        "version: 1\nslurm: {on_node_lost: null}",
+        "line 2: slurm.on_node_lost is null: it must be down, drain or",
+    ),
+    ("version: 1\nslurm: {requeue: maybe}", "line 2: slurm.requeue is 'maybe': it must be true or false"),
+    (
+        "version: 1\nslurm: {poll: 0s}",
+        "line 2: slurm.poll is '0s': it must be a duration with its unit from 1s",
+    ),
+    ("version: 1\nmunge: {socket: [a]}", "line 2: munge.socket is a list: it must be"),
+    ("version: 1\ndaemon: {port: 6821", "line 2: this is no YAML: expected ',' or '}', but got"),
+    ("version: 1\n\tdaemon: 1", "line 2: this is no YAML: found character '\\t' that cannot start any token"),
+    ("version: 1\n---\nversion: 1", "line 2: this is no YAML: but found another document"),
+    ("version: !!python/name:os.system 1", "line 1: this is no YAML: could not determine a constructor"),
+    ("version: *a", "line 1: this is no YAML: found undefined alias"),
+    (b"version: 1\n# \xff", "byte 13 is not UTF-8: save the file as UTF-8"),
+    (b"version: 1\n# \x01", "this is no YAML: special characters are not allowed"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), SENTENCES, ids=[sentence for _, sentence in SENTENCES])
+def test_one_sentence(files: Files, text: str | bytes, sentence: str) -> None:
+    assert files.refused(text).startswith(sentence)
+
+
+INCONSISTENT = [
+    (
+        "beat: 500ms",
+        "timeouts.beat (500ms) must be less than a third of timeouts.dark (1.5s, derived from max_stall)",
+    ),
+    (
+        "dark: 750ms",
+        "timeouts.beat (250ms, derived from max_stall) must be less than a third of timeouts.dark (750ms)",
+    ),
+    ("dark: 12s", "timeouts.dark (12s) must be less than timeouts.lease (10s, derived from max_stall)"),
+    (
+        "dark: 5m, lease: 6m",
+        "timeouts.dark (5m) must be less than timeouts.stall (5m, derived from max_stall)",
+    ),
+    ("lease: 1s", "timeouts.dark (1.5s, derived from max_stall) must be less than timeouts.lease (1s)"),
+    ("lease: 5m", "timeouts.lease (5m) must be less than timeouts.stall (5m, derived from max_stall)"),
+    ("stall: 8s", "timeouts.pong (10s, derived from max_stall) must be less than timeouts.stall (8s)"),
+    ("leave: 100s, stall: 100s", "timeouts.leave (100s) must be less than timeouts.stall (100s)"),
+    ("join: 301s", "timeouts.join (301s) must not be more than max_stall (5m)"),
+    ("stall: 10m", "timeouts.stall (10m) must not be more than max_stall (5m)"),
+]
+
+
+@pytest.mark.parametrize(("timeouts", "sentence"), INCONSISTENT)
+def test_timeouts_that_do_not_fit(files: Files, timeouts: str, sentence: str) -> None:
+    assert files.refused(f"version: 1\ntimeouts: {{{timeouts}}}") == f"line 2: {sentence}"
+
+
+def test_timeouts_that_just_fit(files: Files) -> None:
+    found = files.load("version: 1\ntimeouts: {dark: 751ms, join: 5m}")
+    assert found.timeouts.dark_s == 0.751
+    assert files.load("version: 1\ntimeouts: {beat: 1s, dark: 4s}").timeouts.beat_s == 1.0
+
+
+@given(strategies.floats(5.0, 86400.0))
+def test_what_is_derived_always_fits(max_stall_s: float) -> None:
+    times = Timeouts.derive(max_stall_s)
+    assert times.beat_s < times.dark_s / 3
+    assert 1.5 <= times.dark_s <= 5.0
+    assert times.dark_s < times.lease_s
+    for low_s in (times.dark_s, times.pong_s, times.leave_s, times.lease_s):
+        assert low_s < times.stall_s
+    assert times.stall_s == times.join_s == max_stall_s
+
+
+@pytest.mark.parametrize("max_stall", ["5s", "6s", "30s", "60s", "5m", "600s", "1h", "24h"])
+def test_every_knob_makes_a_good_file(files: Files, max_stall: str) -> None:
+    found = files.load(f"version: 1\nmax_stall: {max_stall}")
+    assert found.timeouts == Timeouts.derive(found.max_stall_s)
+    limits = Limits.from_max_stall(found.max_stall_s)
+    assert found.limits() == limits
+
+
+def test_a_file_that_every_user_may_write(files: Files) -> None:
+    path = files.write("version: 1")
+    path.chmod(0o646)
+    with pytest.raises(UsageError, match="chmod o-w"):
+        load_settings(path)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*: Is a directory"):
+        load_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected_s"),
+    [("250ms", 0.25), ("1.5s", 1.5), ("2 m", 120.0), ("1h", 3600.0), ("0s", 0.0), ("0.1ms", 0.0001)],
+)
+def test_durations(text: str, expected_s: float) -> None:
+    assert seconds(text) == expected_s
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "5", "s", "5 sec", "5S", "-5s", "+5s", "1e3s", "5s ", "1h30m", "٥s", "5s\n", 5, 5.0, True, [1]],
+)
+def test_what_is_no_duration(text: object) -> None:
+    assert seconds(text) is None
+
+
+@given(strategies.integers(0, 86_400_000))
+def test_a_duration_is_read_as_it_is_shown(value_ms: int) -> None:
+    assert seconds(duration(value_ms / 1000)) == pytest.approx(value_ms / 1000, abs=1e-9)
+
+
+@settings(max_examples=300)
+@given(strategies.binary(max_size=80) | strategies.text(max_size=80).map(str.encode))
+def test_no_file_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, noise: bytes) -> None:
+    path = tmp_path_factory.mktemp("noise") / "ckptless.yaml"
+    for text in (
+        noise,
+        b"version: 1\n" + noise,
+        b"version: 1\ndaemon: " + noise,
+        b"version: 1\nmax_stall: " + noise,
+    ):
+        path.write_bytes(text)
+        sentence = str(path)
+        try:
+            load_settings(path)
+        except UsageError as error:
+            sentence = str(error)
+        assert str(path) in sentence
+        assert "\n" not in sentence
+
+
+def test_the_words_are_about_every_key() -> None:
+    assert list(WANTED) == keys(SettingsFile)
+
+
+# ------------------------------------------------------------------------------------------- show
+
+
+def test_show_is_a_good_file_itself(files: Files) -> None:
+    before = files.load(
+        "version: 1\nmax_stall: 50m\ntimeouts: {leave: 1234ms}\ndaemon: {state_dir: '/a b #c', bind: ib0}"
+    )
+    after = files.load(as_yaml(before))
+    assert structs.replace(after, given=before.given, file=before.file) == before
+
+
+def test_show_says_where_it_is_from(files: Files) -> None:
+    found = files.load("version: 1\ntimeouts:\n  dark: 2s\n  beat: null\nslurm: {poll: 30s, bin_dir: null}\n")
+    rows = {one.key: one for one in shown(found)}
+    assert list(rows) == list(WANTED)
+    assert (rows["slurm.poll"].value, rows["slurm.poll"].unit, rows["slurm.poll"].source) == (
+        30.0,
+        "s",
+        "file",
+    )
+    assert rows["slurm.bin_dir"].source == "file"
+    assert rows["timeouts.dark"].source == "file"
+    assert rows["timeouts.pong"].source == "derived"
+    assert rows["timeouts.beat"].source == "derived"
+    assert rows["daemon.port"].source == "default"
+    assert rows["daemon.port"].unit is None
+    text = as_yaml(found)
+    assert text.startswith(f"# {found.file}\nversion: 1  # file\n")
+    assert "\n  dark: 2s  # file\n" in text
+    assert "\n  beat: 250ms  # derived from max_stall\n" in text
+    assert "\n  bind: null  # default\n" in text
+
+
+# ---------------------------------------------------------------------------------------- reload
+
+
+def test_what_a_reload_cannot_take_over(files: Files) -> None:
+    old = files.load("version: 1")
+    assert needs_restart(old, old) == ()
+    new = files.load(
+        "version: 1\nmax_stall: 60s\ndaemon: {port: 7000, log_level: debug}\nslurm: {poll: 9s, bin_dir: /o}"
+    )
+    assert needs_restart(old, new) == ("daemon.port", "slurm.bin_dir")
+
+
+# --------------------------------------------------------------------------- etc and the manual
+
+
+def shipped_keys(text: str) -> dict[str, str]:
+    """Key to value of every line of the shipped file, those commented out too."""
+    found: dict[str, str] = {}
+    section = ""
+    for line in text.splitlines():
+        head = re.fullmatch(r"([a-z_]+):", line)
+        value = re.fullmatch(r"( *)(?:# )?([a-z_]+): (\S+)", line)
+        if head:
+            section = head.group(1)
+        elif value:
+            indent, key, word = value.groups()
+            found[f"{section}.{key}" if indent else key] = word
+    return found
+
+
+def test_the_shipped_file_is_good_and_shows_the_defaults(files: Files) -> None:
+    text = (ROOT / "etc" / "ckptless.yaml").read_text()
+    assert files.load(text).given == {"version"}
+    expected = {one.key: one.text for one in shown(files.load("version: 1"))}
+    assert shipped_keys(text) == expected
+    # And with every comment sign taken away it is the same again.
+    assert files.load(re.sub(r"(?m)^( *)# ([a-z_]+: \S+)$", r"\1\2", text)).given == set(WANTED)
+
+
+def test_the_manual_page_has_every_key_and_default(files: Files) -> None:
+    text = (ROOT / "docs" / "man" / "ckptless.yaml.5").read_text()
+    items = re.findall(r"(?m)^\.It Ic ([a-z_.]+)$", text)
+    assert items == list(WANTED)
+    defaults = {one.key: one.text for one in shown(files.load("version: 1"))}
+    for key, page in zip(items, re.split(r"(?m)^\.It Ic .*$", text)[1:], strict=True):
+        if key != "version":
+            assert f"Default: {defaults[key]}" in " ".join(page.split()), key
+    assert str(DEFAULT_FILE) in text
