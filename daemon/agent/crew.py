@@ -58,9 +58,11 @@ class Crew:
         rank = assignment.rank_at(place) if assignment is not None else None
         slot.hooked, slot.exit_code, slot.tenant = False, None, None
         slot.enter("starting", assignment.generation if assignment is not None else 0)
+        slot.births += 1
         self._spawn_task(self._start(slot, rank, assignment))
 
     async def _start(self, slot: Slot, rank: int | None, assignment: m.Assignment | None) -> None:
+        birth = slot.births
         place = m.Place(node=self._config.node, slot=slot.index)
         own = rank_env(self._config.spec, place, assignment, self.store, slot.restarts)
         spec = SpawnSpec(
@@ -75,20 +77,26 @@ class Crew:
             process = await self._zygote.spawn(spec)
         except CkptlessError as error:
             self.on_event("spawn-failed", f"slot {slot.index}: {error}")
+            if slot.births != birth:
+                return
             slot.exit_code = 1
             slot.enter("exited", slot.generation, m.Cause(kind="died", text=str(error)))
             self.on_change()
             return
         tenant = Tenant(process, heard_at=asyncio.get_running_loop().time())
-        if self._closing:
+        if self._closing or slot.births != birth:
+            # While it was forked the next generation came, which has a process of its own for this slot.
+            tenant.retired = True
             process.kill()
         else:
             slot.tenant = tenant
         self._attach_output(tenant, rank)
         self._spawn_task(self._watch(slot, tenant))
         link = self._early.pop(process.pid, None)
-        if link is not None:
+        if link is not None and slot.tenant is tenant:
             self._welcome(slot, tenant, link)
+        elif link is not None:
+            link.close()
         self.on_change()
 
     def _attach_output(self, tenant: Tenant, rank: int | None) -> None:
@@ -148,6 +156,7 @@ class Crew:
 
     async def _watch(self, slot: Slot, tenant: Tenant) -> None:
         code = await tenant.process.wait()
+        self._early.pop(tenant.process.pid, None)
         if tenant.link is not None:
             tenant.link.close()
         if tenant is slot.tenant:

@@ -28,7 +28,7 @@ class Tenant:
 
 @dataclass
 class Slot:
-    """A slot's state; what is told of it outlives the process."""
+    """A slot's state; what is told of it outlives the process. `births` counts what was begun to be started."""
 
     index: int
     tenant: Tenant | None = None
@@ -40,6 +40,7 @@ class Slot:
     exit_code: int | None = None
     hooked: bool = False
     restarts: int = 0
+    births: int = 0
     since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     def enter(self, phase: Phase, generation: int, cause: Cause | None = None) -> None:

@@ -6,6 +6,8 @@ SlurmError
  +- SlurmNotFoundError      Slurm has no such job or node (finished jobs are forgotten after MinJobAge)
 """
 
+import re
+
 from ckptless.daemon.api.errors import CkptlessError
 
 
@@ -46,14 +48,15 @@ _UNREACHABLE = (
     "unable to establish",
 )
 _NOT_FOUND = ("invalid job id", "invalid node name", "not found")
-_PREFIX = "error: "
+# "scancel: error: ", "slurm_update error: "
+_PREFIX = re.compile(r"^(?:\w+:? )?error: ", re.ASCII)
 
 
 def from_message(doing: str, message: str) -> SlurmError:
     """The error for what Slurm said (`message`) while ckptless was `doing` something ("drain node03")."""
     said = " ".join(message.split())[:500] or "it gave no reason"
     lower = said.lower()
-    text = f"Slurm could not {doing}: {said.removeprefix(_PREFIX)}"
+    text = f"Slurm could not {doing}: {_PREFIX.sub('', said)}"
     if any(words in lower for words in _UNREACHABLE):
         return SlurmUnreachableError(text)
     if any(words in lower for words in _NOT_FOUND):

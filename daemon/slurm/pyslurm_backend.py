@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, check_job, check_node, check_text
 from ckptless.daemon.slurm.commands import Commands
@@ -25,6 +26,9 @@ from ckptless.daemon.slurm.pyslurm_messages import MAX_LINE, Answer, Request, de
 
 EXIT_DEADLINE_S = 5.0
 
+# Where this very ckptless is, so that the other process has the same.
+_PACKAGES = Path(__file__).absolute().parents[3]
+
 
 class UnfitError(SlurmUnreachableError):
     """pyslurm cannot be used here; the text says why."""
@@ -33,13 +37,13 @@ class UnfitError(SlurmUnreachableError):
 class Pyslurm:
     """The protocol `adapter.Slurm` on pyslurm. For one event loop; its owner closes it.
 
-    `python` is the interpreter that has pyslurm, the daemon's own by default; `path` its PYTHONPATH.
+    `python` is the interpreter that has pyslurm, the daemon's own by default.
     """
 
-    def __init__(self, commands: Commands, python: str = sys.executable, path: str | None = None) -> None:
+    def __init__(self, commands: Commands, python: str = sys.executable) -> None:
         self._commands = commands
         self._argv = (python, "-P", "-m", "ckptless.daemon.slurm.pyslurm_worker")
-        self._env = environment({} if path is None else {"PYTHONPATH": path})
+        self._env = environment({"PYTHONPATH": str(_PACKAGES)})
         self._turn = asyncio.Lock()
         self._worker: asyncio.subprocess.Process | None = None
 

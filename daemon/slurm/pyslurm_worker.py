@@ -106,11 +106,12 @@ def job_of(job: Any) -> Job:
 
 
 def _array(job: Any) -> str:
-    # Task 0 is a task: only None is not.
-    if job.array_id and job.array_task_id is not None:
-        return f"{job.array_id}_{job.array_task_id}"
-    waiting = job.array_tasks_waiting
-    return f"{job.array_id}_[{waiting}]" if job.array_id and waiting else ""
+    if not job.array_id:
+        return ""
+    if waiting := job.array_tasks_waiting:
+        return f"{job.array_id}_[{waiting}]"
+    # pyslurm takes a 0 for "none", and task 0 is a task.
+    return f"{job.array_id}_{job.array_task_id or 0}"
 
 
 def node_of(node: Any) -> Node:

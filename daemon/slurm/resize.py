@@ -23,6 +23,9 @@ _log = logging.getLogger(__name__)
 HELPER_NAME = "ckptless-draw-in"
 CLEAN_UP_S = 10.0
 
+# "Unable to allocate resources: Connection timed out" is what --immediate ends with.
+_NO_NODES = ("Unable to allocate resources", "configuration not available", "configuration is not available")
+
 
 class Tools(Protocol):
     """What it takes of `commands.Commands`."""
@@ -135,10 +138,9 @@ def _no_nodes(job_id: int, count: int, said: str) -> SlurmError:
         return SlurmRefusedError(
             f"Slurm may not grow job {job_id}: add permit_job_expansion to SchedulerParameters in slurm.conf"
         )
-    if "Unable to allocate resources" in said and "Unable to contact" not in said:
-        # "Connection timed out" is here what --immediate ends with.
+    if "Unable to contact" not in said and any(words in said for words in _NO_NODES):
         return SlurmRefusedError(
-            f"Slurm has no {count} idle node(s) for job {job_id}: {said.split('error: ')[-1]}"
+            f"Slurm has no {count} idle node(s) for job {job_id}: {said.split('error: ')[-1].strip()}"
         )
     return from_message(f"find {count} node(s) for job {job_id}", said)
 

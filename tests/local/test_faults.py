@@ -117,6 +117,15 @@ def test_processes_in_every_phase_of_a_recovery(tmp_path: Path) -> None:
     assert kinds["node-lost"] == 0
 
 
+def test_a_generation_that_ends_while_its_process_is_forked(tmp_path: Path) -> None:
+    faults: list[Fault] = []
+    for n in range(10):
+        faults.append(fault("forward", "kill", 1, 3 + 4 * n))
+        faults.append(fault("enter", "raise", 3, after=first_index(faults)))
+    kinds = check(tmp_path, faults)
+    assert kinds["died"] == kinds["raised"] == 10
+
+
 def test_nodes_in_the_phases_stop_and_join(tmp_path: Path) -> None:
     kinds = check(tmp_path, in_phases("node", ("leave", "enter", "build"), 5), spares=3)
     assert kinds["node-lost"] == 3
