@@ -28,7 +28,7 @@ class Tenant:
 
 @dataclass
 class Slot:
-    """A slot's state; what is told of it outlives the process. `births` counts what was begun to be started."""
+    """A slot's state; what is told of it outlives the process. `births` counts the starts that were begun."""
 
     index: int
     tenant: Tenant | None = None
