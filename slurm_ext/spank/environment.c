@@ -1,0 +1,24 @@
+/* Spec to variables. A setting that was not given has no variable: the launcher's own default applies. */
+#include "environment.h"
+
+#include <stdio.h>
+
+static void number(struct ckptless_variable *out, const char *name, int value)
+{
+	out->name = name;
+	out->given = value != CKPTLESS_NOT_SAID;
+	snprintf(out->value, sizeof(out->value), "%d", value);
+}
+
+void ckptless_variables(const struct ckptless_spec *spec, struct ckptless_variable out[CKPTLESS_VARIABLES])
+{
+	out[0] = (struct ckptless_variable){ .name = "CKPTLESS", .given = true };
+	ckptless_spec_format(spec, out[0].value);
+	out[1] = out[0];
+	out[1].name = "CKPTLESS_SPEC";
+	number(&out[2], "CKPTLESS_SPARES", spec->spares);
+	number(&out[3], "CKPTLESS_REPLICAS", spec->replicas);
+	number(&out[4], "CKPTLESS_MAX_STALL", spec->max_stall_s);
+	out[5] = (struct ckptless_variable){ .name = "CKPTLESS_PROFILE", .given = spec->profile[0] != '\0' };
+	snprintf(out[5].value, sizeof(out[5].value), "%s", spec->profile);
+}

@@ -1,0 +1,243 @@
+/* The grammar of SPEC, and what contradicts what. */
+#include "options.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define MAX_SPARES 1024
+#define MAX_REPLICAS 64
+#define MIN_STALL_S 5
+#define MAX_STALL_S 86400
+
+static bool is_digit(char c)
+{
+	return c >= '0' && c <= '9';
+}
+
+static bool is_name_char(char c)
+{
+	return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || is_digit(c) || c == '_' || c == '-' ||
+	       c == '.';
+}
+
+/* The whole number at the start of `text`, which is `size` bytes long; -1 if there is none or it is huge. */
+static int leading_number(const char *text, size_t size, size_t *used)
+{
+	int value = 0;
+	size_t i = 0;
+
+	while (i < size && is_digit(text[i])) {
+		if (i == 7)
+			return -1;
+		value = value * 10 + (text[i] - '0');
+		i++;
+	}
+	*used = i;
+	return i ? value : -1;
+}
+
+static bool bounded(const char *text, size_t size, int low, int high, int *out)
+{
+	size_t used = 0;
+	int value = leading_number(text, size, &used);
+
+	if (value < low || value > high || used != size)
+		return false;
+	*out = value;
+	return true;
+}
+
+static bool duration_s(const char *text, size_t size, int *out)
+{
+	size_t used = 0;
+	int value = leading_number(text, size, &used);
+
+	if (value < 0)
+		return false;
+	if (used + 1 == size && text[used] == 'm')
+		value *= 60; /* at most 7 digits: no overflow */
+	else if (used != size && !(used + 1 == size && text[used] == 's'))
+		return false;
+	if (value < MIN_STALL_S || value > MAX_STALL_S)
+		return false;
+	*out = value;
+	return true;
+}
+
+static bool profile_name(const char *text, size_t size, char *out)
+{
+	if (size == 0 || size >= CKPTLESS_PROFILE_SIZE || text[0] == '-' || text[0] == '.')
+		return false;
+	for (size_t i = 0; i < size; i++) {
+		if (!is_name_char(text[i]))
+			return false;
+	}
+	memcpy(out, text, size);
+	out[size] = '\0';
+	return true;
+}
+
+static bool same(const char *text, size_t size, const char *word)
+{
+	return strlen(word) == size && memcmp(text, word, size) == 0;
+}
+
+/* A user's text as it may stand in a message: short, and nothing in it that a terminal would act on. */
+static const char *shown(const char *text, size_t size, char out[49])
+{
+	size_t n = size < 48 ? size : 48;
+
+	for (size_t i = 0; i < n; i++)
+		out[i] = (text[i] >= ' ' && text[i] <= '~') ? text[i] : '?';
+	out[n] = '\0';
+	return out;
+}
+
+static bool setting_parse(const char *item, size_t size, struct ckptless_spec *spec, char *why, size_t why_size)
+{
+	char word[49];
+	const char *equals = memchr(item, '=', size);
+	size_t key = equals ? (size_t)(equals - item) : size;
+	const char *value = equals ? equals + 1 : item + size;
+	size_t rest = equals ? size - key - 1 : 0;
+	bool again = false;
+	const char *want;
+
+	if (same(item, key, "spares")) {
+		again = spec->spares != CKPTLESS_NOT_SAID;
+		want = bounded(value, rest, 0, MAX_SPARES, &spec->spares) ? NULL : "a number from 0 to 1024";
+	} else if (same(item, key, "replicas")) {
+		again = spec->replicas != CKPTLESS_NOT_SAID;
+		want = bounded(value, rest, 1, MAX_REPLICAS, &spec->replicas) ? NULL : "a number from 1 to 64";
+	} else if (same(item, key, "max-stall")) {
+		again = spec->max_stall_s != CKPTLESS_NOT_SAID;
+		want = duration_s(value, rest, &spec->max_stall_s) ? NULL : "5s to 86400s, or minutes as in 2m";
+	} else if (same(item, key, "profile")) {
+		again = spec->profile[0] != '\0';
+		want = profile_name(value, rest, spec->profile) ? NULL : "a name of letters, digits, _ - and .";
+	} else {
+		snprintf(why, why_size,
+			 "\"%s\" is not known; say auto, off, or a list of "
+			 "spares=N, replicas=N, max-stall=N[s|m], profile=NAME",
+			 shown(item, size, word));
+		return false;
+	}
+	if (want) {
+		snprintf(why, why_size, "\"%s\" is not valid; %.*s wants %s",
+			 shown(item, size, word), (int)key, item, want);
+		return false;
+	}
+	if (again) {
+		snprintf(why, why_size, "%.*s is given twice; say it once", (int)key, item);
+		return false;
+	}
+	return true;
+}
+
+bool ckptless_spec_parse(const char *text, struct ckptless_spec *spec, char *why, size_t why_size)
+{
+	*spec = (struct ckptless_spec){ .on = true,
+					.spares = CKPTLESS_NOT_SAID,
+					.replicas = CKPTLESS_NOT_SAID,
+					.max_stall_s = CKPTLESS_NOT_SAID };
+	if (!text || !*text || !strcmp(text, "(null)") || !strcmp(text, "auto"))
+		return true;
+	if (!strcmp(text, "off")) {
+		spec->on = false;
+		return true;
+	}
+	for (const char *item = text;; item++) {
+		size_t size = strcspn(item, ",");
+
+		if (!setting_parse(item, size, spec, why, why_size))
+			return false;
+		item += size;
+		if (!*item)
+			return true;
+	}
+}
+
+bool ckptless_spares_parse(const char *text, int *spares, char *why, size_t why_size)
+{
+	char word[49];
+	size_t size = text ? strlen(text) : 0;
+
+	if (bounded(text ? text : "", size, 0, MAX_SPARES, spares))
+		return true;
+	snprintf(why, why_size, "\"%s\" is not valid; say a number from 0 to 1024",
+		 shown(text ? text : "", size, word));
+	return false;
+}
+
+void ckptless_spec_format(const struct ckptless_spec *spec, char *text)
+{
+	size_t at = 0;
+
+	text[0] = '\0';
+	if (!spec->on) {
+		strcpy(text, "off");
+		return;
+	}
+	if (spec->spares != CKPTLESS_NOT_SAID)
+		at += (size_t)sprintf(text + at, ",spares=%d", spec->spares);
+	if (spec->replicas != CKPTLESS_NOT_SAID)
+		at += (size_t)sprintf(text + at, ",replicas=%d", spec->replicas);
+	if (spec->max_stall_s != CKPTLESS_NOT_SAID)
+		at += (size_t)sprintf(text + at, ",max-stall=%d", spec->max_stall_s);
+	if (spec->profile[0])
+		at += (size_t)sprintf(text + at, ",profile=%s", spec->profile);
+	if (at == 0)
+		strcpy(text, "auto");
+	else
+		memmove(text, text + 1, at); /* the first comma goes, the NUL comes along */
+}
+
+static bool refuse_two_numbers(int in_spec, int beside, char *why, size_t why_size)
+{
+	snprintf(why, why_size,
+		 "--ckptless says spares=%d, and --ckptless-spares (or its environment variable) says %d; "
+		 "say one number",
+		 in_spec, beside);
+	return false;
+}
+
+bool ckptless_settle(const struct ckptless_asked *asked, struct ckptless_spec *spec, char *why, size_t why_size)
+{
+	int beside = asked->spares_option;
+
+	*spec = asked->spec;
+	if (!asked->spec_given || !spec->on) {
+		spec->on = false;
+		if (beside == CKPTLESS_NOT_SAID)
+			return true;
+		snprintf(why, why_size,
+			 asked->spec_given ? "--ckptless=off and --ckptless-spares=%d contradict each other; "
+					     "drop one of them"
+					   : "--ckptless-spares=%d does nothing without --ckptless; add --ckptless",
+			 beside);
+		return false;
+	}
+	if (asked->spares_env != CKPTLESS_NOT_SAID && !asked->spares_on_cmdline) {
+		/* newer than the script's #SBATCH lines, not newer than SPEC from the environment */
+		beside = asked->spares_env;
+		if (!asked->spec_from_env)
+			spec->spares = CKPTLESS_NOT_SAID;
+	}
+	if (beside == CKPTLESS_NOT_SAID)
+		return true;
+	if (spec->spares != CKPTLESS_NOT_SAID && spec->spares != beside)
+		return refuse_two_numbers(spec->spares, beside, why, why_size);
+	spec->spares = beside;
+	return true;
+}
+
+bool ckptless_fits(const struct ckptless_spec *spec, long nodes, char *why, size_t why_size)
+{
+	if (!spec->on || nodes <= 0 || spec->spares < nodes)
+		return true;
+	snprintf(why, why_size,
+		 "with %d spare%s, a job of %ld node%s has none left to train on; ask for more nodes (-N) or for "
+		 "fewer spares",
+		 spec->spares, spec->spares == 1 ? "" : "s", nodes, nodes == 1 ? "" : "s");
+	return false;
+}

@@ -1,0 +1,51 @@
+/* What a user may ask of ckptless, and the rules for it. Pure: no Slurm, no environment, no I/O. */
+#ifndef CKPTLESS_OPTIONS_H
+#define CKPTLESS_OPTIONS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#define CKPTLESS_NOT_SAID (-1)
+#define CKPTLESS_PROFILE_SIZE 65 /* longest name + 1 */
+#define CKPTLESS_SPEC_SIZE 160	 /* any spec in its one written form, with the final NUL */
+#define CKPTLESS_WHY_SIZE 256	 /* one sentence for the user */
+
+/* A SPEC, taken apart. Numbers are CKPTLESS_NOT_SAID and the profile is empty where the user said nothing. */
+struct ckptless_spec {
+	bool on;
+	int spares;	 /* nodes */
+	int replicas;	 /* copies of each shard */
+	int max_stall_s; /* seconds */
+	char profile[CKPTLESS_PROFILE_SIZE];
+};
+
+/* Everything that was said about one job, before it is made one spec of. */
+struct ckptless_asked {
+	struct ckptless_spec spec;
+	bool spec_given;
+	bool spec_from_env;	  /* of two environment variables, neither is the newer word */
+	int spares_option;	  /* --ckptless-spares */
+	int spares_env;		  /* *_CKPTLESS_SPARES */
+	bool spares_on_cmdline;	  /* in either way: then the environment's is the older word */
+};
+
+/*
+ * Takes SPEC apart: "auto", "off" or a list of spares=N, replicas=R, max-stall=S[s|m], profile=NAME.
+ * NULL, "" and "(null)" (what Slurm 22.05 makes of an absent value) mean auto.
+ * False: not valid; `why` then holds one sentence, without the option's name.
+ */
+bool ckptless_spec_parse(const char *text, struct ckptless_spec *spec, char *why, size_t why_size);
+
+/* The value of --ckptless-spares, or false and a sentence. */
+bool ckptless_spares_parse(const char *text, int *spares, char *why, size_t why_size);
+
+/* Writes a spec in its one form, into CKPTLESS_SPEC_SIZE bytes. Parsing it again gives the same spec. */
+void ckptless_spec_format(const struct ckptless_spec *spec, char *text);
+
+/* Makes one spec of all that was asked, or false and a sentence where it contradicts itself. */
+bool ckptless_settle(const struct ckptless_asked *asked, struct ckptless_spec *spec, char *why, size_t why_size);
+
+/* Whether a job of so many nodes (0 or less: not known) has one left to train on; false and a sentence if not. */
+bool ckptless_fits(const struct ckptless_spec *spec, long nodes, char *why, size_t why_size);
+
+#endif

@@ -1,0 +1,235 @@
+"""Failures on real Slurm: the job goes on, bit for bit, and Slurm is told what it should be."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster.api import Cluster
+from conftest import require_slurm
+from training import DEADLINE_S, USER, Training, make_site
+
+pytestmark = pytest.mark.timeout(300)
+
+NODES = 6
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require_slurm()
+    with make_site(
+        tmp_path_factory.mktemp("site") / "cluster", tmp_path_factory.mktemp("spank"), NODES
+    ) as up:
+        yield up
+
+
+@pytest.fixture(autouse=True)
+def whole(site: Cluster) -> None:
+    site.restore()
+
+
+def recovered_to(job: Training, generation: int) -> None:
+    rows = [r for r in job.ledger().recoveries if r.job == job.run_name]
+    assert {r.generation for r in rows if r.outcome == "recovered"} >= {generation}, job.story()
+
+
+def node_of(job: Training, rank: int) -> str:
+    """The node that a rank has in the newest generation."""
+    newest = max((g for g in job.ledger().generations if g.job == job.run_name), key=lambda g: g.generation)
+    return f"node{newest.places[rank][0] + 1:02d}"
+
+
+def test_a_rank_is_killed(site: Cluster) -> None:
+    faults = [{"where": "backward", "kind": "kill", "rank": 2, "step": 7}]
+    job = Training(site, faults).submit()
+    job.ended()
+    job.same_bits()
+    recovered_to(job, 2)
+    assert job.slurm("ExitCode") == "0:0"
+
+
+def test_a_node_loses_power(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.power_off("node02")
+    job.trains(2)
+    assert node_of(job, 1) == "node05"
+    site.wait_state("node02", "down", "down*")
+    reason = site.run("ctl", "sinfo", "-h", "-R", "-o", "%E %N").stdout
+    assert f"ckptless: job {job.job_id}" in reason
+    job.ended()
+    job.same_bits()
+    recovered_to(job, 2)
+
+
+def test_a_node_is_power_cycled_before_slurm_notices(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.cycle("node03")
+    job.trains(2)
+    job.ended()
+    job.same_bits()
+
+
+def test_a_cable_is_pulled_and_put_back(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.unplug("node04")
+    job.trains(2)
+
+    def ranks_there() -> str:
+        return site.run("node04", "pgrep", "-u", USER, check=False).stdout
+
+    # The node that is cut off ends its ranks by itself: nobody could tell it to.
+    job.wait(lambda: not ranks_there(), "node04 has ended its ranks")
+    site.plug("node04")
+    job.trains(2)
+    job.ended()
+    job.same_bits()
+    fenced = [e for e in job.ledger().events if e.kind == "fenced" and e.job == job.run_name]
+    assert len(fenced) == 1
+    # Its daemon has lived through all of it, and takes the next job.
+    assert site.service("node04", "ckptlessd").pid is not None
+
+
+def test_the_batch_host_loses_power(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.power_off("node01")
+    job.trains(2)
+    # Slurm leaves a job without its batch script running for ever; our daemons end it.
+    job.ended(0, "CANCELLED")
+    job.same_bits()
+    assert "done" in job.slurm("Comment") or any(
+        e.kind == "slurm-refused" and "comment" in e.text for e in job.ledger().events
+    )
+
+
+def test_slurmctld_is_down_during_a_recovery(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.stop_slurmctld()
+    site.power_off("node02")
+    job.trains(2)
+    site.start_slurmctld()
+    site.wait_state("node02", "down", "down*")
+    assert any(e.kind == "slurm-away" for e in job.ledger().events if e.job == job.run_name)
+    job.ended()
+    job.same_bits()
+
+
+def test_slurmd_is_killed(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.stop_slurmd("node02", 9)
+    job.trains()
+    assert job.result().generations == {1}
+    site.start_slurmd("node02")
+    job.ended()
+    job.same_bits()
+
+
+def test_our_daemons_are_killed_in_training_and_in_a_recovery(site: Cluster) -> None:
+    faults = [{"where": "forward", "kind": "kill", "rank": 1, "step": 30}]
+    job = Training(site, faults, steps=80).submit()
+    job.trains()
+    for node in ("node01", "node03"):
+        before = site.service_pid(node, "ckptlessd")
+        site.service_kill(node, "ckptlessd")
+        job.wait(lambda: site.service_pid(node, "ckptlessd") not in (None, before), "it is back")  # noqa: B023
+        job.trains()
+    assert job.result().generations == {1}
+    job.wait(lambda: job.result().struck, "the fault")
+    site.service_kill("node01", "ckptlessd")
+    job.trains(2)
+    job.ended()
+    # The toy wrote 80 steps; their like is made once more, without faults.
+    job.same_bits()
+
+
+def test_two_nodes_at_once(site: Cluster) -> None:
+    job = Training(site, nodes=6, spares=2).submit()
+    job.trains()
+    site.power_off("node02")
+    site.power_off("node03")
+    job.trains(2)
+    job.ended()
+    job.same_bits()
+    assert {node_of(job, rank) for rank in (1, 2)} == {"node05", "node06"}
+
+
+def test_scancel(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.run("ctl", "scancel", str(job.job_id), user=USER)
+    job.wait(lambda: job.slurm("JobState") == "CANCELLED", "Slurm has ended it", 45.0)
+    job.nothing_left()
+    site.wait_idle()
+    (row,) = {(j.state, j.exit_code) for j in job.ledger().jobs if j.job == job.run_name}
+    assert row == ("stopped", 143), job.story()
+
+
+def test_requeue_by_the_user(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.run("ctl", "scontrol", "requeue", str(job.job_id), user=USER)
+    again = job.home / f"ckptless-{job.job_id}.1"
+    job.wait(again.exists, "its second start", 200.0)
+    job.hurry()
+    job.wait((again / "outcome.json").exists, "its second end")
+    job.nothing_left()
+    states = {j.job: j.state for j in job.ledger().jobs}
+    assert states[job.run_name] == "stopped"
+    assert states[f"{job.job_id}.1"] == "done"
+
+
+def test_a_node_is_drained_by_the_admin(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.run("ctl", "scontrol", "update", "nodename=node02", "state=drain", "reason=fan")
+    job.trains()
+    assert job.result().generations == {1}
+    job.ended()
+    job.same_bits()
+    assert site.node_states()["node02"] == "drained"
+
+
+def test_two_users_at_once_and_a_thief(site: Cluster) -> None:
+    mine = Training(site, nodes=5, options=("--cpus-per-task=2",)).submit()
+    theirs = Training(site, nodes=5, options=("--cpus-per-task=2",), user="other").submit()
+    mine.trains()
+    theirs.trains()
+    # Somebody else's agent says that it is of my job, on one of my nodes.
+    config = "import base64, os, msgspec; from ckptless.daemon.agent.config import *; "
+    config += "from ckptless.daemon.api.model import *; "
+    config += "n = tuple('node%02d' % i for i in range(1, 6)); "
+    config += f"s = JobSpec(job='{mine.job_id}', command=('x',), nodes=4, spares=1, slots_per_node=1, "
+    config += "limits=Limits.from_max_stall(60), names=n); "
+    config += "c = SharedConfig(spec=s, argv=('x',), module=False, cwd='/tmp', log_dir='/tmp', preload=(), "
+    config += "daemon_socket='/run/ckptless/ckptlessd.sock'); "
+    config += "os.environ[AGENT_CONFIG] = base64.b64encode(msgspec.json.encode(c)).decode(); "
+    config += "import sys; me = sys.executable; "
+    config += "os.execv(me, [me, '-m', 'ckptless.daemon.agent.main', '--slurm'])"
+    thief = site.run(
+        "node02",
+        str(Path(sys.prefix) / "bin/python"),
+        "-c",
+        config,
+        user="other",
+        check=False,
+        timeout_s=DEADLINE_S,
+    )
+    assert thief.returncode == 3, thief.stderr
+    assert "is not of uid" in thief.stderr
+    start = time.monotonic()
+    mine.trains()
+    assert mine.result().generations == {1}, f"{time.monotonic() - start}"
+    for job in (mine, theirs):
+        job.ended()
+        job.same_bits()

@@ -1,0 +1,213 @@
+"""What the plugin makes of SPEC, of command lines and of batch scripts."""
+
+import os
+from pathlib import Path
+
+import pytest
+from native import Parsers
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("NULL", "auto"),
+        ("", "auto"),
+        ("(null)", "auto"),
+        ("auto", "auto"),
+        ("off", "off"),
+        ("spares=1", "spares=1"),
+        ("spares=0", "spares=0"),
+        ("spares=1024,replicas=64", "spares=1024,replicas=64"),
+        ("profile=big-model_2.1,spares=2", "spares=2,profile=big-model_2.1"),
+        ("max-stall=90", "max-stall=90"),
+        ("max-stall=90s", "max-stall=90"),
+        ("max-stall=2m", "max-stall=120"),
+        ("spares=007", "spares=7"),
+        (f"profile={'p' * 64}", f"profile={'p' * 64}"),
+    ],
+)
+def test_spec_is_brought_into_one_form(parsers: Parsers, given: str, written: str) -> None:
+    assert parsers.ask("spec", given) == ["ok", written]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("on", '"on" is not known; say auto, off, or a list'),
+        ("1", '"1" is not known'),
+        ("AUTO", "not known"),
+        ("auto,spares=1", '"auto" is not known'),
+        ("spare=1", '"spare=1" is not known'),
+        ("spares", '"spares" is not valid; spares wants a number from 0 to 1024'),
+        ("spares=", "not valid"),
+        ("spares=-1", "not valid"),
+        ("spares=1025", "not valid"),
+        ("spares=99999999999999999999", "not valid"),
+        ("spares=1x", "not valid"),
+        ("spares= 1", "not valid"),
+        ("spares=1,", '"" is not known'),
+        (",", '"" is not known'),
+        ("spares=1,spares=2", "spares is given twice; say it once"),
+        ("spares=0,spares=0", "given twice"),
+        ("replicas=0", "replicas wants a number from 1 to 64"),
+        ("max-stall=4", "max-stall wants 5s to 86400s, or minutes as in 2m"),
+        ("max-stall=86401", "not valid"),
+        ("max-stall=9999999m", "not valid"),
+        ("max-stall=2h", "not valid"),
+        ("max-stall=s", "not valid"),
+        ("profile=", "profile wants a name of letters, digits, _ - and ."),
+        ("profile=../../etc", "not valid"),
+        ("profile=a b", "not valid"),
+        (f"profile={'p' * 65}", "not valid"),
+        ("\x1b[31mred", '"?[31mred" is not known'),
+        ("x" * 5000, f'"{"x" * 48}" is not known'),
+    ],
+)
+def test_a_bad_spec_is_refused_with_one_sentence(parsers: Parsers, given: str, says: str) -> None:
+    verdict, sentence = parsers.ask("spec", given)
+    assert verdict == "refused"
+    assert says in sentence
+
+
+NONE = "-1"
+
+
+@pytest.mark.parametrize(
+    ("spec", "option", "env", "nodes", "settled"),
+    [
+        ("auto", NONE, NONE, 2, "auto"),
+        ("auto", "1", NONE, 2, "spares=1"),
+        ("spares=1", "1", NONE, 2, "spares=1"),
+        ("auto", NONE, "1", 2, "spares=1"),
+        ("spares=3", "3", "1", 2, "spares=1"),  # the environment is newer than #SBATCH lines
+        ("-", NONE, "1", 2, "off"),  # and asks for nothing by itself
+        ("off", NONE, "1", 2, "off"),
+        ("spares=9", NONE, NONE, 0, "spares=9"),  # the number of nodes is not known
+        ("spares=1", NONE, NONE, -1, "spares=1"),
+    ],
+)
+def test_what_was_asked_becomes_one_spec(
+    parsers: Parsers, spec: str, option: str, env: str, nodes: int, settled: str
+) -> None:
+    assert parsers.ask("settle", spec, "0", option, env, "0", str(nodes)) == ["ok", settled]
+
+
+def test_the_command_line_is_newer_than_the_environment(parsers: Parsers) -> None:
+    assert parsers.ask("settle", "spares=2", "0", NONE, "1", "1", "3") == ["ok", "spares=2"]
+    assert parsers.ask("settle", "auto", "0", "2", "1", "1", "3") == ["ok", "spares=2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (
+            ("-", "0", "1", NONE, "0", "2"),
+            "--ckptless-spares=1 does nothing without --ckptless; add --ckptless",
+        ),
+        (("off", "0", "1", NONE, "0", "2"), "--ckptless=off and --ckptless-spares=1 contradict each other"),
+        (("spares=1", "0", "2", NONE, "0", "4"), "--ckptless says spares=1, and --ckptless-spares"),
+        (("spares=1", "1", NONE, "2", "0", "4"), "--ckptless says spares=1, and --ckptless-spares"),
+        (("spares=1", "0", NONE, NONE, "0", "1"), "with 1 spare, a job of 1 node has none left to train on"),
+        (
+            ("spares=4", "0", NONE, NONE, "0", "3"),
+            "with 4 spares, a job of 3 nodes has none left",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(parsers: Parsers, asked: tuple[str, ...], says: str) -> None:
+    verdict, sentence = parsers.ask("settle", *asked)
+    assert verdict == "refused"
+    assert says in sentence
+
+
+def said(parsers: Parsers, *words: str) -> dict[str, str]:
+    return dict(zip(("spec", "spares", "no_kill", "program", "nodes"), parsers.ask(*words), strict=True))
+
+
+NOTHING = {"spec": "-", "spares": "-", "no_kill": "-", "program": "-", "nodes": "0"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sbatch", {}),
+        ("sbatch job.sh --ckptless", {"program": "job.sh"}),
+        ("sbatch --ckptless job.sh", {"spec": "", "program": "job.sh"}),
+        ("sbatch --ckptless=spares=1 -N4 job.sh", {"spec": "spares=1", "nodes": "4", "program": "job.sh"}),
+        ("sbatch --ckptless=off --ckptless=auto job.sh", {"spec": "auto", "program": "job.sh"}),
+        ("sbatch -N 4 job.sh --ckptless", {"nodes": "4", "program": "job.sh"}),
+        ("sbatch -HQN 4 job.sh --ckptless", {"nodes": "4", "program": "job.sh"}),
+        ("sbatch --nodes 2-4 --ckptless job.sh", {"nodes": "4", "spec": "", "program": "job.sh"}),
+        ("sbatch --nodes=2-4 job.sh", {"nodes": "4", "program": "job.sh"}),
+        ("sbatch -N 1k job.sh", {"nodes": "-1", "program": "job.sh"}),
+        ("sbatch -N 1,4 job.sh", {"nodes": "-1", "program": "job.sh"}),
+        ("sbatch --exclusive job.sh --ckptless", {"program": "job.sh"}),
+        ("sbatch --requ job.sh --ckptless", {"program": "job.sh"}),
+        ("sbatch -W job.sh --ckptless", {"program": "job.sh"}),
+        ("sbatch --wait job.sh --ckptless", {"program": "job.sh"}),
+        ("srun -W 30 prog --ckptless", {"program": "prog"}),
+        ("srun --wait 30 prog --ckptless", {"program": "prog"}),
+        ("srun -n8 -- prog --ckptless", {"program": "prog"}),
+        ("srun -lu -w node01 --pty bash -c --ckptless", {"program": "bash"}),
+        ("srun -I30 prog", {"program": "prog"}),
+        ("srun --others-flag --ckptless prog", {"spec": "", "program": "prog"}),
+        ("salloc -N2 --ckptless-spares 1", {"nodes": "2", "spares": "1"}),
+        ("salloc --ckptless-sp=1", {"spares": "1"}),
+        ("sbatch -k job.sh", {"no_kill": "", "program": "job.sh"}),
+        ("sbatch -koff job.sh", {"no_kill": "off", "program": "job.sh"}),
+        ("sbatch --no-kill=off job.sh", {"no_kill": "off", "program": "job.sh"}),
+        ("sbatch --no-kill job.sh", {"no_kill": "", "program": "job.sh"}),
+    ],
+)
+def test_options_end_where_the_program_begins(parsers: Parsers, line: str, expected: dict[str, str]) -> None:
+    assert said(parsers, "cmdline", *line.split()) == NOTHING | expected
+
+
+def test_sbatch_lines_of_a_script(parsers: Parsers, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n"
+        "#SBATCH -N4   # --ckptless=off\n"
+        "\n"
+        "   \t\n"
+        "# a comment\n"
+        "#SBATCH\t--job-name=\"a b\" --ckptless='spares=1'\n"
+        "##SBATCH --nodes=9\n"
+        "#SBATCHX --nodes=9\n"
+        "#SBATCH --no-kill=o\\ff\r\n"
+        "echo hello\n"
+        "#SBATCH --nodes=9\n"
+    )
+    assert said(parsers, "script", str(script)) == NOTHING | {
+        "spec": "spares=1",
+        "nodes": "4",
+        "no_kill": "off",
+    }
+
+
+def test_what_can_be_read_only_once_is_left_alone(parsers: Parsers, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, tmp_path, tmp_path / "none", Path("/dev/stdin")):
+        assert parsers.ask("script", str(path)) == ["unreadable"]
+
+
+def test_variables_are_those_that_were_given(parsers: Parsers) -> None:
+    assert parsers.ask("variables", "auto") == ["CKPTLESS=auto", "CKPTLESS_SPEC=auto", ""]
+    spec = "spares=1,replicas=2,max-stall=120,profile=x"
+    assert parsers.ask("variables", "profile=x,max-stall=2m,replicas=2,spares=1") == [
+        f"CKPTLESS={spec}",
+        f"CKPTLESS_SPEC={spec}",
+        "CKPTLESS_SPARES=1",
+        "CKPTLESS_REPLICAS=2",
+        "CKPTLESS_MAX_STALL=120",
+        "CKPTLESS_PROFILE=x",
+        "",
+    ]
+
+
+def test_arguments_in_plugstack_conf(parsers: Parsers) -> None:
+    assert parsers.ask("config") == ["ok", "/run/ckptless/ckptlessd.sock", "ckptless-run"]
+    assert parsers.ask("config", "launcher=/opt/run", "socket=/x") == ["ok", "/x", "/opt/run"]
+    assert parsers.ask("config", "socket=/x", "sockets=/y") == ["refused", "sockets=/y"]
+    assert parsers.ask("config", "socket=") == ["refused", "socket="]
