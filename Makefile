@@ -7,9 +7,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
 # Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
-CHECKED := $(wildcard tests/unit/* tests/property tests/integration tests/torch tests/sim tests/local) docs/demo
+CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
+	tests/sim tests/local tests/slurm docs/demo
 
 .PHONY: setup demo test test-slow bench lint types imports check format clean
+.PHONY: slurm-shell native native-check install install-job-submit
 setup: $(STAMP)
 
 $(STAMP): setup.cfg Makefile
@@ -37,12 +39,32 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	set -e; for folder in $(CHECKED); do $(BIN)/mypy $$folder; done
+	set -e; export MYPYPATH=tests/local; for folder in $(CHECKED); do $(BIN)/mypy $$folder; done
 
 imports: $(STAMP)
 	$(BIN)/lint-imports
 
 check: lint types imports test
+
+# A prompt on a cluster of five nodes, in namespaces of this machine; takes root and Debian's Slurm packages.
+slurm-shell: $(STAMP)
+	$(BIN)/python tests/slurm/shell.py $(ARGS)
+
+# What is written in C: the SPANK plugin, ckptless-notify, and for the controller the job_submit plugin.
+NATIVE := slurm_ext/spank slurm_ext/hooks
+native:
+	set -e; for folder in $(NATIVE); do $(MAKE) -C $$folder; done
+
+native-check:
+	$(MAKE) -C slurm_ext/spank check asan
+	$(MAKE) -C slurm_ext/job_submit check
+
+# DESTDIR, PREFIX, PLUGINDIR, SYSCONFDIR, LIBEXECDIR, MANDIR; an edited ckptless.conf is kept.
+install: native
+	set -e; for folder in $(NATIVE); do $(MAKE) -C $$folder install; done
+
+install-job-submit:
+	$(MAKE) -C slurm_ext/job_submit install
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -70,10 +70,10 @@ class JobSession:
                 self.feed(e.OrderFrom(node, message.term, message.order))
             case p.Rows():
                 self._outlets.write(message.records)
-            case p.Gone():
+            case p.Gone() if self.control.nodes[node].lost is None:
                 self.feed(e.NodeLost(message.node, message.reason, message.age_s, message.dark))
-            case p.JobKey() | p.Beat():
-                pass  # not the control plane's business
+            case p.Gone() | p.JobKey() | p.Beat():
+                pass  # of a node that is lost itself, or not the control plane's business
 
     def _carry(self, output: e.Output) -> None:
         match output:

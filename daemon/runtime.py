@@ -165,7 +165,8 @@ class JobRuntime:
                 gone = "its agent cannot be reached"
             elif dark and address is None and why is not None:
                 gone = "no agent of it is known"
-            if gone is not None:
+            # Who hears nobody may be the one that is cut off: it says nothing of the others.
+            if gone is not None and (answer == "refused" or control.decides):
                 reason = f"{why or 'its daemon was never met'}; {gone}"
                 self._lose(e.NodeLost(node, reason, loop.time() - since, dark=answer is None))
                 return

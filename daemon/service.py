@@ -53,6 +53,11 @@ class Service:
         self.on_tick: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
 
+    @property
+    def jobs(self) -> tuple[JobRuntime, ...]:
+        """Those that run, and those that ended lately."""
+        return tuple(self._jobs.values())
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises OSError where an address is taken."""
         servers: list[asyncio.Server] = []

@@ -66,14 +66,17 @@ async def _serve(settings: Settings, name: str) -> int:
     supervised = _Supervised(settings, name, notifier, service, cluster)
     loop.add_signal_handler(signal.SIGHUP, supervised.reload)
     service.on_tick, service.on_ready = supervised.ticked, supervised.ready
+    tasks = [asyncio.create_task(cluster.watch(lambda: service.jobs, settings.slurm.poll_s))]
     watchdog = supervised.watchdog(period_s(os.environ))
+    if watchdog is not None:
+        tasks.append(asyncio.create_task(watchdog.run()))
     try:
         return await serve_forever(service, stop)
     finally:
         notifier.stopping()
-        if watchdog is not None:
-            watchdog.cancel()
-            await asyncio.gather(watchdog, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await cluster.aclose()
 
 
@@ -94,12 +97,12 @@ class _Supervised:
     def ready(self) -> None:
         self.notifier.ready(f"{self.name}: serving")
 
-    def watchdog(self, period_s: float | None) -> asyncio.Task[None] | None:
+    def watchdog(self, period_s: float | None) -> Watchdog | None:
         if period_s is None:
             return None
         ledger = self.service.ledger
         parts = [Watched("tick", lambda: self.ticks), Watched("ledger", lambda: ledger.passes, ledger.poke)]
-        return asyncio.create_task(Watchdog(self.notifier, period_s, parts).run())
+        return Watchdog(self.notifier, period_s, parts)
 
     def reload(self) -> None:
         """SIGHUP. A file that is wrong changes nothing; some keys need a restart."""

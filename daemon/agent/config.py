@@ -71,7 +71,6 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
     address = _address(name)
     own = {key: value for key, value in env.items() if key != AGENT_CONFIG}
     own.update(thread_env(own, shared.spec.slots_per_node, cores))
-    job = re.sub(r"[^\w.-]", "_", shared.spec.job)
     return AgentConfig(
         **{field: getattr(shared, field) for field in shared.__struct_fields__},
         node=shared.spec.names.index(name),
@@ -79,8 +78,13 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         address=address,
         store_address=address,
         env=own,
-        rank_socket=f"@ckptless-{os.getuid()}-{job}-ranks",
+        rank_socket=rank_socket(shared.spec.job),
     )
+
+
+def rank_socket(job: str) -> str:
+    """Where a Slurm job's agent listens for its ranks: abstract, one per user and run."""
+    return f"@ckptless-{os.getuid()}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', job)}-ranks"
 
 
 def thread_env(env: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:

@@ -112,6 +112,11 @@ class Follower:
         return self.leader == self.me and self.nodes[self.me].lost is None
 
     @property
+    def decides(self) -> bool:
+        """Whether it hears enough of the others to say that one of them is lost."""
+        return self._lease.held
+
+    @property
     def standing(self) -> Standing:
         """What to tell another daemon."""
         lost = tuple((node, view.lost) for node, view in self.nodes.items() if view.lost is not None)
@@ -176,8 +181,10 @@ class Follower:
     def _on_peer_up(self, event: PeerUp, now: float) -> None:
         self.reachable.add(event.node)
         theirs = event.standing
-        for node, reason in theirs.lost:
-            self._lose(node, reason, 0.0)
+        if self.nodes[event.node].lost is None:
+            # One that is lost may have been cut off, and have taken all others for lost.
+            for node, reason in theirs.lost:
+                self._lose(node, reason, 0.0)
         if theirs.outcome is not None and self.outcome is None:
             self._obey(m.End(outcome=theirs.outcome), now)
             # Its leader may be gone, or was refused: whoever hears of the end late tells the others.

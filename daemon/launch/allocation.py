@@ -11,17 +11,30 @@ from ckptless.daemon.slurm.hostlist import expand
 SPARES = "CKPTLESS_SPARES"
 REPLICAS = "CKPTLESS_REPLICAS"
 MAX_STALL = "CKPTLESS_MAX_STALL"
+# slurm.h: the batch script, an interactive step and others of Slurm's own have numbers from here on.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job's nodes, in Slurm's order. `tasks` and `gpus` per node are None where Slurm was not told."""
+    """A job's nodes, in Slurm's order. `tasks` and `gpus` per node are None where Slurm was not told.
+
+    `step` is there where this is a task of one (not of the batch script's own, or of an interactive one).
+    """
 
     job_id: int
     names: tuple[str, ...]
     tasks: int | None
     gpus: int | None
-    in_step: bool
+    step: "Step | None" = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A task of a step: `run` names the step among all of its job's, `local_id` this task on its node."""
+
+    run: str
+    node_id: int
     local_id: int
 
 
@@ -41,7 +54,9 @@ def inside_slurm(env: Mapping[str, str]) -> bool:
 
 def read_allocation(env: Mapping[str, str]) -> Allocation:
     """Raises UsageError where Slurm's variables make no sense."""
-    names = expand(env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", ""))
+    step = _step(env)
+    listed = env.get("SLURM_STEP_NODELIST") if step is not None else None
+    names = expand(listed or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", ""))
     if not names or not env["SLURM_JOB_ID"].isdecimal():
         raise UsageError(
             "SLURM_JOB_ID or SLURM_JOB_NODELIST is damaged: run this in a job, or unset them for --local"
@@ -49,11 +64,20 @@ def read_allocation(env: Mapping[str, str]) -> Allocation:
     return Allocation(
         job_id=int(env["SLURM_JOB_ID"]),
         names=names,
-        tasks=_first_number(env.get("SLURM_NTASKS_PER_NODE")),
+        tasks=_first_number(env.get("SLURM_STEP_TASKS_PER_NODE" if step else "SLURM_NTASKS_PER_NODE")),
         gpus=_gpus(env),
-        in_step=env.get("SLURM_STEP_ID", "").isdecimal() and "SLURM_PROCID" in env,
-        local_id=int(env.get("SLURM_LOCALID", "0")),
+        step=step,
     )
+
+
+def _step(env: Mapping[str, str]) -> Step | None:
+    names = ("SLURM_STEP_ID", "SLURM_NODEID", "SLURM_LOCALID")
+    numbers = [int(env[name]) for name in names if env.get(name, "").isdecimal()]
+    if len(numbers) < len(names) or numbers[0] >= FIRST_SPECIAL_STEP:
+        return None
+    restarts = env.get("SLURM_RESTART_COUNT", "0")
+    again = f"r{restarts}" if restarts.isdecimal() and int(restarts) else ""
+    return Step(run=f"s{numbers[0]}{again}", node_id=numbers[1], local_id=numbers[2])
 
 
 def number(env: Mapping[str, str], name: str) -> float | None:

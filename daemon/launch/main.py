@@ -12,6 +12,7 @@ from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.options import local_options, slurm_run
 from ckptless.daemon.launch.slurm import SlurmRun
+from ckptless.daemon.launch.step import StepRun
 
 # What torchrun needs to bring the nodes together, and ckptless does not: the agents are told who is there.
 NOT_NEEDED = (
@@ -150,12 +151,12 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
                 click.echo(
                     f"ckptless-run: --{name.replace('_', '-')} is not needed and has no effect", err=True
                 )
-        run: LocalRun | SlurmRun
+        run: LocalRun | SlurmRun | StepRun
         if options["local"]:
             run = LocalRun(local_options(script, script_args, options))
         else:
             run = slurm_run(script, script_args, options, os.environ)
-        sys.exit(asyncio.run(run.run()))
+        sys.exit(run.run() if isinstance(run, StepRun) else asyncio.run(run.run()))
     except CkptlessError as error:
         click.echo(f"ckptless-run: error: {error}", err=True)
         sys.exit(error.exit_code)

@@ -11,7 +11,8 @@ from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.local import ALWAYS_PRELOADED, LocalOptions
-from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir
+from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
+from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.ledger.paths import LATEST
 from ckptless.daemon.settings import load_settings
 
@@ -51,8 +52,8 @@ def local_options(script: str, script_args: tuple[str, ...], options: Options) -
 
 def slurm_run(
     script: str, script_args: tuple[str, ...], options: Options, env: Mapping[str, str]
-) -> SlurmRun:
-    """A run on the nodes of the allocation around this process. Raises UsageError."""
+) -> SlurmRun | StepRun:
+    """A run on the nodes of the allocation around this process, or this task's part. Raises UsageError."""
     if not slurm.inside_slurm(env):
         raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
     for name in ("job", "state_dir", "port"):
@@ -65,8 +66,11 @@ def slurm_run(
     )
     settings = load_settings()
     max_stall_s = _max_stall(options) or slurm.number(env, slurm.MAX_STALL)
-    parent = options["log_dir"]
-    log_dir, job = make_log_dir(parent if isinstance(parent, Path) else Path(), found.job_id)
+    parent = options["log_dir"] if isinstance(options["log_dir"], Path) else Path()
+    if found.step is None:
+        log_dir, job = make_log_dir(parent, found.job_id)
+    else:
+        log_dir, job = step_log_dir(parent, f"{found.job_id}.{found.step.run}")
     spec = JobSpec(
         job=job,
         command=argv,
@@ -88,10 +92,20 @@ def slurm_run(
         copies=_number(options, "copies") or int(slurm.number(env, slurm.REPLICAS) or 2),
         outcome_dir=str(log_dir),
     )
-    return SlurmRun(config=config, env=env, verbose=bool(options["verbose"]))
+    verbose = bool(options["verbose"])
+    if found.step is None:
+        return SlurmRun(config=config, env=env, verbose=verbose)
+    first = found.step.local_id == 0
+    return StepRun(config, env, first=first, says=first and found.step.node_id == 0, verbose=verbose)
 
 
 def _argv(script: str, script_args: tuple[str, ...], options: Options) -> tuple[str, ...]:
+    if re.fullmatch(r"python[0-9.]*", Path(script).name) and script_args and not options["module"]:
+        # `srun --ckptless python train.py`: the plugin puts ckptless-run in front of all of it.
+        script, *rest = [word for word in script_args if word != "-u"] or [""]
+        script_args = tuple(rest)
+        if script == "-m" and rest:
+            raise UsageError(f"write ckptless-run -m {rest[0]}, without python in between")
     if options["module"]:
         return (script, *script_args)
     if not Path(script).is_file():

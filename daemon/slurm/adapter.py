@@ -5,8 +5,8 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.slurm.hostlist import is_node_name
@@ -94,7 +94,7 @@ class Node:
 
     `state` is the base state (IDLE, MIXED, ALLOCATED, DOWN, ...), `flags` what is added to it (DRAIN,
     NOT_RESPONDING, ...). `reason` is why it is drained or down. `boot_s` is when it booted, in seconds since
-    the Unix epoch, to a second or two; None if it never registered.
+    the Unix epoch, to a second or two; None if it has not registered since it was added, or given back.
     """
 
     name: str
@@ -153,6 +153,12 @@ _KEEPS_JOBS_AWAY = frozenset(
 )
 
 
+def node_of(*, reason: str, **fields: Any) -> Node:
+    """A Node whose reason is for its state: some Slurms keep that of a state that is over."""
+    node = Node(**fields)
+    return replace(node, reason=reason) if node.draining or node.down else node
+
+
 class Slurm(Protocol):
     """Slurm, asked and told. `deadline_s` is in seconds from the call; afterwards nothing of it goes on here.
 
@@ -190,7 +196,10 @@ class Slurm(Protocol):
         ...
 
     async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """Give the node back, drained or down; a node that is neither stays as it is."""
+        """Give the node back, drained or down; a node that is neither stays as it is.
+
+        Slurm then takes it for not responding until it has answered, which is a second or two later.
+        """
         ...
 
     async def mark_down(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:

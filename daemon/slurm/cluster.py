@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptless.daemon.api.errors import PeerError, UsageError
@@ -26,12 +26,12 @@ ADMIT_S = 10.0
 RETRY_S = 5.0
 RETRIES = 120
 MAX_NODES = 65_536
-_RUN = re.compile(r"(\d{1,10})(?:\.\d{1,5})?")
+_RUN = re.compile(r"(\d{1,10})(?:\.(?:\d{1,5}|s\d{1,10}(?:r\d{1,5})?))?")
 _UNFIT = re.compile(r"[^ -~]|[\"'`\\]")
 
 
 def slurm_job_id(run: str) -> int:
-    """The Slurm job of a run, which is named 4711, 4711.1 and so on. Raises PeerError."""
+    """The Slurm job of a run: 4711, 4711.1, ..., or in step 3 4711.s3, requeued once 4711.s3r1. PeerError."""
     found = _RUN.fullmatch(run)
     if found is None:
         raise PeerError(f"{run[:80]!r} is not the name of a run in a Slurm job")
@@ -125,6 +125,23 @@ class SlurmCluster:
         if control.nodes[0].lost is not None:
             self._spawn(self._tell(runtime, "cancel", lambda: self._slurm.cancel(job_id)))
 
+    async def watch(self, jobs: Callable[[], Iterable["JobRuntime"]], poll_s: float) -> None:
+        """Ask Slurm now and then, until cancelled: an epilog may be missing, or have found nobody."""
+        while True:
+            await asyncio.sleep(poll_s)
+            open_runs = [run for run in jobs() if run.session.control.outcome is None]
+            if not open_runs:
+                continue
+            reading = await self._slurm.jobs(max_age_s=poll_s)
+            if reading.value is None or not reading.fresh:
+                continue  # slurmctld is away, or was just told something: the next look is soon enough
+            known = {job.job_id: job for job in reading.value}
+            for run in open_runs:
+                job = known.get(slurm_job_id(run.job))
+                if job is None or job.over:
+                    state = job.state if job is not None else "no such job"
+                    run.cut_short(f"Slurm has ended the job ({state})")
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -140,7 +157,8 @@ class SlurmCluster:
                     runtime.note("warning", "slurm-away", f"{what}: {error}; trying again")
                 await asyncio.sleep(RETRY_S)
             except (SlurmError, UsageError) as error:
-                runtime.note("warning", "slurm-refused", f"{what}: {error}")
+                # 22.05 without slurmdbd takes no comment for a job that has lost a node; that does no harm.
+                runtime.note("info" if what == "comment" else "warning", "slurm-refused", f"{what}: {error}")
                 return
             else:
                 runtime.note("info", "slurm-told", what)

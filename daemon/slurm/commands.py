@@ -73,14 +73,10 @@ class Commands:
     async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
         """See `adapter.Slurm`."""
         deadline = Deadline(deadline_s)
-        update = ("update", f"nodename={check_node(name)}", "state=resume")
-        try:
-            await self.tell(deadline, f"give {name} back", *update)
-        except SlurmRefusedError:
-            # Refused for a node that is neither drained nor down, which is what was wanted.
-            node = await self._one_node(name, deadline)
-            if node.draining or node.down:
-                raise
+        node = await self._one_node(name, deadline)
+        # Slurm refuses to resume a node that is neither.
+        if node.draining or node.down:
+            await self.tell(deadline, f"give {name} back", "update", f"nodename={name}", "state=resume")
 
     async def requeue(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
         """See `adapter.Slurm`."""

@@ -6,15 +6,19 @@ raises.
 
 import asyncio
 import contextlib
+import logging
 import os
 import pwd
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.slurm.errors import SlurmRefusedError, SlurmUnreachableError
+
+_log = logging.getLogger(__name__)
 
 MAX_OUTPUT = 128 * 1024 * 1024
 MAX_ERRORS = 64 * 1024
@@ -110,41 +114,68 @@ async def run(
         raise SlurmUnreachableError(f"Slurm did not answer {name} within {deadline_s:.3g} s") from None
     finally:
         if process.returncode is None:
-            await asyncio.shield(_end(process, grace_s))
+            await asyncio.shield(end(process, grace_s))
 
 
 async def _finish(process: asyncio.subprocess.Process, name: str) -> Done:
     assert process.stdout is not None
     assert process.stderr is not None
-    out, err = await asyncio.gather(_read(process.stdout, MAX_OUTPUT), _read(process.stderr, MAX_ERRORS))
-    if len(out) > MAX_OUTPUT:
-        raise ProtocolError(f"{name} printed more than {MAX_OUTPUT} bytes")
+    errors = asyncio.create_task(_read(process.stderr, MAX_ERRORS, throw_away=True))
+    try:
+        out = await _read(process.stdout, MAX_OUTPUT)
+        if len(out) > MAX_OUTPUT:
+            raise ProtocolError(f"{name} printed more than {MAX_OUTPUT} bytes")
+        err = await errors
+    finally:
+        if not errors.done():
+            errors.cancel()
+            await asyncio.wait({errors})
     status = await process.wait()
     return Done(status, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
-async def _read(stream: asyncio.StreamReader, most: int) -> bytes:
-    """All of a stream. Beyond `most` bytes: a little more of the output, and no more of the errors."""
+async def _read(stream: asyncio.StreamReader, most: int, *, throw_away: bool = False) -> bytes:
+    """All of a stream. What is beyond `most` bytes, and a little, is thrown away, or not even read."""
     parts: list[bytes] = []
     size = 0
     while part := await stream.read(1 << 16):
         if size <= most:
             parts.append(part)
             size += len(part)
-        elif most == MAX_OUTPUT:
+        elif not throw_away:
             break
     return b"".join(parts)
 
 
-async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:
-    """End a process that still runs, and take its status."""
-    with contextlib.suppress(ProcessLookupError):
-        if grace_s > 0:
-            process.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await process.wait()
-                    return
-        process.kill()
-    async with asyncio.timeout(KILL_DEADLINE_S):
-        await process.wait()
+async def end(process: asyncio.subprocess.Process, grace_s: float = 0.0) -> None:
+    """End a process that leads a process group, and the group with it; SIGTERM and `grace_s` seconds first.
+
+    A process that even SIGKILL does not end (it waits for a dead file server) is given up, and logged.
+    """
+    if process.returncode is None and grace_s > 0 and _signal_group(process.pid, signal.SIGTERM):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await _gone(process)
+    if process.returncode is None:
+        _signal_group(process.pid, signal.SIGKILL)
+    try:
+        async with asyncio.timeout(KILL_DEADLINE_S):
+            await _gone(process)
+    except TimeoutError:
+        _log.error("process %d does not end within %.0f s of SIGKILL", process.pid, KILL_DEADLINE_S)
+
+
+async def _gone(process: asyncio.subprocess.Process) -> None:
+    """Until it has ended. asyncio takes note of that only once its pipes are read empty."""
+    for stream in (process.stdout, process.stderr):
+        while stream is not None and await stream.read(1 << 20):
+            pass
+    await process.wait()
+
+
+def _signal_group(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

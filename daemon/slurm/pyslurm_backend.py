@@ -7,7 +7,6 @@ array.
 """
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +20,8 @@ from ckptless.daemon.slurm.errors import (
     SlurmUnreachableError,
     from_message,
 )
-from ckptless.daemon.slurm.process import environment
+from ckptless.daemon.slurm.process import end, environment
 from ckptless.daemon.slurm.pyslurm_messages import MAX_LINE, Answer, Request, decode_answer, encode
-
-EXIT_DEADLINE_S = 5.0
 
 # Where this very ckptless is, so that the other process has the same.
 _PACKAGES = Path(__file__).absolute().parents[3]
@@ -89,12 +86,9 @@ class Pyslurm:
     async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
         """See `adapter.Slurm`."""
         deadline = Deadline(deadline_s)
-        try:
+        node = await self._node(name, deadline)
+        if node.draining or node.down:
             await self._set_node(name, "RESUME", "", deadline)
-        except SlurmRefusedError:
-            node = await self._node(name, deadline)
-            if node.draining or node.down:
-                raise
 
     async def requeue(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
         """See `adapter.Slurm`."""
@@ -145,7 +139,7 @@ class Pyslurm:
 
     async def _job(self, job_id: int, deadline: Deadline) -> Job:
         request = Request(method="job", job_id=check_job(job_id))
-        # Of an array Slurm gives all tasks, and pyslurm the first of them.
+        # Of an array Slurm gives all tasks, and pyslurm the first of them; or none, see the worker.
         answer = await self._call(request, deadline, f"show job {job_id}")
         if answer.jobs and answer.jobs[0].job_id == job_id:
             return answer.jobs[0]
@@ -218,9 +212,6 @@ class Pyslurm:
         worker, self._worker = self._worker, None
         if worker is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            worker.kill()
-        async with asyncio.timeout(EXIT_DEADLINE_S):
-            await worker.wait()
         if worker.stdin is not None:
             worker.stdin.close()
+        await end(worker)

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.slurm.adapter import OVER, Job, Node
+from ckptless.daemon.slurm.adapter import OVER, Job, Node, node_of
 from ckptless.daemon.slurm.hostlist import expand
 from ckptless.daemon.slurm.pyslurm_messages import Answer, Request, decode_request, encode
 from ckptless.daemon.slurm.text import node_state, something
@@ -44,7 +43,7 @@ class Methods:
             return Answer(error=f"no such method: {request.method}")
         try:
             return method(request)
-        except (self._api.PyslurmError, ValueError, OSError, ProtocolError) as error:
+        except Exception as error:  # noqa: BLE001  (pyslurm raises what it likes, and this process is to live)
             return Answer(error=str(error) or type(error).__name__)
 
     def _ping(self, _: Request) -> Answer:
@@ -54,13 +53,17 @@ class Methods:
         return Answer(error="Unable to contact slurm controller")
 
     def _jobs(self, _: Request) -> Answer:
-        return Answer(jobs=tuple(job_of(job) for job in self._api.Jobs.load().values()))
+        return Answer(jobs=tuple(translate_job(job) for job in self._api.Jobs.load().values()))
 
     def _job(self, request: Request) -> Answer:
-        return Answer(jobs=(job_of(self._api.Job.load(request.job_id)),))
+        try:
+            return Answer(jobs=(translate_job(self._api.Job.load(request.job_id)),))
+        except KeyError:
+            # pyslurm looks for the job's steps as well, under the number of the array.
+            return Answer()
 
     def _nodes(self, _: Request) -> Answer:
-        return Answer(nodes=tuple(node_of(node) for node in self._api.Nodes.load().values()))
+        return Answer(nodes=tuple(translate_node(node) for node in self._api.Nodes.load().values()))
 
     def _set_node(self, request: Request) -> Answer:
         changes = {"state": request.state} | ({"reason": request.text} if request.text else {})
@@ -81,7 +84,7 @@ class Methods:
         return Answer()
 
 
-def job_of(job: Any) -> Job:
+def translate_job(job: Any) -> Job:
     """pyslurm's job in our words."""
     limit = job.time_limit
     state = str(job.state)
@@ -114,11 +117,11 @@ def _array(job: Any) -> str:
     return f"{job.array_id}_{job.array_task_id or 0}"
 
 
-def node_of(node: Any) -> Node:
+def translate_node(node: Any) -> Node:
     """pyslurm's node in our words."""
     state, flags = node_state(node.state)
     partitions = node.partitions or ()
-    return Node(
+    return node_of(
         name=node.name,
         address=_text(lambda: node.address) or node.name,
         state=state,

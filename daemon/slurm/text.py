@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.slurm.adapter import Job, Node
+from ckptless.daemon.slurm.adapter import Job, Node, node_of
 from ckptless.daemon.slurm.hostlist import expand, is_node_name
 
 # What stands for "nothing", in one field or another.
@@ -163,7 +163,7 @@ def _node(pairs: Mapping[str, str]) -> Node:
     if not is_node_name(name):
         raise ProtocolError(f"scontrol gave a node without a name, or with one that is none: {name[:80]!r}")
     state, flags = node_state(pairs.get("State", ""))
-    return Node(
+    return node_of(
         name=name,
         address=something(pairs.get("NodeAddr", "")) or name,
         state=state,

@@ -7,7 +7,6 @@ installed.
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -63,14 +62,23 @@ def check(function: Check) -> Check:
 # --------------------------------------------------------------------------- inside the cluster
 
 
-def submit(*options: str, user: str = "tester", name: bytes | str = "job") -> int:
+def run_as(user: str, *argv: bytes | str) -> str:
     account = pwd.getpwnam(user)
-    command = ["sbatch", "--parsable", "--output=/dev/null", *options, b"--job-name=" + os.fsencode(name)]
     done = subprocess.run(
-        [*command, "--wrap=exec sleep 300"], user=account.pw_uid, group=account.pw_gid, extra_groups=[],
-        capture_output=True, text=True, check=True, cwd="/",
-    )  # fmt: skip
-    return int(done.stdout)
+        argv,
+        user=account.pw_uid,
+        group=account.pw_gid,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        check=True,
+    )
+    return done.stdout.decode().strip()
+
+
+def submit(*options: str, user: str = "tester", name: bytes | str = "job") -> int:
+    named = (b"--job-name=" + os.fsencode(name), "--wrap=exec sleep 300")
+    return int(run_as(user, "sbatch", "--parsable", "--output=/dev/null", *options, *named))
 
 
 async def until(slurm: Slurm, job_id: int, wanted: Callable[[Job], bool]) -> Job:
@@ -284,10 +292,7 @@ async def draw_in(slurm: Slurm) -> None:
     job = await slurm.job(job.job_id)
     assert (job.state, set(job.nodes)) == ("RUNNING", {"node01", *new})
     step = ["srun", f"--jobid={job.job_id}", "--overlap", "-N1", "-n1", "-w", "node04", "hostname"]
-    account = pwd.getpwnam("tester")
-    run = functools.partial(subprocess.check_output, user=account.pw_uid, group=account.pw_gid)
-    out = await asyncio.to_thread(run, step, extra_groups=[], cwd="/")
-    assert out.strip() == b"node04"
+    assert await asyncio.to_thread(run_as, "tester", *step) == "node04"
     with pytest.raises(SlurmRefusedError, match="no 1 idle"):
         await slurm.draw_in(job.job_id, 1, avoid=("node02",), deadline_s=4.0)
     left = [other for other in await slurm.jobs() if other.job_id != job.job_id and not other.over]
@@ -326,10 +331,16 @@ async def a_controller_that_hangs(slurm: Slurm) -> None:
     assert before.fresh
     assert before.value is not None
     with stopped_slurmctld():
-        for call in (slurm.ping, slurm.jobs, slurm.nodes, lambda deadline_s: slurm.drain("node01", "x", deadline_s=deadline_s)):  # fmt: skip  # noqa: E501
+        calls: list[Awaitable[object]] = [
+            slurm.ping(deadline_s=1.0),
+            slurm.jobs(deadline_s=1.0),
+            slurm.nodes(deadline_s=1.0),
+            slurm.drain("node01", "x", deadline_s=1.0),
+        ]
+        for call in calls:
             began = clock.now()
             with pytest.raises(SlurmUnreachableError):
-                await call(deadline_s=1.0)  # type: ignore[operator]
+                await call
             assert clock.now() - began < 2.0
         after = await cached.nodes(max_age_s=0.5, wait_s=0.5)
         assert after.value == before.value
@@ -379,19 +390,15 @@ async def a_user_without_rights(slurm: Slurm) -> None:
     os.setresgid(account.pw_gid, account.pw_gid, account.pw_gid)
     os.setresuid(account.pw_uid, account.pw_uid, account.pw_uid)
     await until(slurm, foreign, lambda job: job.running)
-    for order in (
+    orders: list[Awaitable[object]] = [
         slurm.drain("node01", "x"),
         slurm.mark_down("node01", "x"),
-        slurm.undrain("node01"),
         slurm.cancel(foreign),
         slurm.draw_in(foreign, 1),
-    ):
-        try:
+    ]
+    for order in orders:
+        with pytest.raises(SlurmRefusedError):
             await order
-        except SlurmRefusedError:
-            continue
-        # Nothing was to be given back, so nothing was refused.
-        assert order.__name__ == "undrain", order.__name__
     assert not (await slurm.node("node01")).draining
     await slurm.cancel(own)
 

@@ -1,0 +1,53 @@
+"""A prompt on a cluster with ckptless installed, for people who want to try it: `make slurm-shell`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster import requirements
+from cluster.plan import ClusterError
+from training import ROOT, make_site
+
+WELCOME = """
+Five nodes with Slurm, MUNGE, ckptlessd and the SPANK plugin; you are `tester` on the controller. Try
+
+    cd /shared
+    sbatch --ckptless=spares=1 --nodes=5 --wrap "ckptless-run {demo} --steps 200"
+    squeue; sinfo; tail -f slurm-*.out
+
+and in a second terminal, as root of this machine:
+
+    {cluster} power-off node02
+    {cluster} exec node01 ckptctl --state-dir /var/lib/ckptless timeline
+
+The cluster goes when you leave this prompt.
+"""
+
+
+@click.command()
+@click.option("--nodes", default=5, show_default=True, type=click.IntRange(2, 20))
+def main(nodes: int) -> None:
+    """Bring it up, give a prompt, take it down."""
+    lacks = requirements.missing()
+    if lacks:
+        raise click.ClickException(f"it takes {', '.join(lacks)}")
+    with tempfile.TemporaryDirectory(prefix="ckptless-slurm-") as scratch:
+        place = Path(scratch)
+        command = f"{sys.executable} {Path(__file__).parent / 'cluster'} --dir {place / 'cluster'}"
+        try:
+            with make_site(place / "cluster", place / "build", nodes):
+                click.echo(WELCOME.format(demo=ROOT / "docs/demo/train_gpt.py", cluster=command))
+                subprocess.run([*command.split(), "shell", "--user", "tester", "ctl"], check=False)
+        except ClusterError as error:
+            raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

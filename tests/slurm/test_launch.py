@@ -1,0 +1,136 @@
+"""Starting and ending on real Slurm, without any fault: ways to launch, exit codes, what users are told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster.api import Cluster
+from conftest import require_slurm
+from training import USER, Training, make_site
+
+pytestmark = pytest.mark.timeout(240)
+
+NODES = 3
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require_slurm()
+    place = tmp_path_factory.mktemp("site") / "cluster"
+    with make_site(place, tmp_path_factory.mktemp("spank"), NODES) as up:
+        yield up
+
+
+@pytest.fixture(autouse=True)
+def whole(site: Cluster) -> None:
+    site.restore()
+
+
+def submit(site: Cluster, folder: str, script: str, *options: str) -> tuple[int, Path]:
+    """Submit a script of its own; (job id, its folder)."""
+    site.run("ctl", "mkdir", "-p", f"/shared/{folder}", user=USER)
+    home = site.shared / folder
+    (home / "job.sh").write_text(f"#!/bin/bash\n{script}\n")
+    words = ["sbatch", "--parsable", *options, "job.sh"]
+    done = site.run("ctl", *words, user=USER, cwd=f"/shared/{folder}", env={"OMP_NUM_THREADS": "1"})
+    return int(done.stdout), home
+
+
+def ended(site: Cluster, job: int, state: str) -> str:
+    """Wait for a job's end; its record."""
+    for _ in range(900):
+        text = site.run("ctl", "scontrol", "-o", "show", "job", str(job)).stdout
+        if f"JobState={state} " in text:
+            return text
+        assert "JobState=PENDING" in text or "JobState=RUNNING" in text or "COMPLETING" in text, text
+        site.run("ctl", "sleep", "0.1")
+    raise AssertionError(text)
+
+
+def wait_for_epilog(site: Cluster, node: str, job: int) -> str:
+    """The daemon's log, once the node's epilog can have run."""
+    site.wait_idle(node)
+    for _ in range(50):
+        text = site.log(node, "ckptlessd")
+        if f"job {job} ends here" in text:
+            return text
+        site.run("ctl", "sleep", "0.1")
+    return site.log(node, "ckptlessd")
+
+
+def test_the_prolog_and_epilog_tell_the_daemon(site: Cluster) -> None:
+    job = Training(site, nodes=3, spares=1, steps=6)
+    job.submit()
+    job.hurry()
+    job.wait(lambda: job.outcome() is not None, "an outcome")
+    job.nothing_left()
+    for node in site.plan.node_names:
+        begun = f"job {job.job_id} of uid 5001 begins here: spares=1"
+        assert begun in site.log(node, "ckptlessd"), job.story()
+        assert f"job {job.job_id} ends here" in wait_for_epilog(site, node, job.job_id)
+    assert job.outcome() == {
+        "job": str(job.job_id), "state": "done", "exit_code": 0, "reason": "every rank ended by itself"
+    }  # fmt: skip
+    # What rank 0 prints is in the batch job's own output, what all print in files.
+    assert (job.log_dir / "rank-00001.log").exists()
+
+
+def test_a_step_of_many_tasks_is_agents_at_once(site: Cluster) -> None:
+    toy = Path(__file__).parent.parent / "local/env_script.py"
+    script = f"mkdir out; srun ckptless-run {toy} out"
+    job, home = submit(site, "step", script, "--nodes=2", "--ntasks-per-node=2", "--ckptless")
+    ended(site, job, "COMPLETED")
+    assert len(list((home / "out").glob("rank-*.json"))) == 4
+    text = (home / f"slurm-{job}.out").read_text()
+    assert text.count("in a step of 2 nodes") == 1
+
+
+def test_the_scripts_exit_code_is_the_jobs(site: Cluster) -> None:
+    job, home = submit(
+        site, "fails", "echo 'raise SystemExit(7)' > t.py; ckptless-run t.py", "--nodes=1", "--ckptless"
+    )
+    text = ended(site, job, "FAILED")
+    assert "ExitCode=7:0" in text
+    assert "exit code 7" in (home / f"slurm-{job}.out").read_text()
+
+
+def test_two_runs_in_one_job_have_their_own_folders(site: Cluster) -> None:
+    script = "echo 'print(\"hello\")' > t.py; ckptless-run t.py && ckptless-run t.py"
+    job, home = submit(site, "twice", script, "--nodes=2", "--ckptless")
+    ended(site, job, "COMPLETED")
+    assert sorted(path.name for path in home.glob("ckptless-*")) == [f"ckptless-{job}", f"ckptless-{job}.1"]
+    assert (home / f"slurm-{job}.out").read_text().count("[rank 0] hello") == 2
+
+
+def test_a_node_without_our_daemon_is_named(site: Cluster) -> None:
+    site.service_stop("node02", "ckptlessd")
+    job, home = submit(
+        site, "nodaemon", "echo > t.py; ckptless-run t.py", "--nodes=2", "--nodelist=node01,node02"
+    )
+    text = ended(site, job, "FAILED")
+    assert "ExitCode=3:0" in text
+    out = (home / f"slurm-{job}.out").read_text()
+    assert "no ckptlessd answers on node02" in out
+    # Jobs without --ckptless never notice.
+    assert site.run("ctl", "srun", "-N3", "hostname", user=USER).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--spares", "3"], "leave none that train"),
+        (["--nodes", "3"], "are more than the 2 of the allocation"),
+        (["--job", "x"], "--job is for --local"),
+    ],
+)
+def test_wrong_options(site: Cluster, options: list[str], words: str) -> None:
+    script = f"echo > t.py; ckptless-run {' '.join(options)} t.py"
+    job, home = submit(site, "wrong", script, "--nodes=2")
+    assert "ExitCode=2:0" in ended(site, job, "FAILED")
+    assert words in (home / f"slurm-{job}.out").read_text()
