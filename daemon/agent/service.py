@@ -50,6 +50,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[m.Outcome] = loop.create_future()
         self._answer: asyncio.Future[m.Admitted | m.Denied] = loop.create_future()
+        self._here_only = False
         self._seq = 0
         self._told_at = 0.0
         self._progress: asyncio.TimerHandle | None = None
@@ -83,7 +84,7 @@ class Agent:
             daemon = asyncio.create_task(self._daemon.run())
             await self._be_admitted(cancelled)
             outcome = await self._wait(cancelled)
-            if config.outcome_dir is not None:
+            if config.outcome_dir is not None and not self._here_only:
                 write_outcome(Path(config.outcome_dir), config.spec.job, outcome)
             return outcome.exit_code
         finally:
@@ -193,6 +194,7 @@ class Agent:
                 self._replicas.release()
                 if not self._outcome.done():
                     self._outcome.set_result(order.outcome)
+                    self._here_only = order.here_only
             case m.Running():
                 pass
 

@@ -167,9 +167,10 @@ class Outcome(Value, frozen=True, kw_only=True):
 
 
 class End(Message, frozen=True, kw_only=True):
-    """The job is over: end every process of it."""
+    """The job is over, or (`here_only`) goes on without this node: end every process of it."""
 
     outcome: Outcome
+    here_only: bool = False
 
 
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End

@@ -9,7 +9,7 @@ from typing import Any, Concatenate
 
 import click
 
-from ckptless.daemon.ledger.paths import default_state_dir
+from ckptless.daemon.ledger.paths import shown_state_dir
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Asked:
         """Where to read: as given, as the environment says, or the default; UsageError if there is none."""
         # Not click's envvar: behind the command it would outrank what was given before the command.
         told = os.environ.get("CKPTLESS_STATE_DIR")
-        return self.given_state_dir or (Path(told) if told else default_state_dir())
+        return self.given_state_dir or (Path(told) if told else shown_state_dir())
 
     def with_more(self, state_dir: Path | None, job: str | None, as_json: bool) -> "Asked":
         """The same, but for what was given once more behind the command's name."""

@@ -231,7 +231,8 @@ class Follower:
         if node == self.me and self.outcome is None:
             # The others go on without this node, whatever still runs on it.
             text = f"node-{node} counts as lost: {reason}"
-            self._out.append(ToAgent(m.End(outcome=m.Outcome(state="failed", exit_code=4, reason=text))))
+            outcome = m.Outcome(state="failed", exit_code=4, reason=text)
+            self._out.append(ToAgent(m.End(outcome=outcome, here_only=True)))
 
     def _hold_lease(self, now: float) -> None:
         """Without at least half of the nodes this one decides nothing, and after a while ends its ranks."""

@@ -54,8 +54,7 @@ class _Question(Generic[T]):
         """At most `max_age_s` old if that is to be had within `wait_s`; else what there is."""
         deadline = Deadline(wait_s)
         oldest_s = self._clock.now() - max_age_s
-        # Three moves at most: wait for a query that is too old already, wait until one may begin, and that
-        # one.
+        # Three moves at most: wait for a query that is too old, wait until the next may begin, and for that.
         for _ in range(3):
             now_s = self._clock.now()
             move = self.track.move(now_s, oldest_s, self._pace)

@@ -177,7 +177,11 @@ class Pyslurm:
 
     async def _exchange(self, request: Request) -> Answer:
         try:
-            worker = self._worker or await self._start()
+            if self._worker is None or self._worker.returncode is not None:
+                await self._end()
+                await self._start()
+            worker = self._worker
+            assert worker is not None
             assert worker.stdin is not None
             assert worker.stdout is not None
             worker.stdin.write(encode(request))
@@ -195,7 +199,7 @@ class Pyslurm:
             await asyncio.shield(self._end())
             raise
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> None:
         pipe = asyncio.subprocess.PIPE
         self._worker = await asyncio.create_subprocess_exec(
             *self._argv,
@@ -206,7 +210,6 @@ class Pyslurm:
             start_new_session=True,
             limit=MAX_LINE,
         )
-        return self._worker
 
     async def _end(self) -> None:
         worker, self._worker = self._worker, None
