@@ -10,8 +10,8 @@ STAMP  := $(VENV)/.ready
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
 	tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow bench lint types imports check format clean
-.PHONY: slurm-shell native native-check install install-job-submit
+.PHONY: setup demo test test-slow test-slurm-matrix bench bench-slurm lint types imports check format clean
+.PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
 $(STAMP): setup.cfg Makefile
@@ -29,9 +29,19 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
+# Another Slurm (trixie: 24.11, sid: 26.05) in a chroot under build/, with the tests on real Slurm in it.
+test-slurm-matrix: $(STAMP) slurm-packages
+	set -e; for suite in trixie sid; do \
+		root=$$($(BIN)/python tests/slurm/chroot.py $$suite --into build/chroots); \
+		CKPTLESS_REQUIRE_SLURM=1 CKPTLESS_SLURM_ROOTFS=$$root $(BIN)/python -m pytest -q $(ARGS) \
+			tests/slurm/cluster tests/slurm/test_cluster.py tests/slurm/test_adapter.py; done
+
 bench: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal
 	$(BIN)/python tests/local/bench.py stall
+
+bench-slurm: $(STAMP) slurm-packages
+	$(BIN)/python tests/slurm/bench.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -46,8 +56,20 @@ imports: $(STAMP)
 
 check: lint types imports test
 
+# The same on real Slurm: five nodes in namespaces of this machine, of which one loses its power.
+slurm-demo: $(STAMP) slurm-packages
+	$(BIN)/python docs/demo/slurm_demo.py $(ARGS)
+
+# Debian's Slurm, where it is missing.
+SLURM_PACKAGES := slurmd slurmctld slurm-client slurm-wlm-basic-plugins libslurm-dev munge libmunge2 iproute2 \
+	procps gcc libc6-dev
+slurm-packages:
+	@command -v slurmd slurmctld munged srun ip gcc >/dev/null && test -e /usr/include/slurm/spank.h || { \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+		apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) >/dev/null; }
+
 # A prompt on a cluster of five nodes, in namespaces of this machine; takes root and Debian's Slurm packages.
-slurm-shell: $(STAMP)
+slurm-shell: $(STAMP) slurm-packages
 	$(BIN)/python tests/slurm/shell.py $(ARGS)
 
 # What is written in C: the SPANK plugin, ckptless-notify, and for the controller the job_submit plugin.

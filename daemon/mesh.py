@@ -14,7 +14,7 @@ from typing import Any
 from ckptless.daemon.api.errors import CkptlessError, ProtocolError
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.link import Link
+from ckptless.daemon.peers.link import GreetingCutError, Link
 from ckptless.daemon.peers.vouch import Vouch
 from ckptless.daemon.roster import Roster
 
@@ -89,7 +89,7 @@ class Mesh:
                     address, me, self._vouch, p.DaemonMessage, DIAL_DEADLINE_S
                 )
             except (OSError, TimeoutError, CkptlessError) as error:
-                if not isinstance(error, OSError):
+                if not isinstance(error, OSError | GreetingCutError):
                     logger.warning("node-%d: %s", peer.node, error)
                 await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
                 tries += 1

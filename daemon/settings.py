@@ -65,15 +65,13 @@ class SlurmSettings(_Part, frozen=True):
 
     `poll_s`: seconds between two looks at the jobs, beside those at events; one costs about 10 ms of CPU.
     `on_node_lost`: down by default, since Slurm itself would wait for SlurmdTimeout, and since it kills what
-    might still run there. `requeue` is off: a job without an answer ends with its reason, and does not start
-    again from nothing unasked.
+    might still run there.
     """
 
     backend: Backend = "auto"
     poll_s: Annotated[float, Meta(ge=1, le=3600)] = field(default=30.0, name="poll")
     on_node_lost: OnNodeLost = "down"
     bin_dir: AbsolutePath | None = None
-    requeue: bool = False
 
 
 class MungeSettings(_Part, frozen=True):
@@ -185,7 +183,6 @@ WANTED = {
     "slurm.poll": "a duration with its unit from 1s to 1h, such as 30s",
     "slurm.on_node_lost": "down, drain or none",
     "slurm.bin_dir": "the absolute path of the folder with scontrol, or null",
-    "slurm.requeue": "true or false",
     "munge.socket": f"{_SOCKET}, or null",
 }
 

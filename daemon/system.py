@@ -34,7 +34,7 @@ def run(path: Path | None, *, verbose: bool) -> int:
     """Serve until SIGTERM; the exit code. Raises UsageError for settings that are wrong."""
     settings = load_settings(path)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-    log.configure(f"ckptlessd[{name}]", verbose=verbose or settings.daemon.log_level == "debug")
+    log.configure(f"ckptlessd[{name}]", verbose=verbose, level=settings.daemon.log_level)
     return asyncio.run(_serve(settings, name))
 
 

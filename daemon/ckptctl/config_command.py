@@ -17,6 +17,11 @@ def config() -> None:
     """Check the cluster's configuration, or show what is in force.
 
     FILE is /etc/ckptless/ckptless.yaml where it is not given; where that is missing too, the defaults hold.
+
+    \b
+    Examples:
+        ckptctl config check                  before it is copied to all nodes
+        ckptctl config show                   every value, and where it is from
     """
 
 

@@ -37,4 +37,7 @@ def shown_state_dir(system: Path = SYSTEM) -> Path:
 def ledger_files(state_dir: Path) -> tuple[Path, ...]:
     """The ledgers of a state directory: its own, then those of the nodes in it, by name."""
     own = state_dir / LEDGER
-    return (*((own,) if own.exists() else ()), *sorted(state_dir.glob(f"*/{LEDGER}")))
+    try:
+        return (*((own,) if own.exists() else ()), *sorted(state_dir.glob(f"*/{LEDGER}")))
+    except PermissionError as error:
+        raise UsageError(f"you may not read {state_dir}: ask for its owner's rights, or as root") from error

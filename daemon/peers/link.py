@@ -20,6 +20,10 @@ READ_BUFFER_BYTES = 4 << 20
 GREETING_LIMIT = 4096
 
 
+class GreetingCutError(PeerError):
+    """Refused without a word; ordinary where the other end has not heard of the job yet."""
+
+
 class Link(Generic[T]):
     """A connection to the process of node `node`, whose messages are of union type `kind`.
 
@@ -109,7 +113,7 @@ class Link(Generic[T]):
                 raise ProtocolError(f"a greeting of {length} bytes")
             return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
         except asyncio.IncompleteReadError as error:
-            raise PeerError("the other end hung up during the greeting") from error
+            raise GreetingCutError("the other end hung up during the greeting") from error
         except msgspec.DecodeError as error:
             raise ProtocolError(f"not a greeting: {error}") from error
 

@@ -221,7 +221,10 @@ class Slurm(Protocol):
         ...
 
     async def comment(self, job_id: int, text: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """Set the job's comment, which its user sees in squeue and scontrol."""
+        """Set the job's comment, which its user sees in squeue and scontrol.
+
+        22.05 without slurmdbd refuses it, for good, once the job has lost, gained or given up a node.
+        """
         ...
 
     async def draw_in(
@@ -236,7 +239,10 @@ class Slurm(Protocol):
         ...
 
     async def release(self, job_id: int, names: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
-        """Shrink a running job by these nodes; what runs on them is ended. Never its batch host."""
+        """Shrink a running job by these nodes; what runs on them is ended. Never its batch host.
+
+        22.05 without slurmdbd refuses it for a job that has been resized before.
+        """
         ...
 
 

@@ -214,6 +214,14 @@ async def mark_down(slurm: Slurm) -> None:
     assert node.reason == "ckptless: dark"
     job = await slurm.job(job.job_id)
     assert (job.state, job.nodes) == ("RUNNING", ("node01", "node02")), job
+    # What a recovery does next.
+    assert await slurm.draw_in(job.job_id, 1) == ("node04",)
+    if node.version.startswith("22.05"):
+        with pytest.raises(SlurmRefusedError, match="DB index"):
+            await slurm.comment(job.job_id, "lost node03")
+    else:
+        await slurm.comment(job.job_id, "lost node03")
+    assert set((await slurm.job(job.job_id)).nodes) == {"node01", "node02", "node04"}
     await slurm.undrain("node03")
     assert not (await slurm.node("node03")).down
 

