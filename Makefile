@@ -64,8 +64,9 @@ slurm-demo: $(STAMP) slurm-packages
 SLURM_PACKAGES := slurmd slurmctld slurm-client slurm-wlm-basic-plugins libslurm-dev munge libmunge2 iproute2 \
 	procps gcc libc6-dev
 slurm-packages:
-	@command -v slurmd slurmctld munged srun ip gcc >/dev/null && test -e /usr/include/slurm/spank.h || { \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+	@for tool in slurmd slurmctld munged srun ip gcc; do command -v $$tool >/dev/null || missing=yes; done; \
+	test -e /usr/include/slurm/spank.h || missing=yes; \
+	test -z "$$missing" || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
 		apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) >/dev/null; }
 
 # A prompt on a cluster of five nodes, in namespaces of this machine; takes root and Debian's Slurm packages.

@@ -6,67 +6,30 @@ all are equal. 1: a loss differs, a recovery is missing, or a run failed; the re
 
 import argparse
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
-from losses import Line, Losses
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from compare import Comparison
+from faults import Fault, plan
+from losses import Losses
+from options import NODES, parse, parser
+from screen import Screen
 
-from ckptless.daemon.api.records import RecoveryRecord, SlotRecord
+from ckptless.daemon.api.records import SlotRecord
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ckptctl.view import total_s
 from ckptless.daemon.ledger.merge import read_all
 
-NODES = 4
 SCRIPT = Path(__file__).resolve().with_name("train_gpt.py")
 JOB = "demo"
 POLL_S = 0.03
 LEDGER_POLL_S = 0.1
 END_DEADLINE_S = 30.0
-APART = 8  # steps between faults, and from a fault to either end
-
-
-# -------------------------------------------------------------------------------------------- faults
-
-
-@dataclass
-class Fault:
-    """One kill: planned (kind, step, whose), then done, then recovered from."""
-
-    kind: str
-    step: int
-    rank: int
-    delay: float
-    what: str = ""
-    generation: int = 0
-    killed_at: float = 0.0
-    recovery: RecoveryRecord | None = None
-
-    def stall_s(self, losses: Losses) -> float:
-        """From the kill until every rank had done the first step of the new generation."""
-        new = [line for line in losses.lines if line.generation > self.generation]
-        first = min((line.step for line in new), default=0)
-        return max((line.at for line in new if line.step == first), default=float("nan")) - self.killed_at
-
-
-def plan(kinds: Sequence[str], steps: int, seed: int) -> list[Fault]:
-    """Faults at random steps, some steps apart."""
-    draw = random.Random(seed)
-    room = steps - APART * (len(kinds) + 1)
-    places = sorted(draw.randrange(room) for _ in kinds)
-    return [
-        Fault(kind, place + APART * (number + 1), draw.randrange(NODES), draw.random())
-        for number, (kind, place) in enumerate(zip(kinds, places, strict=True))
-    ]
 
 
 # ------------------------------------------------------------------------------------------- killing
@@ -96,6 +59,7 @@ def strike(fault: Fault, state_dir: Path) -> bool:
     for pid in victims.values():
         with suppress(ProcessLookupError):  # an agent's ranks end with it
             os.kill(pid or 0, signal.SIGKILL)
+    fault.brief = f"{'node of rank' if fault.kind == 'node' else 'rank'} {fault.rank} killed"
     names = ", ".join(f"{name} (pid {pid})" for name, pid in victims.items())
     fault.what = f"{agent.name}: {names}" if fault.kind == "node" else names
     return True
@@ -123,43 +87,6 @@ def _is_rank(slot: SlotRecord, agent: int | None) -> bool:
 
 
 # ------------------------------------------------------------------------------------------- running
-
-
-class Screen:
-    """A progress bar on a terminal; lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._bar: Progress | None = None
-        self._shown = 0
-
-    @contextmanager
-    def run(self, title: str, steps: int) -> Iterator[None]:
-        self.say(title, "bold")
-        words = TextColumn("step {task.completed:>4.0f}/{task.total}  {task.fields[news]}", markup=False)
-        self._shown = 0
-        with Progress(
-            BarColumn(40),
-            words,
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        ) as self._bar:
-            self._bar.add_task("", total=steps, news="starting")
-            yield
-        self._bar = None
-
-    def step(self, line: Line, steps: int) -> None:
-        news = f"loss {float.fromhex(line.loss):.4f}  generation {line.generation}"
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=line.step, news=news)
-        part = line.step * 10 // steps
-        if part != self._shown and not self._console.is_terminal:
-            self.say(f"  step {line.step:4}/{steps}  {news}")
-        self._shown = part
-
-    def say(self, text: str, style: str = "") -> None:
-        self._console.print(text, style=style, markup=False)
 
 
 class Training:
@@ -192,7 +119,6 @@ class Training:
         return launcher.returncode
 
     def _command(self) -> list[str]:
-        spares = max(1, sum(fault.kind == "node" for fault in self.faults))
         launcher = [
             sys.executable,
             "-m",
@@ -203,7 +129,14 @@ class Training:
             "--job",
             JOB,
         ]
-        launcher += ["--nodes", str(NODES), "--spares", str(spares), "--state-dir", str(self.state_dir)]
+        launcher += [
+            "--nodes",
+            str(NODES),
+            "--spares",
+            str(self._args.spares),
+            "--state-dir",
+            str(self.state_dir),
+        ]
         script = ["--steps", str(self._args.steps), "--seed", str(self._args.seed), "--out", str(self.folder)]
         return [*launcher, str(SCRIPT), *script]
 
@@ -212,7 +145,7 @@ class Training:
         newest = self.losses.newest
         if newest is None:
             return
-        self._screen.step(newest, self._args.steps)
+        self._screen.step(self.losses.shown or newest, self._args.steps)
         if any(fault.killed_at and fault.recovery is None for fault in self.faults):
             if time.monotonic() - self._read_at > LEDGER_POLL_S:
                 self._look_for_recovery()
@@ -259,16 +192,12 @@ def report(faulty: Training, clean: Training, steps: int, screen: Screen) -> boo
         screen.say(f"  {fault.what or fault.kind + ' (never struck)'}\n    {stall}")
     screen.say(f"  a step takes {faulty.losses.step_s():.2f} s (median)")
 
-    mine, theirs = faulty.losses.by_step(), clean.losses.by_step()
-    wanted = [(rank, step) for rank in range(NODES) for step in range(1, steps + 1)]
-    equal = sum(key in mine and len({*mine[key], *theirs.get(key, ["none"])}) == 1 for key in wanted)
-    again = [losses for losses in mine.values() if len(losses) > 1]
-    same = sum(len(set(losses)) == 1 for losses in again)
+    compared = Comparison.of(faulty.losses, clean.losses, steps)
     recovered = sum(fault.recovery is not None for fault in faulty.faults)
-    good = equal == len(wanted) and same == len(again) and recovered == len(faulty.faults)
+    good = compared.good and recovered == len(faulty.faults)
     screen.say("\nThe same training without faults", "bold")
-    screen.say(f"  losses equal bit for bit:   {equal} of {len(wanted)} ({NODES} ranks x {steps} steps)")
-    screen.say(f"  written twice, and equal:   {same} of {len(again)} (steps that a fault had cut off)")
+    for line in compared.lines(NODES, steps):
+        screen.say(line)
     screen.say(f"  faults recovered from:      {recovered} of {len(faulty.faults)}")
     screen.say(
         f"  wall time:                  {faulty.wall_s:.0f} s with faults, {clean.wall_s:.0f} s without"
@@ -276,59 +205,16 @@ def report(faulty: Training, clean: Training, steps: int, screen: Screen) -> boo
     return good
 
 
-def picture(file: Path, faulty: Training, clean: Training) -> None:
-    """Losses, faults and recoveries as a PNG."""
-    from picture import Mark, draw  # matplotlib: slow to load, and not wanted with --no-picture
-
-    marks = [
-        Mark(
-            what=f"{'node of rank' if fault.kind == 'node' else 'rank'} {fault.rank} killed",
-            recovered=f"recovered in {total_s(fault.recovery):.2f} s ({fault.recovery.rung})",
-            step=fault.recovery.restore_step or 0,
-            killed_at=fault.killed_at,
-            stall_s=fault.stall_s(faulty.losses),
-        )
-        for fault in faulty.faults
-        if fault.recovery is not None
-    ]
-    draw(file, (faulty.losses.means(), clean.losses.means()), faulty.losses.spans(), marks)
-
-
 # ---------------------------------------------------------------------------------------------- main
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Kill parts of a training run, and show that it goes on with the same bits.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the training, and of where faults strike")
-    parser.add_argument("--faults", default="kill,node", help="in order: kill (a rank), node (all of a node)")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), help="losses, ledgers, logs and demo.png go here"
-    )
-    parser.add_argument("--no-picture", action="store_true", help="draw nothing (needs no matplotlib)")
-    args = parser.parse_args()
-    args.kinds = [kind for kind in args.faults.split(",") if kind]
-    if unknown := set(args.kinds) - {"kill", "node"}:
-        parser.error(f"--faults {unknown.pop()}: give kill or node, as in kill,node")
-    if args.kinds.count("node") >= NODES:
-        parser.error(f"{args.kinds.count('node')} nodes to kill: {NODES - 1} is the most, one spare for each")
-    if args.steps <= APART * (len(args.kinds) + 1):
-        parser.error(
-            f"--steps {args.steps}: {APART * (len(args.kinds) + 1) + 1} is the least for these faults"
-        )
-    args.out = args.out.absolute()
-    return args
-
-
 def main() -> int:
-    args, screen = parse(), Screen()
-    spares = max(1, args.kinds.count("node"))
+    about = "Kill parts of a training run, and show that it goes on with the same bits."
+    args, screen = parse(parser(about, "kill,node", seed=1)), Screen()
+    spares = args.spares
     where = f"{NODES} nodes and {spares} {'spare' if spares == 1 else 'spares'} on this machine"
     screen.say(f"A GPT on Python's standard library: {where}, {args.steps} steps, seed {args.seed}")
-    faulty = Training(args.out / "with-faults", args, plan(args.kinds, args.steps, args.seed), screen)
+    faulty = Training(args.out / "with-faults", args, plan(args.kinds, args.steps, args.seed, NODES), screen)
     clean = Training(args.out / "without-faults", args, [], screen)
     for training, title in ((faulty, "With faults"), (clean, "Without faults")):
         code = training.run(title)
@@ -339,7 +225,9 @@ def main() -> int:
             return 1
     good = report(faulty, clean, args.steps, screen)
     if not args.no_picture:
-        picture(args.out / "demo.png", faulty, clean)
+        from picture import draw_run  # matplotlib: slow to load, and not wanted with --no-picture
+
+        draw_run(args.out / "demo.png", faulty.losses, clean.losses, faulty.faults)
         screen.say(f"\n  picture: {args.out / 'demo.png'}")
     screen.say(
         "\nEqual in every bit." if good else "\nNOT as it should be.", "bold green" if good else "bold red"

@@ -42,6 +42,12 @@ class Losses:
     def newest(self) -> Line | None:
         return max(self.lines, key=lambda line: (line.generation, line.step, -line.rank), default=None)
 
+    @property
+    def shown(self) -> Line | None:
+        """Rank 0's newest: of two runs the same lines are shown, and they can be compared by eye."""
+        own = [line for line in self.lines if line.rank == 0]
+        return max(own, key=lambda line: (line.generation, line.step), default=None)
+
     def by_step(self) -> dict[tuple[int, int], list[str]]:
         """Every loss that a rank wrote for a step: one, or more where the step was done again."""
         found: dict[tuple[int, int], list[str]] = {}

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from faults import Fault
+from losses import Losses
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from ckptless.daemon.ckptctl.view import total_s
 
 RED, GREEN, BLUE, PALE, GREY, ORANGE = "#c0392b", "#1e8449", "#1f4e79", "#a9cfe8", "#b7c9d9", "#e59866"
 
@@ -19,6 +23,22 @@ class Mark:
     step: int
     killed_at: float
     stall_s: float
+
+
+def draw_run(file: Path, faulty: Losses, clean: Losses, faults: Sequence[Fault]) -> None:
+    """Losses, faults and recoveries of a run with faults, over those of one without, as a PNG."""
+    marks = [
+        Mark(
+            what=fault.brief,
+            recovered=f"recovered in {total_s(fault.recovery):.2f} s ({fault.recovery.rung})",
+            step=fault.recovery.restore_step or 0,
+            killed_at=fault.killed_at,
+            stall_s=fault.stall_s(faulty),
+        )
+        for fault in faults
+        if fault.recovery is not None
+    ]
+    draw(file, (faulty.means(), clean.means()), faulty.spans(), marks)
 
 
 def draw(
