@@ -32,6 +32,7 @@ class Mesh:
         self._job, self._roster, self._vouch, self._timers = job, roster, vouch, timers
         self._links: dict[int, Link[p.DaemonMessage]] = {}
         self._heard: dict[int, float] = {}
+        self._silent: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_up: Callable[[int], None] = lambda _node: None
         self.on_down: Callable[[int, str, float], None] = lambda _node, _why, _quiet_s: None
@@ -112,6 +113,7 @@ class Mesh:
         if old is not None:
             old.close()
         self._links[node] = link
+        self._silent.discard(node)
         self._heard[node] = loop.time()
         self.on_up(node)
         why = "its daemon closed the connection"
@@ -123,6 +125,8 @@ class Mesh:
                     self.on_message(node, message)
         except (OSError, CkptlessError) as error:
             why = str(error)
+            if node in self._silent:
+                why = f"its daemon was silent for {self._timers.dark_s:.1f} s"
         finally:
             link.close()
             if self._links.get(node) is link:
@@ -144,7 +148,7 @@ class Mesh:
             self.send_all(p.Beat())
             for node, link in list(self._links.items()):
                 if loop.time() - self._heard[node] > self._timers.dark_s:
-                    logger.warning("node-%d: silent for %.1f s", node, self._timers.dark_s)
+                    self._silent.add(node)
                     link.close()
 
     async def close(self) -> None:

@@ -56,6 +56,7 @@ class JobRuntime:
         self._agent: asyncio.StreamWriter | None = None
         self._probes: dict[int, asyncio.Task[None]] = {}
         self._key: bytes | None = None
+        self._begun_at = host.now()
         self._ended_at: float | None = None
 
     def start(self) -> None:
@@ -82,6 +83,11 @@ class JobRuntime:
     def forgettable(self) -> bool:
         """Whether the job has been over for long enough that everybody has heard of it."""
         return self._ended_at is not None and self._host.now() - self._ended_at > LINGER_S
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since this daemon heard of the job."""
+        return self._host.now() - self._begun_at
 
     def note(self, level: Literal["info", "warning", "error"], kind: str, text: str) -> None:
         """Put an event into every ledger of the job, and into the log."""

@@ -107,11 +107,20 @@ class Service:
         while True:
             await asyncio.sleep(TICK_S)
             for name, job in list(self._jobs.items()):
-                job.tick()
-                if job.forgettable:
+                if not self._ticked(job) or job.forgettable:
                     del self._jobs[name]
                     self._spawn(job.close())
             self.on_tick()
+
+    @staticmethod
+    def _ticked(job: JobRuntime) -> bool:
+        """One job's mistake must not be the end of the others."""
+        try:
+            job.tick()
+        except Exception:
+            logger.exception("job %s: its control plane has failed; it is given up here", job.job)
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------- peers
 

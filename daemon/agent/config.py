@@ -1,7 +1,6 @@
 """What the launcher tells an agent: in a file that only the user can read, or in the step's environment."""
 
 import base64
-import binascii
 import os
 import re
 import socket
@@ -61,7 +60,7 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         raise UsageError(f"{AGENT_CONFIG} is not set: agents are started by ckptless-run")
     try:
         shared = msgspec.json.decode(base64.b64decode(text, validate=True), type=SharedConfig)
-    except (binascii.Error, msgspec.DecodeError) as error:
+    except (ValueError, msgspec.MsgspecError) as error:
         raise UsageError(
             f"{AGENT_CONFIG} is damaged ({error}): agents are started by ckptless-run"
         ) from error
@@ -70,7 +69,7 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         raise UsageError(f"{name} is not among the job's nodes ({', '.join(shared.spec.names)})")
     address = _address(name)
     own = {key: value for key, value in env.items() if key != AGENT_CONFIG}
-    own.update(thread_env(own, shared.spec.slots_per_node, cores))
+    own.update(_threads(own, shared.spec.slots_per_node, cores))
     return AgentConfig(
         **{field: getattr(shared, field) for field in shared.__struct_fields__},
         node=shared.spec.names.index(name),
@@ -92,6 +91,15 @@ def thread_env(env: Mapping[str, str], processes: int, cores: int) -> dict[str, 
     if "OMP_NUM_THREADS" in env or processes <= 1:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+
+
+def _threads(env: Mapping[str, str], slots: int, cores: int) -> dict[str, str]:
+    """As torchrun; and where Slurm gave fewer CPUs than it lets a process see, those also for one rank."""
+    given = env.get("SLURM_CPUS_ON_NODE", "")
+    mine = min(cores, int(given)) if re.fullmatch(r"[1-9]\d{0,5}", given) else cores
+    if "OMP_NUM_THREADS" not in env and mine < cores:
+        return {"OMP_NUM_THREADS": str(max(1, mine // slots))}
+    return thread_env(env, slots, mine)
 
 
 def _address(name: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.messages import Outcome
 
 OUTCOME_FILE = "outcome.json"
@@ -31,13 +32,16 @@ def write_outcome(directory: Path, job: str, outcome: Outcome) -> None:
 
 
 def read_outcome(directory: Path, job: str) -> Outcome | None:
-    """The outcome of `job`; None before it ended (or for another job)."""
+    """The outcome of `job`; None before it ended (or for another job). Raises ProtocolError."""
     try:
         data = outcome_path(directory).read_bytes()
     except FileNotFoundError:
         return None
-    found = msgspec.json.decode(data, type=_OutcomeFile)
-    if found.job != job:
-        return None
-    fields = {"state": found.state, "exit_code": found.exit_code, "reason": found.reason}
-    return msgspec.convert(fields, Outcome)
+    try:
+        found = msgspec.json.decode(data, type=_OutcomeFile)
+        if found.job != job:
+            return None
+        fields = {"state": found.state, "exit_code": found.exit_code, "reason": found.reason}
+        return msgspec.convert(fields, Outcome)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{outcome_path(directory)} is damaged: {error}") from error

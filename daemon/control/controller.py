@@ -42,7 +42,10 @@ class Controller(Follower):
 
     def _drive(self, now: float) -> None:
         """Bring the job forward as far as the reports allow."""
-        if self.stage == "ended" or self.spec is None or not self.leads:
+        if self.stage == "ended" or self.spec is None:
+            return
+        if not self.leads:
+            self._end_alone(now)
             return
         self._note_losses(now)
         if self._cancelled is not None:
@@ -61,6 +64,14 @@ class Controller(Follower):
         if self.stage == "stopping":
             self._replan(now)
         self._repeat(now)
+
+    def _end_alone(self, now: float) -> None:
+        """Cancelled on a node that is lost itself, and nobody there to tell: it is over here."""
+        alone = self.nodes[self.me].lost is not None and self.reachable == {self.me}
+        if self._cancelled is not None and alone:
+            cancel = self._cancelled
+            outcome = m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
+            self._end(outcome, now)
 
     def _note_losses(self, now: float) -> None:
         for node, view in sorted(self.nodes.items()):

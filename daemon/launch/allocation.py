@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.api.errors import ProtocolError, UsageError
 from ckptless.daemon.slurm.hostlist import expand
 
 # Set by the SPANK plugin (`sbatch --ckptless`).
@@ -56,7 +56,10 @@ def read_allocation(env: Mapping[str, str]) -> Allocation:
     """Raises UsageError where Slurm's variables make no sense."""
     step = _step(env)
     listed = env.get("SLURM_STEP_NODELIST") if step is not None else None
-    names = expand(listed or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", ""))
+    try:
+        names = expand(listed or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", ""))
+    except ProtocolError as error:
+        raise UsageError(f"SLURM_JOB_NODELIST is damaged ({error}): run this in a job") from error
     if not names or not env["SLURM_JOB_ID"].isdecimal():
         raise UsageError(
             "SLURM_JOB_ID or SLURM_JOB_NODELIST is damaged: run this in a job, or unset them for --local"
@@ -83,9 +86,17 @@ def _step(env: Mapping[str, str]) -> Step | None:
 def number(env: Mapping[str, str], name: str) -> float | None:
     """A number that the SPANK plugin has set, or None. Raises UsageError."""
     text = env.get(name, "")
-    if not re.fullmatch(r"\d+(\.\d+)?|", text):
-        raise UsageError(f"{name} is {text!r}: it must be a number")
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|", text):
+        raise UsageError(f"{name} is {text[:40]!r}: it must be a number")
     return float(text) if text else None
+
+
+def whole_number(env: Mapping[str, str], name: str) -> int | None:
+    """The same for what is counted. Raises UsageError."""
+    found = number(env, name)
+    if found is not None and found != int(found):
+        raise UsageError(f"{name} is {found}: it must be a whole number")
+    return None if found is None else int(found)
 
 
 def _first_number(text: str | None) -> int | None:
@@ -105,7 +116,7 @@ def shape(
     """From the options where they are given, else from --ckptless, else from Slurm. Raises UsageError."""
     total = len(allocation.names)
     if spares is None:
-        spares = int(number(env, SPARES) or 0)
+        spares = whole_number(env, SPARES) or 0
     if nodes is None:
         nodes = total - spares
     if nodes < 1:

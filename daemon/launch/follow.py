@@ -21,6 +21,8 @@ class Follower:
         """Show whole new lines; at the `last` time unfinished ones, too."""
         for path in self._at:
             text = self._part[path] + self._news(path)
+            while last and (more := self._news(path)):
+                text += more
             end = len(text) if last else text.rfind(b"\n") + 1
             self._part[path] = text[end:]
             if end:

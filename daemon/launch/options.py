@@ -19,6 +19,7 @@ from ckptless.daemon.settings import load_settings
 Options = Mapping[str, object]
 
 DEFAULT_MAX_STALL_S = 300.0
+LEAST_MAX_STALL_S = 5.0
 
 
 def local_options(script: str, script_args: tuple[str, ...], options: Options) -> LocalOptions:
@@ -66,6 +67,10 @@ def slurm_run(
     )
     settings = load_settings()
     max_stall_s = _max_stall(options) or slurm.number(env, slurm.MAX_STALL)
+    if max_stall_s is not None and max_stall_s < LEAST_MAX_STALL_S:
+        raise UsageError(f"{slurm.MAX_STALL} is {max_stall_s:g}: it must be at least {LEAST_MAX_STALL_S:g}")
+    tee, copies = _ranks(str(options["tee"])), _number(options, "copies")
+    copies = copies or slurm.whole_number(env, slurm.REPLICAS) or 2
     parent = options["log_dir"] if isinstance(options["log_dir"], Path) else Path()
     if found.step is None:
         log_dir, job = make_log_dir(parent, found.job_id)
@@ -88,8 +93,8 @@ def slurm_run(
         daemon_socket=settings.daemon.socket,
         log_dir=str(log_dir),
         preload=_preload(options),
-        tee=_ranks(str(options["tee"])),
-        copies=_number(options, "copies") or int(slurm.number(env, slurm.REPLICAS) or 2),
+        tee=tee,
+        copies=copies,
         outcome_dir=str(log_dir),
     )
     verbose = bool(options["verbose"])
@@ -100,9 +105,14 @@ def slurm_run(
 
 
 def _argv(script: str, script_args: tuple[str, ...], options: Options) -> tuple[str, ...]:
-    if re.fullmatch(r"python[0-9.]*", Path(script).name) and script_args and not options["module"]:
+    if (
+        re.fullmatch(r"python[0-9.]*", Path(script).name)
+        and script_args[script_args[:1] == ("-u",) :]
+        and not options["module"]
+    ):
         # `srun --ckptless python train.py`: the plugin puts ckptless-run in front of all of it.
-        script, *rest = [word for word in script_args if word != "-u"] or [""]
+        # Of python's own options -u alone is usual, and the agent's pipes need it no more.
+        script, *rest = script_args[1:] if script_args[0] == "-u" else script_args
         script_args = tuple(rest)
         if script == "-m" and rest:
             raise UsageError(f"write ckptless-run -m {rest[0]}, without python in between")

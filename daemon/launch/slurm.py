@@ -33,6 +33,14 @@ TERM_DEADLINE_S = 20.0
 KILL_DEADLINE_S = 5.0
 CONFIG_DEADLINE_S = 10.0
 MAX_RUNS = 10_000
+# srun takes these for options of its own.
+NOT_FOR_STEPS = frozenset(
+    (
+        *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE"),
+        *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_NTASKS_PER_GPU"),
+        *("SLURM_GPU_BIND", "SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_GPU"),
+    )
+)
 
 
 @dataclass
@@ -195,10 +203,10 @@ async def cpu_binding() -> tuple[str, ...]:
 def step_env(env: Mapping[str, str], config: SharedConfig) -> dict[str, str]:
     """The environment of a node's srun, and so of its agent and ranks.
 
-    SLURM_CPUS_PER_TASK and its like would shrink the step to one task's share; the agent runs all of them.
+    What sbatch says of a task's share would shrink the step to that, and what it says of the whole job does
+    not fit on one node: an agent has all that the job has on its node.
     """
-    drop = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE")
-    kept = {name: value for name, value in env.items() if name not in drop}
+    kept = {name: value for name, value in env.items() if name not in NOT_FOR_STEPS}
     kept[AGENT_CONFIG] = base64.b64encode(msgspec.json.encode(config)).decode()
     return kept
 

@@ -114,7 +114,7 @@ class Link(Generic[T]):
             return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
         except asyncio.IncompleteReadError as error:
             raise GreetingCutError("the other end hung up during the greeting") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not a greeting: {error}") from error
 
     # ------------------------------------------------------------------------------- messages

@@ -11,9 +11,15 @@ from ckptless.daemon.api.errors import PeerError, UsageError
 from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
 from ckptless.daemon.config import Peer
 from ckptless.daemon.roster import Roster
+from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
-from ckptless.daemon.slurm.errors import SlurmError, SlurmUnreachableError
+from ckptless.daemon.slurm.errors import (
+    SlurmError,
+    SlurmNotFoundError,
+    SlurmRefusedError,
+    SlurmUnreachableError,
+)
 
 if TYPE_CHECKING:
     from ckptless.daemon.runtime import JobRuntime
@@ -23,6 +29,7 @@ logger = logging.getLogger(__name__)
 OnNodeLost = Literal["down", "drain", "none"]
 
 ADMIT_S = 10.0
+FRESH_S = 2.0
 RETRY_S = 5.0
 RETRIES = 120
 MAX_NODES = 65_536
@@ -73,10 +80,13 @@ class SlurmCluster:
         if owner != uid:
             raise PeerError(f"job {job_id} is not of uid {uid}")
         names, info = hello.spec.names, hello.info
-        total = hello.spec.nodes + hello.spec.spares
+        spec = hello.spec
+        total = spec.nodes + spec.spares
+        if spec.nodes < 1 or spec.spares < 0 or spec.slots_per_node < 1:
+            raise PeerError(f"job {job_id} asks for {spec.nodes} nodes, {spec.spares} spares")
         if len(names) != total or len(set(names)) != total or total > MAX_NODES:
             raise PeerError(f"job {job_id} names {len(names)} nodes for {total} places")
-        if info.node >= total or names[info.node] != self._name or info.name != self._name:
+        if not 0 <= info.node < total or names[info.node] != self._name or info.name != self._name:
             raise PeerError(f"the agent takes {self._name} for number {info.node}, {info.name}")
         if not _is_own(info.address) or not _is_own(info.store_address):
             raise PeerError(f"{info.address} is not an address of {self._name}")
@@ -106,13 +116,18 @@ class SlurmCluster:
         """See `roster.Cluster`: down, so that Slurm ends what may still run there, or drained."""
         name = runtime.roster.peers[node].name
         text = reason_text(f"job {runtime.job}: {reason}")
-        if self.on_node_lost == "down":
-            order = "mark down", lambda: self._slurm.mark_down(name, text)
-        elif self.on_node_lost == "drain":
-            order = "drain", lambda: self._slurm.drain(name, text)
-        else:
+        orders = {"down": self._slurm.mark_down, "drain": self._slurm.drain}
+        order = orders.get(self.on_node_lost)
+        if order is None:
             return
-        self._spawn(self._tell(runtime, f"{order[0]} {name}", order[1]))
+
+        async def mark() -> None:
+            # Which nodes a run has is its user's word; what is done to a node is Slurm's business.
+            if name not in (await self._now(slurm_job_id(runtime.job))).nodes:
+                raise SlurmRefusedError(f"{name} is no node of job {runtime.job} (any more)")
+            await order(name, text)
+
+        self._spawn(self._tell(runtime, f"mark {self.on_node_lost} {name}", mark))
 
     def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
         """See `roster.Cluster`: a job whose batch host is lost is ended by nobody else."""
@@ -122,8 +137,24 @@ class SlurmCluster:
         job_id = slurm_job_id(runtime.job)
         text = reason_text(f"{outcome.state}, exit code {outcome.exit_code}: {outcome.reason}")
         self._spawn(self._tell(runtime, "comment", lambda: self._slurm.comment(job_id, text)))
-        if control.nodes[0].lost is not None:
-            self._spawn(self._tell(runtime, "cancel", lambda: self._slurm.cancel(job_id)))
+        lost = {
+            runtime.roster.peers[node].name for node, view in control.nodes.items() if view.lost is not None
+        }
+        if lost:
+            self._spawn(self._tell(runtime, "look at the batch host", lambda: self._end_orphan(job_id, lost)))
+
+    async def _end_orphan(self, job_id: int, lost: set[str]) -> None:
+        if (await self._now(job_id)).batch_host in lost:
+            await self._slurm.cancel(job_id)
+
+    async def _now(self, job_id: int) -> Job:
+        """The job as Slurm knows it at this moment. Raises SlurmUnreachableError, SlurmNotFoundError."""
+        reading = await self._slurm.job(job_id, max_age_s=FRESH_S, wait_s=ADMIT_S)
+        if not reading.fresh:
+            raise SlurmUnreachableError(f"Slurm cannot be asked about job {job_id}: {reading.trouble}")
+        if reading.value is None:
+            raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
+        return reading.value
 
     async def watch(self, jobs: Callable[[], Iterable["JobRuntime"]], poll_s: float) -> None:
         """Ask Slurm now and then, until cancelled: an epilog may be missing, or have found nobody."""
@@ -137,6 +168,8 @@ class SlurmCluster:
                 continue  # slurmctld is away, or was just told something: the next look is soon enough
             known = {job.job_id: job for job in reading.value}
             for run in open_runs:
+                if run.age_s <= reading.age_s:
+                    continue  # it is younger than Slurm's answer
                 job = known.get(slurm_job_id(run.job))
                 if job is None or job.over:
                     state = job.state if job is not None else "no such job"
@@ -178,15 +211,11 @@ def _look_up(name: str) -> str:
     try:
         check_node(name)
         return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UsageError) as error:
+    except (OSError, ValueError, UsageError) as error:
         raise PeerError(f"the node {name!r} of the job has no address here: {error}") from error
 
 
 def _is_own(address: str) -> bool:
-    """Whether one can listen at it on this node: others are told to connect there."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    """Whether it is this node's, and no loopback address: others are told to connect there."""
+    own = {str(one.address) for one in interfaces() if not one.address.is_loopback}
+    return address in own
