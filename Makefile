@@ -32,7 +32,7 @@ test-slow: $(STAMP)
 # Another Slurm (trixie: 24.11, sid: 26.05) in a chroot under build/, with the tests on real Slurm in it.
 test-slurm-matrix: $(STAMP) slurm-packages
 	set -e; for suite in trixie sid; do \
-		root=$$($(BIN)/python tests/slurm/chroot.py $$suite --into build/chroots); \
+		root=$$($(BIN)/python tests/slurm/chroot.py $$suite --into .roots); \
 		CKPTLESS_REQUIRE_SLURM=1 CKPTLESS_SLURM_ROOTFS=$$root $(BIN)/python -m pytest -q $(ARGS) \
 			tests/slurm/cluster tests/slurm/test_cluster.py tests/slurm/test_adapter.py; done
 
