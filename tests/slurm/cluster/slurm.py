@@ -81,7 +81,7 @@ class Slurm:
     def cancel_all(self, timeout_s: float) -> None:
         """Cancel every job, and wait until there is none. Raises ClusterError: not within the time."""
         limit = time.monotonic() + timeout_s
-        while jobs := set(self._host.run(CONTROLLER, "squeue", "-h", "-o", "%A", check=False).stdout.split()):
+        while jobs := set(self._host.run(CONTROLLER, "squeue", "-h", "-o", "%i", check=False).stdout.split()):
             if time.monotonic() > limit:
                 raise ClusterError(f"these jobs do not end: {', '.join(sorted(jobs))}")
             self._host.run(CONTROLLER, "scancel", *sorted(jobs), check=False)
