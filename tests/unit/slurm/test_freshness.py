@@ -1,0 +1,131 @@
+"""When Slurm is asked, and what an answer is worth, over thousands of histories."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from ckptless.daemon.slurm.freshness import Move, Pace, Track
+
+PACE = Pace(min_interval_s=1.0, most_interval_s=30.0)
+
+
+def test_an_answer_is_as_old_as_the_beginning_of_its_query() -> None:
+    track = Track().ask(10.0).answer()
+    assert track.age_s(13.0) == 3.0
+    assert track.move(13.0, 10.0, PACE) is Move.HAVE
+    assert track.move(13.0, 10.1, PACE) is Move.ASK
+    assert track.move(10.5, 10.1, PACE) is Move.LATER
+    assert Track().age_s(5.0) == math.inf
+
+
+def test_one_query_at_a_time() -> None:
+    track = Track()
+    assert track.move(0.0, 0.0, PACE) is Move.ASK
+    assert track.ask(0.0).move(100.0, 100.0, PACE) is Move.JOIN
+
+
+def test_after_an_order_of_ours_old_answers_are_not_fresh_and_one_query_may_begin_at_once() -> None:
+    track = Track().ask(10.0).answer().change(10.2)
+    assert not track.fresh(0.0)
+    assert track.move(10.2, 0.0, PACE) is Move.ASK
+    track = track.ask(10.2)
+    # It began no later than the order was over: what it says may be from before.
+    assert not track.answer().fresh(0.0)
+    track = track.answer().change(10.3)
+    assert track.move(10.3, 0.0, PACE) is Move.ASK
+    assert track.ask(10.4).answer().fresh(0.0)
+    # The same order gives one early query, not two.
+    assert track.ask(10.4).fail("away").move(10.5, 10.5, PACE) is Move.LATER
+
+
+def test_a_query_that_began_before_an_order_says_nothing_of_it() -> None:
+    track = Track().ask(10.0).change(10.1).answer()
+    assert not track.fresh(0.0)
+    assert track.move(10.2, 0.0, PACE) is Move.ASK
+
+
+def test_failures_are_further_and_further_apart() -> None:
+    track, now_s, gaps = Track(), 0.0, []
+    for _ in range(2000):
+        track = track.ask(now_s).fail("away")
+        assert track.change(now_s).move(now_s, now_s, PACE) is Move.LATER
+        gaps.append(track.next_s(PACE) - now_s)
+        now_s = track.next_s(PACE)
+        assert track.trouble == "away"
+    assert gaps[:6] == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert set(gaps[5:]) == {30.0}
+    track = track.ask(now_s).answer()
+    assert (track.failures, track.trouble, track.next_s(PACE)) == (0, "", now_s + 1.0)
+
+
+@pytest.mark.parametrize(("least", "most"), [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, math.inf)])
+def test_a_pace_that_is_none(least: float, most: float) -> None:
+    with pytest.raises(ValueError, match="pace"):
+        Pace(min_interval_s=least, most_interval_s=most)
+
+
+@dataclass
+class History:
+    """A model beside the track: the plain lists of what happened, from which the promises are checked."""
+
+    track: Track = field(default_factory=Track)
+    now_s: float = 0.0
+    began: list[float] = field(default_factory=list)
+    answered: list[float] = field(default_factory=list)
+    changed: list[float] = field(default_factory=list)
+
+    def read(self, max_age_s: float) -> None:
+        oldest_s = self.now_s - max_age_s
+        move = self.track.move(self.now_s, oldest_s, PACE)
+        fresh = [at for at in self.answered if at >= oldest_s and all(at > change for change in self.changed)]
+        assert (move is Move.HAVE) == bool(fresh)
+        assert (move is Move.JOIN) == (self.track.in_flight and not fresh)
+        if move is Move.ASK:
+            self.track = self.track.ask(self.now_s)
+            self.began.append(self.now_s)
+
+    def end(self, ok: bool) -> None:
+        if self.track.in_flight:
+            self.track = self.track.answer() if ok else self.track.fail("away")
+            if ok:
+                self.answered.append(self.began[-1])
+
+    def change(self) -> None:
+        self.track = self.track.change(self.now_s)
+        self.changed.append(self.now_s)
+
+
+def live(random: Random) -> History:
+    """Sixty things that happen, in any order, then a reader who has time."""
+    history = History()
+    for _ in range(random.randrange(60)):
+        what = random.randrange(4)
+        if what == 0:
+            history.now_s += random.choice([0.0, 0.01, 0.5, 1.0, 3.0, 40.0])
+        elif what == 1:
+            history.read(random.choice([0.0, 0.1, 1.0, 5.0]))
+        elif what == 2:
+            history.end(ok=random.random() < 0.5)
+        else:
+            history.change()
+    history.now_s += PACE.most_interval_s
+    history.end(ok=True)
+    history.now_s += PACE.most_interval_s
+    history.read(0.0)
+    history.end(ok=True)
+    return history
+
+
+@pytest.mark.parametrize("hundred", range(50))
+def test_any_history(hundred: int) -> None:
+    for seed in range(hundred * 100, hundred * 100 + 100):
+        history = live(Random(seed))
+        # However many read, and however greedily: an interval apart, but for one early query per order.
+        gaps = [after - before for before, after in itertools.pairwise(history.began)]
+        assert sum(gap < PACE.min_interval_s - 1e-9 for gap in gaps) <= len(history.changed), seed
+        # Who waits long enough gets an answer from after now, and from after every order.
+        assert history.track.answered_s == history.now_s, seed
+        assert history.track.fresh(history.now_s), seed
