@@ -66,8 +66,8 @@ class Controller(Follower):
         self._repeat(now)
 
     def _end_alone(self, now: float) -> None:
-        """Cancelled on a node that is lost itself, and nobody there to tell: it is over here."""
-        alone = self.nodes[self.me].lost is not None and self.reachable == {self.me}
+        """Cancelled where all nodes are lost that can be reached, this one too: nobody leads any more."""
+        alone = all(self.nodes[node].lost is not None for node in self.reachable)
         if self._cancelled is not None and alone:
             cancel = self._cancelled
             outcome = m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)

@@ -1,0 +1,484 @@
+"""Whose a job is and where it runs, by Slurm's word or the prolog's; what Slurm is told of a job's fate."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
+from ckptless.daemon.api.messages import PROTOCOL, AgentHello, JobEnded, JobStarted, Outcome
+from ckptless.daemon.clock import Clock
+from ckptless.daemon.settings_bind import Interface
+from ckptless.daemon.slurm import cluster as module
+from ckptless.daemon.slurm.adapter import Job, check_text
+from ckptless.daemon.slurm.cached import CachedSlurm
+from ckptless.daemon.slurm.cluster import SlurmCluster, reason_text, slurm_job_id
+from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_slurm import ADDRESS, NAMES, OWNER, FakeRuntime, FakeSlurm, hello, job
+
+PORT = 6821
+LOOK_UP = module._look_up
+DEADLINE_S = 30.0
+DONE = Outcome(state="done", exit_code=0, reason="every rank ended by itself")
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every node's name has an address here, and n2 its own; returns what was looked up."""
+    lo, eth0 = (ipaddress.ip_address(text) for text in ("127.0.0.1", ADDRESS))
+    monkeypatch.setattr(module, "interfaces", lambda: (Interface("lo", lo), Interface("eth0", eth0)))
+    asked: list[str] = []
+
+    def look_up(name: str) -> str:
+        asked.append(name)
+        return f"10.0.0.{len(asked)}"
+
+    monkeypatch.setattr(module, "_look_up", look_up)
+    return asked
+
+
+def cluster(slurm: CachedSlurm, on_node_lost: Literal["down", "drain", "none"] = "down") -> SlurmCluster:
+    return SlurmCluster(slurm, "n2", PORT, on_node_lost)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await work()
+
+    asyncio.run(limited())
+
+
+async def until(true: Callable[[], object]) -> None:
+    """The timeout around the test is its deadline."""
+    while not true():  # noqa: ASYNC110  # what is waited for is in fakes, which know of no event
+        await asyncio.sleep(0.001)
+
+
+def refused(slurm: FakeSlurm, said: AgentHello, uid: int = OWNER) -> str:
+    found: list[str] = []
+
+    async def work() -> None:
+        with pytest.raises(PeerError) as caught:
+            await cluster(slurm).admit(said, uid)
+        found.append(str(caught.value))
+
+    run(work)
+    assert "\n" not in found[0]
+    return found[0]
+
+
+# ------------------------------------------------------------------------------------------ who may
+
+
+@pytest.mark.parametrize("run_name", ["4711", "4711.1", "4711.9999", "4711.s0", "4711.s3r2"])
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "SUSPENDED"])
+def test_the_owner_on_a_node_of_the_job(run_name: str, state: str) -> None:
+    async def work() -> None:
+        slurm = FakeSlurm(job(1), job(state=state))
+        roster = await cluster(slurm).admit(hello(run_name), OWNER)
+        assert roster.me == 1
+        assert [(p.node, p.name, p.address, p.port) for p in roster.peers] == [
+            (0, "n1", "10.0.0.1", PORT),
+            (1, "n2", "10.0.0.2", PORT),
+            (2, "n3", "10.0.0.3", PORT),
+        ]
+        assert slurm.asked == [4711]
+
+    run(work)
+
+
+def test_a_name_is_looked_up_once(names: list[str]) -> None:
+    async def work() -> None:
+        edge = cluster(FakeSlurm(job(), job(4712)))
+        first = await edge.admit(hello(), OWNER)
+        again = await edge.admit(hello("4712"), OWNER)
+        assert first.peers == again.peers
+        assert sorted(names) == sorted(NAMES)
+
+    run(work)
+
+
+def test_the_prologs_word_spares_the_question() -> None:
+    async def work() -> None:
+        slurm = FakeSlurm(trouble="slurmctld is away")
+        edge = cluster(slurm)
+        edge.notice(JobStarted(protocol=PROTOCOL, job_id=4711, uid=OWNER))
+        assert (await edge.admit(hello(), OWNER)).me == 1
+        with pytest.raises(PeerError, match="is not of uid 1002"):
+            await edge.admit(hello(), OWNER + 1)
+        assert slurm.asked == []
+        # The epilog takes it back.
+        edge.notice(JobEnded(protocol=PROTOCOL, job_id=4711, uid=OWNER))
+        with pytest.raises(PeerError, match="Slurm cannot say whose job 4711 is: slurmctld is away"):
+            await edge.admit(hello(), OWNER)
+        assert slurm.asked == [4711]
+
+    run(work)
+
+
+def test_an_epilog_without_a_prolog_is_no_matter() -> None:
+    cluster(FakeSlurm()).notice(JobEnded(protocol=PROTOCOL, job_id=1, uid=0))
+
+
+# ---------------------------------------------------------------------------------------- who may not
+
+
+@pytest.mark.parametrize(
+    ("slurm", "says"),
+    [
+        (FakeSlurm(), "it knows none"),
+        (FakeSlurm(job(4712)), "it knows none"),
+        (FakeSlurm(trouble="connection refused"), "connection refused"),
+        (FakeSlurm(job(state="PENDING", nodes=())), "(PENDING) does not have n2"),
+        (FakeSlurm(job(state="COMPLETED")), "(COMPLETED) does not have n2"),
+        (FakeSlurm(job(state="CANCELLED")), "(CANCELLED) does not have n2"),
+        (FakeSlurm(job(nodes=("n1", "n3"))), "does not have n2"),
+        (FakeSlurm(job(user_id=1002)), "is not of uid 1001"),
+        (FakeSlurm(job(user_id=0)), "is not of uid 1001"),
+    ],
+)
+def test_by_slurms_word(slurm: FakeSlurm, says: str) -> None:
+    assert says in refused(slurm, hello())
+
+
+def test_root_is_not_the_owner() -> None:
+    """It needs no admission: it could do anything anyway, but not by mistake."""
+    assert "is not of uid 0" in refused(FakeSlurm(job()), hello(), uid=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "x", "local-1", "-4711", "4711.", ".1", "4711.s", "4711.sr1", "4711.s1r", "4711.1.1", "4711 "),
+        *("4711\n", "4711.x", "12345678901", "4711.123456", "4711/1", "../4711", "4711.s1R1", "0x10"),
+    ],
+)
+def test_names_that_are_no_run(name: str) -> None:
+    slurm = FakeSlurm(job())
+    assert "is not the name of a run" in refused(slurm, hello(name))
+    assert slurm.asked == []
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    number=st.integers(1, 2**32 - 11),
+    rest=st.sampled_from(["", ".1", ".9999", ".s0", ".s12", ".s0r1", ".s4294967279r77"]),
+)
+def test_the_number_of_a_run(number: int, rest: str) -> None:
+    assert slurm_job_id(f"{number}{rest}") == number
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.text("0123456789.sr-x \n", max_size=15))
+def test_other_texts_are_runs_of_their_first_number_or_none(text: str) -> None:
+    try:
+        found = slurm_job_id(text)
+    except PeerError:
+        return
+    assert int(text.partition(".")[0]) == found
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        pytest.param(hello(names=("n1", "n2", "n2")), "names 3 nodes for 3 places", id="a name twice"),
+        pytest.param(hello(nodes=3), "names 3 nodes for 4 places", id="a name too few"),
+        pytest.param(hello(nodes=1), "names 3 nodes for 2 places", id="a name too many"),
+        pytest.param(hello(names=(), nodes=0, spares=0), "", id="none at all"),
+        pytest.param(hello(node=0), "takes n2 for number 0", id="another node's number"),
+        pytest.param(hello(node=3), "takes n2 for number 3", id="a number too high"),
+        pytest.param(hello(name="n3"), "takes n2 for number 1, n3", id="another node's name"),
+        pytest.param(hello(node=2, name="n3"), "takes n2 for number 2, n3", id="another node"),
+        pytest.param(hello(address="192.0.2.1"), "192.0.2.1 is not an address of n2", id="address"),
+        pytest.param(hello(store_address="192.0.2.1"), "is not an address of n2", id="store's address"),
+        pytest.param(hello(address="no such host"), "is not an address of n2", id="no address"),
+    ],
+)
+def test_what_the_agent_says_of_itself(said: AgentHello, says: str) -> None:
+    assert says in refused(FakeSlurm(job()), said)
+
+
+def test_too_many_nodes(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    monkeypatch.setattr(module, "MAX_NODES", 3)
+    assert "names 4 nodes for 4 places" in refused(FakeSlurm(job()), hello(names=(*NAMES, "n4")))
+    assert names == []
+
+
+def test_a_number_below_none() -> None:
+    refused(FakeSlurm(job()), hello(node=-2))
+
+
+@pytest.mark.parametrize(("nodes", "spares"), [(0, 3), (-1, 4), (4, -1)])
+def test_a_sum_of_nodes_that_hides_what_is_none(nodes: int, spares: int) -> None:
+    refused(FakeSlurm(job()), hello(nodes=nodes, spares=spares))
+
+
+@pytest.mark.parametrize(
+    "address", ["", "0.0.0.0", "127.0.0.1", "224.0.0.1", "localhost", "010.0.0.2", "10.0.0.3"]
+)
+def test_addresses_that_are_no_nodes(address: str) -> None:
+    """Any, none, many; or a name, which nobody may look up here, in the daemon's event loop."""
+    refused(FakeSlurm(job()), hello(address=address))
+
+
+@pytest.mark.parametrize("address", ["ä..b", "127.0.0.1\0"])
+def test_addresses_that_break_the_socket_module(address: str) -> None:
+    refused(FakeSlurm(job()), hello(address=address))
+
+
+def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_look_up", LOOK_UP)
+    strange = ("n1.invalid", "n2", "x y")
+    said = refused(FakeSlurm(job(nodes=strange)), hello(names=strange))
+    assert "has no address here" in said
+
+
+# ---------------------------------------------------------------------------------- what Slurm is told
+
+
+@pytest.mark.parametrize(
+    ("way", "word", "what"), [("down", "down", "mark down n3"), ("drain", "drain", "mark drain n3")]
+)
+def test_a_dark_node(way: Literal["down", "drain"], word: str, what: str) -> None:
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime()
+        edge = cluster(slurm, way)
+        edge.node_is_dark(runtime.it, 2, "silent; its agent cannot be reached")
+        await until(lambda: runtime.notes)
+        assert slurm.told == [(word, "n3", "ckptless: job 4711: silent; its agent cannot be reached")]
+        assert runtime.notes == [("info", "slurm-told", what)]
+        await edge.aclose()
+        assert slurm.closed
+
+    run(work)
+
+
+def test_a_dark_node_where_the_site_wants_nothing() -> None:
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime()
+        edge = cluster(slurm, "none")
+        edge.node_is_dark(runtime.it, 2, "silent")
+        await asyncio.sleep(0.01)
+        await edge.aclose()
+        assert slurm.told == []
+        assert runtime.notes == []
+
+    run(work)
+
+
+def test_a_node_that_slurm_did_not_give_the_job_is_not_marked() -> None:
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job(nodes=("n1", "n2"))), FakeRuntime()
+        edge = cluster(slurm)
+        edge.node_is_dark(runtime.it, 2, "silent")
+        await until(lambda: runtime.notes)
+        await edge.aclose()
+        assert slurm.told == []
+
+    run(work)
+
+
+def test_slurm_that_is_away_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.001)
+
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime()
+        slurm.answers = iter([SlurmUnreachableError("away")] * 3)
+        edge = cluster(slurm)
+        edge.node_is_dark(runtime.it, 2, "silent")
+        await until(lambda: len(runtime.notes) == 2)
+        assert len(slurm.told) == 4
+        assert [note[:2] for note in runtime.notes] == [("warning", "slurm-away"), ("info", "slurm-told")]
+        await edge.aclose()
+
+    run(work)
+
+
+def test_slurm_that_stays_away_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RETRIES", 5)
+
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime()
+        slurm.answers = iter([SlurmUnreachableError("away")] * 99)
+        edge = cluster(slurm)
+        edge.node_is_dark(runtime.it, 2, "silent")
+        await until(lambda: len(runtime.notes) == 2)
+        assert runtime.notes[1] == ("error", "slurm-away", "mark down n3: given up after 5 tries")
+        assert len(slurm.told) == 5
+        await edge.aclose()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SlurmRefusedError("Invalid user id"), SlurmNotFoundError("Invalid node name"), UsageError("the reason")],
+)
+def test_a_refusal_is_an_event(error: CkptlessError) -> None:
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime()
+        slurm.answers = iter([error])
+        edge = cluster(slurm)
+        edge.node_is_dark(runtime.it, 2, "silent")
+        await until(lambda: runtime.notes)
+        assert runtime.notes == [("warning", "slurm-refused", f"mark down n3: {error}")]
+        assert len(slurm.told) == 1
+        await edge.aclose()
+
+    run(work)
+
+
+def test_what_is_under_way_ends_with_the_daemon() -> None:
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime()
+        slurm.answers = iter([SlurmUnreachableError("away")] * 99)
+        edge = cluster(slurm)
+        edge.node_is_dark(runtime.it, 2, "silent")
+        await until(lambda: slurm.told)
+        await edge.aclose()  # in the pause between two tries
+        assert len(asyncio.all_tasks()) == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("leads", "lost", "words"),
+    [
+        (True, (), ["comment"]),
+        (True, (1, 2), ["comment"]),
+        (True, (0,), ["cancel", "comment"]),
+        (True, (0, 2), ["cancel", "comment"]),
+        (False, (), []),
+        (False, (0,), []),
+    ],
+)
+def test_the_end_of_a_job(leads: bool, lost: tuple[int, ...], words: list[str]) -> None:
+    """Where the batch host is lost nobody else ends it; else its script does, with its own exit code."""
+
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime(job="4711.1", leads=leads, lost=lost)
+        edge = cluster(slurm)
+        edge.ended(runtime.it, DONE)
+        await until(lambda: len(runtime.notes) == (leads + bool(lost) if leads else 0))
+        await asyncio.sleep(0.01)
+        await edge.aclose()
+        assert sorted(told[0] for told in slurm.told) == words
+        assert {told[1] for told in slurm.told} <= {"4711"}
+        if words:
+            told = dict((one[0], one) for one in slurm.told)["comment"]
+            assert told[2] == "ckptless: done, exit code 0: every rank ended by itself"
+
+    run(work)
+
+
+def test_a_step_that_lost_its_first_node_does_not_cancel_the_job() -> None:
+    """The batch script runs on n0, and goes on to its next step."""
+
+    async def work() -> None:
+        slurm = FakeSlurm(job(nodes=("n0", *NAMES), batch_host="n0"))
+        runtime = FakeRuntime(job="4711.s3", lost=(0,))
+        edge = cluster(slurm)
+        edge.ended(runtime.it, DONE)
+        await until(lambda: runtime.notes)
+        await asyncio.sleep(0.01)
+        await edge.aclose()
+        assert [told[0] for told in slurm.told] == ["comment"]
+
+    run(work)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.text(max_size=400))
+def test_any_reason_is_fit_for_slurm(reason: str) -> None:
+    text = reason_text(reason)
+    assert check_text(text) == text
+    assert text.startswith("ckptless: ")
+
+
+# ------------------------------------------------------------------------------- jobs that Slurm has ended
+
+
+def watched(slurm: CachedSlurm, runs: list[FakeRuntime], looks: Callable[[], bool]) -> None:
+    async def work() -> None:
+        edge = cluster(slurm)
+        task = asyncio.create_task(edge.watch(lambda: [one.it for one in runs], 0.005))
+        await until(looks)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+    run(work)
+
+
+def test_runs_of_jobs_that_slurm_has_ended_are_cut_short() -> None:
+    slurm = FakeSlurm(job(1), job(2, "CANCELLED"), job(3, "COMPLETING"), job(4, "TIMEOUT"))
+    runs = [FakeRuntime(job=name) for name in ("1.s0", "2.1", "3", "4", "5.s1r1")]
+    runs.append(FakeRuntime(job="6", outcome=DONE))
+    watched(slurm, runs, lambda: len(slurm.asked) > 3)
+    assert [bool(one.cut) for one in runs] == [False, True, False, True, True, False]
+    assert runs[1].cut[0] == "Slurm has ended the job (CANCELLED)"
+    assert runs[4].cut[0] == "Slurm has ended the job (no such job)"
+
+
+def test_while_slurm_is_away_nothing_is_cut_short() -> None:
+    slurm = FakeSlurm(trouble="away")
+    runs = [FakeRuntime()]
+    watched(slurm, runs, lambda: len(slurm.asked) > 3)
+    assert runs[0].cut == []
+
+
+def test_without_a_run_slurm_is_not_asked() -> None:
+    slurm, runs = FakeSlurm(), [FakeRuntime(outcome=DONE)]
+    looks = iter(range(10))
+    watched(slurm, runs, lambda: next(looks, None) is None)
+    assert slurm.asked == []
+
+
+class OneAnswer:
+    """A backend behind the real cache: it says what runs when it is asked."""
+
+    def __init__(self) -> None:
+        self.running: tuple[Job, ...] = (job(1),)
+
+    async def jobs(self, **_: Any) -> tuple[Job, ...]:
+        return self.running
+
+    async def aclose(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+def test_a_job_that_is_younger_than_the_last_answer_is_not_cut_short() -> None:
+    """The last answer was for another job's agent; this one began since, and the prolog spoke for it."""
+
+    async def work() -> None:
+        backend = OneAnswer()
+        slurm = CachedSlurm(backend, Clock())
+        edge = cluster(slurm)
+        runs = [FakeRuntime(job="4711", age_s=0.1)]
+        task = asyncio.create_task(edge.watch(lambda: [one.it for one in runs], 0.5))
+        await asyncio.sleep(0.2)
+        await slurm.job(1)
+        backend.running = (job(1), job(4711))
+        await asyncio.sleep(0.6)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await edge.aclose()
+        assert [bool(one.cut) for one in runs] == [False, True]
+
+    run(work)

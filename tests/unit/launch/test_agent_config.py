@@ -1,0 +1,164 @@
+"""What an agent in a Slurm step makes of its environment."""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, of_this_node, rank_socket, thread_env
+from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.api.messages import JobSpec, Limits
+
+SHARED = SharedConfig(
+    spec=JobSpec(
+        job="4711.s3",
+        command=("/t.py",),
+        nodes=1,
+        spares=1,
+        slots_per_node=2,
+        limits=Limits.from_max_stall(60),
+        names=("localhost", "node02"),
+    ),
+    argv=("/t.py", "ä b"),
+    module=False,
+    cwd="/home",
+    daemon_socket="/s",
+    log_dir="/l",
+    preload=("torch",),
+    tee=None,
+    outcome_dir="/l",
+)
+
+
+def carried(data: bytes) -> dict[str, str]:
+    return {AGENT_CONFIG: base64.b64encode(data).decode(), "SLURMD_NODENAME": "localhost", "MY": "own"}
+
+
+GOOD = carried(msgspec.json.encode(SHARED))
+
+
+def test_all_of_the_run_and_this_nodes_own() -> None:
+    found = of_this_node(GOOD, cores=8)
+    for name in SharedConfig.__struct_fields__:
+        assert getattr(found, name) == getattr(SHARED, name)
+    assert (found.node, found.name, found.address) == (0, "localhost", "127.0.0.1")
+    assert found.store_address == found.address
+    assert found.env == {"SLURMD_NODENAME": "localhost", "MY": "own", "OMP_NUM_THREADS": "4"}
+    assert found.rank_socket == rank_socket("4711.s3") == f"@ckptless-{os.getuid()}-4711.s3-ranks"
+
+
+def test_without_slurms_name_the_hosts_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost.cluster.example")
+    env = {name: value for name, value in GOOD.items() if name != "SLURMD_NODENAME"}
+    assert of_this_node(env, cores=1).name == "localhost"
+
+
+def refused(env: dict[str, str]) -> str:
+    with pytest.raises(UsageError) as caught:
+        of_this_node(env, cores=1)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_who_starts_it_by_hand_is_told() -> None:
+    assert "agents are started by ckptless-run" in refused({})
+
+
+def test_a_node_that_is_not_of_the_run() -> None:
+    said = refused({**GOOD, "SLURMD_NODENAME": "node77"})
+    assert "node77" in said
+    assert "localhost, node02" in said
+
+
+def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: object) -> None:
+        raise OSError("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nothing)
+    assert "has no address" in refused(GOOD)
+
+
+WHOLE = GOOD[AGENT_CONFIG]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "!" + WHOLE,
+        WHOLE[:-5],
+        WHOLE[: len(WHOLE) // 2 // 4 * 4],
+        WHOLE + "\n",
+        base64.b64encode(b"null").decode(),
+        base64.b64encode(b"{}").decode(),
+        base64.b64encode(b"[" * 50).decode(),
+        base64.b64encode(msgspec.json.encode(SHARED)[:-1] + b',"more":1}').decode(),
+        base64.b64encode(msgspec.json.encode(SHARED).replace(b'"nodes":1', b'"nodes":"1"')).decode(),
+    ],
+)
+def test_damage_is_one_sentence(text: str) -> None:
+    assert f"{AGENT_CONFIG} is damaged" in refused({**GOOD, AGENT_CONFIG: text})
+
+
+def test_letters_outside_of_ascii_are_one_sentence() -> None:
+    assert "is damaged" in refused({**GOOD, AGENT_CONFIG: "ä" + WHOLE[1:]})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b'{"spec":"\xff"}', id="no UTF-8"),
+        pytest.param(msgspec.json.encode(SHARED).replace(b"/home", b"/\xff"), id="no UTF-8 within"),
+        pytest.param(
+            b'{"no_such":' + b"[" * 5 * sys.getrecursionlimit(),
+            id="very deep",
+        ),
+    ],
+)
+def test_bytes_that_are_no_json_are_one_sentence(data: bytes) -> None:
+    assert "is damaged" in refused(carried(data))
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.data())
+def test_changed_bytes_are_read_or_refused(data: st.DataObject) -> None:
+    whole = bytearray(msgspec.json.encode(msgspec.structs.replace(SHARED, argv=("/t.py",))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 127))
+    try:
+        found = of_this_node(carried(bytes(whole)), cores=2)
+    except UsageError:
+        return
+    assert found.name == "localhost"
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.text(max_size=60))
+def test_a_socket_name_holds_only_plain_letters(job: str) -> None:
+    name = rank_socket(job)
+    assert name.startswith("@ckptless-")
+    assert name.isascii()
+    assert not set(name) & set("/\0\n ")
+
+
+@pytest.mark.parametrize(
+    ("env", "processes", "cores", "threads"),
+    [
+        ({}, 1, 8, None),
+        ({}, 2, 8, "4"),
+        ({}, 3, 8, "2"),
+        ({}, 16, 8, "1"),
+        ({"OMP_NUM_THREADS": "7"}, 4, 8, None),
+        ({"OMP_NUM_THREADS": ""}, 4, 8, None),
+    ],
+)
+def test_threads_of_a_rank(env: dict[str, str], processes: int, cores: int, threads: str | None) -> None:
+    assert thread_env(env, processes, cores) == ({} if threads is None else {"OMP_NUM_THREADS": threads})
