@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import subprocess
@@ -35,14 +36,23 @@ SLEEP_S = 0.1
 
 def make_site(directory: Path, build: Path, nodes: int, conf: dict[str, str] | None = None) -> Cluster:
     """A cluster, still off, with ckptlessd on every node and the plugin in Slurm."""
-    subprocess.run(["make", "-s", "-C", SPANK, f"BUILD={build}"], check=True, timeout=120)
+    # Another Slurm in a chroot, and the plugin built with that one's headers: make test-slurm-matrix.
+    rootfs = os.environ.get("CKPTLESS_SLURM_ROOTFS", "")
+    make = ["make", "-s", "-C", SPANK, f"BUILD={build}"]
+    if rootfs:
+        # Only Slurm's: the other headers there are for another compiler.
+        (build / "include").mkdir()
+        (build / "include/slurm").symlink_to(f"{rootfs}/usr/include/slurm")
+        make.append(f"SLURM_CPPFLAGS=-I{build}/include")
+    subprocess.run(make, check=True, timeout=120)
     daemon = Service(name="ckptlessd", argv=(str(BIN / "ckptlessd"), "--verbose"))
     files: dict[str, str | bytes] = {
         "/etc/ckptless/ckptless.yaml": "version: 1\nmax_stall: 60s\nslurm: {backend: commands}\n",
         "/etc/slurm/plugstack.conf": f"optional {PLUGIN}\n",
         PLUGIN: (build / "ckptless_spank.so").read_bytes(),
     }
-    plan = Plan(nodes=nodes, services=(daemon,), conf={"PrologFlags": "Alloc", **(conf or {})})
+    conf = {"PrologFlags": "Alloc", **(conf or {})}
+    plan = Plan(nodes=nodes, services=(daemon,), conf=conf, rootfs=rootfs)
     return Cluster(directory, plan, ckptless=True, files=files)
 
 

@@ -80,11 +80,12 @@ class Slurm:
 
     def cancel_all(self, timeout_s: float) -> None:
         """Cancel every job, and wait until there is none. Raises ClusterError: not within the time."""
-        limit = time.monotonic() + timeout_s
-        while jobs := set(self._host.run(CONTROLLER, "squeue", "-h", "-o", "%i", check=False).stdout.split()):
+        limit, refusal = time.monotonic() + timeout_s, ""
+        # %F is an array's own number: scancel takes no `5_[3-9%2]`, as %i prints it, and then cancels nothing.
+        while jobs := set(self._host.run(CONTROLLER, "squeue", "-h", "-o", "%F", check=False).stdout.split()):
             if time.monotonic() > limit:
-                raise ClusterError(f"these jobs do not end: {', '.join(sorted(jobs))}")
-            self._host.run(CONTROLLER, "scancel", *sorted(jobs), check=False)
+                raise ClusterError(f"these jobs do not end: {', '.join(sorted(jobs))} {refusal}".rstrip())
+            refusal = self._host.run(CONTROLLER, "scancel", *sorted(jobs), check=False).stderr.strip()
             time.sleep(POLL_S)
 
     def _silent(self, names: Sequence[str]) -> list[str]:

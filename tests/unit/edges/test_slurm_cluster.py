@@ -470,7 +470,7 @@ def test_a_job_that_is_younger_than_the_last_answer_is_not_cut_short() -> None:
         backend = OneAnswer()
         slurm = CachedSlurm(backend, Clock())
         edge = cluster(slurm)
-        runs = [FakeRuntime(job="4711", age_s=0.1)]
+        runs = [FakeRuntime(job="4711", age_s=0.1), FakeRuntime(job="4712")]
         task = asyncio.create_task(edge.watch(lambda: [one.it for one in runs], 0.5))
         await asyncio.sleep(0.2)
         await slurm.job(1)
