@@ -38,7 +38,7 @@ def make_site(directory: Path, build: Path, nodes: int, conf: dict[str, str] | N
     """A cluster, still off, with ckptlessd on every node and the plugin in Slurm."""
     # Another Slurm in a chroot, and the plugin built with that one's headers: make test-slurm-matrix.
     rootfs = os.environ.get("CKPTLESS_SLURM_ROOTFS", "")
-    make = ["make", "-s", "-C", SPANK, f"BUILD={build}"]
+    make: list[str | Path] = ["make", "-s", "-C", SPANK, f"BUILD={build}"]
     if rootfs:
         # Only Slurm's: the other headers there are for another compiler.
         (build / "include").mkdir()

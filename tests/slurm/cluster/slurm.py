@@ -81,7 +81,7 @@ class Slurm:
     def cancel_all(self, timeout_s: float) -> None:
         """Cancel every job, and wait until there is none. Raises ClusterError: not within the time."""
         limit, refusal = time.monotonic() + timeout_s, ""
-        # %F is an array's own number: scancel takes no `5_[3-9%2]`, as %i prints it, and then cancels nothing.
+        # %F is an array's own number: scancel refuses `5_[3-9%2]`, as %i prints it, and cancels nothing.
         while jobs := set(self._host.run(CONTROLLER, "squeue", "-h", "-o", "%F", check=False).stdout.split()):
             if time.monotonic() > limit:
                 raise ClusterError(f"these jobs do not end: {', '.join(sorted(jobs))} {refusal}".rstrip())
