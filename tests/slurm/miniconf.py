@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from cluster import requirements
 from cluster.api import Cluster
 
 SLURM_EXT = Path(__file__).parents[2] / "slurm_ext"
 PLUGIN = "/etc/slurm/ckptless_spank.so"
 PLUGSTACK = "/etc/slurm/plugstack.conf"
+# Stands for ckptless-run, which Slurm 23.11 or newer puts in front of what `srun --ckptless` starts.
+LAUNCHER = "/etc/slurm/ckptless-run"
+LAUNCHER_SCRIPT = '#!/bin/sh\nLAUNCHED="$LAUNCHED+" exec "$@"\n'
+LOADED = f"optional {PLUGIN} launcher={LAUNCHER}\n"
 DEADLINE_S = 20.0
 
 # A command that prints its environment as JSON.
@@ -46,11 +51,20 @@ while True:
 """
 
 
+# Another Slurm in a chroot: make test-slurm-matrix.
+ROOTFS = os.environ.get("CKPTLESS_SLURM_ROOTFS", "")
+
+
 def build(folder: str, product: str, place: Path) -> Path:
+    """Make what is written in C, for the Slurm of `ROOTFS` where there is one."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    subprocess.run(
-        ["make", "-s", "-C", SLURM_EXT / folder, f"BUILD={place}"], check=True, env=env, timeout=100
-    )
+    command: list[str | Path] = ["make", "-s", "-C", SLURM_EXT / folder, f"BUILD={place}"]
+    if ROOTFS:
+        # Only Slurm's headers: the others there are for another compiler.
+        (place / "include").mkdir(parents=True)
+        (place / "include/slurm").symlink_to(f"{ROOTFS}/usr/include/slurm")
+        command.append(f"SLURM_CPPFLAGS=-I{place}/include")
+    subprocess.run(command, check=True, env=env, timeout=100)
     return place / product
 
 
@@ -99,6 +113,14 @@ class User:
         """Whether slurmctld was told so for the newest job."""
         said: list[str] = re.findall(r"kill_on_node_fail=(-?\d+)", self.cluster.log("ctl", "slurmctld"))
         return said[-1] == "0"
+
+
+def puts_in_front() -> bool:
+    """Whether this Slurm can."""
+    if requirements.missing(ROOTFS):
+        return False
+    major, minor = requirements.slurm_version(ROOTFS).split()[-1].split(".")[:2]
+    return (int(major), int(minor)) >= (23, 11)
 
 
 def ours(environment: dict[str, str]) -> dict[str, str]:

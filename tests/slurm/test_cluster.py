@@ -378,6 +378,7 @@ def test_two_clusters_know_nothing_of_each_other(make_cluster: MakeCluster, tmp_
         assert len(hosts.split()) == number
     both[0].down()
     assert both[1].run("ctl", "srun", "-N2", "hostname", user="tester").stdout.count("node") == 2
+    both[1].wait_idle()
     assert both[1].node_states() == {"node01": "idle", "node02": "idle"}
 
 

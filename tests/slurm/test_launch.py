@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster.api import Cluster
 from conftest import require_slurm
+from miniconf import puts_in_front
 from training import USER, Training, make_site
 
 pytestmark = pytest.mark.timeout(240)
@@ -89,6 +90,16 @@ def test_a_step_of_many_tasks_is_agents_at_once(site: Cluster) -> None:
     assert len(list((home / "out").glob("rank-*.json"))) == 4
     text = (home / f"slurm-{job}.out").read_text()
     assert text.count("in a step of 2 nodes") == 1
+
+
+@pytest.mark.skipif(not puts_in_front(), reason="Slurm before 23.11 cannot put a program in front of a task")
+def test_a_plain_srun_of_python_gets_the_launcher(site: Cluster) -> None:
+    toy = Path(__file__).parent.parent / "local/env_script.py"
+    script = f"mkdir out; srun --ckptless --nodes=2 --ntasks-per-node=2 python {toy} out"
+    job, home = submit(site, "plain", script, "--nodes=2", "--ntasks-per-node=2")
+    ended(site, job, "COMPLETED")
+    assert len(list((home / "out").glob("rank-*.json"))) == 4
+    assert (home / f"slurm-{job}.out").read_text().count("in a step of 2 nodes") == 1
 
 
 def test_the_scripts_exit_code_is_the_jobs(site: Cluster) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster import requirements
 from cluster.api import Cluster
 from cluster.plan import Plan
-from miniconf import PLUGIN, PLUGSTACK, SHOW, SLURM_EXT, User, build, eventually, notices, ours, recorder
+from miniconf import (
+    LAUNCHER,
+    LAUNCHER_SCRIPT,
+    LOADED,
+    PLUGIN,
+    PLUGSTACK,
+    ROOTFS,
+    SHOW,
+    SLURM_EXT,
+    User,
+    build,
+    eventually,
+    notices,
+    ours,
+    puts_in_front,
+    recorder,
+)
 
 if TYPE_CHECKING:
     from conftest import MakeCluster
@@ -37,7 +52,7 @@ def asked(spec: str, **more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    lacks = requirements.missing() + ([] if shutil.which("cc") else ["a C compiler"])
+    lacks = requirements.missing(ROOTFS) + ([] if shutil.which("cc") else ["a C compiler"])
     if lacks and os.environ.get("CKPTLESS_REQUIRE_SLURM") == "1":
         pytest.fail(f"no Slurm cluster with the plugin here, it takes {', '.join(lacks)}")
     if lacks:
@@ -48,9 +63,14 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes. slurmd must find the plugin at its start, or it never calls it for prolog and epilog."""
-    files: dict[str, str | bytes] = {PLUGIN: plugin.read_bytes(), PLUGSTACK: f"optional {PLUGIN}\n"}
+    files: dict[str, str | bytes] = {
+        PLUGIN: plugin.read_bytes(),
+        PLUGSTACK: LOADED,
+        LAUNCHER: LAUNCHER_SCRIPT,
+    }
     # debug3: slurmctld then logs what it was asked for
-    plan = Plan(nodes=3, conf={"PrologFlags": "Alloc", "SlurmctldDebug": "debug3"})
+    conf = {"PrologFlags": "Alloc", "SlurmctldDebug": "debug3"}
+    plan = Plan(nodes=3, conf=conf, rootfs=ROOTFS)
     with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", plan, files=files) as made:
         yield made
 
@@ -192,9 +212,41 @@ def test_own_variables_of_each_command(user: User, command: str, prefix: str) ->
     assert "CKPTLESS" not in batch
 
 
-def test_the_environment_reaches_the_job_whatever_is_exported(user: User) -> None:
-    for environment in user.environments("sbatch -N2 --export=NONE --ckptless=spares=1"):
+# NONE has slurmd log in as the user, which a chroot of the matrix is not made for.
+@pytest.mark.parametrize("export", ["NIL"] if ROOTFS else ["NIL", "NONE"])
+def test_the_environment_reaches_the_job_whatever_is_exported(user: User, export: str) -> None:
+    for environment in user.environments(f"sbatch -N2 --export={export} --ckptless=spares=1"):
         assert environment == asked("spares=1", CKPTLESS_SPARES="1")
+
+
+@pytest.mark.skipif(not puts_in_front(), reason="Slurm before 23.11 cannot put a program in front of a task")
+def test_the_launcher_is_put_in_front_of_what_srun_starts(user: User) -> None:
+    """Once; not in front of itself, nor of steps that do not ask for it, nor of a batch script."""
+    show = "sh -c 'echo \"launched: $LAUNCHED\"'"
+    for line, times in (
+        (f"srun -N1 --ckptless {show}", "+"),
+        (f"srun -N1 --ckptless {LAUNCHER} {show}", "+"),
+        (f"srun -N1 {show}", ""),
+        (f"srun -N1 --ckptless=off {show}", ""),
+        (f"srun -N1 --ckptless srun --overlap {show}", "+"),
+    ):
+        assert user.run(line).stdout.strip() == f"launched: {times}".strip(), line
+    _, text = user.batch(
+        f"sbatch -N1 --ckptless {user.script(show, f'srun {show}', f'srun --ckptless {show}')}"
+    )
+    assert [row for row in text.splitlines() if row.startswith("launched")] == [
+        "launched: ", "launched: ", "launched: +"
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(puts_in_front(), reason="Slurm 23.11 or newer can put a program in front of a task")
+def test_an_older_srun_says_what_to_write(user: User) -> None:
+    result = user.run("srun -N1 --ckptless hostname")
+    assert (
+        "cannot put /etc/slurm/ckptless-run in front of hostname; say: srun --ckptless ckptless-run"
+        in result.stderr
+    )
+    assert result.returncode == 0
 
 
 def test_words_of_the_program_are_not_options(user: User) -> None:
@@ -314,7 +366,8 @@ def test_a_dead_or_deaf_daemon_delays_nobody(user: User) -> None:
     print(f"{plain_s=:.3f} {absent_s=:.3f} {served_s=:.3f} {deaf_s=:.3f} {deaf_plain_s=:.3f} {dead_s=:.3f}")
     for took_s in (absent_s, served_s, deaf_plain_s, dead_s):
         assert took_s < plain_s + 0.5
-    assert deaf_s < plain_s + NOTIFY_DEADLINE_S + 1
+    # srun asks once a second whether the prolog is over
+    assert deaf_s < plain_s + NOTIFY_DEADLINE_S + 1 + 0.5
     assert user.cluster.node_states()["node01"] in ("idle", "completing")
 
 
@@ -326,7 +379,7 @@ def test_a_mistake_in_plugstack_conf_is_named(user: User) -> None:
         assert result.returncode == 0
         assert user.run("sbatch --ckptless --wrap true").returncode != 0
     finally:
-        user.cluster.write(PLUGSTACK, f"optional {PLUGIN}\n")
+        user.cluster.write(PLUGSTACK, LOADED)
 
 
 # --- what needs a cluster of its own
@@ -346,11 +399,9 @@ def test_job_submit_and_notify_without_the_plugin_on_nodes(
         PLUGSTACK: f"optional {PLUGIN} socket=/run/none\n",
         "/etc/slurm/prolog": "#!/bin/sh\nexec /shared/ckptless-notify\n",
     }
-    plugins = subprocess.run(
-        ["sh", "-c", "ls -d /usr/lib/*/slurm-wlm"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    (plugins,) = Path(ROOTFS or "/").glob("usr/lib/*/slurm-wlm")
     conf = {
-        "PluginDir": f"{plugins}:/etc/slurm",
+        "PluginDir": f"/{plugins.relative_to(ROOTFS or '/')}:/etc/slurm",
         "JobSubmitPlugins": "ckptless",
         "Prolog": "/etc/slurm/prolog",
         "Epilog": "/etc/slurm/prolog",

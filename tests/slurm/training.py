@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
 
+import miniconf
 from cluster.api import Cluster
 from cluster.plan import Plan, Service
 from localrun import TOY, Fault, Result, read_toy, reference
@@ -24,8 +23,7 @@ from ckptless.daemon.ledger.merge import Snapshot, read_all
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.prefix) / "bin"
-SPANK = ROOT / "slurm_ext/spank"
-PLUGIN = "/etc/slurm/ckptless_spank.so"
+PLUGIN = miniconf.PLUGIN
 STEPS = 40
 USER = "tester"
 POLL_S = 0.1
@@ -36,23 +34,15 @@ SLEEP_S = 0.1
 
 def make_site(directory: Path, build: Path, nodes: int, conf: dict[str, str] | None = None) -> Cluster:
     """A cluster, still off, with ckptlessd on every node and the plugin in Slurm."""
-    # Another Slurm in a chroot, and the plugin built with that one's headers: make test-slurm-matrix.
-    rootfs = os.environ.get("CKPTLESS_SLURM_ROOTFS", "")
-    make: list[str | Path] = ["make", "-s", "-C", SPANK, f"BUILD={build}"]
-    if rootfs:
-        # Only Slurm's: the other headers there are for another compiler.
-        (build / "include").mkdir()
-        (build / "include/slurm").symlink_to(f"{rootfs}/usr/include/slurm")
-        make.append(f"SLURM_CPPFLAGS=-I{build}/include")
-    subprocess.run(make, check=True, timeout=120)
+    plugin = miniconf.build("spank", "ckptless_spank.so", build)
     daemon = Service(name="ckptlessd", argv=(str(BIN / "ckptlessd"), "--verbose"))
     files: dict[str, str | bytes] = {
         "/etc/ckptless/ckptless.yaml": "version: 1\nmax_stall: 60s\nslurm: {backend: commands}\n",
-        "/etc/slurm/plugstack.conf": f"optional {PLUGIN}\n",
-        PLUGIN: (build / "ckptless_spank.so").read_bytes(),
+        "/etc/slurm/plugstack.conf": f"optional {PLUGIN} launcher={BIN / 'ckptless-run'}\n",
+        PLUGIN: plugin.read_bytes(),
     }
     conf = {"PrologFlags": "Alloc", **(conf or {})}
-    plan = Plan(nodes=nodes, services=(daemon,), conf=conf, rootfs=rootfs)
+    plan = Plan(nodes=nodes, services=(daemon,), conf=conf, rootfs=miniconf.ROOTFS)
     return Cluster(directory, plan, ckptless=True, files=files)
 
 
