@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import EventRecord, Record
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
+from ckptless.daemon.control.decree import Durable, Say
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.roster import Roster
@@ -36,17 +38,46 @@ class Outlets(Protocol):
     def node_is_dark(self, node: int, reason: str) -> None:
         """This daemon leads, and a node does not answer any more at all."""
 
+    def save(self, durable: Durable, then: Callable[[], None]) -> None:
+        """Keep it on the disk, in the order of the calls, then call `then`; never, where that fails."""
+
+    def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
+        """See edges.AskWitness; the answer, if there is one, is fed as edges.Witnessed."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What this daemon knows of a job from an earlier life; `lost`: it had one, and knows nothing of it.
+
+    `identity` is the same as long as it remembers.
+    """
+
+    identity: str = ""
+    durable: Durable | None = None
+    lost: bool = False
+
 
 class JobSession:
     """The control plane of one job, wired to its outlets. Owned by the daemon's event loop."""
 
-    def __init__(self, job: str, roster: Roster, outlets: Outlets, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        job: str,
+        roster: Roster,
+        outlets: Outlets,
+        now: Callable[[], float],
+        memory: Memory = Memory(),  # frozen
+    ) -> None:
         self.job = job
         self._outlets = outlets
         self._now = now
         session = f"{int(now() * 1000):x}"
         self.control = Controller(
-            me=roster.me, session=session, nodes={node: NodeView(node) for node in roster.nodes}
+            me=roster.me,
+            session=session,
+            nodes={node: NodeView(node) for node in roster.nodes},
+            durable=memory.durable,
+            may_vote=not memory.lost,
         )
 
     def feed(self, event: e.Input) -> None:
@@ -68,6 +99,8 @@ class JobSession:
                 self.feed(message.report)
             case p.Ordered():
                 self.feed(e.OrderFrom(node, message.term, message.order))
+            case p.Agree():
+                self.feed(e.Said(node, message.say))
             case p.Rows():
                 self._outlets.write(message.records)
             case p.Gone() if self.control.nodes[node].lost is None:
@@ -75,7 +108,7 @@ class JobSession:
             case p.Gone() | p.JobKey() | p.Beat():
                 pass  # of a node that is lost itself, or not the control plane's business
 
-    def _carry(self, output: e.Output) -> None:
+    def _carry(self, output: e.Output) -> None:  # noqa: C901  # a line for each kind of output
         match output:
             case e.Broadcast():
                 ordered = p.Ordered(job=self.job, term=output.term, order=output.order)
@@ -92,8 +125,26 @@ class JobSession:
                     self._outlets.to_daemon(output.node, meeting)
             case e.Write():
                 self._write(output)
+            case e.Tell():
+                self._tell(output.node, output.say)
+            case e.Save():
+                self._outlets.save(output.durable, lambda: self._saved(output))
+            case e.AskWitness():
+                self._outlets.ask_witness(output.nodes, output.ours)
             case e.NodeIsDark():
                 self._outlets.node_is_dark(output.node, output.reason)
+
+    def _saved(self, output: e.Save) -> None:
+        if output.say is not None:
+            self._tell(output.node, output.say)
+
+    def _tell(self, node: int | None, say: Say) -> None:
+        if node is None:
+            self._outlets.to_all_daemons(p.Agree(job=self.job, say=say))
+        elif node == self.control.me:
+            self.feed(e.Said(node, say))
+        else:
+            self._outlets.to_daemon(node, p.Agree(job=self.job, say=say))
 
     def _write(self, output: e.Write) -> None:
         for record in output.records:

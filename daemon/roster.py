@@ -1,5 +1,6 @@
 """Which nodes a job has, and who may speak for it: the seam to whatever gives out nodes."""
 
+import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ class Roster:
         return tuple(peer.node for peer in self.peers)
 
 
+WITNESS_FILE = "witness"
+
+
 class Cluster(Protocol):
     """What gives out nodes: Slurm (`daemon.slurm.cluster`), or the launcher in local mode."""
 
@@ -42,6 +46,12 @@ class Cluster(Protocol):
 
     def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
         """This daemon leads a job, of which a node does not answer any more at all."""
+
+    def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
+        """Hold `nodes` for dead from now on; call `runtime.witnessed` unless one of `ours` is held for that.
+
+        Of two halves that ask about each other at most one is answered: each marks before it looks.
+        """
 
 
 class LocalCluster:
@@ -68,3 +78,15 @@ class LocalCluster:
 
     def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
         """See `Cluster`. There is nobody to tell."""
+
+    def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
+        """See `Cluster`. All nodes are on one machine: the witness is a file."""
+        path = self._state_dir.parent / f"{WITNESS_FILE}-{runtime.job}"
+        with path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.writelines(f"{node}\n" for node in nodes)
+            file.flush()
+            file.seek(0)
+            dead = {int(line) for line in file}
+        if dead.isdisjoint(ours):
+            runtime.witnessed(nodes)

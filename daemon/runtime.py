@@ -12,7 +12,8 @@ from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.config import Timers
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.jobs import JobSession
+from ckptless.daemon.control.decree import Decided, Durable
+from ckptless.daemon.jobs import JobSession, Memory
 from ckptless.daemon.mesh import Mesh
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import new_key
@@ -44,20 +45,28 @@ class Host(Protocol):
     def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
         """This daemon leads, and one of the job's nodes does not answer any more at all."""
 
+    def save_vote(self, runtime: "JobRuntime", durable: Durable, then: Callable[[], None]) -> None:
+        """See jobs.Outlets.save."""
+
+    def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
+        """See roster.Cluster."""
+
 
 class JobRuntime:
     """Owned by the daemon's event loop."""
 
-    def __init__(self, job: str, uid: int, roster: Roster, host: Host) -> None:
+    def __init__(self, job: str, uid: int, roster: Roster, host: Host, memory: Memory) -> None:
         self.job, self.uid, self.roster = job, uid, roster
+        self.identity = memory.identity
         self._host = host
-        self.session = JobSession(job, roster, self, host.now)
+        self.session = JobSession(job, roster, self, host.now, memory)
         self._mesh = Mesh(job, roster, host.vouch, host.timers)
         self._agent: asyncio.StreamWriter | None = None
         self._probes: dict[int, asyncio.Task[None]] = {}
         self._key: bytes | None = None
         self._begun_at = host.now()
         self._ended_at: float | None = None
+        self._closed = False
 
     def start(self) -> None:
         """Begin to look for the other daemons."""
@@ -100,6 +109,7 @@ class JobRuntime:
 
     async def close(self) -> None:
         """Hang up everywhere; nothing is told to anybody."""
+        self._closed = True
         await self._mesh.close()
         for task in self._probes.values():
             task.cancel()
@@ -189,7 +199,7 @@ class JobRuntime:
     def agent_connected(self, writer: asyncio.StreamWriter) -> None:
         """The job's agent on this node is there; an older connection of it is forgotten."""
         self._agent = writer
-        self._send_agent(m.Admitted())
+        self._send_agent(m.Admitted(identity=self.identity))
         if self._key is not None:
             self._send_agent(m.JobKey(key=self._key))
 
@@ -217,7 +227,8 @@ class JobRuntime:
 
     def to_all_daemons(self, message: p.DaemonMessage) -> None:
         """See jobs.Outlets. The first assignment goes with the key that its agents need."""
-        if isinstance(message, p.Ordered) and isinstance(message.order, m.Assign) and self._key is None:
+        decided = isinstance(message, p.Agree) and isinstance(message.say, Decided)
+        if decided and self.session.control.leads and self._key is None:
             self._learn_key(new_key())
         self._mesh.send_all(message)
 
@@ -237,6 +248,18 @@ class JobRuntime:
     def node_is_dark(self, node: int, reason: str) -> None:
         """See jobs.Outlets."""
         self._host.node_is_dark(self, node, reason)
+
+    def save(self, durable: Durable, then: Callable[[], None]) -> None:
+        """See jobs.Outlets."""
+        self._host.save_vote(self, durable, lambda: None if self._closed else then())
+
+    def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
+        """See jobs.Outlets."""
+        self._host.witness(self, nodes, ours)
+
+    def witnessed(self, nodes: Sequence[int]) -> None:
+        """The cluster's manager holds these nodes for dead; see `roster.Cluster.witness`."""
+        self.session.feed(e.Witnessed(tuple(nodes)))
 
 
 async def _knock(address: tuple[str, int]) -> str | None:

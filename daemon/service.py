@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -10,18 +11,20 @@ from typing import Any
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, ProtocolError
 from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.config import DaemonConfig, Timers, open_state_dir
+from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.jobs import Memory
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import Vouch
-from ckptless.daemon.roster import Cluster
+from ckptless.daemon.roster import Cluster, Roster
 from ckptless.daemon.runtime import JobRuntime
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
 READ_NBYTES = 1 << 16
+VOTE_DEADLINE_S = 10.0
 
 
 class Service:
@@ -192,13 +196,38 @@ class Service:
             raise ProtocolError(f"the agent speaks protocol {hello.protocol}, the daemon {m.PROTOCOL}")
         name = hello.spec.job
         roster = await self._cluster.admit(hello, uid)
+        memory = await self._remember(hello, roster)
         known = self._jobs.get(name)
         if known is None:
-            known = self._jobs[name] = JobRuntime(name, uid, roster, self)
+            known = self._jobs[name] = JobRuntime(name, uid, roster, self, memory)
             known.start()
         elif (known.uid, known.roster) != (uid, roster):
             raise PeerError(f"job {name} is known with other nodes or another user")
         return known
+
+    async def _remember(self, hello: m.AgentHello, roster: Roster) -> Memory:
+        """What is on the disk of what this daemon has promised the others. Raises LedgerError."""
+        name = hello.spec.job
+        kept = await self.ledger.vote(name)
+        if kept is not None:
+            return Memory(*kept)
+        if hello.identity:
+            # It may have promised anything: it follows, and neither votes nor leads.
+            logger.warning("job %s: nothing is left of what this daemon knew of it: it does not vote", name)
+            return Memory(hello.identity, lost=True)
+        nothing = Durable(promised=NO_BALLOT, vote=None, known=first_decree(roster.nodes))
+        identity = secrets.token_hex(8)
+        # Before the agent hears of it: whoever knows the identity knows that there was something to forget.
+        written = asyncio.get_running_loop().create_future()
+        self.ledger.save_vote(name, identity, nothing, lambda: written.set_result(None))
+        try:
+            async with asyncio.timeout(VOTE_DEADLINE_S):
+                await written
+        except TimeoutError as error:
+            raise LedgerError(
+                f"{self._state_dir} takes no vote of job {name}; see the daemon's log"
+            ) from error
+        return Memory(identity, nothing)
 
     # ---------------------------------------------------------------------- Host, for JobRuntime
 
@@ -213,6 +242,14 @@ class Service:
     def node_is_dark(self, runtime: JobRuntime, node: int, reason: str) -> None:
         """See runtime.Host."""
         self._cluster.node_is_dark(runtime, node, reason)
+
+    def save_vote(self, runtime: JobRuntime, durable: Durable, then: Callable[[], None]) -> None:
+        """See runtime.Host."""
+        self.ledger.save_vote(runtime.job, runtime.identity, durable, then)
+
+    def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
+        """See runtime.Host."""
+        self._cluster.witness(runtime, nodes, ours)
 
 
 class _UnknownJobError(PeerError):

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.console import ConsoleOutput
 from ckptless.daemon.agent.crew import Crew
@@ -174,6 +176,8 @@ class Agent:
         if isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
         elif isinstance(message, m.Admitted | m.Denied):
+            if isinstance(message, m.Admitted) and self._hello is not None:
+                self._hello = replace(self._hello, identity=self._hello.identity or message.identity)
             if not self._answer.done():
                 self._answer.set_result(message)
         else:

@@ -71,12 +71,13 @@ class Holdings(Value, frozen=True, kw_only=True):
 
 
 class AgentHello(Message, frozen=True, kw_only=True):
-    """First message of an agent to its daemon."""
+    """First message of an agent to its daemon; `identity` is what an earlier Admitted said."""
 
     protocol: int
     spec: JobSpec
     info: NodeInfo
     pid: int
+    identity: str = ""
 
 
 class AgentState(Message, frozen=True, kw_only=True):
@@ -111,7 +112,9 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Admitted(Message, frozen=True, kw_only=True):
-    """Daemon to agent: the answer to its hello."""
+    """Daemon to agent: the answer to its hello. `identity` names what the daemon remembers of the job."""
+
+    identity: str
 
 
 class Denied(Message, frozen=True, kw_only=True):

@@ -19,9 +19,9 @@ class Limits(Value, frozen=True, kw_only=True):
 
     `pong_s`: a rank that does not answer for so long is killed. `leave_s`: from STOP until a rank must have
     left its training function. `join_s`: from an assignment until a rank must have joined. `stall_s`: the
-    longest time without any new step before the generation is stopped. `lease_s`: a node that hears less than
-    half of the job's nodes for so long ends its ranks. Budgets count faults in a row without a step committed
-    in between.
+    longest time without any new step before the generation is stopped. `lease_s`: a node that does not hear a
+    majority of the job's voters for so long ends its ranks. Budgets count faults in a row without a step
+    committed in between.
     """
 
     pong_s: float

@@ -6,8 +6,8 @@ and takes the job from fault to first new step:
     forming -> joining -> restoring -> running -> (fault) stopping -> joining -> ... -> releasing -> ended
 
 The others follow its orders and keep what they need to take over: reports are whole states, so a new leader
-knows everything after one report of each node. For now the lowest node whose daemon is reachable leads when
-the leader is not; terms order leaders, and an order of an older term is refused.
+knows everything after one report of each node. Generations and the job's end are agreed on (`agreement`)
+before anybody hears of them; other orders are the leader's alone, and refused where its ballot is an old one.
 
 `now` is in seconds; the daemon feeds a monotonic clock that was set to the Unix time when it started.
 """
@@ -18,12 +18,14 @@ from typing import Literal
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import plan, story
-from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark
+from ckptless.daemon.control.decree import Decided, Decree, choose_voters
+from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, Tell
+from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
 from ckptless.daemon.control.faults import FaultLog, Finding, observe
-from ckptless.daemon.control.follower import MEETING_GRACE_S, Follower
+from ckptless.daemon.control.follower import Follower
+from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.control.timeline import Timeline
 
-FORMING_DEADLINE_S = 120.0
 REPEAT_S = 1.0
 
 
@@ -39,39 +41,48 @@ class Controller(Follower):
     _said: float = 0.0
     _noted: set[int] = field(default_factory=set)
     _killed: set[m.Place] = field(default_factory=set)
+    _ending: m.Outcome | None = None
 
     def _drive(self, now: float) -> None:
         """Bring the job forward as far as the reports allow."""
-        if self.stage == "ended" or self.spec is None:
-            return
-        if not self.leads:
-            self._end_alone(now)
+        if self.stage == "ended" or self.spec is None or not self.leads:
             return
         self._note_losses(now)
         if self._cancelled is not None:
-            outcome = m.Outcome(
-                state="stopped", exit_code=self._cancelled.exit_code, reason=self._cancelled.reason
-            )
-            self._end(outcome, now)
+            cancel = self._cancelled
+            self._ending = m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
+        if self._ending is not None:
+            self._propose(self.assignment, self._ending, now)
             return
         if self.stage == "forming":
             self._form(now)
         elif self.stage in ("joining", "restoring", "running", "releasing"):
             self._watch(now)
             if self.stage not in ("stopping", "releasing") and self._disputed():
-                self._stop("another leader has stopped or assigned it too", now)
+                self._stop("another leader has stopped it, too", now)
             self._advance(now)
         if self.stage == "stopping":
             self._replan(now)
+        self._mend_voters(now)
         self._repeat(now)
 
-    def _end_alone(self, now: float) -> None:
-        """Cancelled where all nodes are lost that can be reached, this one too: nobody leads any more."""
-        alone = all(self.nodes[node].lost is not None for node in self.reachable)
-        if self._cancelled is not None and alone:
-            cancel = self._cancelled
-            outcome = m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
-            self._end(outcome, now)
+    def _propose(self, assignment: m.Assignment | None, outcome: m.Outcome | None, now: float) -> None:
+        """Have it agreed on, by the voters that there are; those after them are whoever lives then."""
+        if not self.agreement.ready:
+            return  # something else is being agreed on; whoever wants this comes again
+        voters = choose_voters(self.known.voters, *self._living_and_sound())
+        decree = Decree(index=self.known.index + 1, voters=voters, assignment=assignment, outcome=outcome)
+        self.agreement.propose(decree, now)
+
+    def _living_and_sound(self) -> tuple[set[int], set[int]]:
+        living = {node for node, view in self.nodes.items() if view.lost is None}
+        return living, living & self.reachable
+
+    def _mend_voters(self, now: float) -> None:
+        """A voter that is lost is replaced before the next one is lost, where there are nodes for it."""
+        voters = choose_voters(self.known.voters, *self._living_and_sound())
+        if self.agreement.ready and voters != self.known.voters:
+            self._propose(self.assignment, None, now)
 
     def _note_losses(self, now: float) -> None:
         for node, view in sorted(self.nodes.items()):
@@ -82,30 +93,27 @@ class Controller(Follower):
                     self._out.append(NodeIsDark(node, view.lost))
 
     def _disputed(self) -> bool:
-        """Whether an agent stands where this leader did not send it: half the work of another leader."""
+        """Whether an agent has stopped what this leader did not stop: half the work of another one."""
         assert self.assignment is not None
-        generation, term = self.assignment.generation, self.assignment.term
-        for view in self.nodes.values():
-            state = view.state if view.usable else None
-            if state is None or state.assignment is None:
-                continue
-            if state.frozen == generation or (
-                state.assignment.generation == generation and state.assignment.term != term
-            ):
-                return True
-        return False
+        generation = self.assignment.generation
+        states = [view.state for view in self.nodes.values() if view.usable]
+        return any(state is not None and state.frozen == generation for state in states)
 
-    def _superseded(self, now: float) -> None:
-        self._log = FaultLog()
-        self._stop("another leader had assigned it", now)
-        # Those who do not have it cannot leave it.
-        self._out.append(Meet(None, self.standing, ()))
-
-    def _inherit(self, now: float) -> None:
+    def _elected(self, former: int, now: float) -> None:
+        if self.stage != "forming":
+            old = "nobody else does" if former == NOBODY else f"node-{former} cannot be reached"
+            self._note(now, "warning", "leader", f"node-{self.me} leads, since {old}")
+        self._log, self._timeline, self._ending = FaultLog(), None, None
         self._since = self._moved = now
-        self._log, self._timeline = FaultLog(), None
+        planned = {info.node for info in self.assignment.nodes} if self.assignment is not None else set()
+        # Losses that a generation has been planned without were told of by whoever led then.
+        self._noted = {node for node, view in self.nodes.items() if view.lost is not None} - planned
+        # What the others said last was for another leader; this one waits for what they say now.
+        for view in self.nodes.values():
+            if view.node != self.me:
+                view.state = None
         if self.stage not in ("forming", "running", "releasing") and self.assignment is not None:
-            # Half a recovery by the old leader: begin it again, from the newest assignment anybody knows.
+            # Half a recovery by the old leader: begin it again.
             self._stop("the leader was lost during a recovery", now)
 
     def _repeat(self, now: float) -> None:
@@ -119,12 +127,14 @@ class Controller(Follower):
                 reason="repeated",
                 kill=tuple(place for place in self._still_inside() if place in self._killed),
             ),
-            "joining": m.Assign(assignment=self.assignment),
             "restoring": m.Go(generation=generation),
             "releasing": m.Release(generation=generation),
         }
         if self.stage in orders:
             self._broadcast(orders[self.stage], now)
+        elif self.stage == "joining":
+            self._said = now
+            self._out.append(Tell(None, Decided(decree=self.known)))
 
     def _form(self, now: float) -> None:
         waiting = [n for n, view in self.nodes.items() if view.lost is None and view.hello is None]
@@ -132,13 +142,12 @@ class Controller(Follower):
             return
         self._give_up(waiting, f"its agent did not come up in {FORMING_DEADLINE_S:.0f} s")
         assert self.spec is not None
-        self.term += 1
         try:
             first = plan.first_assignment(self.spec, self.nodes, self.term, self.me)
         except plan.NoPlanError as error:
-            self._end(error.outcome, now)
+            self._ending = error.outcome
             return
-        self._assign(first, now)
+        self._propose(first, None, now)
 
     def _give_up(self, nodes: list[int], reason: str) -> None:
         """Nodes that are lost by this leader's word alone: the others must hear it from here."""
@@ -167,7 +176,7 @@ class Controller(Follower):
         if undone:
             code = max((f.exit_code or 0 for f in undone), default=0)
             reason = f"after training: {what}"
-            self._end(m.Outcome(state="failed", exit_code=code if code > 0 else 1, reason=reason), now)
+            self._ending = m.Outcome(state="failed", exit_code=code if code > 0 else 1, reason=reason)
 
     def _overdue(self, now: float) -> list[Finding]:
         """Deadlines of joining, restoring and of steps. Only processes with hooks tell how far they are."""
@@ -206,7 +215,7 @@ class Controller(Follower):
         if len(here) < len(slots):
             return
         if self.stage in ("joining", "releasing") and all(s.phase == "exited" for s in here):
-            self._end(m.Outcome(state="done", exit_code=0, reason="every rank ended by itself"), now)
+            self._ending = m.Outcome(state="done", exit_code=0, reason="every rank ended by itself")
         elif self.stage == "joining" and all(s.phase in ("joined", "restored", "finished") for s in here):
             self._mark("join", now)
             self._broadcast(m.Go(generation=generation), now)
@@ -271,6 +280,8 @@ class Controller(Follower):
         if inside:
             return
         self._mark("leave", now)
+        if not self.agreement.ready:
+            return
         self._follow_progress([slot for view in self.nodes.values() for slot in view.slots()], now)
         situation = plan.Situation(
             self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me
@@ -278,10 +289,9 @@ class Controller(Follower):
         try:
             following = plan.next_assignment(situation)
         except plan.NoPlanError as error:
-            self._end(error.outcome, now)
+            self._ending = error.outcome
             return
-        self._mark("agree", now)
-        self._assign(following, now)
+        self._propose(following, None, now)
 
     def _still_inside(self) -> list[m.Place]:
         """Slots whose rank lives, has hooks, and has not left its training function."""
@@ -311,26 +321,28 @@ class Controller(Follower):
         )
         self._broadcast(stop, now)
 
-    def _assign(self, assignment: m.Assignment, now: float) -> None:
+    def _decided_generation(self, assignment: m.Assignment, now: float) -> None:
+        if not self.leads:
+            return
+        self._mark("agree", now)
         self._share(story.generation(assignment, now))
         if self.spec is not None:
             self._share(story.job(self.spec, "running", self._started))
         if self._timeline is not None:
             self._share(story.recovery(assignment, self._timeline, None))
-        text = story.describe(assignment)
-        self.assignment = assignment
-        self._note(now, "info", "generation", text)
+        self._note(now, "info", "generation", story.describe(assignment))
         self._log = FaultLog()
-        self._broadcast(m.Assign(assignment=assignment), now)
+        self._said = now
 
-    def _end(self, outcome: m.Outcome, now: float) -> None:
+    def _decided_end(self, outcome: m.Outcome, now: float) -> None:
+        if not self.leads:
+            return
         if self._timeline is not None and self.assignment is not None:
             self._share(story.failed_recovery(self.assignment, self._timeline, self._log.faults))
         if self.spec is not None:
             self._share(story.job(self.spec, outcome.state, self._started, outcome, now))
         level: Literal["info", "error"] = "info" if outcome.exit_code == 0 else "error"
         self._note(now, level, "end", f"{outcome.state}: {outcome.reason}")
-        self._broadcast(m.End(outcome=outcome), now)
 
     def _broadcast(self, order: m.Order, now: float) -> None:
         self._said = now

@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decree, Durable, Say
 
 Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
 
@@ -14,13 +15,17 @@ Stage = Literal["forming", "joining", "restoring", "running", "stopping", "relea
 
 @dataclass(frozen=True)
 class Standing:
-    """What a daemon tells another when they meet: who leads, how far the job is, which nodes are lost."""
+    """What a daemon tells another when they meet: who leads, how far the job is, which nodes are lost.
+
+    `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `promised` is
+    the one below which it accepts nothing.
+    """
 
     term: int
     leader: int
     stage: Stage
-    assignment: m.Assignment | None
-    outcome: m.Outcome | None = None
+    known: Decree
+    promised: Ballot = NO_BALLOT
     lost: tuple[tuple[int, str], ...] = ()
 
 
@@ -82,11 +87,28 @@ class OrderFrom:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What a daemon says to agree with the others; the own node's, too."""
+
+    node: int
+    say: Say
+
+
+@dataclass(frozen=True)
+class Witnessed:
+    """The cluster's manager holds these nodes for dead, and will not hold this one and its like for that."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
 
-Input: TypeAlias = Report | Connected | PeerUp | PeerDown | NodeLost | AgentAnswers | OrderFrom | Tick
+Input: TypeAlias = (
+    Report | Connected | PeerUp | PeerDown | NodeLost | AgentAnswers | OrderFrom | Said | Witnessed | Tick
+)
 
 # ------------------------------------------------------------------------------------------- outputs
 
@@ -139,4 +161,32 @@ class NodeIsDark:
     reason: str
 
 
-Output: TypeAlias = Broadcast | ToAgent | Forward | Meet | Write | NodeIsDark
+@dataclass(frozen=True)
+class Tell:
+    """Say something to agree to one daemon (this one, too), or with None to all others."""
+
+    node: int | None
+    say: Say
+
+
+@dataclass(frozen=True)
+class Save:
+    """Keep this on the disk; once it is there, and not before, say `say` to a daemon."""
+
+    durable: Durable
+    node: int | None = None
+    say: Say | None = None
+
+
+@dataclass(frozen=True)
+class AskWitness:
+    """Half of the voters is silent: are these nodes dead by the word of the cluster's manager?
+
+    It is to hold them for dead from now on, and to say yes only if it does not hold one of `ours` for dead.
+    """
+
+    nodes: tuple[int, ...]
+    ours: tuple[int, ...]
+
+
+Output: TypeAlias = Broadcast | ToAgent | Forward | Meet | Write | NodeIsDark | Tell | Save | AskWitness

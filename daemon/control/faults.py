@@ -12,7 +12,7 @@ SECONDARY = frozenset({"broken", "stall"})
 
 @dataclass
 class NodeView:
-    """What the control plane knows of one node."""
+    """What the control plane knows of one node; `dark`: nothing on it answers."""
 
     node: int
     hello: AgentHello | None = None

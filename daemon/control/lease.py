@@ -1,27 +1,36 @@
-"""Pure: whether a node hears enough of its job's nodes to decide anything, and to let its ranks live.
+"""Pure: whether a node hears enough of its job's voters to decide anything, and to let its ranks live.
 
-Whoever hears at least half of the nodes that it knew to live goes on, and takes what it then finds lost as
-lost. Whoever hears fewer may be the one that is cut off: for it nothing changes any more but the time.
+Whoever hears a quorum goes on, and may hold for lost whom it does not hear. Whoever hears less may be the one
+that is cut off: for it nothing changes any more but the time. Exactly half asks the witness.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ckptless.daemon.control.decree import is_quorum
+
+# So long the same half is heard before the witness is asked: they may be coming back, one after the other.
+WITNESS_AFTER_S = 1.0
+WITNESS_AGAIN_S = 1.0
 
 
 @dataclass
 class Lease:
-    """`base`: the living nodes when this one last heard at least half of them; `since`: when it did not."""
+    """`since`: when this node last heard a quorum, None while it does; in seconds."""
 
-    base: frozenset[int]
     since: float | None = None
+    _half: bool = False
+    _ours: set[int] = field(default_factory=set)
+    _ours_since: float = 0.0
+    _asked: float = 0.0
 
-    def renew(
-        self, heard: Collection[int], living: Collection[int], ended: Collection[int], now: float
-    ) -> None:
-        """What is known at `now` (seconds). `ended`: nodes whose agents have certainly ended."""
-        base = self.base - frozenset(ended)
-        if 2 * len(base.intersection(heard)) >= len(base):
-            self.base, self.since = frozenset(living), None
+    def renew(self, voters: tuple[int, ...], heard: set[int], dead: set[int], now: float) -> None:
+        """What is known at `now`. `dead`: see `is_quorum`."""
+        ours = heard.intersection(voters)
+        if ours != self._ours:
+            self._ours, self._ours_since = ours, now
+        self._half = 2 * len(ours) == len(voters)
+        if is_quorum(voters, heard, dead):
+            self.since = None
         elif self.since is None:
             self.since = now
 
@@ -33,3 +42,11 @@ class Lease:
     def away_s(self, now: float) -> float:
         """For how long it has not heard enough; 0.0 while it does."""
         return 0.0 if self.since is None else now - self.since
+
+    def witness_due(self, now: float) -> bool:
+        """Whether the witness is to be asked now; it says so again after a while."""
+        early = now - self._ours_since < WITNESS_AFTER_S or now - self._asked < WITNESS_AGAIN_S
+        if self.held or not self._half or early:
+            return False
+        self._asked = now
+        return True

@@ -50,6 +50,13 @@ STEPS: tuple[tuple[str, ...], ...] = (
             UNIQUE (job, event)
         )""",
     ),
+    (
+        # What this daemon has promised and accepted; `state` is a control.decree.Durable as JSON. `identity`
+        # is told to the job's agent, which tells it back: a daemon without the row knows that it lost one.
+        """CREATE TABLE votes (
+            job TEXT PRIMARY KEY, identity TEXT NOT NULL, state TEXT NOT NULL
+        ) WITHOUT ROWID""",
+    ),
 )
 
 

@@ -152,6 +152,15 @@ events = Table(
     Column("text", Text),
 )
 
+# No record: it is this daemon's own, and no other ledger's business.
+votes = Table(
+    "votes",
+    _metadata,
+    Column("job", Text, primary_key=True),
+    Column("identity", Text),
+    Column("state", Text),
+)
+
 TABLES: dict[type[Record], Table] = {
     JobRecord: jobs,
     NodeRecord: nodes,

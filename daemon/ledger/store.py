@@ -27,8 +27,10 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
+from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.ledger import models
-from ckptless.daemon.ledger.engine import durable, reading_engine, writing_engine
+from ckptless.daemon.ledger.engine import durable as durable_commit
+from ckptless.daemon.ledger.engine import reading_engine, writing_engine
 from ckptless.daemon.ledger.migrations import migrate, require_current
 from ckptless.daemon.ledger.precedence import ENDED, KEYS
 
@@ -109,10 +111,26 @@ class Ledger:
         if not batches:
             return
         with _sentences(self.path, "written"), self._engine.connect() as connection:
-            durable(connection, full=not batches.keys().isdisjoint(_DECISIONS))
+            durable_commit(connection, full=not batches.keys().isdisjoint(_DECISIONS))
             with connection.begin():
                 for kind, rows in batches.items():
                     connection.execute(_UPSERTS[kind], rows)
+
+    def save_vote(self, job: str, identity: str, durable: Durable) -> None:
+        """Keep what this daemon has promised and accepted for a job; on the disk when this returns."""
+        state = msgspec.json.encode(durable).decode()
+        with _sentences(self.path, "written"), self._engine.connect() as connection:
+            durable_commit(connection, full=True)
+            with connection.begin():
+                row = {"job": job, "identity": identity, "state": state}
+                connection.execute(_SAVE_VOTE, row)
+
+    def vote(self, job: str) -> tuple[str, Durable] | None:
+        """What `save_vote` kept last, (identity, durable)."""
+        table = models.votes
+        with self._reading() as connection:
+            row = connection.execute(select(table).where(table.c.job == job)).one_or_none()
+            return None if row is None else (row.identity, msgspec.json.decode(row.state, type=Durable))
 
     def jobs(self) -> tuple[JobRecord, ...]:
         """Every job, the newest last."""
@@ -219,6 +237,15 @@ def _ended(state: ColumnElement[str]) -> ColumnElement[bool]:
     return or_(*(state == end for end in ENDED))  # in_() cannot be executed for many rows at once
 
 
+def _save_vote() -> Insert:
+    insert = sqlite.insert(models.votes)
+    told = insert.excluded
+    return insert.on_conflict_do_update(
+        index_elements=("job",), set_={"identity": told.identity, "state": told.state}
+    )
+
+
+_SAVE_VOTE = _save_vote()
 _SELECTS: dict[type[Any], Select[Any]] = {kind: _select(kind) for kind in models.TABLES}
 _UPSERTS: dict[type[Any], Insert] = {kind: _upsert(kind) for kind in models.TABLES}
 
@@ -231,5 +258,5 @@ def _sentences(path: Path, done: str) -> Iterator[None]:
         raise LedgerError(f"{path}: {error}") from error
     except StatementError as error:  # its own text is the SQL and a web address; the cause is SQLite's
         raise LedgerError(f"{path}: the ledger cannot be {done}: {error.orig}") from error
-    except (SQLAlchemyError, sqlite3.Error, msgspec.ValidationError, ValueError, OverflowError) as error:
+    except (SQLAlchemyError, sqlite3.Error, msgspec.DecodeError, ValueError, OverflowError) as error:
         raise LedgerError(f"{path}: the ledger cannot be {done}: {error}") from error

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptless.daemon.api.errors import LedgerError
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.ledger.store import Ledger
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,27 @@ class LedgerWriter:
         self._pending += records
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._flush())
+
+    async def vote(self, job: str) -> tuple[str, Durable] | None:
+        """See `Ledger.vote`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.vote, job)
+
+    def save_vote(self, job: str, identity: str, durable: Durable, then: Callable[[], None]) -> None:
+        """Keep it, in the order of the calls; then call `then` in the event loop: never, where that fails."""
+
+        def saved(future: asyncio.Future[None]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is None:
+                then()
+            else:
+                # Without a vote on the disk this daemon must not speak of it: the others go on without it.
+                logger.error("job %s: a vote was not written: %s", job, error)
+
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._thread, self._ledger.save_vote, job, identity, durable)
+        future.add_done_callback(saved)
 
     def poke(self) -> None:
         """Have the thread count once, also where nothing is to be written."""

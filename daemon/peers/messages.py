@@ -4,6 +4,7 @@ from typing import TypeAlias
 
 from ckptless.daemon.api.messages import Message, Order
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.control.decree import Say
 from ckptless.daemon.control.edges import Report, Standing
 
 
@@ -33,6 +34,12 @@ class Ordered(PeerMessage, frozen=True, kw_only=True):
     order: Order
 
 
+class Agree(PeerMessage, frozen=True, kw_only=True):
+    """What the control planes say to each other to choose the next decree."""
+
+    say: Say
+
+
 class Rows(PeerMessage, frozen=True, kw_only=True):
     """Rows that belong in every ledger of the job."""
 
@@ -59,7 +66,7 @@ class Beat(Message, frozen=True, kw_only=True):
     """The sender lives."""
 
 
-DaemonMessage: TypeAlias = Meeting | Forwarded | Ordered | Rows | Gone | JobKey | Beat
+DaemonMessage: TypeAlias = Meeting | Forwarded | Ordered | Agree | Rows | Gone | JobKey | Beat
 
 
 class PutRecord(Message, frozen=True, kw_only=True):

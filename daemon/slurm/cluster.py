@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptless.daemon.api.errors import PeerError, UsageError
@@ -128,6 +128,36 @@ class SlurmCluster:
             await order(name, text)
 
         self._spawn(self._tell(runtime, f"mark {self.on_node_lost} {name}", mark))
+
+    def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
+        """See `roster.Cluster`. slurmctld does one thing after the other: it is the judge of two halves."""
+        names = [[runtime.roster.peers[node].name for node in half] for half in (nodes, ours)]
+
+        async def ask() -> None:
+            try:
+                if await self._are_down(runtime.job, *names):
+                    runtime.witnessed(nodes)
+            except (SlurmError, UsageError) as error:
+                runtime.note(
+                    "warning", "witness", f"Slurm cannot be asked about {', '.join(names[0])}: {error}"
+                )
+
+        self._spawn(ask())
+
+    async def _are_down(self, run: str, theirs: list[str], ours: list[str]) -> bool:
+        """Mark, where the site allows it, then look; whether they are down and none of ours is."""
+        job_id = slurm_job_id(run)
+        if self.on_node_lost == "down":
+            allocated = (await self._now(job_id)).nodes
+            for name in theirs:
+                if name in allocated:
+                    reason = f"job {run}: silent, as is half of its nodes"
+                    await self._slurm.mark_down(name, reason_text(reason))
+        reading = await self._slurm.nodes(max_age_s=0.0, wait_s=ADMIT_S)
+        if reading.value is None or not reading.fresh:
+            raise SlurmUnreachableError(reading.trouble or "no answer")
+        down = {node.name for node in reading.value if node.down}
+        return down.issuperset(theirs) and down.isdisjoint(ours)
 
     def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
         """See `roster.Cluster`: a job whose batch host is lost is ended by nobody else."""

@@ -1,0 +1,170 @@
+"""Pure: who leads, as one daemon sees it; and whether it hears enough of the others to go on."""
+
+from dataclasses import dataclass
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control.decree import Prepare
+from ckptless.daemon.control.edges import AskWitness, Forward, Meet, Said, Standing, ToAgent, Witnessed
+from ckptless.daemon.control.knowledge import NOBODY, Knowledge
+
+# A job begins with the nodes that are there by then; and where they are too few to agree on it, not at all.
+FORMING_DEADLINE_S = 120.0
+AGREEING_S = 10.0
+# Before generation 1 the others may just not have started yet.
+FORMING_GRACE_S = 10.0
+# A daemon that was started again has not met the others yet: somebody leads already, most likely.
+MEETING_GRACE_S = 2.0
+# A ballot that was not won: somebody else may be trying, too.
+BACKOFF_S = 0.3
+# A job that is to end, and cannot agree on it, ends here by itself.
+CANCEL_S = 2.0
+
+
+def _names(nodes: set[int]) -> str:
+    return ", ".join(f"node-{node}" for node in sorted(nodes))
+
+
+@dataclass
+class Elector(Knowledge):
+    """Takes part in the agreement: campaigns where it is due, follows what is decided, holds its lease."""
+
+    def _on_said(self, event: Said, now: float) -> None:
+        content = self._content(event)
+        if content and isinstance(event.say, Prepare):
+            # It does not know who leads.
+            self._out.append(Meet(event.node, self.standing, ()))
+        self.agreement.hear(event.node, event.say, now, content=content)
+
+    def _content(self, said: Said) -> bool:
+        """Whether this daemon has a leader that it hears, and that is not the one who asks."""
+        if self.leads:
+            return said.node != self.me and self._lease.held
+        living = self.leader in self.reachable and self.nodes[self.leader].lost is None
+        return self.leader != NOBODY and self.leader not in (self.me, said.node) and living
+
+    def _follow(self, now: float) -> None:
+        """What has been agreed since the last look, and whether this daemon was elected by it, or deposed."""
+        if self.agreement.elected and not self._led and self.agreement.ballot is not None:
+            self._led, self._wanted = True, False
+            former, self.leader = self.leader, self.me
+            self.term = self.agreement.ballot.number
+            if self._reign != self.me:
+                self._reign = self.me
+                self._elected(former, now)
+            self._out.append(Meet(None, self.standing, ()))
+        elif self._led and not self.agreement.elected:
+            self._led = False
+            if self.leader == self.me:
+                # Refused, for a promise to somebody who may never lead: then this one does again.
+                self.leader, self._wanted = NOBODY, True
+                self._out.append(Meet(None, self.standing, ()))
+        if self.known.index == self._followed:
+            return
+        self._followed = self.known.index
+        if not self.leads:
+            self._reign = NOBODY
+        if self.known.outcome is not None:
+            if self.stage != "ended":
+                self._decided_end(self.known.outcome, now)
+                self._enter("ended", now)
+                self._out.append(ToAgent(m.End(outcome=self.known.outcome)))
+        elif self.assignment is not None and self.assignment.generation > self._generation:
+            self._generation = self.assignment.generation
+            self._enter("joining", now)
+            self._decided_generation(self.assignment, now)
+            self._out.append(ToAgent(m.Assign(assignment=self.assignment)))
+
+    def _campaign_if_due(self, now: float) -> None:
+        """The lowest reachable node tries to lead when nobody leads."""
+        if self.stage == "ended" or self.leads or self.nodes[self.me].lost is not None:
+            return
+        gone = self.leader not in self.reachable or self.nodes[self.leader].lost is not None
+        living = [node for node in self.reachable if self.nodes[node].lost is None]
+        if not gone or self.spec is None or (min(living) != self.me and not self._wanted):
+            self.agreement.resign()
+            return
+        grace_s = MEETING_GRACE_S
+        if self.stage == "forming":
+            grace_s = 0.0 if self.me == min(self.nodes) else FORMING_GRACE_S
+        early = now - self._started < grace_s and not self._wanted
+        if early or self.agreement.ballot is not None or now - self._campaigned < BACKOFF_S:
+            return
+        self._campaigned = now
+        self.agreement.campaign(now)
+
+    def _end_by_itself(self, now: float) -> None:
+        """Cancelled, or never begun, and not enough of the others are there to agree on it."""
+        if self.stage == "forming" and now - self._since > FORMING_DEADLINE_S + AGREEING_S:
+            text = f"{len(self.reachable)} of {len(self.nodes)} daemons have met, too few to begin"
+            self._lose(self.me, text, now - self._since)
+        if self._cancelled is None or self.stage == "ended":
+            return
+        self._cancelled_at = self._cancelled_at or now
+        nobody = all(self.nodes[node].lost is not None for node in self.reachable)
+        if nobody or now - self._cancelled_at > CANCEL_S:
+            cancel = self._cancelled
+            self._ended_here = m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
+            self._enter("ended", now)
+            self._out.append(ToAgent(m.End(outcome=self._ended_here)))
+
+    def _settle_leader(self, node: int, theirs: Standing, now: float) -> None:
+        """Two daemons agree on who leads: whoever has the higher ballot does."""
+        before, mine = self.leader, (self.term, self.leader)
+        if theirs.leader == self.me:
+            if not self.leads:
+                # They mean a former life of this daemon. How far the job is, they know.
+                self._wanted = True
+                self._out.append(Meet(node, self.standing, ()))
+        elif node == self.leader and theirs.leader == NOBODY:
+            self.leader = NOBODY
+        elif theirs.leader != NOBODY and (theirs.term, theirs.leader) > mine:
+            self._obey_leader(theirs.term, theirs.leader)
+        elif (theirs.term, theirs.leader) < mine and self.leader != NOBODY:
+            self._out.append(Meet(node, self.standing, ()))
+        told = node == self.leader or self.leader != before
+        knows = (told and self.leader not in (NOBODY, self.me)) or (
+            theirs.leader == self.me and not self.leads
+        )
+        begun = theirs.stage not in ("forming", "ended") and theirs.known.index == self.known.index
+        if knows and begun:
+            self._enter(theirs.stage, now)
+        if told and self.leader not in (NOBODY, self.me):
+            self._introduce()
+
+    def _obey_leader(self, term: int, leader: int) -> None:
+        self.term, self.leader, self._wanted, self._reign = term, leader, False, leader
+        self.agreement.resign()
+
+    def _introduce(self) -> None:
+        """Tell the leader all: first where this daemon stands, so that it does not plan without it."""
+        self._out.append(Meet(self.leader, self.standing, ()))
+        self._out.extend(Forward(self.leader, report) for report in self._own_reports())
+
+    def _hold_lease(self, now: float) -> None:
+        """Without a quorum of the voters this node decides nothing, and after a while ends its ranks."""
+        if self.stage in ("forming", "ended"):
+            return
+        heard = {self.me} | self.reachable | self.answering
+        self._lease.renew(self.known.voters, heard, self.agreement.dead, now)
+        mine = self.nodes[self.me]
+        limit_s = self.spec.limits.lease_s if self.spec is not None else None
+        if limit_s is None or mine.lost is not None or self._lease.away_s(now) <= limit_s:
+            return
+        voters = self.known.voters
+        text = f"it heard {len(heard.intersection(voters))} of {len(voters)} voters for {limit_s:.1f} s"
+        self._note(now, "error", "fenced", f"node-{self.me} ends its ranks: {text}")
+        self._lose(self.me, text, self._lease.away_s(now))
+
+    def _ask_witness(self, now: float) -> None:
+        """Half of the voters is silent: whether it is dead, the cluster's manager may know."""
+        heard = {self.me} | self.reachable | self.answering
+        speaks = min((node for node in heard if self.nodes[node].lost is None), default=None) == self.me
+        silent = set(self.known.voters) - heard
+        if speaks and self._lease.witness_due(now):
+            self._note(now, "warning", "witness", f"half of the voters is silent: {_names(silent)}")
+            self._out.append(AskWitness(tuple(sorted(silent)), tuple(sorted(heard))))
+
+    def _witnessed(self, event: Witnessed, now: float) -> None:
+        """Whom it held for dead when it was asked: each of them has been heard since, or is so for good."""
+        self._note(now, "warning", "witness", f"{_names(set(event.nodes))} are dead by the cluster's word")
+        self.agreement.dead.update(event.nodes)

@@ -1,0 +1,146 @@
+"""Pure: what a daemon knows of one job, and how it tells it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.records import Record
+from ckptless.daemon.control import story
+from ckptless.daemon.control.agreement import Agreement
+from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
+from ckptless.daemon.control.edges import Output, Report, Stage, Standing, ToAgent, Write
+from ckptless.daemon.control.faults import FaultLog, NodeView
+from ckptless.daemon.control.lease import Lease
+from ckptless.daemon.control.timeline import Timeline
+
+NOBODY = -1
+
+
+@dataclass
+class Knowledge:
+    """State of one job in the daemon of node `me`; `session` makes ids of events unique.
+
+    Reports are whole states, so whoever takes over knows everything after one report of each node. `durable`
+    is what an earlier life of this daemon had on the disk; see `Agreement` for `may_vote`.
+    """
+
+    me: int
+    session: str
+    nodes: dict[int, NodeView]
+    durable: Durable | None = None
+    may_vote: bool = True
+    spec: m.JobSpec | None = None
+    stage: Stage = "forming"
+    term: int = 0
+    leader: int = NOBODY
+    reachable: set[int] = field(default_factory=set)
+    answering: set[int] = field(default_factory=set)
+    progress: int = 0
+    _cancelled: m.Cancel | None = None
+    _cancelled_at: float = 0.0
+    _ended_here: m.Outcome | None = None
+    _log: FaultLog = field(default_factory=FaultLog)
+    _timeline: Timeline | None = None
+    _since: float = 0.0
+    _moved: float = 0.0
+    _reported: float = 0.0
+    _reminded: float = 0.0
+    _started: float = 0.0
+    _campaigned: float = 0.0
+    _wanted: bool = False
+    _led: bool = False
+    _reign: int = NOBODY
+    _followed: int = 0
+    _generation: int = 0
+    _lease: Lease = field(default_factory=Lease)
+    _events: int = 0
+    _out: list[Output] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reachable = {self.me}
+        durable = self.durable or Durable(
+            promised=NO_BALLOT, vote=None, known=first_decree(tuple(self.nodes))
+        )
+        self.agreement = Agreement(self.me, durable, self.may_vote, out=self._out)
+
+    @property
+    def known(self) -> Decree:
+        """The newest decree."""
+        return self.agreement.known
+
+    @property
+    def assignment(self) -> m.Assignment | None:
+        """The generation that there is, as agreed."""
+        return self.known.assignment
+
+    @property
+    def outcome(self) -> m.Outcome | None:
+        """How the job has ended: as agreed, or for this node alone, which nobody could be asked about."""
+        return self.known.outcome or self._ended_here
+
+    @property
+    def leads(self) -> bool:
+        """Whether this daemon gives the orders. One whose own node is lost has resigned."""
+        return self.agreement.elected and self.nodes[self.me].lost is None
+
+    @property
+    def decides(self) -> bool:
+        """Whether it hears enough of the others to say that one of them is lost."""
+        return self._lease.held
+
+    @property
+    def standing(self) -> Standing:
+        """What to tell another daemon."""
+        lost = tuple((node, view.lost) for node, view in self.nodes.items() if view.lost is not None)
+        return Standing(self.term, self.leader, self.stage, self.known, self.agreement.durable.promised, lost)
+
+    def _own_reports(self) -> tuple[Report, ...]:
+        mine = self.nodes[self.me]
+        return tuple(Report(self.me, part) for part in (mine.hello, mine.state) if part is not None)
+
+    def _lose(self, node: int, reason: str, age_s: float, *, dark: bool = False) -> None:
+        view = self.nodes[node]
+        if view.lost is not None:
+            return
+        view.lost, view.lost_age_s, view.dark = reason, age_s, dark
+        if node == self.me and self.outcome is None:
+            # The others go on without this node, whatever still runs on it.
+            text = f"node-{node} counts as lost: {reason}"
+            outcome = m.Outcome(state="failed", exit_code=4, reason=text)
+            self._out.append(ToAgent(m.End(outcome=outcome, here_only=True)))
+            self.agreement.resign()
+
+    def _elected(self, former: int, now: float) -> None:
+        """This daemon leads from now on, which it did not before; `former` did."""
+
+    def _decided_generation(self, assignment: m.Assignment, now: float) -> None:
+        """There is a new generation."""
+
+    def _decided_end(self, outcome: m.Outcome, now: float) -> None:
+        """The job is over."""
+
+    def _drive(self, now: float) -> None:
+        """Bring the job forward, where this daemon leads."""
+
+    def _enter(self, stage: Stage, now: float) -> None:
+        if stage != self.stage and self.stage != "ended":
+            self.stage, self._since = stage, now
+
+    def _share(self, record: Record) -> None:
+        self._out.append(Write((record,), share=True))
+
+    def _note(
+        self,
+        now: float,
+        level: Literal["info", "warning", "error"],
+        kind: str,
+        text: str,
+        generation: int | None = None,
+    ) -> None:
+        self._events += 1
+        if generation is None and self.assignment is not None:
+            generation = self.assignment.generation
+        event_id = f"{self.me}.{self.session}.{self._events}"
+        job = self.spec.job if self.spec is not None else ""
+        event = story.event(event_id, job, self.me, (level, kind, text), (now, generation))
+        self._out.append(Write((event,), share=True))
