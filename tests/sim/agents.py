@@ -105,7 +105,7 @@ class Agent:
                 if self.assignment is not None and order.generation == self.assignment.generation:
                     self._to_ranks(order)
             case m.End():
-                self._end(order.outcome)
+                self._end(order)
 
     def _to_ranks(self, order: m.Stop | m.Go | m.Release) -> None:
         for slot in self.slots:
@@ -180,10 +180,11 @@ class Agent:
         self._enter(slot, "assigned", assignment.generation)
         process.assigned(assignment, rank)
 
-    def _end(self, outcome: m.Outcome) -> None:
-        if self.outcome is None:
-            self.outcome = outcome
-            self.die(dark=False)
+    def _end(self, order: m.End) -> None:
+        if self.outcome is None and not order.here_only:
+            self.outcome = order.outcome
+        self.world.story.tell(self.name, f"ends: {order.outcome.reason}")
+        self.die(dark=False)
 
     def die(self, *, dark: bool) -> None:
         """The agent and its processes are no more; an ended agent hangs up as a killed one does."""

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.control.decree import Accepted, Decree, Promise, Say, first_decree, is_quorum
 from ckptless.daemon.peers import messages as p
 
 from .story import Violation
@@ -26,8 +27,8 @@ class Checks:
         self._world = world
         self.newest = dict.fromkeys(range(world.spec.world_size), BEFORE_ANY)
         self.outcome: m.Outcome | None = None
-        self._ended_by = -1
-        self._assigned: dict[tuple[int, int], m.Assignment] = {}
+        self._decrees = {0: first_decree(tuple(range(world.spec.nodes + world.spec.spares)))}
+        self._seen: dict[Daemon, set[int]] = {}
         self._running: dict[int, float] = {}
         self._stopped: set[int] = set()
         self._stopped_at = 0.0
@@ -37,22 +38,85 @@ class Checks:
 
     # --------------------------------------------------------------------------- what is decided
 
-    def ordered(self, daemon: "Daemon", message: p.Ordered) -> None:
+    @property
+    def voters(self) -> tuple[int, ...]:
+        """Those of the newest decree."""
+        return self._decrees[max(self._decrees)].voters
+
+    def knows(self, daemon: "Daemon") -> None:
+        """One decree for each index, and what is chosen is on the disks of a quorum."""
+        control = daemon.control
+        if control is None or control.known.index in self._seen.setdefault(daemon, {0}):
+            return
+        new = control.known
+        self._seen[daemon].add(new.index)
+        if new.index in self._decrees:
+            if new != self._decrees[new.index]:
+                self._fail(
+                    f"{daemon.name} knows another decree {new.index}: {new}, not {self._decrees[new.index]}"
+                )
+            return
+        self._decrees[new.index] = new
+        self._voted(new)
+        before = self._decrees[new.index - 1].assignment
+        if new.assignment is not None and new.assignment != before:
+            self._assigns(daemon, new.assignment)
+
+    def proposed(self, daemon: "Daemon", new: m.Assignment) -> None:
+        """Nobody plans with a node that it holds for lost."""
+        control = daemon.control
+        assert control is not None
+        for node in {place.node for place in new.places}:
+            if control.nodes[node].lost is not None:
+                self._fail(f"a rank on node-{node}, which is lost")
+        trusted = [self._world.agents[node] for node, view in control.nodes.items() if view.lost is None]
+        if new.restore_step is not None and new.restore_step not in self._given_by(trusted):
+            self._fail(f"only a lost node has all of step {new.restore_step}")
+
+    def says(self, daemon: "Daemon", say: Say) -> None:
+        """What a daemon answers, it knows again after its death."""
+        disk = self._world.disks.get(daemon.node)
+        if isinstance(say, Promise | Accepted) and (disk is None or disk.promised < say.ballot):
+            self._fail(f"{daemon.name} says {say}, and has {disk} on its disk")
+
+    def remembers(self, daemon: "Daemon") -> None:
+        """A daemon that is started again knows what it had promised."""
+        disk = self._world.disks.get(daemon.node)
+        assert daemon.control is not None
+        if disk is not None and daemon.control.agreement.durable.promised < disk.promised:
+            self._fail(f"{daemon.name} has forgotten that it promised {disk.promised}")
+
+    def cut_off(self, side: set[int], voters: tuple[int, ...]) -> None:
+        """So long after a cut, nobody runs on without a quorum."""
+        for node in side:
+            agent = self._world.agents[node]
+            begun = agent.sound and agent.assignment is not None
+            if begun and not is_quorum(voters, side, self._world.witness.down):
+                self._fail(f"{agent.name} runs on, cut off from {voters} with {sorted(side)}")
+
+    def _voted(self, new: Decree) -> None:
+        world = self._world
+        if new.index - 1 not in self._decrees:
+            self._fail(f"decree {new.index} comes before {new.index - 1}")
+        voters = self._decrees[new.index - 1].voters
+        kept = {
+            node
+            for node, durable in world.disks.items()
+            if durable.known.index >= new.index or (durable.vote is not None and durable.vote.decree == new)
+        }
+        dead = {node for node, agent in world.agents.items() if not agent.alive} | world.witness.down
+        if not is_quorum(voters, kept, dead):
+            self._fail(f"decree {new.index} of voters {voters} is on the disks of {sorted(kept)} only")
+
+    def ordered(self, message: p.Ordered) -> None:
         """A leader's order, as it leaves."""
         match message.order:
-            case m.Assign():
-                self._assigns(daemon, message.order.assignment)
             case m.Running():
                 self._running.setdefault(message.order.generation, self._world.events.now)
             case m.Stop():
                 self._stops(message.order)
 
     def _assigns(self, daemon: "Daemon", new: m.Assignment) -> None:
-        known = self._assigned.setdefault((new.generation, new.term), new)
-        if known is not new:
-            if known != new:
-                self._fail(f"two assignments for generation {new.generation}, term {new.term}")
-            return
         if not self._world.generation:
             self._world.formed_at = self._world.events.now
         self._world.generation = max(self._world.generation, new.generation)
@@ -62,20 +126,17 @@ class Checks:
             self._fail(f"a rank in a bad slot: {sorted(set(new.places) & set(new.bad))}")
         self._only_the_dead_are_lost(daemon, new)
         self._restores(new)
-        control = daemon.control
-        assert control is not None
-        trusted = [self._world.agents[node] for node, view in control.nodes.items() if view.lost is None]
-        if new.restore_step is not None and new.restore_step not in self._given_by(trusted):
-            self._fail(f"only a lost node has all of step {new.restore_step}")
 
     def _only_the_dead_are_lost(self, daemon: "Daemon", new: m.Assignment) -> None:
         control = daemon.control
         assert control is not None
         for node, view in control.nodes.items():
-            if view.lost is not None and self._world.agents[node].sound:
+            if view.lost is not None and self._sound(node):
                 self._fail(f"node-{node} lives and is held for lost: {view.lost}")
-            if view.lost is not None and any(place.node == node for place in new.places):
-                self._fail(f"a rank on node-{node}, which is lost")
+
+    def _sound(self, node: int) -> bool:
+        """Whether nobody has a reason to hold it for lost: it does its work, and no cut has been near it."""
+        return self._world.agents[node].sound and node not in self._world.network.ever
 
     def _restores(self, new: m.Assignment) -> None:
         """Not above what every rank has committed, and at most one step below while copies survive."""
@@ -83,7 +144,8 @@ class Checks:
         step = BEFORE_ANY if new.restore_step is None else new.restore_step
         if step > committed:
             self._fail(f"generation {new.generation} goes on from step {step}; all have only {committed}")
-        if new.restore_step is None and committed > 0:
+        # Whoever was cut off may have made the first step without the others.
+        if new.restore_step is None and committed > (1 if self._world.network.ever else 0):
             self._fail(f"generation {new.generation} begins anew, though all have step {committed}")
         survived = self.survived()
         if step < committed - 1 and committed - 1 in survived:
@@ -91,7 +153,7 @@ class Checks:
 
     def survived(self) -> set[int]:
         """Steps that the living agents together can give."""
-        return self._given_by([agent for agent in self._world.agents.values() if agent.sound])
+        return self._given_by([agent for node, agent in self._world.agents.items() if self._sound(node)])
 
     def _given_by(self, agents: "list[Agent]") -> set[int]:
         vaults = [agent.vault for agent in agents]
@@ -128,16 +190,15 @@ class Checks:
 
     def entered(self, here: "list[Process]") -> None:
         """Ranks that reduce together are of one assignment."""
-        parts = {process.part.term for process in here if process.part is not None}
-        if len(parts) > 1:
-            self._fail(f"generation {here[0].generation} is two worlds: terms {sorted(parts)}")
+        if any(process.part != here[0].part for process in here):
+            self._fail(f"generation {here[0].generation} is two worlds: {[process.part for process in here]}")
 
     def restored(self, process: "Process") -> None:
         """A rank has its state back."""
         part, newest = process.part, self.newest[process.rank]
         assert part is not None
         if part.restore_step is None:
-            if newest > 0:
+            if newest > (1 if self._world.network.ever else 0):
                 self._fail(f"rank {process.rank} begins anew after step {newest}")
             self.newest[process.rank] = BEFORE_ANY
             return
@@ -147,6 +208,8 @@ class Checks:
 
     def committed(self, process: "Process", step: int) -> None:
         """A rank's steps are contiguous; the restored one is committed again."""
+        if process.generation < self._world.generation and process.agent.node in self._world.network.ever:
+            return  # it was cut off, and does not know yet
         newest = self.newest[process.rank]
         if step not in (newest, newest + 1):
             self._fail(
@@ -159,15 +222,13 @@ class Checks:
     def ended(self, daemon: "Daemon", outcome: m.Outcome) -> None:
         """A daemon knows the job's end: one end for all, and a true one."""
         if self.outcome is not None:
-            # A node that dies as it ends the job takes the end with it; nobody agrees on it beforehand yet.
-            unheard = self._ended_by in self._world.dead_nodes
-            if not unheard and (outcome.state, outcome.exit_code) != (
+            if (outcome.state, outcome.exit_code) != (
                 self.outcome.state,
                 self.outcome.exit_code,
             ):
                 self._fail(f"{daemon.name} ends with {outcome}, others with {self.outcome}")
             return
-        self.outcome, self._ended_by = outcome, daemon.node
+        self.outcome = outcome
         self._world.story.tell(daemon.name, f"END {outcome}")
         wrong = self._untrue(outcome)
         if wrong is not None:
@@ -187,7 +248,7 @@ class Checks:
             room = [
                 (agent.node, slot.index)
                 for agent in world.agents.values()
-                if agent.sound
+                if self._sound(agent.node)
                 for slot in agent.slots
                 if world.deaths[(agent.node, slot.index)] <= spec.limits.process_tries
             ]
@@ -195,7 +256,7 @@ class Checks:
         if "no step" in outcome.reason:
             return f"steps {self.survived()} survive" if self.survived() else None
         if "nodes came up" in outcome.reason:
-            living = sum(agent.sound for agent in world.agents.values())
+            living = sum(self._sound(node) for node in world.agents)
             return None if living < spec.nodes else f"{living} live"
         often = [text for text, count in world.raised.items() if count > spec.limits.raise_tries + 1]
         return None if any(text in outcome.reason for text in often) else f"raised: {dict(world.raised)}"

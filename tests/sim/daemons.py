@@ -4,7 +4,7 @@ What `daemon.service` and `daemon.mesh` do around it is done here in virtual tim
 daemons, the connection of the agent, the probe of a node whose daemon is away.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
@@ -12,7 +12,8 @@ from ckptless.daemon.api.records import EventRecord, Record
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.jobs import JobSession
+from ckptless.daemon.control.decree import Ballot, Durable, Prepare, Propose
+from ckptless.daemon.jobs import JobSession, Memory
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.roster import Roster
 
@@ -39,6 +40,8 @@ class Daemon:
         self._agent: Agent | None = None
         self._orders: Channel[m.Order] | None = None
         self._probes: dict[int, float] = {}
+        self._written = 0.0
+        self._proposed: set[tuple[Ballot, int]] = set()
         self._tick()
 
     @property
@@ -55,7 +58,9 @@ class Daemon:
         if self._session is None:
             peers = tuple(Peer(node=n, name="", address="", port=0) for n in sorted(self.world.agents))
             now = self.world.wall_clock
-            self._session = JobSession(self.world.spec.job, Roster(self.node, peers), self, now)
+            memory = Memory(durable=self.world.disks.get(self.node))
+            self._session = JobSession(self.world.spec.job, Roster(self.node, peers), self, now, memory)
+            self.world.checks.remembers(self)
             for node in list(self.links):
                 self._feed(e.Connected(node))
         return self._session
@@ -65,6 +70,7 @@ class Daemon:
             stage = self._session.control.stage
             self._session.feed(event)
             self._moved(stage)
+            self.world.checks.knows(self)
 
     def _moved(self, before: e.Stage) -> None:
         control = self.control
@@ -96,6 +102,7 @@ class Daemon:
         stage = session.control.stage
         session.hear(node, message)
         self._moved(stage)
+        self.world.checks.knows(self)
 
     def _probe(self, node: int, why: str, since: float) -> None:
         """While its agent answers, a node lives, whatever its daemon does."""
@@ -106,13 +113,17 @@ class Daemon:
         if control is None or control.nodes[node].lost is not None:
             return
         away_s = self.world.events.now - since
-        self._feed(e.AgentAnswers(node, agent.alive))
-        if control.outcome is None and not agent.alive and (not agent.dark or away_s > DARK_S):
+        apart = self.world.network.apart(self.node, node)
+        dark = apart or agent.dark
+        self._feed(e.AgentAnswers(node, agent.alive and not apart))
+        gone = away_s > DARK_S and control.decides if dark else True
+        if control.outcome is None and (apart or not agent.alive) and gone:
             reason = f"{why}, and its agent is gone"
-            self._feed(e.NodeLost(node, reason, away_s))
-            self._send_all(p.Gone(job=self.world.spec.job, node=node, reason=reason, age_s=away_s))
+            self._feed(e.NodeLost(node, reason, away_s, dark))
+            gone_ = p.Gone(job=self.world.spec.job, node=node, reason=reason, age_s=away_s, dark=dark)
+            self._send_all(gone_)
             return
-        pause_s = PROBE_DEADLINE_S if agent.dark else PROBE_S
+        pause_s = PROBE_DEADLINE_S if dark else PROBE_S
         self.world.events.after(pause_s, lambda: self._probe(node, why, since))
 
     # ----------------------------------------------------------------------------------- the agent
@@ -172,14 +183,32 @@ class Daemon:
 
     def to_daemon(self, node: int, message: p.DaemonMessage) -> None:
         """See jobs.Outlets."""
+        if isinstance(message, p.Agree):
+            self.world.checks.says(self, message.say)
+        if isinstance(message, p.Agree) and isinstance(message.say, Prepare):
+            self.world.stage_entered("electing")
+        elif isinstance(message, p.Agree) and isinstance(message.say, Propose):
+            self._proposes(message.say)
+            self.world.stage_entered("proposing")
         link = self.links.get(node)
         if link is not None and self.alive:
             link.send(message)
 
+    def _proposes(self, say: Propose) -> None:
+        key = (say.ballot, say.decree.index)
+        assert self.control is not None
+        new = say.decree.assignment
+        # What another leader may have got accepted must be proposed as it is.
+        old = self.control.assignment
+        fresh = new is not None and (old is None or new.generation > old.generation)
+        if fresh and key not in self._proposed and new is not None and new.term == say.ballot.number:
+            self.world.checks.proposed(self, new)
+        self._proposed.add(key)
+
     def to_all_daemons(self, message: p.DaemonMessage) -> None:
         """See jobs.Outlets. Rows go to ledgers, which nobody reads here."""
         if isinstance(message, p.Ordered):
-            self.world.checks.ordered(self, message)
+            self.world.checks.ordered(message)
         if not isinstance(message, p.Rows):
             self._send_all(message)
 
@@ -204,6 +233,27 @@ class Daemon:
 
     def node_is_dark(self, node: int, reason: str) -> None:
         """See jobs.Outlets: there is no cluster's manager here."""
+
+    def save(self, durable: Durable, then: Callable[[], None]) -> None:
+        """See jobs.Outlets. A disk takes its time; what it has not got when the daemon dies is lost."""
+        self._written = max(self._written, self.world.events.now + self.world.disk_delay())
+        self.world.events.at(self._written, lambda: self._save(durable, then))
+
+    def _save(self, durable: Durable, then: Callable[[], None]) -> None:
+        if self.alive:
+            self.world.disks[self.node] = durable
+            if durable.vote is not None:
+                self.world.stage_entered("voting")
+            then()
+            self.world.checks.knows(self)
+
+    def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
+        """See jobs.Outlets."""
+        self.world.witness.ask(self, set(nodes), set(ours))
+
+    def hear_witness(self, nodes: set[int]) -> None:
+        """The cluster's manager holds these for dead."""
+        self._feed(e.Witnessed(tuple(sorted(nodes))))
 
 
 class DownCall:

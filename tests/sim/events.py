@@ -50,6 +50,11 @@ class Channel(Generic[T]):
         """The sender has died: what it sent still comes, and then its end."""
         self._then(closed)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what is sent still arrives."""
+        return self._open
+
     def cut(self) -> None:
         """What is under way is lost."""
         self._open = False

@@ -20,17 +20,24 @@ RELINK_S = (0.05, 1.2)
 FAULTS_MAX = 5
 LEADER_LINK_CHANCE = 0.7
 STICKY_CHANCE = 0.08
+MANY_CHANCE = 0.2
+MANY = 12
+AGREEING = ("electing", "proposing", "voting")
+STAGES = (*(stage for stage in get_args(Stage) if stage not in ("ended", "forming")), *AGREEING)
+CONTROL_KINDS = ("daemon", "leader", "link", "storm", "cut")
+HALF_CHANCE = 0.4
 
 
 @dataclass(frozen=True)
 class Fault:
     """`kind` happens `delay` seconds after the start of the job, or after a leader has entered `stage`.
 
-    `pick` in [0, 1) chooses the victim, `twist` the kind's variant.
+    `pick` in [0, 1) chooses the victim, `twist` the kind's variant. Of the agreement, too, there are stages:
+    somebody wants to lead, a decree is proposed, a vote is on a disk.
     """
 
     kind: str
-    stage: Stage | None
+    stage: str | None
     delay: float
     pick: float
     twist: float
@@ -68,15 +75,20 @@ def draw(random: Random) -> Job:
     sticky = None
     if random.random() < STICKY_CHANCE:
         sticky = random.randrange(spec.world_size), random.randint(1, steps)
-    faults = tuple(_draw_fault(random) for _ in range(random.randint(1, FAULTS_MAX)))
+    most = MANY if random.random() < MANY_CHANCE else FAULTS_MAX
+    faults = tuple(_draw_fault(random) for _ in range(random.randint(1, most)))
     return Job(spec, steps, (0.01, slow), sticky, faults)
 
 
 def _draw_fault(random: Random) -> Fault:
     by_stage = random.random() < 0.6  # more often at a stage than at a time
-    stage = random.choice([s for s in get_args(Stage) if s not in ("ended", "forming")]) if by_stage else None
+    stage = random.choice(STAGES) if by_stage else None
     delay = random.uniform(0.0, 0.4) if by_stage else random.uniform(0.0, 8.0)
     kind = random.choice(tuple(_ACTIONS))
+    if stage in AGREEING:
+        # It takes milliseconds.
+        delay = random.choice([0.0, random.uniform(0.0, 0.02)])
+        kind = random.choice(CONTROL_KINDS) if random.random() < 0.7 else kind
     return Fault(kind, stage, delay, random.random(), random.random())
 
 
@@ -148,7 +160,7 @@ def _agent(world: "World", fault: Fault) -> None:
 def _deaf(world: "World", fault: Fault) -> None:
     """An agent is stopped: it answers nobody, and its ranks run on."""
     # At the very start, and after the training, nothing has a deadline.
-    if not 1 <= min(world.checks.newest.values()) < world.job.steps:
+    if not 1 <= min(world.checks.newest.values()) < world.job.steps or world.ending:
         return
     sound = [agent for agent in world.agents.values() if agent.sound]
     if sound:
@@ -195,6 +207,25 @@ def _link(world: "World", fault: Fault) -> None:
         world.drop(*pair, RELINK_S[0] + fault.twist * (RELINK_S[1] - RELINK_S[0]))
 
 
+def _cut(world: "World", fault: Fault) -> None:
+    """Any split, halves more often than others; for less than a lease, or for more."""
+    nodes = sorted(world.agents)
+    if world.network.side or not world.generation:
+        return
+    count = len(nodes) // 2 if fault.pick < HALF_CHANCE else 1 + int(fault.twist * (len(nodes) - 1))
+    side = frozenset(world.random.sample(nodes, count))
+    world.witness.place = world.random.choice([None, min(side), min(set(nodes) - side)])
+    world.network.cut(side, world.random.choice([0.4, 1.5, LIMITS.lease_s, 3 * LIMITS.lease_s]))
+
+
+def _storm(world: "World", fault: Fault) -> None:
+    """What daemons say to each other comes late, twice, out of order or not at all, and disks are slow."""
+    for_s = 0.5 + 2.5 * fault.twist
+    world.story.tell("fault", f"a storm between the daemons, for {for_s:.2f} s")
+    world.storm_until = max(world.storm_until, world.events.now + for_s)
+    world.events.after(for_s, lambda: world.faulted("link"))
+
+
 _ACTIONS: dict[str, Callable[["World", Fault], None]] = {
     "kill": _kill,
     "raise": _raise,
@@ -207,4 +238,6 @@ _ACTIONS: dict[str, Callable[["World", Fault], None]] = {
     "daemon": _daemon,
     "leader": _leader,
     "link": _link,
+    "cut": _cut,
+    "storm": _storm,
 }

@@ -236,15 +236,28 @@ class Barriers:
         self._world.checks.entered(here)
         if process.generation in self._torn:
             process.peer_gone()
-        elif len(here) == self._world.spec.world_size:
+        else:
+            self._complete(key)
+
+    def _complete(self, key: tuple[int, int]) -> None:
+        here, network = self._inside[key], self._world.network
+        apart = any(network.apart(here[0].agent.node, each.agent.node) for each in here)
+        if len(here) == self._world.spec.world_size and not apart:
             del self._inside[key]
             for each in here:
                 each.reduced()
+
+    def look(self) -> None:
+        """The network is whole again."""
+        for key in list(self._inside):
+            if key[0] not in self._torn:
+                self._complete(key)
 
     def gone(self, process: Process) -> None:
         """A rank is not in its generation any more: whoever waits for it waits in vain."""
         self._torn.add(process.generation)
         for (generation, _), waiting in list(self._inside.items()):
             if generation == process.generation:
+                waiting[:] = [each for each in waiting if each is not process]
                 for each in waiting:
                     each.peer_gone()

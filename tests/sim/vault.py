@@ -1,5 +1,6 @@
 """What a fake agent holds, and the copies it sends: `daemon.agent.vault` and `replicas` without bytes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -88,10 +89,18 @@ class Replicas:
             if other.alive:
                 link = self._links.get(info.node)
                 if link is None:
-                    link = self._links[info.node] = agent.world.channel(other.replicas.take)
+                    link = self._links[info.node] = agent.world.channel(self._deliver(other))
                 link.send(Put(self._generation, rank, step, agent))
             elif not other.dark:
                 agent.world.soon(lambda node=info.node: self.lost(node))  # type: ignore[misc]
+
+    def _deliver(self, other: "Agent") -> Callable[[Put], None]:
+        network, node = self._agent.world.network, self._agent.node
+
+        def deliver(put: Put) -> None:
+            network.when_joined(node, other.node, lambda: other.replicas.take(put))
+
+        return deliver
 
     def take(self, put: Put) -> None:
         """Hold a record of this generation, and say so; never one of an old one, and none while frozen."""
@@ -102,7 +111,8 @@ class Replicas:
             self._early.append(put)
         elif put.generation == self._generation and self.accepting:
             agent.vault.put_record(put.rank, put.step)
-            agent.world.soon(lambda: put.sender.replicas.held(agent.node, put))
+            held = lambda: put.sender.replicas.held(agent.node, put)  # noqa: E731
+            agent.world.soon(lambda: agent.world.network.when_joined(agent.node, put.sender.node, held))
 
     def held(self, node: int, put: Put) -> None:
         """A holder has it."""
@@ -125,17 +135,20 @@ class Replicas:
                 del self._waiting[(rank, step)]
                 self.push(rank, step)
 
+    def _gives(self, other: "Agent") -> bool:
+        return other.sound and not self._agent.world.network.apart(self._agent.node, other.node)
+
     def fetch(self, assignment: m.Assignment, rank: int, step: int) -> str | None:
         """Get a rank's state into the vault from whoever is said to hold it; why not, or None."""
         agent, vault = self._agent, self._agent.vault
         others = [agent.world.agents[node] for node in assignment.record_nodes[rank]]
         if step not in vault.records.get(rank, ()):
-            if not any(a.sound and step in a.vault.records.get(rank, ()) for a in others):
+            if not any(self._gives(a) and step in a.vault.records.get(rank, ()) for a in others):
                 return f"RecoveryError: nobody could give the record of rank {rank}, step {step}"
             vault.put_record(rank, step)
         if step not in vault.tensors:
             others = [agent.world.agents[node] for node in assignment.tensor_nodes]
-            if not any(a.sound and step in a.vault.tensors for a in others):
+            if not any(self._gives(a) and step in a.vault.tensors for a in others):
                 return f"RecoveryError: nobody could give the tensors of step {step}"
             vault.put_tensors(step)
         return None

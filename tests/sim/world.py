@@ -5,8 +5,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TypeVar
 
-from ckptless.daemon.control.controller import FORMING_DEADLINE_S
-from ckptless.daemon.control.edges import Stage
+from ckptless.daemon.control.decree import Durable
+from ckptless.daemon.control.elector import FORMING_DEADLINE_S
 from ckptless.daemon.peers import messages as p
 
 from .agents import Agent
@@ -14,6 +14,7 @@ from .checks import Checks
 from .daemons import Daemon
 from .events import Channel, Events
 from .faults import Fault, Job, draw, happen
+from .network import Network, Witness
 from .ranks import Barriers, Process
 from .story import Story, Violation
 
@@ -41,6 +42,9 @@ class World:
         self.agents: dict[int, Agent] = {}
         self.daemons: dict[int, Daemon] = {}
         self.dead_nodes: set[int] = set()
+        # What each daemon has on its disk, which outlasts it.
+        self.disks: dict[int, Durable] = {}
+        self.network, self.witness = Network(self), Witness(self)
         self.fates: list[str] = []
         self.raised: Counter[str] = Counter()
         self.deaths: Counter[tuple[int, int]] = Counter()
@@ -51,6 +55,7 @@ class World:
         self.generation, self.formed_at = 0, 0.0
         # Whether anything has changed that `checks.after_event` looks at.
         self.touched = False
+        self.storm_until = 0.0
         self._pid = 100
         self._waiting: list[Fault] = []
 
@@ -103,8 +108,15 @@ class World:
         controls = [daemon.control for daemon in self.daemons.values() if daemon.alive]
         return all(control is None or control.outcome is not None for control in controls)
 
-    def stage_entered(self, stage: Stage) -> None:
-        """A leader has brought the job to a stage: what waits for that is due."""
+    @property
+    def ending(self) -> bool:
+        """Whether the training of somebody is over: nothing has a deadline after it."""
+        return any(
+            slot.phase in ("finished", "exited") for agent in self.agents.values() for slot in agent.slots
+        )
+
+    def stage_entered(self, stage: str) -> None:
+        """A leader has brought the job, or the agreement, to a stage: what waits for that is due."""
         due = next((fault for fault in self._waiting if fault.stage == stage), None)
         if due is not None:
             self._waiting.remove(due)
@@ -129,6 +141,12 @@ class World:
             return self.random.uniform(0.05, 0.3)
         return self.random.uniform(0.0005, 0.01)
 
+    def disk_delay(self) -> float:
+        """For one write that outlasts a power failure."""
+        if self._stormy(0.3):
+            return self.random.uniform(0.02, 0.3)
+        return self.random.uniform(0.05, 0.5) if self.random.random() < SLOW_CHANCE else 0.003
+
     def next_pid(self) -> int:
         """A new number for a process."""
         self._pid += 1
@@ -145,7 +163,8 @@ class World:
 
     def faulted(self, kind: str) -> None:
         """A fault happens now."""
-        faults = self.control_faults if kind in ("daemon", "leader", "link") else self.training_faults
+        control = ("daemon", "leader", "link", "storm")
+        faults = self.control_faults if kind in control else self.training_faults
         faults.append(self.events.now)
 
     def note_raise(self, process: Process, text: str) -> None:
@@ -167,7 +186,7 @@ class World:
         self.daemons[node] = Daemon(self, node)
         for other in sorted(self.agents):
             if other != node:
-                self._dial(min(node, other), max(node, other))
+                self.dial(min(node, other), max(node, other))
 
     def kill_daemon(self, node: int, *, dark: bool, lose: bool) -> None:
         """A daemon's life ends."""
@@ -175,21 +194,47 @@ class World:
         if daemon is not None:
             daemon.die(dark=dark, lose=lose)
 
-    def _dial(self, low: int, high: int) -> None:
+    def dial(self, low: int, high: int) -> None:
+        """One of them dials the other, until it answers."""
         self.events.after(self.random.uniform(0.01, 0.3), lambda: self._connect(low, high))
 
     def _connect(self, low: int, high: int) -> None:
         one, two = self.daemons.get(low), self.daemons.get(high)
         if one is None or two is None or (high in one.links and low in two.links):
             return
+        if self.network.apart(low, high):
+            return  # dialled again when it heals
         if high in one.links or low in two.links:
             # One side has not noticed yet that the old connection is gone.
-            self._dial(low, high)
+            self.dial(low, high)
             return
-        to_two: Channel[p.DaemonMessage] = self.channel(lambda message: two.peer_says(low, message))
-        to_one: Channel[p.DaemonMessage] = self.channel(lambda message: one.peer_says(high, message))
-        one.peer_up(high, to_two)
-        two.peer_up(low, to_one)
+        one.peer_up(high, self._link(low, two))
+        two.peer_up(low, self._link(high, one))
+
+    def _link(self, sender: int, receiver: Daemon) -> Channel[p.DaemonMessage]:
+        def deliver(message: p.DaemonMessage) -> None:
+            def hear() -> None:
+                if link.is_open:
+                    receiver.peer_says(sender, message)
+
+            def arrive() -> None:
+                # TCP sends again what a cut has held up, as long as nobody has closed the connection.
+                self.network.when_joined(sender, receiver.node, hear)
+
+            for _ in range(self._copies()):
+                if self._stormy(0.3):
+                    self.events.after(self.random.uniform(0.0, 0.5), arrive)
+                else:
+                    arrive()
+
+        link: Channel[p.DaemonMessage] = self.channel(deliver)
+        return link
+
+    def _stormy(self, chance: float) -> bool:
+        return self.events.now < self.storm_until and self.random.random() < chance
+
+    def _copies(self) -> int:
+        return 0 if self._stormy(0.15) else 2 if self._stormy(0.15) else 1
 
     def drop(self, low: int, high: int, away_s: float) -> None:
         """A link is cut, and what is under way on it is lost; it comes back later."""

@@ -10,7 +10,19 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import EventRecord
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
+from ckptless.daemon.control.decree import (
+    Accepted,
+    Ballot,
+    Decided,
+    Decree,
+    Durable,
+    Prepare,
+    Promise,
+    Propose,
+    first_decree,
+)
 from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.control.knowledge import NOBODY
 
 LEASE_S = 3.0
 LIMITS = m.Limits(pong_s=30, leave_s=30, join_s=600, stall_s=600, lease_s=LEASE_S)
@@ -40,6 +52,11 @@ def first_generation(nodes: int, leader: int = 0) -> m.Assignment:
         store_node=0,
         restore_step=None,
     )
+
+
+def agreed(nodes: int, leader: int = 0) -> Decree:
+    """The decree that generation 1 came with; every node votes."""
+    return Decree(index=1, voters=tuple(range(nodes)), assignment=first_generation(nodes, leader))
 
 
 def hello(node: int, nodes: int) -> m.AgentHello:
@@ -98,9 +115,12 @@ class Node:
     fresh: bool = False
 
     def __post_init__(self) -> None:
-        self.control = Controller(
-            me=self.me, session="s", nodes={node: NodeView(node) for node in range(self.nodes)}
-        )
+        durable = None
+        if self.fresh or self.me != self.leader:
+            promised = Ballot(number=1, node=self.leader)
+            durable = Durable(promised=promised, vote=None, known=agreed(self.nodes, self.leader))
+        views = {node: NodeView(node) for node in range(self.nodes)}
+        self.control = Controller(me=self.me, session="s", nodes=views, durable=durable)
         if self.fresh:
             return
         if self.me == self.leader:
@@ -116,11 +136,12 @@ class Node:
         assignment = first_generation(self.nodes, self.leader)
         mine = (hello(self.me, self.nodes), trains(self.me, assignment))
         self.feed(*(e.Report(self.me, message) for message in mine))
-        standing = e.Standing(1, self.leader, "running", assignment)
+        standing = e.Standing(1, self.leader, "running", agreed(self.nodes, self.leader))
         self.feed(*(e.PeerUp(node, standing) for node in self.others))
 
     def _lead(self) -> None:
-        self.feed(*(e.PeerUp(node, e.Standing(0, 0, "forming", None)) for node in self.others))
+        nothing = first_decree(tuple(range(self.nodes)))
+        self.feed(*(e.PeerUp(node, e.Standing(0, NOBODY, "forming", nothing)) for node in self.others))
         self.feed(*(e.Report(node, hello(node, self.nodes)) for node in range(self.nodes)))
         assignment = self.control.assignment
         assert assignment is not None
@@ -151,9 +172,31 @@ class Node:
 
     def feed(self, *events: e.Input) -> Heard:
         """What it puts out for these inputs."""
-        found = Heard([output for event in events for output in self.control.handle(event, self.now)])
+        found = Heard()
+        waiting = list(events)
+        while waiting:
+            outputs = self.control.handle(waiting.pop(0), self.now)
+            found.outputs += outputs
+            waiting += [said for output in outputs if (said := self._answer(output)) is not None]
         self.told.outputs += found.outputs
         return found
+
+    def _answer(self, output: e.Output) -> e.Said | None:
+        """The others agree to everything, as far as they can be reached; the own disk is quick."""
+        if isinstance(output, e.Save) and output.say is not None and output.node == self.me:
+            return e.Said(self.me, output.say)
+        if not isinstance(output, e.Tell) or output.node is None:
+            return None
+        if output.node not in self.control.reachable - self.quiet:
+            return None
+        match output.say:
+            case Prepare():
+                promise = Promise(ballot=output.say.ballot, index=output.say.index, vote=None)
+                return e.Said(output.node, promise)
+            case Propose():
+                accepted = Accepted(ballot=output.say.ballot, index=output.say.decree.index)
+                return e.Said(output.node, accepted)
+        return None
 
     def wait(self, seconds: float, tick_s: float = 0.05) -> Heard:
         """What it puts out while nothing happens but time; who is quiet stays so, and is asked again."""
@@ -184,7 +227,7 @@ class Node:
         """They are there again, and know of nothing."""
         nodes = list(nodes)
         self.quiet -= set(nodes)
-        standing = e.Standing(1, self.leader, "running", first_generation(self.nodes, self.leader))
+        standing = e.Standing(1, self.leader, "running", agreed(self.nodes, self.leader))
         return self.feed(*(e.PeerUp(node, standing) for node in nodes))
 
     def refused(self, nodes: Iterable[int]) -> Heard:
@@ -223,4 +266,6 @@ def carried(sender: int, receiver: int, outputs: Sequence[e.Output]) -> list[e.I
                 events.append(output.report)
             case e.Broadcast():
                 events.append(e.OrderFrom(sender, output.term, output.order))
+            case e.Tell() if isinstance(output.say, Decided) and output.node in (None, receiver):
+                events.append(e.Said(sender, output.say))
     return events

@@ -1,0 +1,123 @@
+"""The network between the nodes: whole, or cut in two for a while; and the cluster's manager."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .daemons import Daemon
+    from .world import World
+
+DARK_S = 0.6
+# The lease of the simulated jobs, and what it takes to notice and to end.
+LEASE_OVER_S = 3.0 + 2 * DARK_S + 1.0
+
+
+class Network:
+    """`side`: the nodes on one side of the cut, or none; `ever`: all that a cut or a mark has touched."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.side: frozenset[int] = frozenset()
+        self.ever: set[int] = set()
+        self._waiting: list[tuple[int, int, Callable[[], None]]] = []
+
+    def apart(self, one: int, other: int) -> bool:
+        """Whether nothing gets from one node to the other."""
+        return (one in self.side) != (other in self.side)
+
+    def when_joined(self, one: int, other: int, action: Callable[[], None]) -> None:
+        """Do it now, or, as TCP would, once the cut has healed."""
+        if self.apart(one, other):
+            self._waiting.append((one, other, action))
+        else:
+            action()
+
+    def cut(self, side: frozenset[int], away_s: float) -> None:
+        """Nothing gets across any more, and nobody is told of it."""
+        world = self._world
+        world.story.tell("fault", f"the network is cut: {sorted(side)} and the others, for {away_s:.2f} s")
+        self.side = side
+        self.ever |= set(world.agents)
+        for node, daemon in world.daemons.items():
+            for other in [other for other in daemon.links if self.apart(node, other)]:
+                late = DARK_S * (1 + 0.2 * world.random.random())
+                world.events.after(late, lambda daemon=daemon, other=other: self._dark(daemon, other))  # type: ignore[misc]
+        world.events.after(away_s, self._heal)
+        if away_s > LEASE_OVER_S:
+            voters, faults = world.checks.voters, len(world.control_faults)
+            world.events.after(LEASE_OVER_S, lambda: self._look(side, voters, faults))
+
+    def _look(self, side: frozenset[int], voters: tuple[int, ...], faults: int) -> None:
+        """A daemon that was started again since has another lease."""
+        world = self._world
+        if self.side == side and len(world.control_faults) == faults and world.checks.outcome is None:
+            for half in (set(side), set(world.agents) - side):
+                world.checks.cut_off(half, voters)
+
+    def _dark(self, daemon: "Daemon", other: int) -> None:
+        """Nothing has been heard over a link for too long: it is closed."""
+        link = daemon.links.get(other)
+        if link is None or not self.apart(daemon.node, other):
+            return
+        link.cut()
+        there = self._world.daemons.get(other)
+        back = there.links.get(daemon.node) if there is not None else None
+        if back is not None:
+            back.cut()
+        daemon.peer_down(other, "silent")
+
+    def _heal(self) -> None:
+        world = self._world
+        world.story.tell("fault", "the network is whole again")
+        world.faulted("cut")
+        self.side = frozenset()
+        waiting, self._waiting = self._waiting, []
+        for _, _, action in waiting:
+            action()
+        world.barriers.look()
+        for low in sorted(world.daemons):
+            for high in [node for node in sorted(world.daemons) if node > low]:
+                world.dial(low, high)
+
+
+class Witness:
+    """slurmctld: it marks nodes down, and says which are; it does one thing after the other."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.down: set[int] = set()
+        # Of a cut, the side that it is on: with these nodes, with the others, or it reaches all.
+        self.place: int | None = None
+
+    def _reaches(self, node: int) -> bool:
+        return self.place is None or not self._world.network.apart(self.place, node)
+
+    def ask(self, daemon: "Daemon", nodes: set[int], ours: set[int]) -> None:
+        """Mark, then look."""
+        self._world.soon(lambda: self._mark(daemon, nodes, ours))
+
+    def _mark(self, daemon: "Daemon", nodes: set[int], ours: set[int]) -> None:
+        world = self._world
+        if not daemon.alive or not self._reaches(daemon.node):
+            return
+        self.down |= nodes
+        world.network.ever |= nodes
+        for node in nodes:
+            world.events.after(world.random.uniform(0.01, 3.0), lambda node=node: self._end(node))  # type: ignore[misc]
+        world.soon(lambda: self._look(daemon, nodes, ours))
+
+    def _look(self, daemon: "Daemon", nodes: set[int], ours: set[int]) -> None:
+        if daemon.alive and self._reaches(daemon.node) and nodes <= self.down and not ours & self.down:
+            self._world.soon(lambda: daemon.hear_witness(nodes))
+
+    def _end(self, node: int) -> None:
+        """Slurm ends what runs on a node that it holds for down, once it reaches it."""
+        agent = self._world.agents[node]
+        if not agent.alive:
+            return
+        if not self._reaches(node):
+            self._world.events.after(0.5, lambda: self._end(node))
+            return
+        self._world.story.tell(agent.name, "is ended by the cluster's manager")
+        self._world.faulted("node")
+        agent.die(dark=False)
