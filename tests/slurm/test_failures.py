@@ -164,6 +164,44 @@ def test_two_nodes_at_once(site: Cluster) -> None:
     assert {node_of(job, rank) for rank in (1, 2)} == {"node05", "node06"}
 
 
+def test_half_of_the_nodes_at_once(site: Cluster) -> None:
+    """slurmctld has the casting vote, and has not noticed anything by itself."""
+    job = Training(site, nodes=4, spares=2, options=("--ntasks-per-node=2",)).submit()
+    job.trains()
+    site.power_off("node01")
+    site.power_off("node03")
+    job.trains(2)
+    job.hurry()
+    job.wait(lambda: job.outcome() is not None, "its end")
+    job.same_bits()
+    assert {node_of(job, rank) for rank in range(4)} == {"node02", "node04"}
+    ledger = job.ledger().of_job(job.run_name)
+    events = [event.text for event in ledger.events if event.kind == "witness"]
+    assert "half of the voters is silent: node-0, node-2" in events, job.story()
+    assert "node-0, node-2 are dead by the cluster's word" in events, job.story()
+    states = site.node_states()
+    assert states["node01"].startswith("down")
+    assert states["node03"].startswith("down")
+    job.nothing_left()
+
+
+def test_more_than_half_of_the_nodes_at_once(site: Cluster) -> None:
+    """Those that are left cannot know that it is not they who are cut off: they end, and say why."""
+    job = Training(site, nodes=4, spares=2, options=("--ntasks-per-node=2",)).submit()
+    job.trains()
+    for node in ("node02", "node03", "node04"):
+        site.power_off(node)
+
+    def fenced() -> list[str]:
+        ledger = job.ledger().of_job(job.run_name)
+        return [event.text for event in ledger.events if event.kind == "fenced"]
+
+    job.wait(fenced, "node-0 ends its ranks")
+    assert fenced() == ["node-0 ends its ranks: it heard 1 of 4 voters for 2.0 s"], job.story()
+    assert [row.generation for row in job.ledger().of_job(job.run_name).generations] == [1]
+    site.run("ctl", "scancel", str(job.job_id), user=USER)
+
+
 def test_scancel(site: Cluster) -> None:
     job = Training(site).submit()
     job.trains()
