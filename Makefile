@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.ready
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
 	tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow test-slurm-matrix bench bench-slurm lint types imports check format clean
+.PHONY: setup demo test test-slow simulate test-slurm-matrix bench bench-slurm lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
@@ -35,6 +35,11 @@ test-slurm-matrix: $(STAMP) slurm-packages
 		root=$$($(BIN)/python tests/slurm/chroot.py $$suite --into .roots); \
 		CKPTLESS_REQUIRE_SLURM=1 CKPTLESS_SLURM_ROOTFS=$$root $(BIN)/python -m pytest -q $(ARGS) \
 			-m 'not slow' tests/slurm; done
+
+# The story of one seed, or with COUNT=N which of so many fail.
+SEED ?= 1
+simulate: $(STAMP)
+	$(BIN)/python -m tests.sim $(SEED) $(COUNT)
 
 bench: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal
