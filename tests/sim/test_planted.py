@@ -2,6 +2,7 @@
 
 import inspect
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 
@@ -108,14 +109,19 @@ BUGS = (
     Bug("a new leader believes old reports", Controller, "_elected", "view.state = None", "pass"),
     Bug("agents are not told what they missed", Follower, "_tend", "if state is None or", "if True or"),
     Bug("losses are not passed on", Controller, "_give_up", "if nodes:", "if False:"),
-    Bug("disputes are not seen", Controller, "_disputed", "return any(", "return False and any(", rare=True),
 )
 
 
+def game(bug: Bug) -> tuple[Callable[[int], object], int]:
+    """The simulator that can find it, and how many seeds that may take."""
+    if bug.owner in (Agreement, agreement) and bug.function != "repeat":
+        return quarrel, QUARRELS
+    return simulate, RARE_SEEDS if bug.rare else SEEDS
+
+
 def seeds_until_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """How many seeds it takes; None where `SEEDS` are not enough."""
-    quarrels = bug.owner in (Agreement, agreement) and bug.function != "repeat"
-    play, seeds = (quarrel, QUARRELS) if quarrels else (simulate, RARE_SEEDS if bug.rare else SEEDS)
+    """How many seeds it takes; None where they are not enough."""
+    play, seeds = game(bug)
     with monkeypatch.context() as patch:
         bug.plant(patch)
         for seed in range(seeds):
@@ -138,7 +144,10 @@ def _cases() -> list[ParameterSet]:
 
 @pytest.mark.parametrize("bug", _cases())
 def test_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert seeds_until_found(bug, monkeypatch) is not None
+    seeds = seeds_until_found(bug, monkeypatch)
+    assert seeds is not None
+    play, _ = game(bug)
+    play(seeds - 1)  # it was the bug
 
 
 def test_without_a_bug_nothing_is_found() -> None:
