@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ckptless.daemon.ledger.merge import read_all
+
 TOY = Path(__file__).with_name("toy.py")
 PLACES = ("forward", "backward", "update", "commit", "committed")
 RANKS = 4
@@ -98,12 +100,17 @@ def stall(args: argparse.Namespace) -> None:
             generation = min(row[4] for row in rows if row[3] > at and row[4] >= number + 2)
             first = min(row[1] for row in rows if row[4] == generation)
             stalls.append(max(row[3] for row in rows if row[4] == generation and row[1] == first) - at)
+        agreed = sorted(row.phases["agree"] for row in read_all(out / "state").recoveries)
     stalls.sort()
     p99 = stalls[min(len(stalls) - 1, round(0.99 * (len(stalls) - 1)))]
     print(
         f"{len(stalls)} SIGKILLs, {RANKS} ranks, to the first step completed by all: "
         f"median {statistics.median(stalls):.3f} s, p99 {p99:.3f} s, max {stalls[-1]:.3f} s "
         f"(load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores)"
+    )
+    print(
+        f"of which until {RANKS + 1} daemons had agreed: median {statistics.median(agreed) * 1000:.1f} ms, "
+        f"most {agreed[-1] * 1000:.1f} ms"
     )
 
 
