@@ -213,6 +213,17 @@ def test_scancel(site: Cluster) -> None:
     assert row == ("stopped", 143), job.story()
 
 
+@pytest.mark.slow  # a minute is the least that Slurm knows of, and it looks twice a minute
+def test_the_time_limit(site: Cluster) -> None:
+    job = Training(site, steps=2000, options=("--time=1",)).submit()
+    job.trains()
+    job.wait(lambda: job.slurm("JobState") == "TIMEOUT", "Slurm has ended it", 240.0)
+    job.nothing_left()
+    site.wait_idle()
+    (row,) = {(j.state, j.exit_code) for j in job.ledger().jobs if j.job == job.run_name}
+    assert row == ("stopped", 143), job.story()
+
+
 @pytest.mark.slow  # Slurm itself waits two minutes before it starts a job again
 def test_requeue_by_the_user(site: Cluster) -> None:
     job = Training(site).submit()
