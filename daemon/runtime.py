@@ -57,7 +57,7 @@ class JobRuntime:
 
     def __init__(self, job: str, uid: int, roster: Roster, host: Host, memory: Memory) -> None:
         self.job, self.uid, self.roster = job, uid, roster
-        self.identity = memory.identity
+        self.identity, self._forgot = memory.identity, memory.lost
         self._host = host
         self.session = JobSession(job, roster, self, host.now, memory)
         self._mesh = Mesh(job, roster, host.vouch, host.timers)
@@ -251,6 +251,9 @@ class JobRuntime:
 
     def save(self, durable: Durable, then: Callable[[], None]) -> None:
         """See jobs.Outlets."""
+        if self._forgot:
+            # In its next life, too, it must know that there was more than this.
+            return
         self._host.save_vote(self, durable, lambda: None if self._closed else then())
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:

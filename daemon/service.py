@@ -218,11 +218,11 @@ class Service:
         nothing = Durable(promised=NO_BALLOT, vote=None, known=first_decree(roster.nodes))
         identity = secrets.token_hex(8)
         # Before the agent hears of it: whoever knows the identity knows that there was something to forget.
-        written = asyncio.get_running_loop().create_future()
-        self.ledger.save_vote(name, identity, nothing, lambda: written.set_result(None))
+        written = asyncio.Event()
+        self.ledger.save_vote(name, identity, nothing, written.set)
         try:
             async with asyncio.timeout(VOTE_DEADLINE_S):
-                await written
+                await written.wait()
         except TimeoutError as error:
             raise LedgerError(
                 f"{self._state_dir} takes no vote of job {name}; see the daemon's log"

@@ -165,6 +165,6 @@ class Elector(Knowledge):
             self._out.append(AskWitness(tuple(sorted(silent)), tuple(sorted(heard))))
 
     def _witnessed(self, event: Witnessed, now: float) -> None:
-        """Whom it held for dead when it was asked: each of them has been heard since, or is so for good."""
+        """They can be in no other quorum any more: the witness never says the same of this half."""
         self._note(now, "warning", "witness", f"{_names(set(event.nodes))} are dead by the cluster's word")
         self.agreement.dead.update(event.nodes)
