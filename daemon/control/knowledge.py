@@ -1,5 +1,6 @@
 """Pure: what a daemon knows of one job, and how it tells it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,7 +27,7 @@ class Knowledge:
 
     me: int
     session: str
-    nodes: dict[int, NodeView]
+    nodes: Mapping[int, NodeView]
     durable: Durable | None = None
     may_vote: bool = True
     spec: m.JobSpec | None = None
@@ -35,6 +36,8 @@ class Knowledge:
     leader: int = NOBODY
     reachable: set[int] = field(default_factory=set)
     answering: set[int] = field(default_factory=set)
+    pulsing: frozenset[int] = frozenset()
+    losses: dict[int, str] = field(default_factory=dict)
     progress: int = 0
     _cancelled: m.Cancel | None = None
     _cancelled_at: float = 0.0
@@ -90,19 +93,35 @@ class Knowledge:
 
     @property
     def standing(self) -> Standing:
-        """What to tell another daemon."""
-        lost = tuple((node, view.lost) for node, view in self.nodes.items() if view.lost is not None)
-        return Standing(self.term, self.leader, self.stage, self.known, self.agreement.durable.promised, lost)
+        """What to tell a daemon that has just been met."""
+        promised, lost = self.agreement.durable.promised, tuple(self.losses.items())
+        return Standing(self.term, self.leader, self.stage, self.known, promised, lost)
 
-    def _own_reports(self) -> tuple[Report, ...]:
+    @property
+    def short_standing(self) -> Standing:
+        """What to tell again and again, or to many; whoever lacks the decree will ask for it."""
+        promised, lost = self.agreement.durable.promised, tuple(self.losses.items())
+        return Standing(self.term, self.leader, self.stage, None, promised, lost, self.known.index)
+
+    @property
+    def heard_voters(self) -> set[int]:
+        """Those whose daemon, or agent, is there, by whatever way that is known; and this one."""
+        sources = (self.reachable, self.answering, self.pulsing)
+        return {v for v in self.known.voters if v == self.me or any(v in source for source in sources)}
+
+    def _own_reports(self, *, short: bool = True) -> tuple[Report, ...]:
         mine = self.nodes[self.me]
-        return tuple(Report(self.me, part) for part in (mine.hello, mine.state) if part is not None)
+        hello: m.AgentHello | m.Introduction | None = mine.hello
+        if short and hello is not None:
+            hello = m.Introduction(info=hello.info, pid=hello.pid)
+        return tuple(Report(self.me, part) for part in (hello, mine.state) if part is not None)
 
     def _lose(self, node: int, reason: str, age_s: float, *, dark: bool = False) -> None:
         view = self.nodes[node]
         if view.lost is not None:
             return
         view.lost, view.lost_age_s, view.dark = reason, age_s, dark
+        self.losses[node] = reason
         if node == self.me and self.outcome is None:
             # The others go on without this node, whatever still runs on it.
             text = f"node-{node} counts as lost: {reason}"
