@@ -12,7 +12,6 @@ before anybody hears of them; other orders are the leader's alone, and refused w
 `now` is in seconds; the daemon feeds a monotonic clock that was set to the Unix time when it started.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,17 +20,13 @@ from ckptless.daemon.control import plan, story
 from ckptless.daemon.control.decree import Decree, choose_voters
 from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
-from ckptless.daemon.control.faults import FaultLog, Finding, observe
+from ckptless.daemon.control.faults import FaultLog, Finding
 from ckptless.daemon.control.follower import Follower
 from ckptless.daemon.control.knowledge import NOBODY
+from ckptless.daemon.control.tally import Tally
 from ckptless.daemon.control.timeline import Timeline
 
 REPEAT_S = 1.0
-
-
-def _finished(slot: m.SlotState) -> bool:
-    """Its training function has returned; where the leader that released it is gone, it may have ended."""
-    return slot.phase == "finished" or (slot.phase == "exited" and slot.cause is None)
 
 
 @dataclass
@@ -42,11 +37,15 @@ class Controller(Follower):
     _noted: set[int] = field(default_factory=set)
     _killed: set[m.Place] = field(default_factory=set)
     _ending: m.Outcome | None = None
+    _tally: Tally | None = None
 
     def _drive(self, now: float) -> None:
         """Bring the job forward as far as the reports allow."""
         if self.stage == "ended" or self.spec is None or not self.leads:
+            self._tally = None
+            self._touched.clear()
             return
+        self._count(now)
         self._note_losses(now)
         if self._cancelled is not None:
             cancel = self._cancelled
@@ -58,13 +57,22 @@ class Controller(Follower):
             self._form(now)
         elif self.stage in ("joining", "restoring", "running", "releasing"):
             self._watch(now)
-            if self.stage not in ("stopping", "releasing") and self._disputed():
+            if self.stage not in ("stopping", "releasing") and self._tally and self._tally.disputed:
                 self._stop("another leader has stopped it, too", now)
             self._advance(now)
         if self.stage == "stopping":
             self._replan(now)
         self._mend_voters(now)
         self._repeat(now)
+
+    def _count(self, now: float) -> None:
+        """What was reported since the last time."""
+        if self.assignment is not None:
+            if self._tally is None or self._tally.assignment.generation != self.assignment.generation:
+                self._tally = Tally.of(self.assignment, self.nodes)
+            else:
+                self._tally.look(self.nodes, self._touched)
+        self._touched.clear()
 
     def _propose(self, assignment: m.Assignment | None, outcome: m.Outcome | None, now: float) -> None:
         """Have it agreed on, by the voters that there are; those after them are whoever lives then."""
@@ -91,13 +99,6 @@ class Controller(Follower):
             if self.nodes[node].dark:
                 self._out.append(NodeIsDark(node, self.losses[node]))
 
-    def _disputed(self) -> bool:
-        """Whether an agent has stopped what this leader did not stop: half the work of another one."""
-        assert self.assignment is not None
-        generation = self.assignment.generation
-        states = [view.state for view in self.nodes.values() if view.usable]
-        return any(state is not None and state.frozen == generation for state in states)
-
     def _elected(self, former: int, now: float) -> None:
         if self.stage != "forming":
             old = "nobody else does" if former == NOBODY else f"node-{former} cannot be reached"
@@ -111,6 +112,7 @@ class Controller(Follower):
         for view in self.nodes.values():
             if view.node != self.me:
                 view.state = None
+        self._tally = None
         if self.stage not in ("forming", "running", "releasing") and self.assignment is not None:
             # Half a recovery by the old leader: begin it again.
             self._stop("the leader was lost during a recovery", now)
@@ -120,11 +122,12 @@ class Controller(Follower):
         if now - self._said < REPEAT_S or self.assignment is None:
             return
         generation = self.assignment.generation
+        inside = self._tally.inside if self._tally is not None and self.stage == "stopping" else []
         orders: dict[str, m.Order] = {
             "stopping": m.Stop(
                 generation=generation,
                 reason="repeated",
-                kill=tuple(place for place in self._still_inside() if place in self._killed),
+                kill=tuple(place for place in inside if place in self._killed),
             ),
             "restoring": m.Go(generation=generation),
             "releasing": m.Release(generation=generation),
@@ -157,8 +160,8 @@ class Controller(Follower):
 
     def _watch(self, now: float) -> None:
         """Any new fault of this generation stops it."""
-        assert self.assignment is not None
-        findings = observe(self.assignment, self.nodes) + self._overdue(now)
+        assert self._tally is not None
+        findings = self._tally.findings + self._overdue(now)
         if self.stage == "releasing" and now - self._since < MEETING_GRACE_S:
             # An agent may be gone because the job has ended, which this daemon is about to hear.
             findings = [finding for finding in findings if finding.kind != "node-lost"]
@@ -182,11 +185,15 @@ class Controller(Follower):
         assert self.assignment is not None
         assert self.spec is not None
         limits = self.spec.limits
+        to_join = self.stage in ("joining", "restoring") and now - self._since > limits.join_s
+        stalled = now - max(self._since, self._moved) > limits.stall_s
+        if not to_join and not stalled:
+            return []
         places = enumerate(self.assignment.places)
         slots = [(rank, place, self.nodes[place.node].slot(place.slot)) for rank, place in places]
         if not any(slot is not None and slot.hooked for _, _, slot in slots):
             return []
-        if self.stage in ("joining", "restoring") and now - self._since > limits.join_s:
+        if to_join:
             want = ("joined",) if self.stage == "joining" else ("restored", "finished")
             # At the very start a script may take its time before it comes to ckptless.run.
             first = self.assignment.generation == 1
@@ -197,9 +204,8 @@ class Controller(Follower):
             ]
             if late:
                 return late
-        moving = self.stage in ("restoring", "running")
         training = any(slot is not None and slot.phase == "restored" for _, _, slot in slots)
-        if moving and training and now - max(self._since, self._moved) > limits.stall_s:
+        if self.stage in ("restoring", "running") and training and stalled:
             node = self.assignment.places[0].node
             return [Finding("stall", node, None, None, f"no step in {limits.stall_s:.0f} s")]
         return []
@@ -207,27 +213,22 @@ class Controller(Follower):
     def _advance(self, now: float) -> None:
         """joining -> restoring -> running -> releasing -> ended, each when every rank is there."""
         assert self.assignment is not None
-        slots = [self.nodes[place.node].slot(place.slot) for place in self.assignment.places]
-        generation = self.assignment.generation
-        here = [s for s in slots if s is not None and s.generation == generation]
-        self._follow_progress(here, now)
-        if len(here) < len(slots):
-            return
-        if self.stage in ("joining", "releasing") and all(s.phase == "exited" for s in here):
+        assert self._tally is not None
+        tally, generation = self._tally, self.assignment.generation
+        self._follow_progress(tally.progress, now)
+        if self.stage in ("joining", "releasing") and tally.all_have("exited"):
             self._ending = m.Outcome(state="done", exit_code=0, reason="every rank ended by itself")
-        elif self.stage == "joining" and all(s.phase in ("joined", "restored", "finished") for s in here):
+        elif self.stage == "joining" and tally.all_have("joined"):
             self._mark("join", now)
             self._broadcast(m.Go(generation=generation), now)
-        elif self.stage == "restoring" and all(s.phase in ("restored", "finished") for s in here):
+        elif self.stage == "restoring" and tally.all_have("restored"):
             self._mark("restore", now)
-            first = 1 if self.assignment.restore_step is None else self.assignment.restore_step + 1
-            if all(s.phase == "finished" or (s.step or 0) >= first for s in here):
+            if tally.all_have("stepped"):
                 self._recovered(now)
-        elif self.stage == "running" and all(_finished(s) for s in here):
+        elif self.stage == "running" and tally.all_have("ended"):
             self._broadcast(m.Release(generation=generation), now)
 
-    def _follow_progress(self, slots: Sequence[m.SlotState], now: float) -> None:
-        newest = max((slot.step or 0 for slot in slots), default=0)
+    def _follow_progress(self, newest: int, now: float) -> None:
         if newest > self.progress:
             self.progress, self._moved = newest, now
 
@@ -260,18 +261,17 @@ class Controller(Follower):
         """Once every agent is frozen and every rank is out: the next generation."""
         assert self.assignment is not None
         assert self.spec is not None
-        for finding in observe(self.assignment, self.nodes):
+        assert self._tally is not None
+        for finding in self._tally.take_news():
             self._log_fault(finding, now)
-        generation = self.assignment.generation
         late = now - self._since >= self.spec.limits.leave_s
-        living = [view for view in self.nodes.values() if view.lost is None]
-        moving = [v.node for v in living if v.state is None or v.state.frozen != generation]
+        moving = self._tally.moving
         if moving and late:
-            self._give_up(moving, f"its agent did not stop in {self.spec.limits.leave_s:.0f} s")
+            self._give_up(sorted(moving), f"its agent did not stop in {self.spec.limits.leave_s:.0f} s")
         if moving:
             return
         self._mark("stop", now)
-        inside = self._still_inside()
+        inside = self._tally.inside
         if inside and late:
             told = sorted({place.node for place in inside if place in self._killed})
             self._give_up(told, "its agent did not end a process that it was told to end")
@@ -281,7 +281,7 @@ class Controller(Follower):
         self._mark("leave", now)
         if not self.agreement.ready:
             return
-        self._follow_progress([slot for view in self.nodes.values() for slot in view.slots()], now)
+        self._follow_progress(self._tally.newest, now)
         situation = plan.Situation(
             self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me
         )
@@ -291,21 +291,6 @@ class Controller(Follower):
             self._ending = error.outcome
             return
         self._propose(following, None, now)
-
-    def _still_inside(self) -> list[m.Place]:
-        """Slots whose rank lives, has hooks, and has not left its training function."""
-        assert self.assignment is not None
-        inside: list[m.Place] = []
-        for place in self.assignment.places:
-            view = self.nodes[place.node]
-            slot = view.slot(place.slot) if view.usable else None
-            if (
-                slot is not None
-                and slot.hooked
-                and slot.phase in ("assigned", "joined", "restored", "finished")
-            ):
-                inside.append(place)
-        return inside
 
     def _kill(self, places: list[m.Place], now: float) -> None:
         assert self.assignment is not None

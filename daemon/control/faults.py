@@ -1,6 +1,6 @@
 """Pure: from what the agents report to the faults that the current generation has."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -16,6 +16,9 @@ from ckptless.daemon.api.messages import (
 # Causes that are consequences as often as they are causes: they start a recovery, but are not counted
 # against anybody when a deeper fault is there as well.
 SECONDARY = frozenset({"broken", "stall"})
+
+# One broken collective breaks it for every rank: of more than so many the story is told by these.
+CONSEQUENCES = 64
 
 
 @dataclass
@@ -103,11 +106,16 @@ class FaultLog:
     """The faults of one generation, each once."""
 
     faults: list[Fault] = field(default_factory=list)
+    _keys: set[tuple[str, int, int | None]] = field(default_factory=set)
+    _secondary: int = 0
 
     def add(self, finding: Finding, fault_id: str) -> Fault | None:
-        """The new fault, or None where it is known already."""
-        if any(known.finding.key == finding.key for known in self.faults):
+        """The new fault; None where it is known already, or one consequence among very many."""
+        secondary = finding.kind in SECONDARY
+        if finding.key in self._keys or (secondary and self._secondary >= CONSEQUENCES):
             return None
+        self._keys.add(finding.key)
+        self._secondary += secondary
         fault = Fault(fault_id, finding)
         self.faults.append(fault)
         return fault
@@ -115,20 +123,23 @@ class FaultLog:
 
 def observe(assignment: Assignment, nodes: Mapping[int, NodeView]) -> list[Finding]:
     """Everything that keeps `assignment` from going on, by what the agents have told so far."""
-    findings: list[Finding] = []
-    for node_id in sorted({place.node for place in assignment.places}):
-        view = nodes[node_id]
-        if view.lost is not None:
-            ranks = ", ".join(map(str, assignment.ranks_on(node_id)))
-            findings.append(
-                Finding("node-lost", node_id, None, None, f"{view.lost} (rank {ranks})", view.lost_age_s)
-            )
+    ranks: dict[int, list[tuple[int, Place]]] = {}
     for rank, place in enumerate(assignment.places):
-        if nodes[place.node].lost is None:
-            finding = _slot_finding(assignment, rank, place, nodes[place.node])
-            if finding is not None:
-                findings.append(finding)
-    return findings
+        ranks.setdefault(place.node, []).append((rank, place))
+    found = [finding for node in ranks for finding in observe_node(assignment, nodes[node], ranks[node])]
+    return sorted(found, key=lambda one: (-1, one.node) if one.rank is None else (one.rank, 0))
+
+
+def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[tuple[int, Place]]) -> list[Finding]:
+    """What of it is one node's fault, which has these ranks."""
+    if not ranks:
+        return []
+    if view.lost is not None:
+        names = ", ".join(str(rank) for rank, _ in ranks)
+        detail = f"{view.lost} (rank {names})"
+        return [Finding("node-lost", view.node, None, None, detail, view.lost_age_s)]
+    found = (_slot_finding(assignment, rank, place, view) for rank, place in ranks)
+    return [finding for finding in found if finding is not None]
 
 
 def _slot_finding(assignment: Assignment, rank: int, place: Place, view: NodeView) -> Finding | None:

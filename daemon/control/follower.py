@@ -96,6 +96,7 @@ class Follower(Elector):
 
     def _on_report(self, report: Report, now: float) -> None:
         view = self.nodes[report.node]
+        self._touched.add(report.node)
         message = report.message
         if isinstance(message, m.AgentHello | m.Introduction):
             self._on_hello(view, message, now)

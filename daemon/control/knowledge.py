@@ -55,6 +55,7 @@ class Knowledge:
     _reign: int = NOBODY
     _followed: int = 0
     _generation: int = 0
+    _touched: set[int] = field(default_factory=set)
     _lease: Lease = field(default_factory=Lease)
     _events: int = 0
     _out: list[Output] = field(default_factory=list)
@@ -122,6 +123,7 @@ class Knowledge:
             return
         view.lost, view.lost_age_s, view.dark = reason, age_s, dark
         self.losses[node] = reason
+        self._touched.add(node)
         if node == self.me and self.outcome is None:
             # The others go on without this node, whatever still runs on it.
             text = f"node-{node} counts as lost: {reason}"

@@ -245,13 +245,13 @@ def _state_sources(
             raise NoPlanError(_unrecoverable(_no_common_step(now)))
         return None, (), ()
     tensor_nodes = tuple(node for node, view in sorted(now.nodes.items()) if step in _tensor_steps(view))
+    holders: list[list[int]] = [[] for _ in places]
+    for node, view in sorted(now.nodes.items()):
+        for rank, steps in _records(view):
+            if rank < len(holders) and step in steps:
+                holders[rank].append(node)
     record_nodes = tuple(
-        tuple(
-            sorted(
-                (node for node, view in now.nodes.items() if step in _record_steps(view, rank)),
-                key=lambda node, home=place.node: (node != home, node),  # type: ignore[misc]
-            )
-        )
+        tuple(sorted(holders[rank], key=lambda node, home=place.node: (node != home, node)))  # type: ignore[misc]
         for rank, place in enumerate(places)
     )
     return step, tensor_nodes, record_nodes
@@ -262,9 +262,9 @@ def _tensor_steps(view: NodeView) -> tuple[int, ...]:
     return holdings.tensors if holdings is not None else ()
 
 
-def _record_steps(view: NodeView, rank: int) -> tuple[int, ...]:
+def _records(view: NodeView) -> tuple[tuple[int, tuple[int, ...]], ...]:
     holdings = view.state.holdings if view.usable and view.state is not None else None
-    return dict(holdings.records).get(rank, ()) if holdings is not None else ()
+    return holdings.records if holdings is not None else ()
 
 
 def _all_steps(view: NodeView) -> list[int]:
@@ -277,7 +277,7 @@ def _all_steps(view: NodeView) -> list[int]:
 def _no_common_step(now: Situation) -> str:
     """Names what is missing: for each rank without the newest common candidates, the steps it has."""
     have = {
-        rank: sorted({s for view in now.nodes.values() for s in _record_steps(view, rank)})
+        rank: sorted({s for view in now.nodes.values() for s in dict(_records(view)).get(rank, ())})
         for rank in range(now.spec.world_size)
     }
     poorest = min(have, key=lambda rank: max(have[rank], default=-1))
