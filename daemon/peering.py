@@ -12,7 +12,8 @@ from ckptless.daemon.api.messages import AgentEvent
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.jobs import JobSession
 from ckptless.daemon.membership import watch as w
-from ckptless.daemon.membership.messages import Alive, Beat, Saw, Suspect
+from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
+from ckptless.daemon.membership.offers import Offers
 from ckptless.daemon.membership.overlay import overlay
 from ckptless.daemon.membership.pulses import Pulses
 from ckptless.daemon.membership.router import MOST_HOPS, Router
@@ -63,6 +64,7 @@ class Peering:
         self._member = w.Membership(self._me, times)
         self._router = Router(self._me, int(now() * SERIALS_PER_S))
         self._pulses = Pulses(self._me)
+        self._offers: Offers[p.Relayed] = Offers()
         self._queued: dict[int, list[p.Relayed]] = {}
         self._voters: tuple[int, ...] = ()
         self._away: set[int] = set()
@@ -101,6 +103,8 @@ class Peering:
                 self._pulses.hear(message.pulses, self._now())
             case Suspect() | Saw():
                 self._member.hear(node, message, self._now())
+            case Have() | Want():
+                self._trade(node, message)
             case p.Relayed():
                 self._pass_on(node, (message,))
             case p.Bundle():
@@ -126,6 +130,8 @@ class Peering:
             if fresh != self._fresh:
                 self._fresh = fresh
                 self._session.feed(e.Pulsing(fresh))
+            for (origin, serial), node in self._offers.overdue(now):
+                self._wires.send(node, Want(origin=origin, serial=serial))
         self._carry()
 
     def flush(self) -> None:
@@ -154,9 +160,32 @@ class Peering:
             for node in self._keepers():
                 self.to_daemon(node, message)
             return
-        whole = message if self.overlay.complete else self._relayed(None, message)
+        if self.overlay.complete:
+            self._send_all(message)
+        else:
+            self._spread(self._relayed(None, message))
+
+    def _send_all(self, message: p.DaemonMessage, but: Collection[int] = ()) -> None:
         for node in tuple(self._wires.up):
-            self._wires.send(node, whole)
+            if node not in but:
+                self._wires.send(node, message)
+
+    def _spread(self, message: p.Relayed, but: Collection[int] = ()) -> None:
+        """To all neighbours, but to those. A decree is long: it is offered, and each takes it once."""
+        if isinstance(message.said, p.Agree):
+            self._offers.keep((message.origin, message.serial), message)
+            self._send_all(Have(origin=message.origin, serial=message.serial), but)
+        else:
+            self._send_all(message, but)
+
+    def _trade(self, node: int, message: Have | Want) -> None:
+        key = (message.origin, message.serial)
+        if isinstance(message, Want):
+            kept = self._offers.asked(key)
+            if kept is not None:
+                self._wires.send(node, kept)
+        elif not self._router.has(*key) and self._offers.offered(key, node, self._now()):
+            self._wires.send(node, Want(origin=message.origin, serial=message.serial))
 
     def _keepers(self) -> Collection[int]:
         control = self._session.control
@@ -197,13 +226,9 @@ class Peering:
             said=message.said,
         )
         if message.to is None:
-            for node in tuple(self._wires.up):
-                if node not in (sender, message.origin):
-                    self._wires.send(node, onward)
+            self._spread(onward, but=(sender, message.origin))
             return
-        if self._wires.send(message.to, onward):
-            return
-        way = self._router.toward(message.to)
+        way = message.to if message.to in self._wires.up else self._router.toward(message.to)
         if way is not None and way != sender:
             self._queue(way, onward)
 

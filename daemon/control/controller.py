@@ -38,6 +38,7 @@ class Controller(Follower):
     _killed: set[m.Place] = field(default_factory=set)
     _ending: m.Outcome | None = None
     _tally: Tally | None = None
+    _mended: tuple[int, int, frozenset[int]] | None = None
 
     def _drive(self, now: float) -> None:
         """Bring the job forward as far as the reports allow."""
@@ -88,6 +89,13 @@ class Controller(Follower):
 
     def _mend_voters(self, now: float) -> None:
         """A voter that is lost is replaced before the next one is lost, where there are nodes for it."""
+        if self.stage not in ("running", "releasing"):
+            # The next generation names new ones, too; to ask these first would only delay it.
+            return
+        mended = (self.known.index, len(self.losses), frozenset(self.reachable))
+        if mended == self._mended or not self.agreement.ready:
+            return
+        self._mended = mended
         voters = choose_voters(self.known.voters, *self._living_and_sound())
         if self.agreement.ready and voters != self.known.voters:
             self._propose(self.assignment, None, now)

@@ -28,3 +28,17 @@ class Alive(Message, frozen=True, kw_only=True):
 
     node: int
     incarnation: int
+
+
+class Have(Message, frozen=True, kw_only=True):
+    """The sender has a long message for all, which `origin` has said."""
+
+    origin: int
+    serial: int
+
+
+class Want(Message, frozen=True, kw_only=True):
+    """Answer to Have: send it."""
+
+    origin: int
+    serial: int

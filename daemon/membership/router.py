@@ -46,6 +46,11 @@ class Router:
         self._serial += 1
         return self.first + self._serial
 
+    def has(self, origin: int, serial: int) -> bool:
+        """Whether that message has come."""
+        known = self._origins.get(origin)
+        return origin == self.me or (known is not None and (serial <= known.floor or serial in known.above))
+
     def heard(self, sender: int, origin: int, serial: int) -> bool:
         """A message of `origin` came over `sender`; False where it had come before."""
         if origin == self.me:

@@ -91,7 +91,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """A suspicion was wrong."""
+    """Nothing on a node had answered this daemon, and yet it lives."""
 
     node: int
     why: str
@@ -213,13 +213,13 @@ class Membership:
         one = self._watched.get(node)
         if one is None or one.gone:
             return
-        one.dark = answer == "silent"
         if answer == "open":
             self._lives(node, one, now, "its agent answers")
         if answer in ("open", "silent") and not one.linked:
             self._out.append(Answers(node, answer == "open"))
         if answer == "lives":
             self._lives(node, one, now, "its machine answers")
+        one.dark = answer == "silent"
         if answer == "refused" and not one.linked:
             self._lose(node, one, "its agent is gone", now, dark=False)
 
@@ -281,10 +281,9 @@ class Membership:
             self._out.append(Look(node))
 
     def _lives(self, node: int, one: _Watched, now: float, why: str) -> None:
-        one.lived, one.dark = now, False
-        if one.suspicion is not None:
-            one.suspicion = None
+        if one.suspicion is not None and one.dark:
             self._out.append(Withdrawn(node, why))
+        one.lived, one.dark, one.suspicion = now, False, None
 
     def _lose(self, node: int, one: _Watched, what: str, now: float, *, dark: bool) -> None:
         one.gone = True

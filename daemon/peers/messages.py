@@ -6,7 +6,7 @@ from ckptless.daemon.api.messages import Message, Order
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.control.decree import Say
 from ckptless.daemon.control.edges import Report, Standing
-from ckptless.daemon.membership.messages import Alive, Beat, Saw, Suspect
+from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
 
 
 class PeerMessage(Message, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Bundle(PeerMessage, frozen=True, kw_only=True):
     relayed: tuple[Relayed, ...]
 
 
-DaemonMessage: TypeAlias = Said | Relayed | Bundle | JobKey | Beat | Suspect | Saw
+DaemonMessage: TypeAlias = Said | Relayed | Bundle | JobKey | Beat | Suspect | Saw | Have | Want
 
 
 class PutRecord(Message, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ MANY_CHANCE = 0.2
 MANY = 12
 AGREEING = ("electing", "proposing", "voting")
 STAGES = (*(stage for stage in get_args(Stage) if stage not in ("ended", "forming")), *AGREEING)
-CONTROL_KINDS = ("daemon", "leader", "link", "storm", "cut")
+CONTROL_KINDS = ("daemon", "leader", "link", "storm", "cut", "grey", "pause")
 HALF_CHANCE = 0.4
 
 
@@ -210,12 +210,36 @@ def _link(world: "World", fault: Fault) -> None:
 def _cut(world: "World", fault: Fault) -> None:
     """Any split, halves more often than others; for less than a lease, or for more."""
     nodes = sorted(world.agents)
-    if world.network.side or not world.generation:
+    if world.network.broken or not world.generation:
         return
     count = len(nodes) // 2 if fault.pick < HALF_CHANCE else 1 + int(fault.twist * (len(nodes) - 1))
     side = frozenset(world.random.sample(nodes, count))
     world.witness.place = world.random.choice([None, min(side), min(set(nodes) - side)])
     world.network.cut(side, world.random.choice([0.4, 1.5, LIMITS.lease_s, 3 * LIMITS.lease_s]))
+
+
+def _grey(world: "World", fault: Fault) -> None:
+    """Some pairs of nodes cannot talk, often one way only; each may reach all others."""
+    if world.network.broken or not world.generation:
+        return
+    pairs = [(a, b) for a in sorted(world.agents) for b in sorted(world.agents) if a != b]
+    chosen = set(world.random.sample(pairs, 1 + int(fault.pick * len(pairs) / 3)))
+    if fault.twist < 0.5:
+        chosen |= {(b, a) for a, b in chosen}
+    world.network.block(chosen, world.random.choice([0.4, 1.5, LIMITS.lease_s]))
+
+
+def _pause(world: "World", fault: Fault) -> None:
+    """A daemon is stopped for a while (SIGSTOP, or no CPU); its agent is not."""
+    if world.daemons:
+        node = sorted(world.daemons)[int(fault.pick * len(world.daemons))]
+        for_s = world.random.choice([0.3, 1.0, 5.0]) * (0.5 + fault.twist)
+        world.story.tell("fault", f"daemon-{node} is stopped for {for_s:.2f} s")
+        world.daemons[node].stop_for(for_s)
+        if for_s > LIMITS.leave_s / 2:
+            # A recovery that is due meanwhile does not wait for it.
+            world.network.ever.add(node)
+        world.events.after(for_s, lambda: world.faulted("daemon"))
 
 
 def _storm(world: "World", fault: Fault) -> None:
@@ -239,5 +263,7 @@ _ACTIONS: dict[str, Callable[["World", Fault], None]] = {
     "leader": _leader,
     "link": _link,
     "cut": _cut,
+    "grey": _grey,
+    "pause": _pause,
     "storm": _storm,
 }

@@ -13,21 +13,28 @@ LEASE_OVER_S = 3.0 + 2 * DARK_S + 1.0
 
 
 class Network:
-    """`side`: the nodes on one side of the cut, or none; `ever`: all that a cut or a mark has touched."""
+    """`side`: the nodes on one side of a cut, or none; `ever`: all that a cut or a mark has touched."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
         self.side: frozenset[int] = frozenset()
         self.ever: set[int] = set()
+        # Pairs (from, to) between which nothing gets through.
+        self._blocked: frozenset[tuple[int, int]] = frozenset()
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
 
+    @property
+    def broken(self) -> bool:
+        """Whether any pair cannot talk."""
+        return bool(self._blocked)
+
     def apart(self, one: int, other: int) -> bool:
-        """Whether nothing gets from one node to the other."""
-        return (one in self.side) != (other in self.side)
+        """Whether there can be no connection: TCP takes both ways."""
+        return (one, other) in self._blocked or (other, one) in self._blocked
 
     def when_joined(self, one: int, other: int, action: Callable[[], None]) -> None:
-        """Do it now, or, as TCP would, once the cut has healed."""
-        if self.apart(one, other):
+        """What `one` sends to `other`: now, or, as TCP would, once that way is free again."""
+        if (one, other) in self._blocked:
             self._waiting.append((one, other, action))
         else:
             action()
@@ -36,12 +43,23 @@ class Network:
         """Nothing gets across any more, and nobody is told of it."""
         world = self._world
         world.story.tell("fault", f"the network is cut: {sorted(side)} and the others, for {away_s:.2f} s")
+        rest = set(world.agents) - side
         self.side = side
-        self.ever |= set(world.agents)
-        world.events.after(away_s, self._heal)
+        self._block({(a, b) for a in side for b in rest} | {(b, a) for a in side for b in rest}, away_s)
         if away_s > LEASE_OVER_S:
             voters, faults = world.checks.voters, len(world.control_faults)
             world.events.after(LEASE_OVER_S, lambda: self._look(side, voters, faults))
+
+    def block(self, pairs: set[tuple[int, int]], away_s: float) -> None:
+        """Nothing gets from one node of each pair to the other; the other way it may."""
+        names = ", ".join(f"{a}>{b}" for a, b in sorted(pairs))
+        self._world.story.tell("fault", f"nothing gets through for {away_s:.2f} s: {names}")
+        self._block(pairs, away_s)
+
+    def _block(self, pairs: set[tuple[int, int]], away_s: float) -> None:
+        self._blocked = frozenset(pairs)
+        self.ever |= {node for pair in pairs for node in pair}
+        self._world.events.after(away_s, self._heal)
 
     def _look(self, side: frozenset[int], voters: tuple[int, ...], faults: int) -> None:
         """A daemon that was started again since has another lease."""
@@ -54,7 +72,7 @@ class Network:
         world = self._world
         world.story.tell("fault", "the network is whole again")
         world.faulted("cut")
-        self.side = frozenset()
+        self.side, self._blocked = frozenset(), frozenset()
         waiting, self._waiting = self._waiting, []
         for _, _, action in waiting:
             action()

@@ -1,0 +1,133 @@
+"""Pure: how far the nodes of one generation are, counted: only those with news are looked at again."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckptless.daemon.api.messages import Assignment, Place, SlotState
+from ckptless.daemon.control.faults import Finding, NodeView, observe_node
+
+INSIDE = ("assigned", "joined", "restored", "finished")
+# What each phase has reached.
+REACHED = {
+    "joined": ("joined",),
+    "restored": ("joined", "restored"),
+    "finished": ("joined", "restored", "stepped"),
+    "exited": ("exited",),
+}
+
+
+@dataclass
+class _Work:
+    """What is counted of one node."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    inside: list[tuple[int, Place]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+
+@dataclass
+class Tally:
+    """Of the generation of `assignment`, by what the agents have told so far.
+
+    `counts`: of how many ranks the slot is of this generation ("here"), and has come as far as "joined",
+    "restored", "stepped" (a step since then), "exited" or "ended" (for good). `moving`: nodes that have not
+    stopped this generation. `progress`: the newest step that any rank of it has committed; `newest`:
+    that anybody has, in whatever generation.
+    """
+
+    assignment: Assignment
+    counts: Counter[str] = field(default_factory=Counter)
+    moving: set[int] = field(default_factory=set)
+    progress: int = 0
+    newest: int = 0
+    _ranks: dict[int, list[tuple[int, Place]]] = field(default_factory=dict)
+    _works: dict[int, _Work] = field(default_factory=dict)
+    _findings: dict[int, list[Finding]] = field(default_factory=dict)
+    _inside: dict[int, list[tuple[int, Place]]] = field(default_factory=dict)
+    _news: list[Finding] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, assignment: Assignment, nodes: Mapping[int, NodeView]) -> "Tally":
+        """All nodes are looked at, once."""
+        tally = cls(assignment)
+        for rank, place in enumerate(assignment.places):
+            tally._ranks.setdefault(place.node, []).append((rank, place))
+        tally.look(nodes, nodes)
+        return tally
+
+    @property
+    def inside(self) -> list[Place]:
+        """Slots whose rank lives, has hooks, and has not left its training function, by rank."""
+        return [place for _, place in sorted(one for places in self._inside.values() for one in places)]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Everything that keeps the generation from going on."""
+        return _ordered(finding for findings in self._findings.values() for finding in findings)
+
+    @property
+    def disputed(self) -> bool:
+        """Whether an agent has stopped this generation."""
+        return self.counts["frozen"] > 0
+
+    def take_news(self) -> list[Finding]:
+        """Those findings that were made since this was called last."""
+        news, self._news = self._news, []
+        return _ordered(news)
+
+    def all_have(self, reached: str) -> bool:
+        """Whether every rank has come so far."""
+        return self.counts[reached] == len(self.assignment.places)
+
+    def look(self, nodes: Mapping[int, NodeView], news: Iterable[int]) -> None:
+        """Count these nodes again."""
+        for node in news:
+            self._look(node, nodes[node])
+
+    def _look(self, node: int, view: NodeView) -> None:
+        old, new = self._works.get(node), self._work(node, view)
+        if old is not None:
+            self.counts.subtract(old.counts)
+        self.counts.update(new.counts)
+        self._works[node] = new
+        frozen = view.state is not None and view.state.frozen == self.assignment.generation
+        (self.moving.discard if frozen or view.lost is not None else self.moving.add)(node)
+        for kept, value in ((self._findings, new.findings), (self._inside, new.inside)):
+            kept.pop(node, None)
+            if value:
+                kept[node] = value  # type: ignore[assignment]  # each list into its own dict
+        self._news += new.findings
+        self.newest = max([self.newest, *(slot.step or 0 for slot in view.slots())])
+
+    def _work(self, node: int, view: NodeView) -> _Work:
+        work, generation = _Work(), self.assignment.generation
+        if view.usable and view.state is not None and view.state.frozen == generation:
+            work.counts["frozen"] = 1
+        ranks = self._ranks.get(node, [])
+        for rank, place in ranks:
+            slot = view.slot(place.slot)
+            if slot is None:
+                continue
+            if slot.generation == generation:
+                work.counts.update(self._reached(slot))
+                self.progress = max(self.progress, slot.step or 0)
+            if view.usable and slot.hooked and slot.phase in INSIDE:
+                work.inside.append((rank, place))
+        work.findings = observe_node(self.assignment, view, ranks)
+        return work
+
+    def _reached(self, slot: SlotState) -> list[str]:
+        step = self.assignment.restore_step
+        reached = ["here", *REACHED.get(slot.phase, ())]
+        if slot.phase == "restored" and (slot.step or 0) >= (1 if step is None else step + 1):
+            reached.append("stepped")
+        # Its training function has returned; where the leader that released it is gone, it may have ended.
+        if slot.phase == "finished" or (slot.phase == "exited" and slot.cause is None):
+            reached.append("ended")
+        return reached
+
+
+def _ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """Lost nodes, then the others by rank."""
+    return sorted(findings, key=lambda one: (-1, one.node) if one.rank is None else (one.rank, 0))
