@@ -104,7 +104,10 @@ class JobSession:
             case p.Rows():
                 self._outlets.write(message.records)
             case p.Gone() if self.control.nodes[node].lost is None:
-                self.feed(e.NodeLost(message.node, message.reason, message.age_s, message.dark))
+                loss = e.NodeLost(
+                    message.node, message.reason, message.age_s, message.dark, source=message.source
+                )
+                self.feed(loss)
             case p.Gone() | p.JobKey() | p.Beat():
                 pass  # of a node that is lost itself, or not the control plane's business
 

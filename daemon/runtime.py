@@ -184,14 +184,23 @@ class JobRuntime:
             # Who hears nobody may be the one that is cut off: it says nothing of the others.
             if gone is not None and (answer == "refused" or control.decides):
                 reason = f"{why or 'its daemon was never met'}; {gone}"
-                self._lose(e.NodeLost(node, reason, loop.time() - since, dark=answer is None))
+                quiet_s, dark = loop.time() - since, answer is None
+                self.lose(e.NodeLost(node, reason, quiet_s, dark, source="membership"))
                 return
             await asyncio.sleep(PROBE_S)
 
-    def _lose(self, loss: e.NodeLost) -> None:
+    def lose(self, loss: e.NodeLost) -> None:
+        """A node is lost, of which only this daemon may know; the others hear it from here."""
         self.session.feed(loss)
         self.to_all_daemons(
-            p.Gone(job=self.job, node=loss.node, reason=loss.reason, age_s=loss.age_s, dark=loss.dark)
+            p.Gone(
+                job=self.job,
+                node=loss.node,
+                reason=loss.reason,
+                age_s=loss.age_s,
+                source=loss.source,
+                dark=loss.dark,
+            )
         )
 
     # ------------------------------------------------------------------------------------- agent
@@ -213,7 +222,7 @@ class JobRuntime:
             return
         self._agent = None
         if self.session.control.outcome is None:
-            self._lose(e.NodeLost(self.roster.me, "its agent is gone", 0.0, dark=False))
+            self.lose(e.NodeLost(self.roster.me, "its agent is gone", 0.0, source="agent"))
 
     def _send_agent(self, message: m.ToAgent) -> None:
         if self._agent is not None:

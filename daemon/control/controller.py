@@ -19,7 +19,7 @@ from typing import Literal
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import plan, story
 from ckptless.daemon.control.decree import Decided, Decree, choose_voters
-from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, Tell
+from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost, Tell
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
 from ckptless.daemon.control.faults import FaultLog, Finding, observe
 from ckptless.daemon.control.follower import Follower
@@ -88,7 +88,7 @@ class Controller(Follower):
         for node, view in sorted(self.nodes.items()):
             if view.lost is not None and node not in self._noted:
                 self._noted.add(node)
-                self._note(now, "warning", "node-lost", f"node-{node}: {view.lost}")
+                self._note(now, "warning", "node-lost", f"node-{node} ({view.lost_source}): {view.lost}")
                 if view.dark:
                     self._out.append(NodeIsDark(node, view.lost))
 
@@ -152,7 +152,7 @@ class Controller(Follower):
     def _give_up(self, nodes: list[int], reason: str) -> None:
         """Nodes that are lost by this leader's word alone: the others must hear it from here."""
         for node in nodes:
-            self._lose(node, reason, 0.0)
+            self._lose(NodeLost(node, reason, 0.0, source="leader"))
         if nodes:
             self._out.append(Meet(None, self.standing, ()))
 
@@ -192,7 +192,14 @@ class Controller(Follower):
             # At the very start a script may take its time before it comes to ckptless.run.
             first = self.assignment.generation == 1
             late = [
-                Finding("hung", place.node, place.slot, rank, f"not {want[0]} in {limits.join_s:.0f} s")
+                Finding(
+                    kind="hung",
+                    node=place.node,
+                    slot=place.slot,
+                    rank=rank,
+                    detail=f"not {want[0]} in {limits.join_s:.0f} s",
+                    source="leader",
+                )
                 for rank, place, slot in slots
                 if slot is not None and slot.phase not in want and (slot.hooked or not first)
             ]
@@ -202,7 +209,8 @@ class Controller(Follower):
         training = any(slot is not None and slot.phase == "restored" for _, _, slot in slots)
         if moving and training and now - max(self._since, self._moved) > limits.stall_s:
             node = self.assignment.places[0].node
-            return [Finding("stall", node, None, None, f"no step in {limits.stall_s:.0f} s")]
+            text = f"no step in {limits.stall_s:.0f} s"
+            return [Finding("stall", node, None, None, text, source="leader")]
         return []
 
     def _advance(self, now: float) -> None:

@@ -1,10 +1,10 @@
 """What goes into the control plane and what comes out: plain values, whoever carries them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decree, Durable, Say
 
 Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
@@ -18,7 +18,7 @@ class Standing:
     """What a daemon tells another when they meet: who leads, how far the job is, which nodes are lost.
 
     `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `promised` is
-    the one below which it accepts nothing.
+    the one below which it accepts nothing. `lost` has the node, the reason, and whose word that is.
     """
 
     term: int
@@ -26,7 +26,7 @@ class Standing:
     stage: Stage
     known: Decree
     promised: Ballot = NO_BALLOT
-    lost: tuple[tuple[int, str], ...] = ()
+    lost: tuple[tuple[int, str, FaultSource], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,16 @@ class PeerDown:
 
 @dataclass(frozen=True)
 class NodeLost:
-    """A node is gone: its agent is (whatever its daemon is). `dark`: nothing on it answers at all."""
+    """A node is gone, by the word of `source`, or is to go. Whoever says so, what follows is the same.
+
+    `age_s`: how long ago that began. `dark`: nothing on it answers at all.
+    """
 
     node: int
     reason: str
     age_s: float
     dark: bool = False
+    source: FaultSource = field(kw_only=True)
 
 
 @dataclass(frozen=True)

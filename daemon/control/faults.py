@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptless.daemon.api.messages import AgentHello, AgentState, Assignment, Place, SlotState
+from ckptless.daemon.api.records import FaultSource
 
 # Causes that are consequences as often as they are causes: they start a recovery, but are not counted
 # against anybody when a deeper fault is there as well.
@@ -12,13 +13,14 @@ SECONDARY = frozenset({"broken", "stall"})
 
 @dataclass
 class NodeView:
-    """What the control plane knows of one node; `dark`: nothing on it answers."""
+    """What the control plane knows of one node; `lost`: why it is; `dark`: nothing on it answers."""
 
     node: int
     hello: AgentHello | None = None
     state: AgentState | None = None
     lost: str | None = None
     lost_age_s: float = 0.0
+    lost_source: FaultSource = "membership"
     dark: bool = False
 
     def slots(self) -> tuple[SlotState, ...]:
@@ -37,7 +39,10 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault before it has an id. `key` names the same fault seen again; `age_s` is since its first sign."""
+    """A fault before it has an id, of whatever source it is.
+
+    `key` names the same fault seen again; `age_s` is since its first sign.
+    """
 
     kind: str
     node: int
@@ -47,6 +52,7 @@ class Finding:
     age_s: float = 0.0
     exit_code: int | None = None
     hooked: bool = True
+    source: FaultSource = field(kw_only=True)
 
     @property
     def key(self) -> tuple[str, int, int | None]:
@@ -84,9 +90,8 @@ def observe(assignment: Assignment, nodes: Mapping[int, NodeView]) -> list[Findi
         view = nodes[node_id]
         if view.lost is not None:
             ranks = ", ".join(map(str, assignment.ranks_on(node_id)))
-            findings.append(
-                Finding("node-lost", node_id, None, None, f"{view.lost} (rank {ranks})", view.lost_age_s)
-            )
+            detail, source = f"{view.lost} (rank {ranks})", view.lost_source
+            findings.append(Finding("node-lost", node_id, None, None, detail, view.lost_age_s, source=source))
     for rank, place in enumerate(assignment.places):
         if nodes[place.node].lost is None:
             finding = _slot_finding(assignment, rank, place, nodes[place.node])
@@ -115,4 +120,5 @@ def _slot_finding(assignment: Assignment, rank: int, place: Place, view: NodeVie
         age_s=slot.age_s,
         exit_code=slot.exit_code,
         hooked=slot.hooked,
+        source="process",
     )

@@ -70,7 +70,7 @@ class Follower(Elector):
             case AgentAnswers():
                 (self.answering.add if event.answers else self.answering.discard)(event.node)
             case NodeLost():
-                self._lose(event.node, event.reason, event.age_s, dark=event.dark)
+                self._lose(event)
             case OrderFrom():
                 self._on_order(event, now)
             case Said():
@@ -118,8 +118,8 @@ class Follower(Elector):
         theirs = event.standing
         if self.nodes[event.node].lost is None:
             # One that is lost may have been cut off, and have taken all others for lost.
-            for node, reason in theirs.lost:
-                self._lose(node, reason, 0.0)
+            for node, reason, source in theirs.lost:
+                self._lose(NodeLost(node, reason, 0.0, source=source))
         if theirs.known.index < self.known.index:
             self._out.append(Tell(event.node, Decided(decree=self.known)))
         self.agreement.learn(theirs.known)

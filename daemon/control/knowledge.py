@@ -8,7 +8,7 @@ from ckptless.daemon.api.records import Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.agreement import Agreement
 from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
-from ckptless.daemon.control.edges import Output, Report, Stage, Standing, ToAgent, Write
+from ckptless.daemon.control.edges import NodeLost, Output, Report, Stage, Standing, ToAgent, Write
 from ckptless.daemon.control.faults import FaultLog, NodeView
 from ckptless.daemon.control.lease import Lease
 from ckptless.daemon.control.timeline import Timeline
@@ -91,21 +91,25 @@ class Knowledge:
     @property
     def standing(self) -> Standing:
         """What to tell another daemon."""
-        lost = tuple((node, view.lost) for node, view in self.nodes.items() if view.lost is not None)
+        lost = tuple(
+            (node, view.lost, view.lost_source) for node, view in self.nodes.items() if view.lost is not None
+        )
         return Standing(self.term, self.leader, self.stage, self.known, self.agreement.durable.promised, lost)
 
     def _own_reports(self) -> tuple[Report, ...]:
         mine = self.nodes[self.me]
         return tuple(Report(self.me, part) for part in (mine.hello, mine.state) if part is not None)
 
-    def _lose(self, node: int, reason: str, age_s: float, *, dark: bool = False) -> None:
-        view = self.nodes[node]
+    def _lose(self, loss: NodeLost) -> None:
+        """Whoever says it first is believed; what others say of the same node is no news."""
+        view = self.nodes[loss.node]
         if view.lost is not None:
             return
-        view.lost, view.lost_age_s, view.dark = reason, age_s, dark
-        if node == self.me and self.outcome is None:
+        view.lost, view.lost_age_s, view.dark = loss.reason, loss.age_s, loss.dark
+        view.lost_source = loss.source
+        if loss.node == self.me and self.outcome is None:
             # The others go on without this node, whatever still runs on it.
-            text = f"node-{node} counts as lost: {reason}"
+            text = f"node-{loss.node} counts as lost: {loss.reason}"
             outcome = m.Outcome(state="failed", exit_code=4, reason=text)
             self._out.append(ToAgent(m.End(outcome=outcome, here_only=True)))
             self.agreement.resign()

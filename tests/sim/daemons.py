@@ -119,9 +119,7 @@ class Daemon:
         gone = away_s > DARK_S and control.decides if dark else True
         if control.outcome is None and (apart or not agent.alive) and gone:
             reason = f"{why}, and its agent is gone"
-            self._feed(e.NodeLost(node, reason, away_s, dark))
-            gone_ = p.Gone(job=self.world.spec.job, node=node, reason=reason, age_s=away_s, dark=dark)
-            self._send_all(gone_)
+            self._lose(e.NodeLost(node, reason, away_s, dark, source="membership"))
             return
         pause_s = PROBE_DEADLINE_S if dark else PROBE_S
         self.world.events.after(pause_s, lambda: self._probe(node, why, since))
@@ -145,9 +143,11 @@ class Daemon:
         control = self.control
         if not self.alive or control is None or control.outcome is not None:
             return
-        reason = "its agent is gone"
-        self._feed(e.NodeLost(self.node, reason, 0.0))
-        self._send_all(p.Gone(job=self.world.spec.job, node=self.node, reason=reason, age_s=0.0))
+        self._lose(e.NodeLost(self.node, "its agent is gone", 0.0, source="agent"))
+
+    def _lose(self, loss: e.NodeLost) -> None:
+        self._feed(loss)
+        self._send_all(p.Gone(job=self.world.spec.job, **vars(loss)))
 
     # --------------------------------------------------------------------------------------- death
 

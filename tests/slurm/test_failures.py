@@ -45,6 +45,12 @@ def node_of(job: Training, rank: int) -> str:
     return f"node{newest.places[rank][0] + 1:02d}"
 
 
+def sources(job: Training) -> list[str | None]:
+    """Who told of the nodes that it lost, in the order of time."""
+    faults = [f for f in job.ledger().faults if f.job == job.run_name and f.kind == "node-lost"]
+    return [fault.source for fault in faults]
+
+
 def test_a_rank_is_killed(site: Cluster) -> None:
     faults = [{"where": "backward", "kind": "kill", "rank": 2, "step": 7}]
     job = Training(site, faults).submit()
@@ -133,6 +139,19 @@ def test_slurmd_is_killed(site: Cluster) -> None:
     site.start_slurmd("node02")
     job.ended()
     job.same_bits()
+
+
+def test_a_node_is_set_down_while_it_lives(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.run("ctl", "scontrol", "update", "nodename=node02", "state=down", "reason=fan")
+    job.trains(2)
+    assert node_of(job, 1) == "node05"
+    job.ended()
+    job.same_bits()
+    recovered_to(job, 2)
+    # Slurm ends the agent there at once, which is seen before Slurm is asked again.
+    assert sources(job) in (["agent"], ["slurm"]), job.story()
 
 
 def test_our_daemons_are_killed_in_training_and_in_a_recovery(site: Cluster) -> None:

@@ -126,7 +126,7 @@ def test_they_hear_each_other(loop: asyncio.Runner, both: Both) -> None:
         dialled, accepted = await links(*both())
         assert (dialled.job, dialled.node, accepted.job, accepted.node) == (JOB, 1, JOB, 0)
         for number in range(20):
-            gone = p.Gone(job=JOB, node=number, reason="x", age_s=0.5, dark=True)
+            gone = p.Gone(job=JOB, node=number, reason="x", age_s=0.5, source="lease", dark=True)
             dialled.send(gone)
             accepted.send(p.Beat())
             assert await accepted.receive() == gone
