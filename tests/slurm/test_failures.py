@@ -154,6 +154,22 @@ def test_a_node_is_set_down_while_it_lives(site: Cluster) -> None:
     assert sources(job) in (["agent"], ["slurm"]), job.story()
 
 
+def test_a_node_is_set_down_that_nobody_else_misses(site: Cluster) -> None:
+    """Its slurmd is dead, so nobody ends what runs there: only Slurm's word tells that it left the job."""
+    job = Training(site, steps=80).submit()
+    job.trains()
+    site.stop_slurmd("node03", 9)
+    site.run("ctl", "scontrol", "update", "nodename=node03", "state=down", "reason=fan")
+    job.trains(2)
+    assert node_of(job, 2) == "node05"
+    job.ended()
+    job.same_bits()
+    recovered_to(job, 2)
+    assert sources(job) == ["slurm"], job.story()
+    (fault,) = (f for f in job.ledger().faults if f.job == job.run_name and f.kind == "node-lost")
+    assert fault.detail == "Slurm has it down: fan (rank 2)"
+
+
 def test_our_daemons_are_killed_in_training_and_in_a_recovery(site: Cluster) -> None:
     faults = [{"where": "forward", "kind": "kill", "rank": 1, "step": 30}]
     job = Training(site, faults, steps=80).submit()
