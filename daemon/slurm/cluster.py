@@ -15,7 +15,7 @@ from ckptless.daemon.roster import Roster
 from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
-from ckptless.daemon.slurm.down import newly_lost, reasons_down
+from ckptless.daemon.slurm.down import newly_lost, reasons_down, without_script
 from ckptless.daemon.slurm.errors import (
     SlurmError,
     SlurmNotFoundError,
@@ -169,14 +169,16 @@ class SlurmCluster:
         job_id = slurm_job_id(runtime.job)
         text = reason_text(f"{outcome.state}, exit code {outcome.exit_code}: {outcome.reason}")
         self._spawn(self._tell(runtime, "comment", lambda: self._slurm.comment(job_id, text)))
-        lost = {
-            runtime.roster.peers[node].name for node, view in control.nodes.items() if view.lost is not None
-        }
-        if lost:
-            self._spawn(self._tell(runtime, "look at the batch host", lambda: self._end_orphan(job_id, lost)))
+        if any(view.lost is not None for view in control.nodes.values()):
+            peers = runtime.roster.peers
+            dead = {peers[node].name for node in without_script(control.nodes, control.reachable)}
+            self._spawn(self._tell(runtime, "look at the batch host", lambda: self._end_orphan(job_id, dead)))
 
-    async def _end_orphan(self, job_id: int, lost: set[str]) -> None:
-        if (await self._now(job_id)).batch_host in lost:
+    async def _end_orphan(self, job_id: int, dead: set[str]) -> None:
+        job = await self._now(job_id)
+        # Slurm may have taken a node that lives, and ended the script there; and there may be no script.
+        taken = job.running and job.batch_host not in ("", *job.nodes)
+        if job.batch_host in dead or taken:
             await self._slurm.cancel(job_id)
 
     async def _now(self, job_id: int) -> Job:

@@ -170,6 +170,34 @@ def test_a_node_is_set_down_that_nobody_else_misses(site: Cluster) -> None:
     assert fault.detail == "Slurm has it down: fan (rank 2)"
 
 
+def test_nodes_are_taken_out_by_their_users_and_the_site(site: Cluster) -> None:
+    job = Training(site, nodes=6, spares=2, steps=80).submit()
+    job.trains()
+
+    def evict(node: str, *words: str, user: str = USER) -> tuple[int, str]:
+        command = ("ckptctl", "evict", "--yes", *words, str(job.job_id), node)
+        done = site.run("node04", *command, user=user, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert evict("node02", user="other")[0] == 4
+    assert evict("node02", "--source", "health")[0] == 1
+    assert evict("node02", "--reason", "ECC errors") == (0, f"node02 is taken out of job {job.job_id}\n")
+    job.trains(2)
+    # The batch host, on which the daemon leads.
+    words = ("--source", "health", "--reason", "GPU 3 is gone")
+    assert evict("node01", *words, user="root")[0] == 0
+    job.trains(3)
+    assert {node_of(job, 0), node_of(job, 1)} == {"node05", "node06"}
+    code, text = evict("node03")
+    assert code == 1
+    assert "no spare" in text
+    # What Slurm does with such a node is the operator's business.
+    assert not any(state.startswith(("down", "drain")) for state in site.node_states().values())
+    job.ended()
+    job.same_bits()
+    assert sources(job) == ["operator", "health"], job.story()
+
+
 def test_our_daemons_are_killed_in_training_and_in_a_recovery(site: Cluster) -> None:
     faults = [{"where": "forward", "kind": "kill", "rank": 1, "step": 30}]
     job = Training(site, faults, steps=80).submit()

@@ -11,6 +11,7 @@ from typing import Any, cast
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, JobSpec, Limits, NodeInfo
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.runtime import JobRuntime
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
@@ -84,6 +85,8 @@ class FakeRuntime:
     names: Sequence[str] = NAMES
     leads: bool = True
     lost: Sequence[int] = ()
+    evicted: Sequence[int] = ()
+    reachable: Sequence[int] = (0, 1, 2)
     outcome: object = None
     age_s: float = 60.0
     notes: list[tuple[str, str, str]] = field(default_factory=list)
@@ -97,8 +100,11 @@ class FakeRuntime:
 
     @property
     def session(self) -> SimpleNamespace:
-        nodes = {n: SimpleNamespace(lost="x" if n in self.lost else None) for n in range(len(self.names))}
-        return SimpleNamespace(control=SimpleNamespace(leads=self.leads, nodes=nodes, outcome=self.outcome))
+        nodes = {n: NodeView(n, lost="x" if n in self.lost else None) for n in range(len(self.names))}
+        for node in self.evicted:
+            nodes[node] = NodeView(node, lost="x", lost_source="operator")
+        control = {"leads": self.leads, "nodes": nodes, "outcome": self.outcome}
+        return SimpleNamespace(control=SimpleNamespace(**control, reachable=set(self.reachable)))
 
     def note(self, level: str, kind: str, text: str) -> None:
         self.notes.append((level, kind, text))

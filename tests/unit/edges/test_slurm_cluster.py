@@ -385,6 +385,34 @@ def test_the_end_of_a_job(leads: bool, lost: tuple[int, ...], words: list[str]) 
     run(work)
 
 
+@pytest.mark.parametrize(
+    ("batch_host", "nodes", "reachable", "cancelled"),
+    [
+        # Its script lives, and ends the job with its own exit code.
+        ("n1", NAMES, (0, 1, 2), False),
+        # It was taken out, and died afterwards; or an admin marked it down in Slurm.
+        ("n1", NAMES, (1, 2), True),
+        ("n1", ("n2", "n3"), (0, 1, 2), True),
+        # Nothing has happened to it; or there is no script.
+        ("n2", NAMES, (1, 2), False),
+        ("", NAMES, (0, 1, 2), False),
+    ],
+)
+def test_a_batch_host_that_was_taken_out_may_live(
+    batch_host: str, nodes: tuple[str, ...], reachable: tuple[int, ...], cancelled: bool
+) -> None:
+    async def work() -> None:
+        slurm = FakeSlurm(job(nodes=nodes, batch_host=batch_host))
+        runtime = FakeRuntime(evicted=(0,), reachable=reachable)
+        edge = cluster(slurm)
+        edge.ended(runtime.it, DONE)
+        await until(lambda: len(runtime.notes) == 2)
+        await edge.aclose()
+        assert sorted(told[0] for told in slurm.told) == (["cancel"] if cancelled else []) + ["comment"]
+
+    run(work)
+
+
 def test_a_step_that_lost_its_first_node_does_not_cancel_the_job() -> None:
     """The batch script runs on n0, and goes on to its next step."""
 
