@@ -29,13 +29,13 @@ def evict(jobs: Iterable[JobRuntime], asked: Evict, uid: int) -> Evicted:
 
 
 def _find(jobs: Iterable[JobRuntime], name: str) -> JobRuntime | None:
-    """The run of this name; else the only one that goes on of the Slurm job of this number."""
+    """The run of this name, if it goes on; else the only one that does of the Slurm job of this number."""
     known = {job.job: job for job in jobs}
-    if name in known:
-        return known[name]
-    runs = [job for job in known.values() if job.job.partition(".")[0] == name]
-    going_on = [job for job in runs if job.session.control.outcome is None]
-    return going_on[0] if len(going_on) == 1 else None
+    going_on = {name: job for name, job in known.items() if job.session.control.outcome is None}
+    if name in going_on:
+        return going_on[name]
+    runs = [job for job in going_on.values() if job.job.partition(".")[0] == name]
+    return runs[0] if len(runs) == 1 else known.get(name)
 
 
 def _evict(run: JobRuntime, asked: Evict, uid: int) -> Evicted:

@@ -45,8 +45,9 @@ class _RefusedError(CkptlessError):
 def evict(asked: Asked, run: str, node: str, given_socket: str | None, yes: bool, **word: Any) -> None:
     """Take NODE out of JOB, which goes on with a spare in its place.
 
-    NODE is its name, or its number in the job, from 0. It is asked of the daemon of this node, which must be
-    one of the job's; the job's owner may do it, and root. Processes of the job on NODE end; for Slurm nothing
+    JOB is a run, or the number of a Slurm job that has one. NODE is its name, or its number in the job, from
+    0. It is asked of the daemon of this node, which must be one of the job's; the job's owner may do it, and
+    root. Processes of the job on NODE end; for Slurm nothing
     changes: drain it there, or other jobs will start on it. A second call for the same node changes nothing.
 
     \b

@@ -249,6 +249,17 @@ def test_the_number_of_a_slurm_job_means_its_only_run() -> None:
     assert found("4711", "4711.1", "4711.s2").startswith("no job '4711'")
 
 
+def test_a_run_that_is_over_is_not_meant_where_another_one_goes_on() -> None:
+    over, on = Run(Node(1, NODES)), Run(Node(1, NODES), job="4711.1")
+    over.node.feed(e.Report(1, m.Cancel(exit_code=143, reason="scancel")))
+    over.node.silent(over.node.others)
+    over.node.wait(5.0)
+    question = Evict(protocol=m.PROTOCOL, job="4711", node="n02", source="operator")
+    jobs = [cast(JobRuntime, over), cast(JobRuntime, on)]
+    assert evict(jobs[:1], question, OWNER).text.endswith("the job is over: scancel")
+    assert evict(jobs, question, OWNER).text == "n02 is taken out of job 4711.1"
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.builds(
