@@ -15,7 +15,7 @@ from ckptless.daemon.roster import Roster
 from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
-from ckptless.daemon.slurm.down import newly_lost, reasons_down, without_script
+from ckptless.daemon.slurm.down import is_dead, newly_lost, reasons_down
 from ckptless.daemon.slurm.errors import (
     SlurmError,
     SlurmNotFoundError,
@@ -169,17 +169,26 @@ class SlurmCluster:
         job_id = slurm_job_id(runtime.job)
         text = reason_text(f"{outcome.state}, exit code {outcome.exit_code}: {outcome.reason}")
         self._spawn(self._tell(runtime, "comment", lambda: self._slurm.comment(job_id, text)))
-        if any(view.lost is not None for view in control.nodes.values()):
-            peers = runtime.roster.peers
-            dead = {peers[node].name for node in without_script(control.nodes, control.reachable)}
-            self._spawn(self._tell(runtime, "look at the batch host", lambda: self._end_orphan(job_id, dead)))
+        peers = runtime.roster.peers
+        lost = {peers[n].name: is_dead(view) for n, view in control.nodes.items() if view.lost is not None}
+        if lost:
+            self._spawn(self._tell(runtime, "look at the batch host", lambda: self._end_orphan(job_id, lost)))
 
-    async def _end_orphan(self, job_id: int, dead: set[str]) -> None:
+    async def _end_orphan(self, job_id: int, lost: dict[str, bool]) -> None:
+        """`lost` tells of each node whether it is dead for sure."""
         job = await self._now(job_id)
-        # Slurm may have taken a node that lives, and ended the script there; and there may be no script.
-        taken = job.running and job.batch_host not in ("", *job.nodes)
-        if job.batch_host in dead or taken:
+        if job.batch_host in lost and (lost[job.batch_host] or await self._has_no_script(job)):
             await self._slurm.cancel(job_id)
+
+    async def _has_no_script(self, job: Job) -> bool:
+        """Whether Slurm itself knows that its batch host is gone: a node that was taken out may die later."""
+        if not job.running:
+            return False
+        reading = await self._slurm.node(job.batch_host, max_age_s=FRESH_S, wait_s=ADMIT_S)
+        if not reading.fresh:
+            raise SlurmUnreachableError(f"Slurm cannot be asked about {job.batch_host}: {reading.trouble}")
+        node = reading.value
+        return job.batch_host not in job.nodes or node is None or node.down or not node.responding
 
     async def _now(self, job_id: int) -> Job:
         """The job as Slurm knows it at this moment. Raises SlurmUnreachableError, SlurmNotFoundError."""

@@ -1,6 +1,6 @@
 """Pure: which nodes of a run are lost by Slurm's word, and on which a batch script may live."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.slurm.adapter import Node
@@ -25,14 +25,10 @@ def newly_lost(names: Sequence[str], lost: Iterable[int], down: Mapping[str, str
     return [(number, down[name]) for number, name in enumerate(names) if name in down and number not in known]
 
 
-def without_script(nodes: Mapping[int, NodeView], reachable: Collection[int]) -> set[int]:
-    """The lost nodes on which no batch script is left to end the job.
+def is_dead(view: NodeView) -> bool:
+    """Whether nothing of the job is left on the node, its batch script included, by what ckptless knows.
 
-    One that was taken out by somebody's word lives, as long as its daemon can be reached: only its agent has
-    ended, and the script still waits for the others.
+    One that was taken out by somebody's word lives: only its agent has ended, and the script still waits for
+    the others.
     """
-    return {
-        number
-        for number, view in nodes.items()
-        if view.lost is not None and not (view.lost_source in ("operator", "health") and number in reachable)
-    }
+    return view.lost is not None and view.lost_source not in ("operator", "health")

@@ -36,13 +36,17 @@ class FakeSlurm(CachedSlurm):
         self.told: list[tuple[str, ...]] = []
         self.answers: Iterator[Exception | None] = iter(())
         self.closed = False
-        self.have: tuple[Node, ...] = ()
+        self.have = tuple(Node(name=name, address="", state="MIXED") for name in NAMES)
         self.asked_nodes = 0
         self.age_s = 0.0
 
     async def nodes(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Node, ...]]:
         self.asked_nodes += 1
         return Reading(value=self.have, age_s=self.age_s, fresh=not self.trouble, trouble=self.trouble)
+
+    async def node(self, name: str, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[Node]:
+        found = next((node for node in self.have if node.name == name), None)
+        return Reading(value=found, age_s=0.0, fresh=not self.trouble, trouble=self.trouble)
 
     async def job(self, job_id: int, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[Job]:
         self.asked.append(job_id)
@@ -86,7 +90,6 @@ class FakeRuntime:
     leads: bool = True
     lost: Sequence[int] = ()
     evicted: Sequence[int] = ()
-    reachable: Sequence[int] = (0, 1, 2)
     outcome: object = None
     age_s: float = 60.0
     notes: list[tuple[str, str, str]] = field(default_factory=list)
@@ -103,8 +106,7 @@ class FakeRuntime:
         nodes = {n: NodeView(n, lost="x" if n in self.lost else None) for n in range(len(self.names))}
         for node in self.evicted:
             nodes[node] = NodeView(node, lost="x", lost_source="operator")
-        control = {"leads": self.leads, "nodes": nodes, "outcome": self.outcome}
-        return SimpleNamespace(control=SimpleNamespace(**control, reachable=set(self.reachable)))
+        return SimpleNamespace(control=SimpleNamespace(leads=self.leads, nodes=nodes, outcome=self.outcome))
 
     def note(self, level: str, kind: str, text: str) -> None:
         self.notes.append((level, kind, text))

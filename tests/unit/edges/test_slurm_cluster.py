@@ -386,24 +386,27 @@ def test_the_end_of_a_job(leads: bool, lost: tuple[int, ...], words: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("batch_host", "nodes", "reachable", "cancelled"),
+    ("batch_host", "nodes", "host", "cancelled"),
     [
         # Its script lives, and ends the job with its own exit code.
-        ("n1", NAMES, (0, 1, 2), False),
-        # It was taken out, and died afterwards; or an admin marked it down in Slurm.
-        ("n1", NAMES, (1, 2), True),
-        ("n1", ("n2", "n3"), (0, 1, 2), True),
+        ("n1", NAMES, {}, False),
+        ("n1", NAMES, {"flags": frozenset(("DRAIN",))}, False),
+        # It was taken out, and died afterwards; or an admin marked it down in Slurm, and it may be back.
+        ("n1", NAMES, {"state": "DOWN"}, True),
+        ("n1", NAMES, {"flags": frozenset(("NOT_RESPONDING",))}, True),
+        ("n1", ("n2", "n3"), {}, True),
         # Nothing has happened to it; or there is no script.
-        ("n2", NAMES, (1, 2), False),
-        ("", NAMES, (0, 1, 2), False),
+        ("n2", NAMES, {"state": "DOWN"}, False),
+        ("", NAMES, {}, False),
     ],
 )
 def test_a_batch_host_that_was_taken_out_may_live(
-    batch_host: str, nodes: tuple[str, ...], reachable: tuple[int, ...], cancelled: bool
+    batch_host: str, nodes: tuple[str, ...], host: dict[str, Any], cancelled: bool
 ) -> None:
     async def work() -> None:
         slurm = FakeSlurm(job(nodes=nodes, batch_host=batch_host))
-        runtime = FakeRuntime(evicted=(0,), reachable=reachable)
+        slurm.have = (Node(**{"name": "n1", "address": "", "state": "MIXED", **host}), *slurm.have[1:])
+        runtime = FakeRuntime(evicted=(0,))
         edge = cluster(slurm)
         edge.ended(runtime.it, DONE)
         await until(lambda: len(runtime.notes) == 2)
