@@ -10,7 +10,8 @@ from ckptless.daemon.api.records import EventRecord, Record
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Durable, Say
-from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.control.faults import NodeViews
+from ckptless.daemon.membership.messages import Alive
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.roster import Roster
 
@@ -20,10 +21,10 @@ logger = logging.getLogger(__name__)
 class Outlets(Protocol):
     """Where a job's outputs go; the service is one, a test may be another."""
 
-    def to_daemon(self, node: int, message: p.DaemonMessage) -> None:
+    def to_daemon(self, node: int, message: p.Said) -> None:
         """Send to one daemon; dropped where it cannot be reached (states and orders are repeated)."""
 
-    def to_all_daemons(self, message: p.DaemonMessage) -> None:
+    def to_all_daemons(self, message: p.Said) -> None:
         """Send to every other daemon."""
 
     def to_agent(self, order: m.Order) -> None:
@@ -75,41 +76,52 @@ class JobSession:
         self.control = Controller(
             me=roster.me,
             session=session,
-            nodes={node: NodeView(node) for node in roster.nodes},
+            nodes=NodeViews(roster.nodes),
             durable=memory.durable,
             may_vote=not memory.lost,
         )
 
-    def feed(self, event: e.Input) -> None:
-        """One input, and everything that follows from it."""
+    def feed(self, *events: e.Input) -> None:
+        """Inputs, and everything that follows from them."""
         before = self.control.outcome
-        for output in self.control.handle(event, self._now()):
+        for output in self.control.handle_all(events, self._now()):
             self._carry(output)
         if before is None and self.control.outcome is not None:
             self._outlets.ended(self.control.outcome)
 
-    def hear(self, node: int, message: p.DaemonMessage) -> None:
-        """What another daemon says of this job."""
+    def hear(self, node: int, message: p.Said, *, direct: bool = True) -> None:
+        """What another daemon says of this job, over a connection to it or by way of others."""
+        events = self._heard(node, message, direct=direct)
+        if events:
+            self.feed(*events)
+
+    def hear_all(self, said: Sequence[tuple[int, p.Said]]) -> None:
+        """What other daemons say that there are no connections to: (node, message) of each."""
+        events = [event for node, message in said for event in self._heard(node, message, direct=False)]
+        if events:
+            self.feed(*events)
+
+    def _heard(self, node: int, message: p.Said, *, direct: bool) -> Sequence[e.Input]:
         match message:
             case p.Meeting():
-                for report in message.reports:
-                    self.feed(report)
-                self.feed(e.PeerUp(node, message.standing))
+                return (*message.reports, e.PeerUp(node, message.standing, direct))
             case p.Forwarded():
-                self.feed(message.report)
+                return (message.report,)
             case p.Ordered():
-                self.feed(e.OrderFrom(node, message.term, message.order))
+                return (e.OrderFrom(node, message.term, message.order),)
             case p.Agree():
-                self.feed(e.Said(node, message.say))
+                return (e.Said(node, message.say),)
+            case p.Gone() if self.control.nodes[node].lost is None:
+                return (
+                    e.NodeLost(
+                        message.node, message.reason, message.age_s, message.dark, source=message.source
+                    ),
+                )
             case p.Rows():
                 self._outlets.write(message.records)
-            case p.Gone() if self.control.nodes[node].lost is None:
-                loss = e.NodeLost(
-                    message.node, message.reason, message.age_s, message.dark, source=message.source
-                )
-                self.feed(loss)
-            case p.Gone() | p.JobKey() | p.Beat():
+            case p.Gone() | Alive():
                 pass  # of a node that is lost itself, or not the control plane's business
+        return ()
 
     def _carry(self, output: e.Output) -> None:  # noqa: C901  # a line for each kind of output
         match output:

@@ -1,18 +1,15 @@
-"""Connections between the daemons of one job: one per pair, dialled by the higher node, kept up.
+"""Connections between the daemons of one job: those that are wanted, dialled by the higher node, and kept up.
 
-Tells what is known of a peer, not what it means: `on_up`, `on_down(node, why, quiet_s)` and `on_message`. A
-daemon that is silent for `dark_s` counts as down; one that was itself starved of CPU does not accuse anybody
-for that time.
+Tells what becomes of a connection, and what comes over it; not what it means, which is `peering`'s to know.
 """
 
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Collection
 
 from ckptless.daemon.api.errors import CkptlessError, ProtocolError
-from ckptless.daemon.config import Peer, Timers
+from ckptless.daemon.config import Peer
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import GreetingCutError, Link
 from ckptless.daemon.peers.vouch import Vouch
@@ -26,34 +23,35 @@ SALT_BYTES = 16
 
 
 class Mesh:
-    """This daemon's links to the others of the roster. Owned by the daemon's event loop."""
+    """This daemon's links to others of the roster. Owned by the daemon's event loop."""
 
-    def __init__(self, job: str, roster: Roster, vouch: Vouch, timers: Timers) -> None:
-        self._job, self._roster, self._vouch, self._timers = job, roster, vouch, timers
+    def __init__(self, job: str, roster: Roster, vouch: Vouch) -> None:
+        self._job, self._roster, self._vouch = job, roster, vouch
         self._links: dict[int, Link[p.DaemonMessage]] = {}
-        self._heard: dict[int, float] = {}
-        self._silent: set[int] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._why: dict[int, str] = {}
+        self._dialling: dict[int, asyncio.Task[None]] = {}
+        self._wanted: frozenset[int] = frozenset()
+        self._peers = {peer.node: peer for peer in roster.peers}
         self.on_up: Callable[[int], None] = lambda _node: None
-        self.on_down: Callable[[int, str, float], None] = lambda _node, _why, _quiet_s: None
+        self.on_down: Callable[[int, str], None] = lambda _node, _why: None
         self.on_message: Callable[[int, p.DaemonMessage], None] = lambda _node, _message: None
 
-    def start(self) -> None:
-        """Dial every lower node; the higher ones dial this one, and `adopt` takes them."""
-        for peer in self._roster.peers:
-            if peer.node < self._roster.me:
-                self._spawn(self._keep_dialling(peer))
-        self._spawn(self._beat())
+    def want(self, nodes: frozenset[int]) -> None:
+        """Keep dialling the lower ones of `nodes`; the higher ones dial this one, and `adopt` takes them.
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        Others are dialled no more; a connection that is there stays.
+        """
+        self._wanted = nodes
+        for node in nodes - self._dialling.keys():
+            if node < self._roster.me:
+                task = asyncio.create_task(self._keep_dialling(self._peers[node]))
+                self._dialling[node] = task
+                task.add_done_callback(lambda _done, node=node: self._dialling.pop(node, None))  # type: ignore[misc]
 
     @property
-    def up(self) -> frozenset[int]:
+    def up(self) -> Collection[int]:
         """Nodes whose daemon is connected."""
-        return frozenset(self._links)
+        return self._links.keys()
 
     def send(self, node: int, message: p.DaemonMessage) -> bool:
         """Queue a message; False where the daemon is not connected."""
@@ -62,10 +60,12 @@ class Mesh:
             link.send(message)
         return link is not None
 
-    def send_all(self, message: p.DaemonMessage) -> None:
-        """Queue a message for every connected daemon."""
-        for link in self._links.values():
-            link.send(message)
+    def hang_up(self, node: int, why: str) -> None:
+        """End a connection, for this reason."""
+        link = self._links.get(node)
+        if link is not None:
+            self._why[node] = why
+            link.close()
 
     def send_key(self, node: int, key: bytes) -> None:
         """Give a daemon the job's key, which nobody on the way can read."""
@@ -83,7 +83,11 @@ class Mesh:
 
     async def _keep_dialling(self, peer: Peer) -> None:
         tries = 0
-        while True:
+        while peer.node in self._wanted:
+            if peer.node in self._links:
+                # It has dialled, or an earlier connection is still there.
+                await asyncio.sleep(REDIAL_S[-1])
+                continue
             try:
                 address, me = (peer.address, peer.port), (self._job, self._roster.me)
                 link: Link[p.DaemonMessage] = await Link.dial(
@@ -100,64 +104,40 @@ class Mesh:
 
     async def adopt(self, link: Link[p.DaemonMessage]) -> None:
         """A higher node has dialled: serve it until the connection ends. Raises ProtocolError."""
-        if all(peer.node != link.node or peer.node <= self._roster.me for peer in self._roster.peers):
+        if link.node not in self._peers or link.node <= self._roster.me:
             link.close()
             raise ProtocolError(f"node-{link.node} is not one that dials node-{self._roster.me}")
         await self._run(link)
 
     async def _run(self, link: Link[p.DaemonMessage]) -> None:
         """A connected peer, until it is not."""
-        loop = asyncio.get_running_loop()
         node = link.node
         old = self._links.pop(node, None)
         if old is not None:
             old.close()
         self._links[node] = link
-        self._silent.discard(node)
-        self._heard[node] = loop.time()
+        self._why.pop(node, None)
         self.on_up(node)
         why = "its daemon closed the connection"
         try:
             while True:
-                message = await link.receive()
-                self._heard[node] = loop.time()
-                if not isinstance(message, p.Beat):
-                    self.on_message(node, message)
+                self.on_message(node, await link.receive())
         except (OSError, CkptlessError) as error:
-            why = str(error)
-            if node in self._silent:
-                why = f"its daemon was silent for {self._timers.dark_s:.1f} s"
+            why = self._why.pop(node, str(error))
         finally:
             link.close()
             if self._links.get(node) is link:
                 del self._links[node]
-                self.on_down(node, why, loop.time() - self._heard[node])
-
-    async def _beat(self) -> None:
-        """Say that we live, and close links that are silent for too long."""
-        loop = asyncio.get_running_loop()
-        due = loop.time()
-        while True:
-            due += self._timers.beat_s
-            await asyncio.sleep(max(0.0, due - loop.time()))
-            late = loop.time() - due
-            if late > self._timers.beat_s:
-                # We were starved: the silence may be ours.
-                due = loop.time()
-                self._heard = {node: heard + late for node, heard in self._heard.items()}
-            self.send_all(p.Beat())
-            for node, link in list(self._links.items()):
-                if loop.time() - self._heard[node] > self._timers.dark_s:
-                    self._silent.add(node)
-                    link.close()
+                self.on_down(node, why)
 
     async def close(self) -> None:
         """Close everything; no callback comes after this."""
         self.on_up = lambda _node: None
-        self.on_down = lambda _node, _why, _quiet_s: None
+        self.on_down = lambda _node, _why: None
         self.on_message = lambda _node, _message: None
-        for task in list(self._tasks):
+        dialling = list(self._dialling.values())
+        for task in dialling:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*dialling, return_exceptions=True)
         for link in list(self._links.values()):
             link.close()

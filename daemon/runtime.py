@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any, Literal, Protocol
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import encode
@@ -14,7 +14,9 @@ from ckptless.daemon.config import Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.decree import Decided, Durable
 from ckptless.daemon.jobs import JobSession, Memory
+from ckptless.daemon.membership.watch import Answer
 from ckptless.daemon.mesh import Mesh
+from ckptless.daemon.peering import Peering
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import new_key
 from ckptless.daemon.peers.vouch import Vouch
@@ -22,8 +24,10 @@ from ckptless.daemon.roster import Roster
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 0.1
-PROBE_DEADLINE_S = 0.5
+# A look at a silent node takes this part of the time after which it counts as dark.
+LOOK_PART = 1 / 3
+# Messages that go the same way wait so long for each other.
+FLUSH_S = 0.005
 # A daemon that was away asks the others how the job ended.
 LINGER_S = 120.0
 CUT_SHORT_CODE = 128 + signal.SIGTERM
@@ -60,9 +64,10 @@ class JobRuntime:
         self.identity, self._forgot = memory.identity, memory.lost
         self._host = host
         self.session = JobSession(job, roster, self, host.now, memory)
-        self._mesh = Mesh(job, roster, host.vouch, host.timers)
+        self._mesh = Mesh(job, roster, host.vouch)
+        self._peering = Peering(roster, self.session, self, host.timers, host.now)
         self._agent: asyncio.StreamWriter | None = None
-        self._probes: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._key: bytes | None = None
         self._begun_at = host.now()
         self._ended_at: float | None = None
@@ -73,11 +78,7 @@ class JobRuntime:
         self._mesh.on_up = self._peer_up
         self._mesh.on_down = self._peer_down
         self._mesh.on_message = self._peer_message
-        self._mesh.start()
-        for node in self.roster.nodes:
-            # Until its daemon has been met, whether a node lives is asked of its agent.
-            if node != self.roster.me:
-                self._probe_from_now(node, None, 0.0)
+        self._peering.start()
 
     @property
     def mesh(self) -> Mesh:
@@ -87,6 +88,7 @@ class JobRuntime:
     def tick(self) -> None:
         """Time has passed."""
         self.session.feed(e.Tick())
+        self._peering.tick()
 
     @property
     def forgettable(self) -> bool:
@@ -107,40 +109,38 @@ class JobRuntime:
         if self.session.control.outcome is None:
             self.session.feed(e.Report(self.roster.me, m.Cancel(exit_code=CUT_SHORT_CODE, reason=reason)))
 
+    def lose(self, loss: e.NodeLost) -> None:
+        """A node is lost, of which only this daemon may know; the others hear it from here."""
+        self._peering.lose(loss)
+
     async def close(self) -> None:
         """Hang up everywhere; nothing is told to anybody."""
         self._closed = True
         await self._mesh.close()
-        for task in self._probes.values():
+        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._agent is not None:
             self._agent.close()
 
     # ------------------------------------------------------------------------------------- peers
 
     def _peer_up(self, node: int) -> None:
-        probe = self._probes.pop(node, None)
-        if probe is not None:
-            probe.cancel()
         if self._key is not None:
             self._mesh.send_key(node, self._key)
-        self.session.feed(e.Connected(node))
+        self._peering.linked(node)
 
-    def _peer_down(self, node: int, why: str, quiet_s: float) -> None:
-        logger.info("%s: node-%d: %s (last heard of %.2f s ago)", self.job, node, why, quiet_s)
-        self.session.feed(e.PeerDown(node))
-        self._probe_from_now(node, why, quiet_s)
+    def _peer_down(self, node: int, why: str) -> None:
+        logger.info("%s: node-%d: %s", self.job, node, why)
+        self._peering.unlinked(node, why)
 
     def _peer_message(self, node: int, message: p.DaemonMessage) -> None:
-        if isinstance(message, p.Beat):
-            return
-        if message.job != self.job:
+        if isinstance(message, p.PeerMessage) and message.job != self.job:
             raise ProtocolError(f"a message of job {message.job!r} over a connection of {self.job!r}")
         if isinstance(message, p.JobKey):
             self._learn_key(self._mesh.unmask(node, message))
         else:
-            self.session.hear(node, message)
+            self._peering.hear(node, message)
 
     def _learn_key(self, key: bytes) -> None:
         """Two leaders may each have made one: everybody ends with the smaller."""
@@ -155,53 +155,47 @@ class JobRuntime:
         for node in self._mesh.up:
             self._mesh.send_key(node, self._key)
 
-    # ------------------------------------------------------------------------------------ probes
+    # -------------------------------------------------------------------------- Wires, for Peering
 
-    def _probe_from_now(self, node: int, why: str | None, quiet_s: float) -> None:
-        if node not in self._probes:
-            self._probes[node] = asyncio.create_task(self._probe(node, why, quiet_s))
+    @property
+    def up(self) -> Collection[int]:
+        """See peering.Wires."""
+        return self._mesh.up
 
-    async def _probe(self, node: int, why: str | None, quiet_s: float) -> None:
-        """A daemon is away. While its agent answers, its node lives; once it does not, the node is lost.
+    def want(self, nodes: frozenset[int]) -> None:
+        """See peering.Wires."""
+        self._mesh.want(nodes)
 
-        `why` its connection ended, None where there was none yet; it had been silent for `quiet_s` then.
-        """
-        loop = asyncio.get_running_loop()
-        since = loop.time() - quiet_s
-        control = self.session.control
-        while control.nodes[node].lost is None and control.outcome is None:
-            address = self.session.agent_address(node)
-            answer = await _knock(address) if address is not None else None
-            self.session.feed(e.AgentAnswers(node, answer == "open"))
-            dark = loop.time() - since > self._host.timers.dark_s
-            gone: str | None = None
-            if answer == "refused":
-                gone = "its agent is gone"
-            elif dark and address is not None and answer is None:
-                gone = "its agent cannot be reached"
-            elif dark and address is None and why is not None:
-                gone = "no agent of it is known"
-            # Who hears nobody may be the one that is cut off: it says nothing of the others.
-            if gone is not None and (answer == "refused" or control.decides):
-                reason = f"{why or 'its daemon was never met'}; {gone}"
-                quiet_s, dark = loop.time() - since, answer is None
-                self.lose(e.NodeLost(node, reason, quiet_s, dark, source="membership"))
-                return
-            await asyncio.sleep(PROBE_S)
+    def send(self, node: int, message: p.DaemonMessage) -> bool:
+        """See peering.Wires."""
+        return self._mesh.send(node, message)
 
-    def lose(self, loss: e.NodeLost) -> None:
-        """A node is lost, of which only this daemon may know; the others hear it from here."""
-        self.session.feed(loss)
-        self.to_all_daemons(
-            p.Gone(
-                job=self.job,
-                node=loss.node,
-                reason=loss.reason,
-                age_s=loss.age_s,
-                source=loss.source,
-                dark=loss.dark,
-            )
-        )
+    def hang_up(self, node: int, why: str) -> None:
+        """See peering.Wires."""
+        self._mesh.hang_up(node, why)
+
+    def look(self, node: int, address: tuple[str, int], *, agent: bool) -> None:
+        """See peering.Wires."""
+        self._spawn(self._look(node, address, agent=agent))
+
+    def flush_soon(self) -> None:
+        """See peering.Wires."""
+        asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
+
+    def _flush(self) -> None:
+        if not self._closed:
+            self._peering.flush()
+
+    async def _look(self, node: int, address: tuple[str, int], *, agent: bool) -> None:
+        answer = await _knock(address, self._host.timers.dark_s * LOOK_PART)
+        if not agent and answer in ("open", "refused"):
+            answer = "lives"
+        self._peering.looked(node, answer)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # ------------------------------------------------------------------------------------- agent
 
@@ -230,16 +224,16 @@ class JobRuntime:
 
     # ------------------------------------------------------------------- Outlets, for JobSession
 
-    def to_daemon(self, node: int, message: p.DaemonMessage) -> None:
+    def to_daemon(self, node: int, message: p.Said) -> None:
         """See jobs.Outlets."""
-        self._mesh.send(node, message)
+        self._peering.to_daemon(node, message)
 
-    def to_all_daemons(self, message: p.DaemonMessage) -> None:
+    def to_all_daemons(self, message: p.Said) -> None:
         """See jobs.Outlets. The first assignment goes with the key that its agents need."""
         decided = isinstance(message, p.Agree) and isinstance(message.say, Decided)
         if decided and self.session.control.leads and self._key is None:
             self._learn_key(new_key())
-        self._mesh.send_all(message)
+        self._peering.to_all(message)
 
     def to_agent(self, order: m.Order) -> None:
         """See jobs.Outlets."""
@@ -274,14 +268,19 @@ class JobRuntime:
         self.session.feed(e.Witnessed(tuple(nodes)))
 
 
-async def _knock(address: tuple[str, int]) -> str | None:
-    """Whether something listens: "open", "refused" (the machine lives, the process does not) or None."""
+async def _knock(address: tuple[str, int], deadline_s: float) -> Answer:
+    """Whether something listens there, or the machine says that nothing does, or nothing answers at all."""
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
     try:
-        async with asyncio.timeout(PROBE_DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             _, writer = await asyncio.open_connection(*address)
     except ConnectionRefusedError:
         return "refused"
-    except (OSError, TimeoutError):
-        return None
+    except TimeoutError:
+        # Who was late himself cannot tell: the answer may have come before the alarm.
+        return "silent" if loop.time() - begun < 2 * deadline_s else "unsure"
+    except OSError:
+        return "silent"
     writer.close()
     return "open"

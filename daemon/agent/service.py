@@ -145,7 +145,7 @@ class Agent:
         return m.AgentState(
             seq=self._seq,
             slots=tuple(slot.told() for slot in self._crew.slots),
-            assignment=self._assignment,
+            assigned=self._assignment.generation if self._assignment is not None else None,
             frozen=self._frozen,
             holdings=self._vault.holdings() if self._frozen is not None else None,
             daemon_pid=self._daemon.daemon_pid,

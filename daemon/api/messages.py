@@ -80,16 +80,24 @@ class AgentHello(Message, frozen=True, kw_only=True):
     identity: str = ""
 
 
+class Introduction(Message, frozen=True, kw_only=True):
+    """What daemons tell each other of an agent's hello. What the job is, each knows from its own agent."""
+
+    info: NodeInfo
+    pid: int
+
+
 class AgentState(Message, frozen=True, kw_only=True):
     """All that an agent knows of its slots; sent on every change.
 
-    `assignment` is the newest one it has accepted. `frozen` is the generation it has stopped (no commit of it
-    is taken any more), and `holdings` what it holds then. `daemon_pid` is the daemon it talks to.
+    `assigned` is the generation of the newest assignment that it has accepted. `frozen` is the generation it
+    has stopped (no commit of it is taken any more), and `holdings` what it holds then. `daemon_pid` is the
+    daemon it talks to.
     """
 
     seq: int
     slots: tuple[SlotState, ...]
-    assignment: Assignment | None = None
+    assigned: int | None = None
     frozen: int | None = None
     holdings: Holdings | None = None
     daemon_pid: int | None = None

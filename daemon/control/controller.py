@@ -18,8 +18,8 @@ from typing import Literal
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import plan, story
-from ckptless.daemon.control.decree import Decided, Decree, choose_voters
-from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost, Tell
+from ckptless.daemon.control.decree import Decree, choose_voters
+from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
 from ckptless.daemon.control.faults import FaultLog, Finding, observe
 from ckptless.daemon.control.follower import Follower
@@ -85,12 +85,12 @@ class Controller(Follower):
             self._propose(self.assignment, None, now)
 
     def _note_losses(self, now: float) -> None:
-        for node, view in sorted(self.nodes.items()):
-            if view.lost is not None and node not in self._noted:
-                self._noted.add(node)
-                self._note(now, "warning", "node-lost", f"node-{node} ({view.lost_source}): {view.lost}")
-                if view.dark:
-                    self._out.append(NodeIsDark(node, view.lost))
+        for node in sorted(self.losses.keys() - self._noted):
+            loss = self.losses[node]
+            self._noted.add(node)
+            self._note(now, "warning", "node-lost", f"node-{node} ({loss.source}): {loss.reason}")
+            if loss.dark:
+                self._out.append(NodeIsDark(node, loss.reason))
 
     def _disputed(self) -> bool:
         """Whether an agent has stopped what this leader did not stop: half the work of another one."""
@@ -107,7 +107,7 @@ class Controller(Follower):
         self._since = self._moved = now
         planned = {info.node for info in self.assignment.nodes} if self.assignment is not None else set()
         # Losses that a generation has been planned without were told of by whoever led then.
-        self._noted = {node for node, view in self.nodes.items() if view.lost is not None} - planned
+        self._noted = self.losses.keys() - planned
         # What the others said last was for another leader; this one waits for what they say now.
         for view in self.nodes.values():
             if view.node != self.me:
@@ -134,7 +134,7 @@ class Controller(Follower):
             self._broadcast(orders[self.stage], now)
         elif self.stage == "joining":
             self._said = now
-            self._out.append(Tell(None, Decided(decree=self.known)))
+            self._out.append(Meet(None, self.short_standing, ()))
 
     def _form(self, now: float) -> None:
         waiting = [n for n, view in self.nodes.items() if view.lost is None and view.hello is None]
@@ -154,7 +154,7 @@ class Controller(Follower):
         for node in nodes:
             self._lose(NodeLost(node, reason, 0.0, source="leader"))
         if nodes:
-            self._out.append(Meet(None, self.standing, ()))
+            self._out.append(Meet(None, self.short_standing, ()))
 
     def _watch(self, now: float) -> None:
         """Any new fault of this generation stops it."""

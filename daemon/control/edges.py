@@ -18,15 +18,22 @@ class Standing:
     """What a daemon tells another when they meet: who leads, how far the job is, which nodes are lost.
 
     `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `promised` is
-    the one below which it accepts nothing. `lost` has the node, the reason, and whose word that is.
+    the one below which it accepts nothing. What is said often leaves the decree out, and has its `index`.
+    `lost` has the node, the reason, and whose word that is.
     """
 
     term: int
     leader: int
     stage: Stage
-    known: Decree
+    known: Decree | None
     promised: Ballot = NO_BALLOT
     lost: tuple[tuple[int, str, FaultSource], ...] = ()
+    index: int = 0
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest decree that the sender knows."""
+        return self.index if self.known is None else self.known.index
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Report:
     """An agent's message, from the own node or passed on by another daemon."""
 
     node: int
-    message: m.FromAgent
+    message: m.FromAgent | m.Introduction
 
 
 @dataclass(frozen=True)
@@ -46,10 +53,11 @@ class Connected:
 
 @dataclass(frozen=True)
 class PeerUp:
-    """A daemon has told where it stands."""
+    """A daemon has told where it stands; `direct`: over a connection, whose end will be heard of."""
 
     node: int
     standing: Standing
+    direct: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,13 @@ class AgentAnswers:
 
 
 @dataclass(frozen=True)
+class Pulsing:
+    """The voters that have given a new sign of life lately, however it came here."""
+
+    nodes: frozenset[int]
+
+
+@dataclass(frozen=True)
 class OrderFrom:
     """A leader's order."""
 
@@ -111,7 +126,17 @@ class Tick:
 
 
 Input: TypeAlias = (
-    Report | Connected | PeerUp | PeerDown | NodeLost | AgentAnswers | OrderFrom | Said | Witnessed | Tick
+    Report
+    | Connected
+    | PeerUp
+    | PeerDown
+    | NodeLost
+    | AgentAnswers
+    | Pulsing
+    | OrderFrom
+    | Said
+    | Witnessed
+    | Tick
 )
 
 # ------------------------------------------------------------------------------------------- outputs

@@ -41,7 +41,7 @@ class Elector(Knowledge):
         content = self._content(event)
         if content and isinstance(event.say, Prepare):
             # It does not know who leads.
-            self._out.append(Meet(event.node, self.standing, ()))
+            self._out.append(Meet(event.node, self.short_standing, ()))
         self.agreement.hear(event.node, event.say, now, content=content)
 
     def _content(self, said: Said) -> bool:
@@ -60,13 +60,13 @@ class Elector(Knowledge):
             if self._reign != self.me:
                 self._reign = self.me
                 self._elected(former, now)
-            self._out.append(Meet(None, self.standing, ()))
+            self._out.append(Meet(None, self.short_standing, ()))
         elif self._led and not self.agreement.elected:
             self._led = False
             if self.leader == self.me:
                 # Refused, for a promise to somebody who may never lead: then this one does again.
                 self.leader, self._wanted = NOBODY, True
-                self._out.append(Meet(None, self.standing, ()))
+                self._out.append(Meet(None, self.short_standing, ()))
         if self.known.index == self._followed:
             return
         self._followed = self.known.index
@@ -84,12 +84,11 @@ class Elector(Knowledge):
             self._out.append(ToAgent(m.Assign(assignment=self.assignment)))
 
     def _campaign_if_due(self, now: float) -> None:
-        """The lowest reachable node tries to lead when nobody leads."""
+        """The lowest voter that can be reached tries to lead when nobody leads."""
         if self.stage == "ended" or self.leads or self.nodes[self.me].lost is not None:
             return
         gone = self.leader not in self.reachable or self.nodes[self.leader].lost is not None
-        living = [node for node in self.reachable if self.nodes[node].lost is None]
-        if not gone or self.spec is None or (min(living) != self.me and not self._wanted):
+        if not gone or self.spec is None or not (self._is_first() or self._wanted):
             self.agreement.resign()
             return
         grace_s = MEETING_GRACE_S
@@ -100,6 +99,13 @@ class Elector(Knowledge):
             return
         self._campaigned = now
         self.agreement.campaign(now)
+
+    def _is_first(self) -> bool:
+        """Whether it is this daemon's turn: of the voters; or of all, where the voters' nodes are lost."""
+        living = [v for v in self.known.voters if v in self.reachable and self.nodes[v].lost is None]
+        if not living and all(v in self.losses for v in self.known.voters):
+            living = [node for node in self.reachable if node not in self.losses]
+        return min(living, default=NOBODY) == self.me
 
     def _end_by_itself(self, now: float) -> None:
         """Cancelled, or never begun, and not enough of the others are there to agree on it."""
@@ -134,7 +140,7 @@ class Elector(Knowledge):
         knows = (told and self.leader not in (NOBODY, self.me)) or (
             theirs.leader == self.me and not self.leads
         )
-        begun = theirs.stage not in ("forming", "ended") and theirs.known.index == self.known.index
+        begun = theirs.stage not in ("forming", "ended") and theirs.newest == self.known.index
         if knows and begun:
             self._enter(theirs.stage, now)
         if told and self.leader not in (NOBODY, self.me):
@@ -146,27 +152,30 @@ class Elector(Knowledge):
 
     def _introduce(self) -> None:
         """Tell the leader all: first where this daemon stands, so that it does not plan without it."""
-        self._out.append(Meet(self.leader, self.standing, ()))
+        self._out.append(Meet(self.leader, self.short_standing, ()))
         self._out.extend(Forward(self.leader, report) for report in self._own_reports())
 
     def _hold_lease(self, now: float) -> None:
         """Without a quorum of the voters this node decides nothing, and after a while ends its ranks."""
-        if self.stage in ("forming", "ended"):
+        if self.stage == "ended":
             return
-        heard = {self.me} | self.reachable | self.answering
+        heard = self.heard_voters
+        if self.stage == "forming":
+            # Whoever was not met yet may just not have started.
+            heard = set(self.known.voters) - self.losses.keys()
         self._lease.renew(self.known.voters, heard, self.agreement.dead, now)
         mine = self.nodes[self.me]
         limit_s = self.spec.limits.lease_s if self.spec is not None else None
         if limit_s is None or mine.lost is not None or self._lease.away_s(now) <= limit_s:
             return
         voters = self.known.voters
-        text = f"it heard {len(heard.intersection(voters))} of {len(voters)} voters for {limit_s:.1f} s"
+        text = f"it heard {len(heard)} of {len(voters)} voters for {limit_s:.1f} s"
         self._note(now, "error", "fenced", f"node-{self.me} ends its ranks: {text}")
         self._lose(NodeLost(self.me, text, self._lease.away_s(now), source="lease"))
 
     def _ask_witness(self, now: float) -> None:
         """Half of the voters is silent: whether it is dead, the cluster's manager may know."""
-        heard = {self.me} | self.reachable | self.answering
+        heard = self.heard_voters
         speaks = min((node for node in heard if self.nodes[node].lost is None), default=None) == self.me
         silent = set(self.known.voters) - heard
         if speaks and self._lease.witness_due(now):

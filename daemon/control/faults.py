@@ -1,9 +1,17 @@
 """Pure: from what the agents report to the faults that the current generation has."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from ckptless.daemon.api.messages import AgentHello, AgentState, Assignment, Place, SlotState
+from ckptless.daemon.api.messages import (
+    AgentHello,
+    AgentState,
+    Assignment,
+    Introduction,
+    Place,
+    SlotState,
+)
 from ckptless.daemon.api.records import FaultSource
 
 # Causes that are consequences as often as they are causes: they start a recovery, but are not counted
@@ -16,7 +24,7 @@ class NodeView:
     """What the control plane knows of one node; `lost`: why it is; `dark`: nothing on it answers."""
 
     node: int
-    hello: AgentHello | None = None
+    hello: AgentHello | Introduction | None = None
     state: AgentState | None = None
     lost: str | None = None
     lost_age_s: float = 0.0
@@ -35,6 +43,34 @@ class NodeView:
     def usable(self) -> bool:
         """Can take ranks and give state."""
         return self.lost is None and self.hello is not None
+
+
+class NodeViews(Mapping[int, NodeView]):
+    """One for each of a job's nodes, made when it is first looked at: most daemons know of few others."""
+
+    def __init__(self, nodes: tuple[int, ...]) -> None:
+        self._nodes = nodes
+        self._members = _members(nodes)
+        self._known: dict[int, NodeView] = {}
+
+    def __getitem__(self, node: int) -> NodeView:
+        view = self._known.get(node)
+        if view is None:
+            if node not in self._members:
+                raise KeyError(node)
+            view = self._known[node] = NodeView(node)
+        return view
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+
+@lru_cache(maxsize=64)
+def _members(nodes: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(nodes)
 
 
 @dataclass(frozen=True)

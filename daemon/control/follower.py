@@ -4,9 +4,11 @@ Who leads, which generation there is, and how the job ends is agreed on; an orde
 another generation, is refused.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.records import Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.decree import Decided
 from ckptless.daemon.control.edges import (
@@ -20,6 +22,7 @@ from ckptless.daemon.control.edges import (
     Output,
     PeerDown,
     PeerUp,
+    Pulsing,
     Report,
     Said,
     Tell,
@@ -29,6 +32,7 @@ from ckptless.daemon.control.edges import (
     Write,
 )
 from ckptless.daemon.control.elector import Elector
+from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.control.knowledge import NOBODY
 
 REPORT_INTERVAL_S = 1.0
@@ -39,11 +43,19 @@ FEW = 64
 class Follower(Elector):
     """Hears everything, and obeys whoever leads."""
 
+    _obeyed: type[m.Order] | None = None
+    _news: set[int] = field(default_factory=set)
+
     def handle(self, event: Input, now: float) -> list[Output]:
         """One input in, all outputs out."""
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[Input], now: float) -> list[Output]:
+        """What has come at one time; what follows from it is looked at once."""
         if not self._since:
             self._since = self._moved = self._started = now
-        self._take(event, now)
+        for event in events:
+            self._take(event, now)
         self._follow(now)
         self._hold_lease(now)
         if self._lease.held:
@@ -61,7 +73,7 @@ class Follower(Elector):
             case Report():
                 self._on_report(event, now)
             case Connected():
-                self._out.append(Meet(event.node, self.standing, self._own_reports()))
+                self._out.append(Meet(event.node, self.standing, self._own_reports(short=False)))
             case PeerUp():
                 self._on_peer_up(event, now)
             case PeerDown():
@@ -69,6 +81,8 @@ class Follower(Elector):
                 self.answering.discard(event.node)
             case AgentAnswers():
                 (self.answering.add if event.answers else self.answering.discard)(event.node)
+            case Pulsing():
+                self.pulsing = event.nodes
             case NodeLost():
                 self._lose(event)
             case OrderFrom():
@@ -83,17 +97,13 @@ class Follower(Elector):
     def _on_report(self, report: Report, now: float) -> None:
         view = self.nodes[report.node]
         message = report.message
-        if isinstance(message, m.AgentHello):
-            self.spec = self.spec or message.spec
-            if view.hello is None:
-                view.hello = message
-                if report.node == self.me:
-                    text = f"{message.info.name}: agent {message.pid} is up"
-                    self._note(now, "info", "agent-up", text)
+        if isinstance(message, m.AgentHello | m.Introduction):
+            self._on_hello(view, message, now)
         elif isinstance(message, m.AgentState):
             if view.state is not None and message.seq <= view.state.seq:
                 return
             view.state = message
+            self._news.add(report.node)
             if report.node == self.me:
                 self._tend()
         elif isinstance(message, m.Cancel):
@@ -101,7 +111,18 @@ class Follower(Elector):
         elif report.node == self.me:
             self._note(now, message.level, message.kind, message.text, message.generation)
         if report.node == self.me and self.leader not in (NOBODY, self.me):
+            if isinstance(message, m.AgentHello):
+                report = Report(self.me, m.Introduction(info=message.info, pid=message.pid))
             self._out.append(Forward(self.leader, report))
+
+    def _on_hello(self, view: NodeView, hello: m.AgentHello | m.Introduction, now: float) -> None:
+        if isinstance(hello, m.AgentHello):
+            self.spec = self.spec or hello.spec
+        if view.hello is not None:
+            return
+        view.hello = hello
+        if view.node == self.me:
+            self._note(now, "info", "agent-up", f"{hello.info.name}: agent {hello.pid} is up")
 
     def _tend(self) -> None:
         """Give the own agent what it missed while its daemon, or a link, was away."""
@@ -110,19 +131,24 @@ class Follower(Elector):
             return
         if self.outcome is not None:
             self._out.append(ToAgent(m.End(outcome=self.outcome)))
-        elif state.assignment is None or state.assignment.generation < self.assignment.generation:
+        elif state.assigned is None or state.assigned < self.assignment.generation:
             self._out.append(ToAgent(m.Assign(assignment=self.assignment)))
 
     def _on_peer_up(self, event: PeerUp, now: float) -> None:
-        self.reachable.add(event.node)
+        if event.direct:
+            self.reachable.add(event.node)
         theirs = event.standing
         if self.nodes[event.node].lost is None:
             # One that is lost may have been cut off, and have taken all others for lost.
             for node, reason, source in theirs.lost:
                 self._lose(NodeLost(node, reason, 0.0, source=source))
-        if theirs.known.index < self.known.index:
+        if theirs.newest < self.known.index:
             self._out.append(Tell(event.node, Decided(decree=self.known)))
-        self.agreement.learn(theirs.known)
+        if theirs.known is not None:
+            self.agreement.learn(theirs.known)
+        elif theirs.newest > self.known.index:
+            # It answers with what this one lacks.
+            self._out.append(Meet(event.node, self.short_standing, ()))
         self.agreement.beware(event.node, theirs.promised)
         self._follow(now)
         self._settle_leader(event.node, theirs, now)
@@ -149,6 +175,10 @@ class Follower(Elector):
         if order.generation != self._generation:
             # Late, or early: what it speaks of is over, or not known here yet, and the leader will repeat it.
             return
+        if type(order) is self._obeyed and self.leader not in (NOBODY, self.me):
+            # Said again: what this node has reported since may be what the leader waits for.
+            self._out.extend(Forward(self.leader, report) for report in self._own_reports())
+        self._obeyed = type(order)
         match order:
             case m.Stop():
                 self._enter("stopping", now)
@@ -166,17 +196,24 @@ class Follower(Elector):
         living = [node for node in self.reachable if self.nodes[node].lost is None]
         ear = self.leader if self.leader != NOBODY else min(living, default=self.me)
         if ear != self.me and self.stage != "ended":
-            self._out.append(Meet(ear, self.standing, self._own_reports()))
+            self._out.append(Meet(ear, self.short_standing, self._own_reports()))
 
     def _periodic(self, now: float) -> None:
         if not self._lease.held:
             self._ask_witness(now)
-        # Each says all there is of all nodes: many do it seldom.
-        if self.spec is not None and now - self._reminded >= max(1.0, (len(self.nodes) / FEW) ** 2):
+        # One ear hears all of them: many do it seldom.
+        if self.spec is not None and now - self._reminded >= max(1.0, len(self.nodes) / FEW):
             self._reminded = now
             self._remind()
         if self.spec is not None and now - self._reported >= REPORT_INTERVAL_S:
             self._reported = now
             self._tend()
-            rows = story.snapshot(self.spec.job, self.nodes, self.assignment, self.reachable, now)
-            self._out.append(Write(tuple(rows), share=False))
+            self._out.append(Write(tuple(self._snapshot(self.spec.job, now)), share=False))
+
+    def _snapshot(self, job: str, now: float) -> list[Record]:
+        """The nodes as this daemon sees them; of many, its own, and where it leads those with news."""
+        views: Mapping[int, NodeView] = self.nodes
+        if len(views) > FEW:
+            views = {node: views[node] for node in {self.me} | (self._news if self.leads else set())}
+        self._news = set()
+        return story.snapshot(job, views, self.assignment, self.reachable, now)

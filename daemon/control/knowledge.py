@@ -1,10 +1,11 @@
 """Pure: what a daemon knows of one job, and how it tells it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.agreement import Agreement
 from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
@@ -26,7 +27,7 @@ class Knowledge:
 
     me: int
     session: str
-    nodes: dict[int, NodeView]
+    nodes: Mapping[int, NodeView]
     durable: Durable | None = None
     may_vote: bool = True
     spec: m.JobSpec | None = None
@@ -35,6 +36,8 @@ class Knowledge:
     leader: int = NOBODY
     reachable: set[int] = field(default_factory=set)
     answering: set[int] = field(default_factory=set)
+    pulsing: frozenset[int] = frozenset()
+    losses: dict[int, NodeLost] = field(default_factory=dict)
     progress: int = 0
     _cancelled: m.Cancel | None = None
     _cancelled_at: float = 0.0
@@ -90,15 +93,32 @@ class Knowledge:
 
     @property
     def standing(self) -> Standing:
-        """What to tell another daemon."""
-        lost = tuple(
-            (node, view.lost, view.lost_source) for node, view in self.nodes.items() if view.lost is not None
-        )
-        return Standing(self.term, self.leader, self.stage, self.known, self.agreement.durable.promised, lost)
+        """What to tell a daemon that has just been met."""
+        promised, lost = self.agreement.durable.promised, self._told_losses
+        return Standing(self.term, self.leader, self.stage, self.known, promised, lost)
 
-    def _own_reports(self) -> tuple[Report, ...]:
+    @property
+    def short_standing(self) -> Standing:
+        """What to tell again and again, or to many; whoever lacks the decree will ask for it."""
+        promised, lost = self.agreement.durable.promised, self._told_losses
+        return Standing(self.term, self.leader, self.stage, None, promised, lost, self.known.index)
+
+    @property
+    def _told_losses(self) -> tuple[tuple[int, str, FaultSource], ...]:
+        return tuple((node, loss.reason, loss.source) for node, loss in self.losses.items())
+
+    @property
+    def heard_voters(self) -> set[int]:
+        """Those whose daemon, or agent, is there, by whatever way that is known; and this one."""
+        sources = (self.reachable, self.answering, self.pulsing)
+        return {v for v in self.known.voters if v == self.me or any(v in source for source in sources)}
+
+    def _own_reports(self, *, short: bool = True) -> tuple[Report, ...]:
         mine = self.nodes[self.me]
-        return tuple(Report(self.me, part) for part in (mine.hello, mine.state) if part is not None)
+        hello: m.AgentHello | m.Introduction | None = mine.hello
+        if short and hello is not None:
+            hello = m.Introduction(info=hello.info, pid=hello.pid)
+        return tuple(Report(self.me, part) for part in (hello, mine.state) if part is not None)
 
     def _lose(self, loss: NodeLost) -> None:
         """Whoever says it first is believed; what others say of the same node is no news."""
@@ -107,6 +127,7 @@ class Knowledge:
             return
         view.lost, view.lost_age_s, view.dark = loss.reason, loss.age_s, loss.dark
         view.lost_source = loss.source
+        self.losses[loss.node] = loss
         if loss.node == self.me and self.outcome is None:
             # The others go on without this node, whatever still runs on it.
             text = f"node-{loss.node} counts as lost: {loss.reason}"

@@ -6,6 +6,7 @@ from ckptless.daemon.api.messages import Message, Order
 from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control.decree import Say
 from ckptless.daemon.control.edges import Report, Standing
+from ckptless.daemon.membership.messages import Alive, Beat, Saw, Suspect
 
 
 class PeerMessage(Message, frozen=True, kw_only=True):
@@ -63,11 +64,29 @@ class JobKey(PeerMessage, frozen=True, kw_only=True):
     masked: bytes
 
 
-class Beat(Message, frozen=True, kw_only=True):
-    """The sender lives."""
+Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Rows | Gone | Alive
 
 
-DaemonMessage: TypeAlias = Meeting | Forwarded | Ordered | Agree | Rows | Gone | JobKey | Beat
+class Relayed(PeerMessage, frozen=True, kw_only=True):
+    """What the daemon of node `origin` says, passed on: to that of node `to`, or with None to all.
+
+    `serial` grows with every message of an origin; `hops` is how often it may still be passed on.
+    """
+
+    origin: int
+    to: int | None
+    serial: int
+    hops: int
+    said: Said
+
+
+class Bundle(PeerMessage, frozen=True, kw_only=True):
+    """Several that go the same way."""
+
+    relayed: tuple[Relayed, ...]
+
+
+DaemonMessage: TypeAlias = Said | Relayed | Bundle | JobKey | Beat | Suspect | Saw
 
 
 class PutRecord(Message, frozen=True, kw_only=True):

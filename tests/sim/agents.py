@@ -73,8 +73,9 @@ class Agent:
         self._seq += 1
         slots = tuple(slot.told(self.world.events.now) for slot in self.slots)
         holdings = self.vault.holdings() if self.frozen is not None else None
+        assigned = self.assignment.generation if self.assignment is not None else None
         return m.AgentState(
-            seq=self._seq, slots=slots, assignment=self.assignment, frozen=self.frozen, holdings=holdings
+            seq=self._seq, slots=slots, assigned=assigned, frozen=self.frozen, holdings=holdings
         )
 
     def _changed(self) -> None:

@@ -1,19 +1,21 @@
-"""One life of a daemon: `daemon.jobs.JobSession`, shipped as it is, with invented outlets.
+"""One life of a daemon: `daemon.jobs.JobSession` and `daemon.peering.Peering`, shipped as they are.
 
-What `daemon.service` and `daemon.mesh` do around it is done here in virtual time: links to the other
-daemons, the connection of the agent, the probe of a node whose daemon is away.
+What `daemon.runtime`, `daemon.mesh` and the kernel do around them is done here in virtual time: connections
+to the other daemons and to the agent, a disk, and what comes of knocking at a node.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import EventRecord, Record
-from ckptless.daemon.config import Peer
+from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Ballot, Durable, Prepare, Propose
 from ckptless.daemon.jobs import JobSession, Memory
+from ckptless.daemon.membership.watch import Answer
+from ckptless.daemon.peering import Peering
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.roster import Roster
 
@@ -24,23 +26,27 @@ if TYPE_CHECKING:
     from .world import World
 
 TICK_S = 0.1
-PROBE_S = 0.1
-DARK_S = 0.6
-PROBE_DEADLINE_S = 0.3
+TIMES = Timers(beat_s=0.1, dark_s=0.6)
+KNOCK_DEADLINE_S = 0.2
+FLUSH_S = 0.005
+# Clocks of daemons differ by up to so much.
+SKEW_S = 500.0
 
 
 class Daemon:
-    """Also the Outlets of its one job."""
+    """Also the Outlets of its one job, and its Wires."""
 
     def __init__(self, world: "World", node: int) -> None:
         self.world, self.node, self.name = world, node, f"daemon-{node}"
         self.alive = True
         self.links: dict[int, Channel[p.DaemonMessage]] = {}
         self._session: JobSession | None = None
+        self._peering: Peering | None = None
         self._agent: Agent | None = None
         self._orders: Channel[m.Order] | None = None
-        self._probes: dict[int, float] = {}
         self._written = 0.0
+        self._awake_at = 0.0
+        self._skew_s = world.random.uniform(-SKEW_S, SKEW_S)
         self._proposed: set[tuple[Ballot, int]] = set()
         self._tick()
 
@@ -49,21 +55,49 @@ class Daemon:
         """The control plane, once anybody has spoken of the job."""
         return self._session.control if self._session is not None else None
 
+    def _now(self) -> float:
+        return self.world.wall_clock() + self._skew_s
+
     def _tick(self) -> None:
-        if self.alive:
-            self._feed(e.Tick())
-            self.world.events.after(TICK_S, self._tick)
+        if not self.alive:
+            return
+        if self._sleeps(self._tick):
+            return
+        self._feed(e.Tick())
+        self._do(Peering.tick)
+        self.world.events.after(TICK_S, self._tick)
+
+    def stop_for(self, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later: nothing is lost, everything is late."""
+        self._awake_at = max(self._awake_at, self.world.events.now + seconds)
+
+    def _sleeps(self, action: Callable[[], None]) -> bool:
+        """Whether it is stopped; then this is done when it goes on."""
+        if self.world.events.now >= self._awake_at:
+            return False
+        self.world.events.at(self._awake_at, action)
+        return True
 
     def _open(self) -> JobSession:
         if self._session is None:
             peers = tuple(Peer(node=n, name="", address="", port=0) for n in sorted(self.world.agents))
-            now = self.world.wall_clock
             memory = Memory(durable=self.world.disks.get(self.node))
-            self._session = JobSession(self.world.spec.job, Roster(self.node, peers), self, now, memory)
+            roster = Roster(self.node, peers)
+            self._session = JobSession(self.world.spec.job, roster, self, self._now, memory)
+            self._peering = Peering(roster, self._session, self, TIMES, self._now)
             self.world.checks.remembers(self)
+            self._peering.start()
             for node in list(self.links):
-                self._feed(e.Connected(node))
+                self._peering.linked(node)
         return self._session
+
+    def _do(self, action: Callable[[Peering], None]) -> None:
+        """Something happens to the job, if it is known here; and what is to be checked after it."""
+        if self._peering is not None and self._session is not None and self.alive:
+            stage = self._session.control.stage
+            action(self._peering)
+            self._moved(stage)
+            self.world.checks.knows(self)
 
     def _feed(self, event: e.Input) -> None:
         if self._session is not None and self.alive:
@@ -82,47 +116,65 @@ class Daemon:
     def peer_up(self, node: int, link: Channel[p.DaemonMessage]) -> None:
         """A link is there."""
         self.links[node] = link
-        self._probes.pop(node, None)
-        self._feed(e.Connected(node))
+        self._do(lambda peering: peering.linked(node))
 
     def peer_down(self, node: int, why: str) -> None:
         """A link is no more."""
         if not self.alive or self.links.pop(node, None) is None:
             return
-        self._feed(e.PeerDown(node))
-        if node not in self._probes:
-            self._probes[node] = self.world.events.now
-            self._probe(node, why, self.world.events.now)
+        self._do(lambda peering: peering.unlinked(node, why))
+        self.world.dial(min(node, self.node), max(node, self.node))
 
     def peer_says(self, node: int, message: p.DaemonMessage) -> None:
         """A message of another daemon."""
-        if not self.alive or isinstance(message, p.Beat):
+        if not self.alive or self._sleeps(lambda: self.peer_says(node, message)):
             return
-        session = self._open()
-        stage = session.control.stage
-        session.hear(node, message)
-        self._moved(stage)
-        self.world.checks.knows(self)
+        self._open()
+        self._do(lambda peering: peering.hear(node, message))
 
-    def _probe(self, node: int, why: str, since: float) -> None:
-        """While its agent answers, a node lives, whatever its daemon does."""
-        if not self.alive or self._probes.get(node) != since:
-            return
-        control, agent = self.control, self.world.agents[node]
-        # As the daemon does it: without a job there is nothing to ask for.
-        if control is None or control.nodes[node].lost is not None:
-            return
-        away_s = self.world.events.now - since
-        apart = self.world.network.apart(self.node, node)
-        dark = apart or agent.dark
-        self._feed(e.AgentAnswers(node, agent.alive and not apart))
-        gone = away_s > DARK_S and control.decides if dark else True
-        if control.outcome is None and (apart or not agent.alive) and gone:
-            reason = f"{why}, and its agent is gone"
-            self._lose(e.NodeLost(node, reason, away_s, dark, source="membership"))
-            return
-        pause_s = PROBE_DEADLINE_S if dark else PROBE_S
-        self.world.events.after(pause_s, lambda: self._probe(node, why, since))
+    # --------------------------------------------------------------------------- Wires, for Peering
+
+    @property
+    def up(self) -> Collection[int]:
+        """See peering.Wires."""
+        return self.links.keys()
+
+    def want(self, nodes: frozenset[int]) -> None:
+        """See peering.Wires: here, each is connected to each."""
+
+    def send(self, node: int, message: p.DaemonMessage) -> bool:
+        """See peering.Wires."""
+        link = self.links.get(node)
+        if link is None or not self.alive:
+            return False
+        link.send(message)
+        return True
+
+    def hang_up(self, node: int, why: str) -> None:
+        """See peering.Wires. The other side hears of it where anything gets there."""
+        self.world.hang_up(self, node, why)
+
+    def look(self, node: int, address: tuple[str, int], *, agent: bool) -> None:
+        """See peering.Wires: the kernel of the node answers, if anything gets there and back."""
+        self.world.soon(lambda: self._knock(node, agent=agent))
+
+    def _knock(self, node: int, *, agent: bool) -> None:
+        there = self.world.agents[node]
+        if there.dark or self.world.network.apart(self.node, node):
+            self.world.events.after(KNOCK_DEADLINE_S, lambda: self._looked(node, "silent"))
+        else:
+            listens: Answer = "open" if there.alive else "refused"
+            self.world.soon(lambda: self._looked(node, listens if agent else "lives"))
+
+    def _looked(self, node: int, answer: Answer) -> None:
+        if answer == "silent" and self.world.events.now < self._awake_at:
+            answer = "unsure"
+        if not self._sleeps(lambda: self._looked(node, answer)):
+            self._do(lambda peering: peering.looked(node, answer))
+
+    def flush_soon(self) -> None:
+        """See peering.Wires."""
+        self.world.events.after(FLUSH_S, lambda: self._do(Peering.flush))
 
     # ----------------------------------------------------------------------------------- the agent
 
@@ -133,21 +185,22 @@ class Daemon:
 
     def agent_says(self, message: m.FromAgent) -> None:
         """A message of this node's agent."""
-        if self.alive:
+        if self.alive and not self._sleeps(lambda: self.agent_says(message)):
             self._open()
             self._feed(e.Report(self.node, message))
 
     def agent_hung_up(self) -> None:
         """The agent is gone."""
+        if self.alive and self._sleeps(self.agent_hung_up):
+            return
         self._agent = self._orders = None
         control = self.control
-        if not self.alive or control is None or control.outcome is not None:
-            return
-        self._lose(e.NodeLost(self.node, "its agent is gone", 0.0, source="agent"))
+        if control is not None and control.outcome is None:
+            self.lose(e.NodeLost(self.node, "its agent is gone", 0.0, source="agent"))
 
-    def _lose(self, loss: e.NodeLost) -> None:
-        self._feed(loss)
-        self._send_all(p.Gone(job=self.world.spec.job, **vars(loss)))
+    def lose(self, loss: e.NodeLost) -> None:
+        """See runtime.JobRuntime."""
+        self._do(lambda peering: peering.lose(loss))
 
     # --------------------------------------------------------------------------------------- death
 
@@ -167,22 +220,23 @@ class Daemon:
                 link.cut()
             if back is not None:
                 back.cut()
-            down = self._downer(other, dark)
+            down = DownCall(other, self.node, "its daemon closed the connection")
             if dark:
-                self.world.events.after(DARK_S, down)
-            elif lose:
+                continue  # silence must do
+            if lose:
                 self.world.soon(down)
             else:
                 link.finish(down)
 
-    def _downer(self, other: "Daemon", dark: bool) -> "DownCall":
-        why = "silent" if dark else "its daemon closed the connection"
-        return DownCall(other, self.node, why)
-
     # ----------------------------------------------------------------------- Outlets, for JobSession
 
-    def to_daemon(self, node: int, message: p.DaemonMessage) -> None:
+    def to_daemon(self, node: int, message: p.Said) -> None:
         """See jobs.Outlets."""
+        self._about_to_say(message)
+        assert self._peering is not None
+        self._peering.to_daemon(node, message)
+
+    def _about_to_say(self, message: p.Said) -> None:
         if isinstance(message, p.Agree):
             self.world.checks.says(self, message.say)
         if isinstance(message, p.Agree) and isinstance(message.say, Prepare):
@@ -190,9 +244,6 @@ class Daemon:
         elif isinstance(message, p.Agree) and isinstance(message.say, Propose):
             self._proposes(message.say)
             self.world.stage_entered("proposing")
-        link = self.links.get(node)
-        if link is not None and self.alive:
-            link.send(message)
 
     def _proposes(self, say: Propose) -> None:
         key = (say.ballot, say.decree.index)
@@ -205,16 +256,14 @@ class Daemon:
             self.world.checks.proposed(self, new)
         self._proposed.add(key)
 
-    def to_all_daemons(self, message: p.DaemonMessage) -> None:
+    def to_all_daemons(self, message: p.Said) -> None:
         """See jobs.Outlets. Rows go to ledgers, which nobody reads here."""
         if isinstance(message, p.Ordered):
             self.world.checks.ordered(message)
         if not isinstance(message, p.Rows):
-            self._send_all(message)
-
-    def _send_all(self, message: p.DaemonMessage) -> None:
-        for node in list(self.links):
-            self.to_daemon(node, message)
+            self._about_to_say(message)
+            assert self._peering is not None
+            self._peering.to_all(message)
 
     def to_agent(self, order: m.Order) -> None:
         """See jobs.Outlets."""
@@ -240,7 +289,7 @@ class Daemon:
         self.world.events.at(self._written, lambda: self._save(durable, then))
 
     def _save(self, durable: Durable, then: Callable[[], None]) -> None:
-        if self.alive:
+        if self.alive and not self._sleeps(lambda: self._save(durable, then)):
             self.world.disks[self.node] = durable
             if durable.vote is not None:
                 self.world.stage_entered("voting")
@@ -253,6 +302,8 @@ class Daemon:
 
     def hear_witness(self, nodes: set[int]) -> None:
         """The cluster's manager holds these for dead."""
+        if self._sleeps(lambda: self.hear_witness(nodes)):
+            return
         self._feed(e.Witnessed(tuple(sorted(nodes))))
 
 

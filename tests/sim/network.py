@@ -38,10 +38,6 @@ class Network:
         world.story.tell("fault", f"the network is cut: {sorted(side)} and the others, for {away_s:.2f} s")
         self.side = side
         self.ever |= set(world.agents)
-        for node, daemon in world.daemons.items():
-            for other in [other for other in daemon.links if self.apart(node, other)]:
-                late = DARK_S * (1 + 0.2 * world.random.random())
-                world.events.after(late, lambda daemon=daemon, other=other: self._dark(daemon, other))  # type: ignore[misc]
         world.events.after(away_s, self._heal)
         if away_s > LEASE_OVER_S:
             voters, faults = world.checks.voters, len(world.control_faults)
@@ -53,18 +49,6 @@ class Network:
         if self.side == side and len(world.control_faults) == faults and world.checks.outcome is None:
             for half in (set(side), set(world.agents) - side):
                 world.checks.cut_off(half, voters)
-
-    def _dark(self, daemon: "Daemon", other: int) -> None:
-        """Nothing has been heard over a link for too long: it is closed."""
-        link = daemon.links.get(other)
-        if link is None or not self.apart(daemon.node, other):
-            return
-        link.cut()
-        there = self._world.daemons.get(other)
-        back = there.links.get(daemon.node) if there is not None else None
-        if back is not None:
-            back.cut()
-        daemon.peer_down(other, "silent")
 
     def _heal(self) -> None:
         world = self._world

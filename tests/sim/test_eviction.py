@@ -36,7 +36,7 @@ def someone_says(world: World, random: Random) -> Iterator[bool]:
     world.faulted("evict")
     # The checks hold a node for sound that nobody has a reason to give up.
     world.network.ever.add(node)
-    daemon._lose(NodeLost(node, "somebody says so", 0.0, source=source))
+    daemon.lose(NodeLost(node, "somebody says so", 0.0, source=source))
     yield True
 
 

@@ -21,10 +21,10 @@ from .story import Story, Violation
 T = TypeVar("T")
 
 # A clock like a daemon's, which is never 0.
-EPOCH_S = 1000.0
+EPOCH_S = 100_000.0
 # With no more faults, a job is over within this time.
 BOUND_S = 60.0
-EVENTS_MAX = 50_000
+EVENTS_MAX = 300_000
 SLOW_CHANCE = 0.03
 
 
@@ -77,7 +77,9 @@ class World:
         self.checks.finished()
 
     def _deadline(self) -> float:
-        if not self.generation:
+        controls = [daemon.control for daemon in self.daemons.values()]
+        if not self.generation or any(c is not None and c.stage == "forming" for c in controls):
+            # Nobody who lives may know that there was a first generation.
             return FORMING_DEADLINE_S + BOUND_S
         return max([self.formed_at, *self.training_faults[-1:], *self.control_faults[-1:]]) + BOUND_S
 
@@ -249,6 +251,27 @@ class World:
         self.soon(lambda: one.peer_down(high, why))
         self.soon(lambda: two.peer_down(low, why))
         self.events.after(away_s, lambda: self._restore_link(low, high))
+
+    def hang_up(self, daemon: Daemon, node: int, why: str) -> None:
+        """A daemon ends a link that it hears nothing over."""
+        link = daemon.links.get(node)
+        if link is None:
+            return
+        link.cut()
+        there = self.daemons.get(node)
+        back = there.links.get(daemon.node) if there is not None else None
+        if there is not None and back is not None:
+            back.cut()
+            self.network.when_joined(
+                daemon.node, node, lambda: self.soon(lambda: self._reset(there, daemon.node, back))
+            )
+        self.soon(lambda: daemon.peer_down(node, why))
+
+    @staticmethod
+    def _reset(daemon: Daemon, node: int, link: Channel[p.DaemonMessage]) -> None:
+        """The other end of a link has ended it."""
+        if daemon.links.get(node) is link:
+            daemon.peer_down(node, "the other end hung up")
 
     def _restore_link(self, low: int, high: int) -> None:
         # For as long as it was away, two leaders may have disagreed.

@@ -74,7 +74,7 @@ def trains(node: int, assignment: m.Assignment, seq: int = 1, phase: m.Phase = "
     if not assignment.ranks_on(node):
         phase = "waiting"
     slot = m.SlotState(slot=0, phase=phase, generation=assignment.generation, hooked=True, step=STEP)
-    return m.AgentState(seq=seq, slots=(slot,), assignment=assignment)
+    return m.AgentState(seq=seq, slots=(slot,), assigned=assignment.generation)
 
 
 @dataclass

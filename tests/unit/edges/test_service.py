@@ -596,7 +596,7 @@ def bad_assignment() -> m.AgentState:
         store_node=9,
         restore_step=None,
     )
-    return m.AgentState(seq=5, slots=(), assignment=assignment)
+    return m.AgentState(seq=5, slots=(), assigned=assignment.generation)
 
 
 @pytest.mark.parametrize("node", [0, -1])

@@ -1,0 +1,1 @@
+"""Who lives: each daemon watches a few others, and asks others before it accuses one. All pure."""

@@ -1,0 +1,30 @@
+"""What daemons say to each other about who lives."""
+
+from ckptless.daemon.api.messages import Message
+
+
+class Beat(Message, frozen=True, kw_only=True):
+    """The sender lives. `pulses`: the newest known sign of life of each voter, as (node, its clock in ms)."""
+
+    pulses: tuple[tuple[int, int], ...] = ()
+
+
+class Suspect(Message, frozen=True, kw_only=True):
+    """The sender does not hear `node`, of which `incarnation` is the newest that it knows. Do you?"""
+
+    node: int
+    incarnation: int
+
+
+class Saw(Message, frozen=True, kw_only=True):
+    """Answer to Suspect: whether anything on the node has answered the sender just now."""
+
+    node: int
+    lives: bool
+
+
+class Alive(Message, frozen=True, kw_only=True):
+    """The node itself says, to all: I am suspected, and live. A higher incarnation than the suspicion's."""
+
+    node: int
+    incarnation: int

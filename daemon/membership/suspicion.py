@@ -1,0 +1,54 @@
+"""Pure: how long a silent node is only suspected, and how much a daemon trusts its own senses.
+
+After Dadgar, Phillips and Currey, Lifeguard: local health awareness for more accurate failure detection
+(2018), as in hashicorp/memberlist `suspicion.go` and `awareness.go`.
+"""
+
+from dataclasses import dataclass, field
+from math import log
+
+# Without anybody who says the same, a suspicion takes so many times as long.
+ALONE_FACTOR = 3.0
+# A daemon that gets no CPU takes so many times as long, at most, to accuse anybody.
+WORST = 8
+# After so many seconds without a complaint it trusts itself a little more.
+BETTER_AFTER_S = 1.0
+
+
+def suspicion_s(shortest_s: float, confirmed: int, asked: int) -> float:
+    """Seconds from the last sign of life to the verdict, where `confirmed` of `asked` others say the same."""
+    if not asked or confirmed >= asked:
+        return shortest_s
+    longest_s = ALONE_FACTOR * shortest_s
+    return longest_s - (longest_s - shortest_s) * log(confirmed + 1) / log(asked + 1)
+
+
+@dataclass
+class LocalHealth:
+    """Of this daemon: 0 is sound; each point makes it wait once more as long before it accuses."""
+
+    score: int = 0
+    _since: float = 0.0
+
+    @property
+    def factor(self) -> int:
+        """What timeouts are multiplied by."""
+        return 1 + self.score
+
+    def worse(self, now: float, points: int = 1) -> None:
+        """It was late itself, or had accused a node that lives."""
+        self.score, self._since = min(WORST, self.score + points), now
+
+    def on_time(self, now: float) -> None:
+        """Nothing to complain of."""
+        if self.score and now - self._since >= BETTER_AFTER_S:
+            self.score, self._since = self.score - 1, now
+
+
+@dataclass
+class Suspicion:
+    """That a node is dark: `asked` have been asked, of whom `confirmed` hear nothing of it either."""
+
+    incarnation: int
+    asked: frozenset[int]
+    confirmed: set[int] = field(default_factory=set)

@@ -1,0 +1,334 @@
+"""Pure: which of the watched nodes are gone: SWIM's suspicion, Lifeguard's health. Inputs in, outputs out.
+
+A node is watched by its neighbours. Silent for half of `dark_s`, it is suspected: the watcher looks whether
+anything on the node answers (a connection to its agent, which its kernel takes even where every process is
+stopped or starved), and asks three others to look as well. Whoever is suspected hears of it and objects.
+The verdict takes `dark_s` without a sign of life where all who were asked say the same, up to three times as
+long where they do not, each times what this daemon's own health is (`suspicion.LocalHealth`).
+
+A node whose machine answers, but has no agent any more, is lost at once.
+(Das, Gupta and Motivala, SWIM, 2002.)
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+from ckptless.daemon.membership.messages import Alive, Saw, Suspect
+from ckptless.daemon.membership.suspicion import LocalHealth, Suspicion, suspicion_s
+
+# What came of looking at a node, at its agent: "open", "refused" (the machine lives, the agent does not) or
+# "silent". Where no agent of it is known, at its daemon: "lives" or "silent". "unsure": nobody knows where to
+# look, or this daemon was too late itself to see the answer.
+Answer = Literal["open", "refused", "lives", "silent", "unsure"]
+
+LOOK_EVERY_S = 0.1
+ASKED = 3
+
+
+class Times(Protocol):
+    """How daemons watch each other, in seconds; see `config.Timers`."""
+
+    @property
+    def beat_s(self) -> float:
+        """Between two signs of life."""
+
+    @property
+    def dark_s(self) -> float:
+        """From the last sign of life to the verdict."""
+
+
+# ------------------------------------------------------------------------------------------- outputs
+
+
+@dataclass(frozen=True)
+class Look:
+    """See whether anything on the node answers; the answer is given to `looked`."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """The connection to its daemon is silent: end it."""
+
+    node: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """To one daemon that there is a connection to."""
+
+    node: int
+    message: Suspect | Saw
+
+
+@dataclass(frozen=True)
+class Spread:
+    """To all daemons."""
+
+    message: Alive
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Whether the agent of a node whose daemon is away has answered just now."""
+
+    node: int
+    answers: bool
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The verdict. `age_s`: since the last sign of life; `dark`: nothing on it answers."""
+
+    node: int
+    reason: str
+    age_s: float
+    dark: bool
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """A suspicion was wrong."""
+
+    node: int
+    why: str
+
+
+Output: TypeAlias = Look | HangUp | Say | Spread | Answers | Gone | Withdrawn
+
+
+@dataclass
+class _Watched:
+    """`heard`: the last word of its daemon; `lived`: the last sign of life of the node. Or the beginning.
+
+    `why` its last connection ended. `dark`: at the last look nothing answered.
+    """
+
+    heard: float
+    lived: float
+    linked: bool = False
+    why: str | None = None
+    gone: bool = False
+    looked: float = 0.0
+    dark: bool = False
+    suspicion: Suspicion | None = None
+
+
+@dataclass
+class Membership:
+    """Of the daemon of node `me`."""
+
+    me: int
+    times: Times
+    health: LocalHealth = field(default_factory=LocalHealth)
+    _watched: dict[int, _Watched] = field(default_factory=dict)
+    _looking: set[int] = field(default_factory=set)
+    _askers: dict[int, set[int]] = field(default_factory=dict)
+    _incarnations: dict[int, int] = field(default_factory=dict)
+    _due: float = 0.0
+    _decides: bool = False
+    _out: list[Output] = field(default_factory=list)
+
+    def take(self) -> list[Output]:
+        """What is to be done since the last time."""
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def watched(self) -> Collection[int]:
+        """Whom it watches."""
+        return self._watched.keys()
+
+    def was_met(self, node: int) -> bool:
+        """Whether there was a connection to the daemon of a watched node before."""
+        return node in self._watched and self._watched[node].why is not None
+
+    def away(self, now: float) -> set[int]:
+        """Those to whose daemon there has been no connection for some time."""
+        long_s = 2 * self.times.dark_s
+        return {node for node, one in self._watched.items() if not one.linked and now - one.heard > long_s}
+
+    # ------------------------------------------------------------------------------ what happens
+
+    def watch(self, nodes: Collection[int], links: Collection[int], now: float) -> None:
+        """These, and no others, from now on; to some of them there are connections already."""
+        for node in [node for node in self._watched if node not in nodes]:
+            del self._watched[node]
+        for node in nodes:
+            if node not in self._watched:
+                self._watched[node] = _Watched(heard=now, lived=now, linked=node in links)
+
+    def linked(self, node: int, now: float) -> None:
+        """There is a connection to its daemon."""
+        one = self._watched.setdefault(node, _Watched(heard=now, lived=now))
+        one.linked, one.gone, one.heard = True, False, now
+        self._lives(node, one, now, "its daemon has connected")
+
+    def unlinked(self, node: int, why: str, now: float) -> None:
+        """There is none any more."""
+        one = self._watched.get(node)
+        if one is not None:
+            one.linked, one.why, one.looked = False, why, 0.0
+            self._look(node, one, now)
+
+    def heard(self, node: int, now: float) -> None:
+        """Its daemon has said something."""
+        one = self._watched.get(node)
+        if one is not None:
+            one.heard = now
+            self._lives(node, one, now, "it was heard again")
+
+    def known_gone(self, node: int) -> None:
+        """Its fate is decided: there is nothing to find out any more."""
+        if node in self._watched:
+            self._watched[node].gone = True
+
+    def tick(self, now: float, *, decides: bool) -> bool:
+        """Time has passed; whether a beat is due. `decides`: this node hears a quorum, and may judge."""
+        if decides and not self._decides:
+            # What it saw while it was cut off says nothing of the others.
+            for one in self._watched.values():
+                one.dark, one.suspicion = False, None
+        self._decides = decides
+        beat = now >= self._due
+        if beat:
+            self._be_honest(now)
+        for node, one in self._watched.items():
+            if one.linked and now - one.heard > self.times.dark_s:
+                # However this daemon is: what it does not hear keeps no lease of its own alive.
+                self._out.append(HangUp(node, f"its daemon was silent for {now - one.heard:.1f} s"))
+            if not one.gone:
+                self._consider(node, one, now, decides=decides)
+        return beat
+
+    def looked(self, node: int, answer: Answer, now: float) -> None:
+        """What came of a Look."""
+        self._looking.discard(node)
+        askers = self._askers.pop(node, set())
+        if answer != "unsure":
+            self._out += [Say(asker, Saw(node=node, lives=answer != "silent")) for asker in sorted(askers)]
+        one = self._watched.get(node)
+        if one is None or one.gone:
+            return
+        one.dark = answer == "silent"
+        if answer == "open":
+            self._lives(node, one, now, "its agent answers")
+        if answer in ("open", "silent") and not one.linked:
+            self._out.append(Answers(node, answer == "open"))
+        if answer == "lives":
+            self._lives(node, one, now, "its machine answers")
+        if answer == "refused" and not one.linked:
+            self._lose(node, one, "its agent is gone", now, dark=False)
+
+    def hear(self, sender: int, message: Suspect | Saw | Alive, now: float) -> None:
+        """What another daemon says of who lives."""
+        match message:
+            case Suspect():
+                self._asked(sender, message, now)
+            case Saw():
+                self._answered(sender, message, now)
+            case Alive():
+                self._objected(message, now)
+
+    # ---------------------------------------------------------------------------------- judging
+
+    def _be_honest(self, now: float) -> None:
+        """A daemon that was late itself has missed what came meanwhile: that silence was its own."""
+        late_s = now - self._due if self._due else 0.0
+        on_time = self._due and late_s <= self.times.beat_s
+        self._due = (self._due if on_time else now) + self.times.beat_s
+        if late_s <= self.times.beat_s:
+            self.health.on_time(now)
+            return
+        self.health.worse(now, int(late_s / self.times.beat_s))
+        for one in self._watched.values():
+            one.heard, one.lived = min(now, one.heard + late_s), min(now, one.lived + late_s)
+
+    def _consider(self, node: int, one: _Watched, now: float, *, decides: bool) -> None:
+        patience_s = self.times.dark_s * self.health.factor
+        if now - one.lived > patience_s / 2 and (one.linked or one.dark):
+            self._suspect(node, one)
+        if one.suspicion is not None or not one.linked:
+            self._look(node, one, now)
+        if one.suspicion is None or not one.dark or not decides:
+            return
+        confirmed, asked = len(one.suspicion.confirmed), len(one.suspicion.asked)
+        if now - one.lived >= suspicion_s(patience_s, confirmed, asked):
+            what = f"nothing on it answers, {confirmed} of {asked} others say the same"
+            self._lose(node, one, what, now, dark=True)
+
+    def _suspect(self, node: int, one: _Watched) -> None:
+        if one.suspicion is not None:
+            return
+        known = self._incarnations.get(node, 0)
+        sound = [other for other, its in self._watched.items() if its.linked and its.lived > one.lived]
+        # Each watcher of a node asks others than the next one does.
+        start = (self.me + node) % len(sound) if sound else 0
+        asked = frozenset((sound[start:] + sound[:start])[:ASKED])
+        one.suspicion = Suspicion(known, asked)
+        question = Suspect(node=node, incarnation=known)
+        self._out += [Say(other, question) for other in sorted(asked)]
+        if one.linked:
+            self._out.append(Say(node, question))
+
+    def _look(self, node: int, one: _Watched, now: float) -> None:
+        if node not in self._looking and now - one.looked >= LOOK_EVERY_S and not one.gone:
+            one.looked = now
+            self._looking.add(node)
+            self._out.append(Look(node))
+
+    def _lives(self, node: int, one: _Watched, now: float, why: str) -> None:
+        one.lived, one.dark = now, False
+        if one.suspicion is not None:
+            one.suspicion = None
+            self._out.append(Withdrawn(node, why))
+
+    def _lose(self, node: int, one: _Watched, what: str, now: float, *, dark: bool) -> None:
+        one.gone = True
+        why = one.why or "its daemon was never met"
+        self._out.append(Gone(node, f"{why}; {what}", now - one.lived, dark))
+
+    # ----------------------------------------------------------------------------------- others
+
+    def _asked(self, sender: int, message: Suspect, now: float) -> None:
+        node = message.node
+        if node == self.me:
+            self._incarnations[node] = max(message.incarnation, self._incarnations.get(node, 0)) + 1
+            self.health.worse(now)
+            self._out.append(Spread(Alive(node=node, incarnation=self._incarnations[node])))
+            return
+        one = self._watched.get(node)
+        if one is not None and one.linked and now - one.heard < self.times.dark_s / 2:
+            # It can say so itself, too, which whoever else suspects it hears.
+            self._out.append(Say(sender, Saw(node=node, lives=True)))
+            self._out.append(Say(node, message))
+        else:
+            self._askers.setdefault(node, set()).add(sender)
+            if node not in self._looking:
+                self._looking.add(node)
+                self._out.append(Look(node))
+
+    def _answered(self, sender: int, message: Saw, now: float) -> None:
+        one = self._watched.get(message.node)
+        if one is None or one.suspicion is None or sender not in one.suspicion.asked:
+            return
+        if message.lives:
+            self.health.worse(now)
+            self._lives(message.node, one, now, f"node-{sender} sees it")
+            if not one.linked:
+                self._out.append(Answers(message.node, answers=True))
+        else:
+            one.suspicion.confirmed.add(sender)
+
+    def _objected(self, message: Alive, now: float) -> None:
+        node = message.node
+        if message.incarnation <= self._incarnations.get(node, 0):
+            return
+        self._incarnations[node] = message.incarnation
+        one = self._watched.get(node)
+        if one is not None and not one.gone and one.suspicion is not None:
+            self.health.worse(now)
+            self._lives(node, one, now, "it objects")

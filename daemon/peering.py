@@ -1,0 +1,282 @@
+"""One job's other daemons, without any I/O: whom to be connected to, who lives, and how a message gets there.
+
+Between the control plane (`jobs`) and the connections (`mesh`, or a simulator's): sends what it is given to
+neighbours, and by way of them to everybody else; watches the neighbours.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from ckptless.daemon.api.messages import AgentEvent
+from ckptless.daemon.control import edges as e
+from ckptless.daemon.jobs import JobSession
+from ckptless.daemon.membership import watch as w
+from ckptless.daemon.membership.messages import Alive, Beat, Saw, Suspect
+from ckptless.daemon.membership.overlay import overlay
+from ckptless.daemon.membership.pulses import Pulses
+from ckptless.daemon.membership.router import MOST_HOPS, Router
+from ckptless.daemon.peers import messages as p
+from ckptless.daemon.roster import Roster
+
+logger = logging.getLogger(__name__)
+
+# Serials of a daemon's messages grow from life to life: it says far fewer than a million in a second.
+SERIALS_PER_S = 1 << 20
+# A pulse that is passed on waits for the next beat of everybody on its way.
+PULSE_HOPS = 4
+
+
+class Wires(Protocol):
+    """Connections to other daemons."""
+
+    @property
+    def up(self) -> Collection[int]:
+        """Nodes to whose daemon there is one."""
+
+    def want(self, nodes: frozenset[int]) -> None:
+        """Keep connections to these; those that dial this daemon are taken, too."""
+
+    def send(self, node: int, message: p.DaemonMessage) -> bool:
+        """Queue a message; False where there is no connection."""
+
+    def hang_up(self, node: int, why: str) -> None:
+        """End a connection; `Peering.unlinked` follows."""
+
+    def look(self, node: int, address: tuple[str, int], *, agent: bool) -> None:
+        """See whether anything listens there, the node's agent or its daemon; `Peering.looked` follows."""
+
+    def flush_soon(self) -> None:
+        """Call `Peering.flush` in a few milliseconds."""
+
+
+class Peering:
+    """Owned by the daemon's event loop. `times` are in seconds, as is what `now` gives."""
+
+    def __init__(
+        self, roster: Roster, session: JobSession, wires: Wires, times: w.Times, now: Callable[[], float]
+    ) -> None:
+        self._roster, self._session, self._wires = roster, session, wires
+        self._times, self._now = times, now
+        self._me = roster.me
+        self.overlay = overlay(session.job, roster.nodes)
+        self._member = w.Membership(self._me, times)
+        self._router = Router(self._me, int(now() * SERIALS_PER_S))
+        self._pulses = Pulses(self._me)
+        self._queued: dict[int, list[p.Relayed]] = {}
+        self._voters: tuple[int, ...] = ()
+        self._away: set[int] = set()
+        self._fresh: frozenset[int] = frozenset()
+        self._addresses = {peer.node: (peer.address, peer.port) for peer in roster.peers}
+
+    # ------------------------------------------------------------------------------ what happens
+
+    def start(self) -> None:
+        """Say whom to be connected to."""
+        self._choose(self._now())
+
+    def linked(self, node: int) -> None:
+        """There is a connection to a daemon."""
+        self._member.linked(node, self._now())
+        self._session.feed(e.Connected(node))
+        self._carry()
+
+    def unlinked(self, node: int, why: str) -> None:
+        """There is none any more."""
+        self._router.forget(node)
+        self._session.feed(e.PeerDown(node))
+        self._member.unlinked(node, why, self._now())
+        self._carry()
+
+    def looked(self, node: int, answer: w.Answer) -> None:
+        """What came of `Wires.look`."""
+        self._member.looked(node, answer, self._now())
+        self._carry()
+
+    def hear(self, node: int, message: p.DaemonMessage) -> None:
+        """A message of the daemon at the other end of a connection. Raises ProtocolError."""
+        self._member.heard(node, self._now())
+        match message:
+            case Beat():
+                self._pulses.hear(message.pulses, self._now())
+            case Suspect() | Saw():
+                self._member.hear(node, message, self._now())
+            case p.Relayed():
+                self._pass_on(node, (message,))
+            case p.Bundle():
+                self._pass_on(node, message.relayed)
+            case p.JobKey():
+                raise TypeError("a key is the runtime's business")
+            case _:
+                self._said(node, message, direct=True)
+        self._carry()
+
+    def tick(self) -> None:
+        """Time has passed."""
+        now, control = self._now(), self._session.control
+        if control.known.voters != self._voters or self._member.away(now) != self._away:
+            self._choose(now)
+        for node in self._lost_links():
+            self._member.known_gone(node)
+        if self._member.tick(now, decides=control.decides and control.outcome is None):
+            beat = Beat(pulses=self._pulses.beat(self._voters, now))
+            for node in tuple(self._wires.up):
+                self._wires.send(node, beat)
+            fresh = self._pulses.fresh(now, self._times.dark_s + PULSE_HOPS * self._times.beat_s)
+            if fresh != self._fresh:
+                self._fresh = fresh
+                self._session.feed(e.Pulsing(fresh))
+        self._carry()
+
+    def flush(self) -> None:
+        """Send what was kept for a moment, to go together."""
+        queued, self._queued = self._queued, {}
+        for node, relayed in queued.items():
+            message = (
+                relayed[0] if len(relayed) == 1 else p.Bundle(job=self._session.job, relayed=tuple(relayed))
+            )
+            self._wires.send(node, message)
+
+    # ------------------------------------------------------------------------------------ sending
+
+    def to_daemon(self, node: int, message: p.Said) -> None:
+        """To one daemon; dropped where no way is known (states and orders are repeated)."""
+        if self._wires.send(node, message) or self.overlay.complete:
+            return
+        way = self._router.toward(node)
+        if way is not None:
+            self._queue(way, self._relayed(node, message))
+
+    def to_all(self, message: p.Said) -> None:
+        """To every other daemon."""
+        if isinstance(message, p.Rows) and not self.overlay.complete:
+            # As many ledgers as there are voters are enough.
+            for node in self._keepers():
+                self.to_daemon(node, message)
+            return
+        whole = message if self.overlay.complete else self._relayed(None, message)
+        for node in tuple(self._wires.up):
+            self._wires.send(node, whole)
+
+    def _keepers(self) -> Collection[int]:
+        control = self._session.control
+        return set(self._voters) - {self._me} if control.leads else {control.leader} - {self._me, -1}
+
+    def _relayed(self, to: int | None, message: p.Said) -> p.Relayed:
+        serial = self._router.next_serial()
+        return p.Relayed(
+            job=self._session.job, origin=self._me, to=to, serial=serial, hops=MOST_HOPS, said=message
+        )
+
+    def _queue(self, way: int, message: p.Relayed) -> None:
+        if not self._queued:
+            self._wires.flush_soon()
+        self._queued.setdefault(way, []).append(message)
+
+    def _pass_on(self, sender: int, relayed: tuple[p.Relayed, ...]) -> None:
+        batch: list[tuple[int, p.Said]] = []
+        for one in relayed:
+            if one.origin not in self._addresses or not self._router.heard(sender, one.origin, one.serial):
+                continue
+            if one.to is None or one.to == self._me:
+                batch.append((one.origin, one.said))
+            if one.to != self._me and one.hops:
+                self._forward(sender, one)
+        self._session.hear_all(batch)
+        for origin, said in batch:
+            if isinstance(said, Alive):
+                self._said(origin, said, direct=False)
+
+    def _forward(self, sender: int, message: p.Relayed) -> None:
+        onward = p.Relayed(
+            job=message.job,
+            origin=message.origin,
+            to=message.to,
+            serial=message.serial,
+            hops=message.hops - 1,
+            said=message.said,
+        )
+        if message.to is None:
+            for node in tuple(self._wires.up):
+                if node not in (sender, message.origin):
+                    self._wires.send(node, onward)
+            return
+        if self._wires.send(message.to, onward):
+            return
+        way = self._router.toward(message.to)
+        if way is not None and way != sender:
+            self._queue(way, onward)
+
+    def _said(self, node: int, message: p.Said, *, direct: bool) -> None:
+        if isinstance(message, Alive):
+            if message.node == node:
+                self._member.hear(node, message, self._now())
+        else:
+            self._session.hear(node, message, direct=direct)
+
+    # --------------------------------------------------------------------------------- membership
+
+    def _choose(self, now: float) -> None:
+        """Whom to be connected to: neighbours, those in place of neighbours that are away, other voters."""
+        self._voters = self._session.control.known.voters
+        self._away = self._member.away(now)
+        campaigns = self._session.control.agreement.ballot is not None
+        mine = set(self._voters) if self._me in self._voters or campaigns else set()
+        around = self.overlay.neighbours(self._me) | self.overlay.neighbours(self._me, self._away)
+        wanted = frozenset((around | mine) - {self._me})
+        self._member.watch(wanted, self._wires.up, now)
+        self._wires.want(wanted)
+
+    def _lost_links(self) -> list[int]:
+        nodes = self._session.control.nodes
+        return [node for node in self._member.watched if nodes[node].lost is not None]
+
+    def _carry(self) -> None:
+        while outputs := self._member.take():
+            for output in outputs:
+                self._do(output)
+
+    def _do(self, output: w.Output) -> None:
+        match output:
+            case w.Look():
+                self._look(output.node)
+            case w.HangUp():
+                self._wires.hang_up(output.node, output.why)
+            case w.Say():
+                self._wires.send(output.node, output.message)
+            case w.Spread():
+                self.to_all(output.message)
+            case w.Answers():
+                self._session.feed(e.AgentAnswers(output.node, output.answers))
+            case w.Withdrawn():
+                self._note(f"node-{output.node} is not suspected any more: {output.why}")
+            case w.Gone():
+                reason, age_s = output.reason, output.age_s
+                self.lose(e.NodeLost(output.node, reason, age_s, output.dark, source="membership"))
+
+    def _look(self, node: int) -> None:
+        agent = self._session.agent_address(node)
+        if agent is not None:
+            self._wires.look(node, agent, agent=True)
+        elif self._member.was_met(node):
+            self._wires.look(node, self._addresses[node], agent=False)
+        else:
+            self._member.looked(node, "unsure", self._now())
+
+    def _note(self, text: str) -> None:
+        self._session.feed(e.Report(self._me, AgentEvent(level="info", kind="suspicion", text=text)))
+
+    def lose(self, loss: e.NodeLost) -> None:
+        """A node is lost, of which only this daemon may know; the others hear it from here."""
+        if self._session.control.nodes[loss.node].lost is not None:
+            return
+        self._session.feed(loss)
+        told = p.Gone(
+            job=self._session.job,
+            node=loss.node,
+            reason=loss.reason,
+            age_s=loss.age_s,
+            source=loss.source,
+            dark=loss.dark,
+        )
+        self.to_all(told)
