@@ -112,7 +112,11 @@ class JobSession:
             case p.Agree():
                 return (e.Said(node, message.say),)
             case p.Gone() if self.control.nodes[node].lost is None:
-                return (e.NodeLost(message.node, message.reason, message.age_s, message.dark),)
+                return (
+                    e.NodeLost(
+                        message.node, message.reason, message.age_s, message.dark, source=message.source
+                    ),
+                )
             case p.Rows():
                 self._outlets.write(message.records)
             case p.Gone() | Alive():

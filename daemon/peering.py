@@ -276,7 +276,8 @@ class Peering:
             case w.Withdrawn():
                 self._note(f"node-{output.node} is not suspected any more: {output.why}")
             case w.Gone():
-                self._lose(output)
+                reason, age_s = output.reason, output.age_s
+                self.lose(e.NodeLost(output.node, reason, age_s, output.dark, source="membership"))
 
     def _look(self, node: int) -> None:
         agent = self._session.agent_address(node)
@@ -290,15 +291,17 @@ class Peering:
     def _note(self, text: str) -> None:
         self._session.feed(e.Report(self._me, AgentEvent(level="info", kind="suspicion", text=text)))
 
-    def own_agent_is_gone(self) -> None:
-        """This node is lost."""
-        self._lose(w.Gone(self._me, "its agent is gone", 0.0, dark=False))
-
-    def _lose(self, gone: w.Gone) -> None:
-        if self._session.control.nodes[gone.node].lost is not None:
+    def lose(self, loss: e.NodeLost) -> None:
+        """A node is lost, of which only this daemon may know; the others hear it from here."""
+        if self._session.control.nodes[loss.node].lost is not None:
             return
-        self._session.feed(e.NodeLost(gone.node, gone.reason, gone.age_s, dark=gone.dark))
+        self._session.feed(loss)
         told = p.Gone(
-            job=self._session.job, node=gone.node, reason=gone.reason, age_s=gone.age_s, dark=gone.dark
+            job=self._session.job,
+            node=loss.node,
+            reason=loss.reason,
+            age_s=loss.age_s,
+            source=loss.source,
+            dark=loss.dark,
         )
         self.to_all(told)

@@ -109,6 +109,10 @@ class JobRuntime:
         if self.session.control.outcome is None:
             self.session.feed(e.Report(self.roster.me, m.Cancel(exit_code=CUT_SHORT_CODE, reason=reason)))
 
+    def lose(self, loss: e.NodeLost) -> None:
+        """A node is lost, of which only this daemon may know; the others hear it from here."""
+        self._peering.lose(loss)
+
     async def close(self) -> None:
         """Hang up everywhere; nothing is told to anybody."""
         self._closed = True
@@ -212,7 +216,7 @@ class JobRuntime:
             return
         self._agent = None
         if self.session.control.outcome is None:
-            self._peering.own_agent_is_gone()
+            self.lose(e.NodeLost(self.roster.me, "its agent is gone", 0.0, source="agent"))
 
     def _send_agent(self, message: m.ToAgent) -> None:
         if self._agent is not None:

@@ -12,12 +12,14 @@ from typing import Any
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, ProtocolError
+from ckptless.daemon.api.eviction import Evict
 from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.config import DaemonConfig, Timers, open_state_dir
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.evict import evict
 from ckptless.daemon.jobs import Memory
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import LedgerWriter
@@ -154,13 +156,14 @@ class Service:
     async def _agent_connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """An agent, from its hello to the end of its connection."""
         pid, uid = peer_credentials(writer.get_extra_info("socket"))
-        decoder: Decoder[m.FromAgent | m.Notice] = Decoder(m.FromAgent | m.Notice, CONTROL_LIMIT)
+        heard = m.FromAgent | m.Notice | Evict
+        decoder: Decoder[m.FromAgent | m.Notice | Evict] = Decoder(heard, CONTROL_LIMIT)
         job: JobRuntime | None = None
         try:
             while data := await reader.read(READ_NBYTES):
                 for message in decoder.feed(data):
-                    if isinstance(message, m.JobStarted | m.JobEnded):
-                        self._notice(message, uid)
+                    if isinstance(message, m.JobStarted | m.JobEnded | Evict):
+                        self._aside(message, uid, writer)
                         continue
                     if isinstance(message, m.AgentHello):
                         job = await self._admit(message, uid)
@@ -179,6 +182,13 @@ class Service:
             writer.close()
             if job is not None:
                 job.agent_gone(writer)
+
+    def _aside(self, message: m.Notice | Evict, uid: int, writer: asyncio.StreamWriter) -> None:
+        """What others than agents say: prolog, epilog, ckptctl. Raises PeerError."""
+        if isinstance(message, Evict):
+            writer.write(encode(evict(self.jobs, message, uid)))
+        else:
+            self._notice(message, uid)
 
     def _notice(self, message: m.JobStarted | m.JobEnded, uid: int) -> None:
         """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""

@@ -63,7 +63,8 @@ class DaemonSettings(_Part, frozen=True):
 class SlurmSettings(_Part, frozen=True):
     """How the daemon speaks with Slurm.
 
-    `poll_s`: seconds between two looks at the jobs, beside those at events; one costs about 10 ms of CPU.
+    `poll_s`: seconds between two looks at the jobs, and at the nodes of those that are led from here; one
+    costs about 10 ms of CPU.
     `on_node_lost`: down by default, since Slurm itself would wait for SlurmdTimeout, and since it kills what
     might still run there.
     """

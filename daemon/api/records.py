@@ -13,6 +13,14 @@ JobState: TypeAlias = Literal["starting", "running", "recovering", "done", "fail
 NodeState: TypeAlias = Literal["up", "daemon-away", "lost"]
 Level: TypeAlias = Literal["info", "warning", "error"]
 
+# Who says that something is broken. Of a rank: "process", which its agent watches (pidfd, and what it says).
+# Of a node: "agent", its connection to its daemon is gone; "membership", the other daemons cannot reach it;
+# "slurm", Slurm has it down; "health", a check's verdict; "operator", a person's word; "lease", it ends its
+# ranks itself, as it hears too few others. Of either: "leader", who waited for it in vain.
+FaultSource: TypeAlias = Literal[
+    "process", "agent", "membership", "slurm", "health", "operator", "lease", "leader"
+]
+
 # The phases of a recovery, in order. They do not overlap; their sum is the recovery.
 PHASES = ("detect", "stop", "leave", "agree", "join", "restore", "first step")
 
@@ -81,7 +89,7 @@ class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forb
 
 
 class FaultRecord(Struct, frozen=True, kw_only=True, tag="fault", forbid_unknown_fields=True):
-    """Something observed. Key: fault (its id)."""
+    """Something observed. Key: fault (its id). `source` is None in ledgers older than that field."""
 
     fault: str
     job: str
@@ -92,6 +100,7 @@ class FaultRecord(Struct, frozen=True, kw_only=True, tag="fault", forbid_unknown
     generation: int
     detail: str
     seen_s: float
+    source: FaultSource | None = None
 
 
 class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from ckptless import __version__
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.events import events
+from ckptless.daemon.ckptctl.evict import evict
 from ckptless.daemon.ckptctl.jobs import jobs
 from ckptless.daemon.ckptctl.options import Asked, common
 from ckptless.daemon.ckptctl.status import status
@@ -17,9 +18,9 @@ _EPILOG = """
 \b
 Exit codes:
   0  done
-  1  failed
+  1  failed, or refused
   2  a mistake in how it was called, or in the settings
-  3  the ledger is not there or cannot be read
+  3  the ledger is not there or cannot be read, or no daemon answers
   4  no such job
 
 Data goes to stdout, words to stderr. JSON is an object with "meta": {"schema": 1}; fields are only ever
@@ -46,9 +47,9 @@ class _Group(click.Group):
 def ckptctl(_asked: Asked) -> None:
     """See what ckptless does for your jobs: how they stand, what broke, how long every recovery took.
 
-    It reads the ledgers that the daemons write (config: the cluster's settings), and nothing else: it works
-    while they run, after they ended, and after they were killed. Options may stand before or behind the
-    command.
+    It reads the ledgers that the daemons write (config: the cluster's settings): it works while they run,
+    after they ended, and after they were killed. Only evict changes something, and asks a daemon to do it.
+    Options may stand before or behind the command.
 
     \b
     Examples:
@@ -56,10 +57,11 @@ def ckptctl(_asked: Asked) -> None:
         ckptctl status                the newest job, down to every slot
         ckptctl events -f             its story, as it goes
         ckptctl timeline              where the time of each recovery went
+        ckptctl evict 4711 node02     take a node out of a job, for a spare
     """
 
 
-for _command in (jobs, status, events, timeline, config):
+for _command in (jobs, status, events, timeline, evict, config):
     ckptctl.add_command(_command)
 
 

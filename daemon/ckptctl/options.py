@@ -27,6 +27,11 @@ class Asked:
         told = os.environ.get("CKPTLESS_STATE_DIR")
         return self.given_state_dir or (Path(told) if told else shown_state_dir())
 
+    @property
+    def chosen_state_dir(self) -> bool:
+        """Whether somebody has said where to look."""
+        return self.given_state_dir is not None or bool(os.environ.get("CKPTLESS_STATE_DIR"))
+
     def with_more(self, state_dir: Path | None, job: str | None, as_json: bool) -> "Asked":
         """The same, but for what was given once more behind the command's name."""
         return Asked(state_dir or self.given_state_dir, job or self.job, as_json or self.as_json)

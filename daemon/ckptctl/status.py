@@ -109,5 +109,6 @@ def _sentence(fault: FaultRecord) -> str:
         where += f" slot {fault.slot}"
     if fault.rank is not None:
         where += f" rank {fault.rank}"
-    text = f"{render.clock(fault.seen_s)}  {fault.kind}  {where}"
+    source = f" ({fault.source})" if fault.source is not None else ""
+    text = f"{render.clock(fault.seen_s)}  {fault.kind}{source}  {where}"
     return render.harmless(f"{text}: {fault.detail}" if fault.detail else text)

@@ -38,6 +38,7 @@ def timeline(asked: Asked, png: Path | None) -> None:
     """
     job, found = view.job_of(asked)
     kinds = {fault.fault: fault.kind for fault in found.faults}
+    sources = {fault.fault: fault.source for fault in found.faults}
     if png is not None:
         _draw(png, job.job, found.recoveries)
     if asked.as_json:
@@ -47,6 +48,7 @@ def timeline(asked: Asked, png: Path | None) -> None:
                 {
                     **msgspec.to_builtins(recovery),
                     "fault_kinds": [kinds.get(fault) for fault in recovery.faults],
+                    "fault_sources": [sources.get(fault) for fault in recovery.faults],
                     "total_s": view.total_s(recovery),
                 }
                 for recovery in found.recoveries

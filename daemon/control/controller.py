@@ -18,7 +18,7 @@ from typing import Literal
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import plan, story
 from ckptless.daemon.control.decree import Decree, choose_voters
-from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark
+from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
 from ckptless.daemon.control.faults import FaultLog, Finding
 from ckptless.daemon.control.follower import Follower
@@ -102,10 +102,11 @@ class Controller(Follower):
 
     def _note_losses(self, now: float) -> None:
         for node in sorted(self.losses.keys() - self._noted):
+            loss = self.losses[node]
             self._noted.add(node)
-            self._note(now, "warning", "node-lost", f"node-{node}: {self.losses[node]}")
-            if self.nodes[node].dark:
-                self._out.append(NodeIsDark(node, self.losses[node]))
+            self._note(now, "warning", "node-lost", f"node-{node} ({loss.source}): {loss.reason}")
+            if loss.dark:
+                self._out.append(NodeIsDark(node, loss.reason))
 
     def _elected(self, former: int, now: float) -> None:
         if self.stage != "forming":
@@ -162,7 +163,7 @@ class Controller(Follower):
     def _give_up(self, nodes: list[int], reason: str) -> None:
         """Nodes that are lost by this leader's word alone: the others must hear it from here."""
         for node in nodes:
-            self._lose(node, reason, 0.0)
+            self._lose(NodeLost(node, reason, 0.0, source="leader"))
         if nodes:
             self._out.append(Meet(None, self.short_standing, ()))
 
@@ -206,7 +207,14 @@ class Controller(Follower):
             # At the very start a script may take its time before it comes to ckptless.run.
             first = self.assignment.generation == 1
             late = [
-                Finding("hung", place.node, place.slot, rank, f"not {want[0]} in {limits.join_s:.0f} s")
+                Finding(
+                    kind="hung",
+                    node=place.node,
+                    slot=place.slot,
+                    rank=rank,
+                    detail=f"not {want[0]} in {limits.join_s:.0f} s",
+                    source="leader",
+                )
                 for rank, place, slot in slots
                 if slot is not None and slot.phase not in want and (slot.hooked or not first)
             ]
@@ -215,7 +223,8 @@ class Controller(Follower):
         training = any(slot is not None and slot.phase == "restored" for _, _, slot in slots)
         if self.stage in ("restoring", "running") and training and stalled:
             node = self.assignment.places[0].node
-            return [Finding("stall", node, None, None, f"no step in {limits.stall_s:.0f} s")]
+            text = f"no step in {limits.stall_s:.0f} s"
+            return [Finding("stall", node, None, None, text, source="leader")]
         return []
 
     def _advance(self, now: float) -> None:

@@ -1,10 +1,10 @@
 """What goes into the control plane and what comes out: plain values, whoever carries them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decree, Durable, Say
 
 Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
@@ -19,6 +19,7 @@ class Standing:
 
     `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `promised` is
     the one below which it accepts nothing. What is said often leaves the decree out, and has its `index`.
+    `lost` has the node, the reason, and whose word that is.
     """
 
     term: int
@@ -26,7 +27,7 @@ class Standing:
     stage: Stage
     known: Decree | None
     promised: Ballot = NO_BALLOT
-    lost: tuple[tuple[int, str], ...] = ()
+    lost: tuple[tuple[int, str, FaultSource], ...] = ()
     index: int = 0
 
     @property
@@ -68,12 +69,16 @@ class PeerDown:
 
 @dataclass(frozen=True)
 class NodeLost:
-    """A node is gone: its agent is (whatever its daemon is). `dark`: nothing on it answers at all."""
+    """A node is gone, by the word of `source`, or is to go. Whoever says so, what follows is the same.
+
+    `age_s`: how long ago that began. `dark`: nothing on it answers at all.
+    """
 
     node: int
     reason: str
     age_s: float
     dark: bool = False
+    source: FaultSource = field(kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.decree import Prepare
-from ckptless.daemon.control.edges import AskWitness, Forward, Meet, Said, Standing, ToAgent, Witnessed
+from ckptless.daemon.control.edges import (
+    AskWitness,
+    Forward,
+    Meet,
+    NodeLost,
+    Said,
+    Standing,
+    ToAgent,
+    Witnessed,
+)
 from ckptless.daemon.control.knowledge import NOBODY, Knowledge
 
 # A job begins with the nodes that are there by then; and where they are too few to agree on it, not at all.
@@ -102,7 +111,7 @@ class Elector(Knowledge):
         """Cancelled, or never begun, and not enough of the others are there to agree on it."""
         if self.stage == "forming" and now - self._since > FORMING_DEADLINE_S + AGREEING_S:
             text = f"{len(self.reachable)} of {len(self.nodes)} daemons have met, too few to begin"
-            self._lose(self.me, text, now - self._since)
+            self._lose(NodeLost(self.me, text, now - self._since, source="lease"))
         if self._cancelled is None or self.stage == "ended":
             return
         self._cancelled_at = self._cancelled_at or now
@@ -162,7 +171,7 @@ class Elector(Knowledge):
         voters = self.known.voters
         text = f"it heard {len(heard)} of {len(voters)} voters for {limit_s:.1f} s"
         self._note(now, "error", "fenced", f"node-{self.me} ends its ranks: {text}")
-        self._lose(self.me, text, self._lease.away_s(now))
+        self._lose(NodeLost(self.me, text, self._lease.away_s(now), source="lease"))
 
     def _ask_witness(self, now: float) -> None:
         """Half of the voters is silent: whether it is dead, the cluster's manager may know."""

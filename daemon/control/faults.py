@@ -12,6 +12,7 @@ from ckptless.daemon.api.messages import (
     Place,
     SlotState,
 )
+from ckptless.daemon.api.records import FaultSource
 
 # Causes that are consequences as often as they are causes: they start a recovery, but are not counted
 # against anybody when a deeper fault is there as well.
@@ -23,13 +24,14 @@ CONSEQUENCES = 64
 
 @dataclass
 class NodeView:
-    """What the control plane knows of one node; `dark`: nothing on it answers."""
+    """What the control plane knows of one node; `lost`: why it is; `dark`: nothing on it answers."""
 
     node: int
     hello: AgentHello | Introduction | None = None
     state: AgentState | None = None
     lost: str | None = None
     lost_age_s: float = 0.0
+    lost_source: FaultSource = "membership"
     dark: bool = False
 
     def slots(self) -> tuple[SlotState, ...]:
@@ -76,7 +78,10 @@ def _members(nodes: tuple[int, ...]) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault before it has an id. `key` names the same fault seen again; `age_s` is since its first sign."""
+    """A fault before it has an id, of whatever source it is.
+
+    `key` names the same fault seen again; `age_s` is since its first sign.
+    """
 
     kind: str
     node: int
@@ -86,6 +91,7 @@ class Finding:
     age_s: float = 0.0
     exit_code: int | None = None
     hooked: bool = True
+    source: FaultSource = field(kw_only=True)
 
     @property
     def key(self) -> tuple[str, int, int | None]:
@@ -137,7 +143,7 @@ def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[tuple[i
     if view.lost is not None:
         names = ", ".join(str(rank) for rank, _ in ranks)
         detail = f"{view.lost} (rank {names})"
-        return [Finding("node-lost", view.node, None, None, detail, view.lost_age_s)]
+        return [Finding("node-lost", view.node, None, None, detail, view.lost_age_s, source=view.lost_source)]
     found = (_slot_finding(assignment, rank, place, view) for rank, place in ranks)
     return [finding for finding in found if finding is not None]
 
@@ -162,4 +168,5 @@ def _slot_finding(assignment: Assignment, rank: int, place: Place, view: NodeVie
         age_s=slot.age_s,
         exit_code=slot.exit_code,
         hooked=slot.hooked,
+        source="process",
     )

@@ -84,7 +84,7 @@ class Follower(Elector):
             case Pulsing():
                 self.pulsing = event.nodes
             case NodeLost():
-                self._lose(event.node, event.reason, event.age_s, dark=event.dark)
+                self._lose(event)
             case OrderFrom():
                 self._on_order(event, now)
             case Said():
@@ -141,8 +141,8 @@ class Follower(Elector):
         theirs = event.standing
         if self.nodes[event.node].lost is None:
             # One that is lost may have been cut off, and have taken all others for lost.
-            for node, reason in theirs.lost:
-                self._lose(node, reason, 0.0)
+            for node, reason, source in theirs.lost:
+                self._lose(NodeLost(node, reason, 0.0, source=source))
         if theirs.newest < self.known.index:
             self._out.append(Tell(event.node, Decided(decree=self.known)))
         if theirs.known is not None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.agreement import Agreement
 from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
-from ckptless.daemon.control.edges import Output, Report, Stage, Standing, ToAgent, Write
+from ckptless.daemon.control.edges import NodeLost, Output, Report, Stage, Standing, ToAgent, Write
 from ckptless.daemon.control.faults import FaultLog, NodeView
 from ckptless.daemon.control.lease import Lease
 from ckptless.daemon.control.timeline import Timeline
@@ -37,7 +37,7 @@ class Knowledge:
     reachable: set[int] = field(default_factory=set)
     answering: set[int] = field(default_factory=set)
     pulsing: frozenset[int] = frozenset()
-    losses: dict[int, str] = field(default_factory=dict)
+    losses: dict[int, NodeLost] = field(default_factory=dict)
     progress: int = 0
     _cancelled: m.Cancel | None = None
     _cancelled_at: float = 0.0
@@ -95,14 +95,18 @@ class Knowledge:
     @property
     def standing(self) -> Standing:
         """What to tell a daemon that has just been met."""
-        promised, lost = self.agreement.durable.promised, tuple(self.losses.items())
+        promised, lost = self.agreement.durable.promised, self._told_losses
         return Standing(self.term, self.leader, self.stage, self.known, promised, lost)
 
     @property
     def short_standing(self) -> Standing:
         """What to tell again and again, or to many; whoever lacks the decree will ask for it."""
-        promised, lost = self.agreement.durable.promised, tuple(self.losses.items())
+        promised, lost = self.agreement.durable.promised, self._told_losses
         return Standing(self.term, self.leader, self.stage, None, promised, lost, self.known.index)
+
+    @property
+    def _told_losses(self) -> tuple[tuple[int, str, FaultSource], ...]:
+        return tuple((node, loss.reason, loss.source) for node, loss in self.losses.items())
 
     @property
     def heard_voters(self) -> set[int]:
@@ -117,16 +121,18 @@ class Knowledge:
             hello = m.Introduction(info=hello.info, pid=hello.pid)
         return tuple(Report(self.me, part) for part in (hello, mine.state) if part is not None)
 
-    def _lose(self, node: int, reason: str, age_s: float, *, dark: bool = False) -> None:
-        view = self.nodes[node]
+    def _lose(self, loss: NodeLost) -> None:
+        """Whoever says it first is believed; what others say of the same node is no news."""
+        view = self.nodes[loss.node]
         if view.lost is not None:
             return
-        view.lost, view.lost_age_s, view.dark = reason, age_s, dark
-        self.losses[node] = reason
-        self._touched.add(node)
-        if node == self.me and self.outcome is None:
+        view.lost, view.lost_age_s, view.dark = loss.reason, loss.age_s, loss.dark
+        view.lost_source = loss.source
+        self.losses[loss.node] = loss
+        self._touched.add(loss.node)
+        if loss.node == self.me and self.outcome is None:
             # The others go on without this node, whatever still runs on it.
-            text = f"node-{node} counts as lost: {reason}"
+            text = f"node-{loss.node} counts as lost: {loss.reason}"
             outcome = m.Outcome(state="failed", exit_code=4, reason=text)
             self._out.append(ToAgent(m.End(outcome=outcome, here_only=True)))
             self.agreement.resign()

@@ -65,6 +65,7 @@ def fault(assignment: m.Assignment, fault: Fault, now: float) -> FaultRecord:
         generation=assignment.generation,
         detail=finding.detail,
         seen_s=now - finding.age_s,
+        source=finding.source,
     )
 
 

@@ -57,6 +57,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
             job TEXT PRIMARY KEY, identity TEXT NOT NULL, state TEXT NOT NULL
         ) WITHOUT ROWID""",
     ),
+    # Who said that something was broken; nobody knows it of older faults.
+    ("ALTER TABLE faults ADD COLUMN source TEXT",),
 )
 
 

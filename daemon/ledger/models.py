@@ -122,6 +122,7 @@ faults = Table(
     Column("generation", Integer),
     Column("detail", Text),
     Column("seen_s", Float),
+    Column("source", Text),
 )
 
 recoveries = Table(

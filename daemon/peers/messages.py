@@ -3,7 +3,7 @@
 from typing import TypeAlias
 
 from ckptless.daemon.api.messages import Message, Order
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control.decree import Say
 from ckptless.daemon.control.edges import Report, Standing
 from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
@@ -48,11 +48,12 @@ class Rows(PeerMessage, frozen=True, kw_only=True):
 
 
 class Gone(PeerMessage, frozen=True, kw_only=True):
-    """The sender is sure that a node is lost."""
+    """The sender is sure that a node is lost; see `edges.NodeLost`."""
 
     node: int
     reason: str
     age_s: float
+    source: FaultSource
     dark: bool = False
 
 

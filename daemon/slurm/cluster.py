@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptless.daemon.api.errors import PeerError, UsageError
 from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
 from ckptless.daemon.config import Peer
+from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
+from ckptless.daemon.slurm.down import is_dead, newly_lost, reasons_down
 from ckptless.daemon.slurm.errors import (
     SlurmError,
     SlurmNotFoundError,
@@ -167,15 +169,26 @@ class SlurmCluster:
         job_id = slurm_job_id(runtime.job)
         text = reason_text(f"{outcome.state}, exit code {outcome.exit_code}: {outcome.reason}")
         self._spawn(self._tell(runtime, "comment", lambda: self._slurm.comment(job_id, text)))
-        lost = {
-            runtime.roster.peers[node].name for node, view in control.nodes.items() if view.lost is not None
-        }
+        peers = runtime.roster.peers
+        lost = {peers[n].name: is_dead(view) for n, view in control.nodes.items() if view.lost is not None}
         if lost:
             self._spawn(self._tell(runtime, "look at the batch host", lambda: self._end_orphan(job_id, lost)))
 
-    async def _end_orphan(self, job_id: int, lost: set[str]) -> None:
-        if (await self._now(job_id)).batch_host in lost:
+    async def _end_orphan(self, job_id: int, lost: dict[str, bool]) -> None:
+        """`lost` tells of each node whether it is dead for sure."""
+        job = await self._now(job_id)
+        if job.batch_host in lost and (lost[job.batch_host] or await self._has_no_script(job)):
             await self._slurm.cancel(job_id)
+
+    async def _has_no_script(self, job: Job) -> bool:
+        """Whether Slurm itself knows that its batch host is gone: a node that was taken out may die later."""
+        if not job.running:
+            return False
+        reading = await self._slurm.node(job.batch_host, max_age_s=FRESH_S, wait_s=ADMIT_S)
+        if not reading.fresh:
+            raise SlurmUnreachableError(f"Slurm cannot be asked about {job.batch_host}: {reading.trouble}")
+        node = reading.value
+        return job.batch_host not in job.nodes or node is None or node.down or not node.responding
 
     async def _now(self, job_id: int) -> Job:
         """The job as Slurm knows it at this moment. Raises SlurmUnreachableError, SlurmNotFoundError."""
@@ -187,23 +200,47 @@ class SlurmCluster:
         return reading.value
 
     async def watch(self, jobs: Callable[[], Iterable["JobRuntime"]], poll_s: float) -> None:
-        """Ask Slurm now and then, until cancelled: an epilog may be missing, or have found nobody."""
+        """Ask Slurm now and then, until cancelled: one question about all jobs, and one about all nodes.
+
+        An epilog may be missing, or have found nobody; and Slurm may know of a node what nobody else does.
+        """
         while True:
             await asyncio.sleep(poll_s)
-            open_runs = [run for run in jobs() if run.session.control.outcome is None]
-            if not open_runs:
-                continue
-            reading = await self._slurm.jobs(max_age_s=poll_s)
-            if reading.value is None or not reading.fresh:
-                continue  # slurmctld is away, or was just told something: the next look is soon enough
-            known = {job.job_id: job for job in reading.value}
-            for run in open_runs:
-                if run.age_s <= reading.age_s:
-                    continue  # it is younger than Slurm's answer
-                job = known.get(slurm_job_id(run.job))
-                if job is None or job.over:
-                    state = job.state if job is not None else "no such job"
-                    run.cut_short(f"Slurm has ended the job ({state})")
+            await self._look_at_jobs(_open(jobs()), poll_s)
+            await self._look_at_nodes(_open(jobs()), poll_s)
+
+    async def _look_at_jobs(self, runs: "list[JobRuntime]", poll_s: float) -> None:
+        """Runs of jobs that Slurm has ended are over."""
+        reading = await self._slurm.jobs(max_age_s=poll_s) if runs else None
+        if reading is None or reading.value is None or not reading.fresh:
+            return  # slurmctld is away, or was just told something: the next look is soon enough
+        known = {job.job_id: job for job in reading.value}
+        for run in runs:
+            if run.age_s <= reading.age_s:
+                continue  # it is younger than Slurm's answer
+            job = known.get(slurm_job_id(run.job))
+            if job is None or job.over:
+                state = job.state if job is not None else "no such job"
+                run.cut_short(f"Slurm has ended the job ({state})")
+
+    async def _look_at_nodes(self, runs: "list[JobRuntime]", poll_s: float) -> None:
+        """Nodes that Slurm has down are lost to the runs that are led from here, whatever still runs there.
+
+        Slurm has taken them from the job. Its word needs no majority: the other nodes hear it from here.
+        """
+        led = [run for run in runs if run.session.control.leads]
+        reading = await self._slurm.nodes(max_age_s=poll_s) if led else None
+        if reading is None or reading.value is None or not reading.fresh:
+            return
+        down = reasons_down(reading.value)
+        for run in led:
+            nodes = run.session.control.nodes
+            lost = [number for number, view in nodes.items() if view.lost is not None]
+            names = [peer.name for peer in run.roster.peers]
+            # Before it had them they may have been down; and it may have ended while Slurm was asked.
+            if run.age_s > reading.age_s and run.session.control.outcome is None:
+                for number, reason in newly_lost(names, lost, down):
+                    run.lose(NodeLost(number, reason, 0.0, source="slurm"))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -234,6 +271,10 @@ class SlurmCluster:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._slurm.aclose()
+
+
+def _open(runs: Iterable["JobRuntime"]) -> "list[JobRuntime]":
+    return [run for run in runs if run.session.control.outcome is None]
 
 
 def _look_up(name: str) -> str:

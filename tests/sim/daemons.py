@@ -196,7 +196,11 @@ class Daemon:
         self._agent = self._orders = None
         control = self.control
         if control is not None and control.outcome is None:
-            self._do(Peering.own_agent_is_gone)
+            self.lose(e.NodeLost(self.node, "its agent is gone", 0.0, source="agent"))
+
+    def lose(self, loss: e.NodeLost) -> None:
+        """See runtime.JobRuntime."""
+        self._do(lambda peering: peering.lose(loss))
 
     # --------------------------------------------------------------------------------------- death
 

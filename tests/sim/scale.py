@@ -23,7 +23,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.decree import Durable, first_decree
+from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
 from ckptless.daemon.jobs import JobSession, Memory
 from ckptless.daemon.peering import Peering
 from ckptless.daemon.peers import messages as p
@@ -264,7 +264,7 @@ class Cluster:
         )
         peers = tuple(Peer(node=n, name=name, address="10.0.0.1", port=1) for n, name in enumerate(names))
         Shared.every = tuple(range(count))
-        first = Durable(promised=m_ballot(), vote=None, known=first_decree(Shared.every))
+        first = Durable(promised=NO_BALLOT, vote=None, known=first_decree(Shared.every))
         self.nodes = [Node(self, Shared(node, peers), first) for node in range(count)]
         self._encoder = msgspec.msgpack.Encoder()
         self._sizes: tuple[object, int] = (None, 0)
@@ -337,7 +337,7 @@ class Cluster:
         if dark:
             victim.alive = False
         else:
-            victim.peering.own_agent_is_gone()
+            victim.peering.lose(e.NodeLost(node, "its agent is gone", 0.0, source="agent"))
         seconds, cost = self.count(lambda: self.others_train(node, generation), DEADLINE_S)
         assert self.others_train(node, generation), f"generation {generation} does not come"
         return seconds, cost
@@ -349,12 +349,6 @@ class Cluster:
             return self.trains(generation)
         finally:
             self.nodes[lost].alive = alive
-
-
-def m_ballot() -> object:
-    from ckptless.daemon.control.decree import NO_BALLOT
-
-    return NO_BALLOT
 
 
 def measure(count: int) -> Scale:

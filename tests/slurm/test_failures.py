@@ -45,6 +45,12 @@ def node_of(job: Training, rank: int) -> str:
     return f"node{newest.places[rank][0] + 1:02d}"
 
 
+def sources(job: Training) -> list[str | None]:
+    """Who told of the nodes that it lost, in the order of time."""
+    faults = [f for f in job.ledger().faults if f.job == job.run_name and f.kind == "node-lost"]
+    return [fault.source for fault in faults]
+
+
 def test_a_rank_is_killed(site: Cluster) -> None:
     faults = [{"where": "backward", "kind": "kill", "rank": 2, "step": 7}]
     job = Training(site, faults).submit()
@@ -133,6 +139,63 @@ def test_slurmd_is_killed(site: Cluster) -> None:
     site.start_slurmd("node02")
     job.ended()
     job.same_bits()
+
+
+def test_a_node_is_set_down_while_it_lives(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.run("ctl", "scontrol", "update", "nodename=node02", "state=down", "reason=fan")
+    job.trains(2)
+    assert node_of(job, 1) == "node05"
+    job.ended()
+    job.same_bits()
+    recovered_to(job, 2)
+    # Slurm ends the agent there at once, which is seen before Slurm is asked again.
+    assert sources(job) in (["agent"], ["slurm"]), job.story()
+
+
+def test_a_node_is_set_down_that_nobody_else_misses(site: Cluster) -> None:
+    """Its slurmd is dead, so nobody ends what runs there: only Slurm's word tells that it left the job."""
+    job = Training(site, steps=80).submit()
+    job.trains()
+    site.stop_slurmd("node03", 9)
+    site.run("ctl", "scontrol", "update", "nodename=node03", "state=down", "reason=fan")
+    job.trains(2)
+    assert node_of(job, 2) == "node05"
+    job.ended()
+    job.same_bits()
+    recovered_to(job, 2)
+    assert sources(job) == ["slurm"], job.story()
+    (fault,) = (f for f in job.ledger().faults if f.job == job.run_name and f.kind == "node-lost")
+    assert fault.detail == "Slurm has it down: fan (rank 2)"
+
+
+def test_nodes_are_taken_out_by_their_users_and_the_site(site: Cluster) -> None:
+    job = Training(site, nodes=6, spares=2, steps=80).submit()
+    job.trains()
+
+    def evict(node: str, *words: str, user: str = USER) -> tuple[int, str]:
+        command = ("ckptctl", "evict", "--yes", *words, str(job.job_id), node)
+        done = site.run("node04", *command, user=user, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert evict("node02", user="other")[0] == 4
+    assert evict("node02", "--source", "health")[0] == 1
+    assert evict("node02", "--reason", "ECC errors") == (0, f"node02 is taken out of job {job.job_id}\n")
+    job.trains(2)
+    # The batch host, on which the daemon leads.
+    words = ("--source", "health", "--reason", "GPU 3 is gone")
+    assert evict("node01", *words, user="root")[0] == 0
+    job.trains(3)
+    assert {node_of(job, 0), node_of(job, 1)} == {"node05", "node06"}
+    code, text = evict("node03")
+    assert code == 1
+    assert "no spare" in text
+    # What Slurm does with such a node is the operator's business.
+    assert not any(state.startswith(("down", "drain")) for state in site.node_states().values())
+    job.ended()
+    job.same_bits()
+    assert sources(job) == ["operator", "health"], job.story()
 
 
 def test_our_daemons_are_killed_in_training_and_in_a_recovery(site: Cluster) -> None:

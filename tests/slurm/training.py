@@ -37,7 +37,7 @@ def make_site(directory: Path, build: Path, nodes: int, conf: dict[str, str] | N
     plugin = miniconf.build("spank", "ckptless_spank.so", build)
     daemon = Service(name="ckptlessd", argv=(str(BIN / "ckptlessd"), "--verbose"))
     files: dict[str, str | bytes] = {
-        "/etc/ckptless/ckptless.yaml": "version: 1\nmax_stall: 60s\nslurm: {backend: commands}\n",
+        "/etc/ckptless/ckptless.yaml": "version: 1\nmax_stall: 60s\nslurm: {backend: commands, poll: 1s}\n",
         "/etc/slurm/plugstack.conf": f"optional {PLUGIN} launcher={BIN / 'ckptless-run'}\n",
         PLUGIN: plugin.read_bytes(),
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import EventRecord
+from ckptless.daemon.api.records import EventRecord, FaultSource
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import (
@@ -52,6 +52,12 @@ def first_generation(nodes: int, leader: int = 0) -> m.Assignment:
         store_node=0,
         restore_step=None,
     )
+
+
+def lost_by(
+    node: int, reason: str, age_s: float = 0.0, *, dark: bool = False, source: FaultSource = "membership"
+) -> e.NodeLost:
+    return e.NodeLost(node, reason, age_s, dark, source=source)
 
 
 def agreed(nodes: int, leader: int = 0) -> Decree:
@@ -220,7 +226,7 @@ class Node:
         for node in sorted(self.quiet):
             found.outputs += self.feed(e.AgentAnswers(node, False)).outputs
             if self.control.decides and self.control.nodes[node].lost is None:
-                found.outputs += self.feed(e.NodeLost(node, "silent", 2.0, dark=True)).outputs
+                found.outputs += self.feed(lost_by(node, "silent", 2.0, dark=True)).outputs
         return found
 
     def heals(self, nodes: Iterable[int]) -> Heard:
@@ -232,9 +238,7 @@ class Node:
 
     def refused(self, nodes: Iterable[int]) -> Heard:
         """Their machines answer that no agent is there any more."""
-        return self.feed(
-            *(event for node in nodes for event in (e.PeerDown(node), e.NodeLost(node, "gone", 0.0)))
-        )
+        return self.feed(*(event for node in nodes for event in (e.PeerDown(node), lost_by(node, "gone"))))
 
     def forget(self) -> None:
         self.told = Heard()

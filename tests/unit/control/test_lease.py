@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.records import FaultSource
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.decree import Decided, Decree
 from ckptless.daemon.control.lease import Lease
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import LEASE_S, Heard, Node, agreed, first_generation, meet, trains
+from lease_nodes import LEASE_S, Heard, Node, agreed, first_generation, lost_by, meet, trains
 
 NODES = 5
 LONG_S = 4 * LEASE_S
@@ -244,8 +245,8 @@ def test_without_the_lease_nothing_is_decided_in_any_order_of_events(
             "up": e.PeerUp(other, standing),
             "answers": e.AgentAnswers(other, True),
             "silent": e.AgentAnswers(other, False),
-            "dark": e.NodeLost(other, "silent", 1.0, dark=True),
-            "gone": e.NodeLost(other, "gone", 0.0),
+            "dark": lost_by(other, "silent", 1.0, dark=True),
+            "gone": lost_by(other, "gone"),
             "tick": e.Tick(),
         }
         before = node.held
@@ -281,7 +282,7 @@ def test_an_agent_that_was_refused_is_no_dark_node() -> None:
     assert isinstance(node.told.orders[0], m.Stop)
     assert node.told.dark == []
     # What is said of it later does not make it one: it is lost already.
-    node.feed(e.NodeLost(2, "silent", 9.0, dark=True))
+    node.feed(lost_by(2, "silent", 9.0, dark=True))
     node.wait(1.0)
     assert node.told.dark == []
 
@@ -367,7 +368,7 @@ def test_whom_the_majority_has_given_up_ends_its_ranks_when_it_is_back() -> None
     node = Node(3, NODES)
     node.feed(*(e.PeerDown(other) for other in node.others))
     node.wait(1.0)
-    lost = ((3, "silent"),)
+    lost: tuple[tuple[int, str, FaultSource], ...] = ((3, "silent", "membership"),)
     heard = node.feed(e.PeerUp(0, e.Standing(1, 0, "running", agreed(NODES), lost=lost)))
     assert len(heard.ends) == 1
     node.wait(LONG_S)
@@ -384,9 +385,7 @@ def test_a_cut_that_is_noticed_node_by_node_is_still_a_cut(nodes: int) -> None:
     interface is down a connect fails at once, so that the loss is confirmed before the next link ends."""
     node = Node(0, nodes)
     for other in node.others:
-        node.feed(
-            e.PeerDown(other), e.AgentAnswers(other, False), e.NodeLost(other, "silent", 1.5, dark=True)
-        )
+        node.feed(e.PeerDown(other), e.AgentAnswers(other, False), lost_by(other, "silent", 1.5, dark=True))
         node.now += 0.1
     node.wait(LONG_S)
     assert not node.control.leads
@@ -414,7 +413,7 @@ def test_a_daemon_that_starts_again_in_a_minority_does_not_lead() -> None:
 def test_a_cancel_on_the_only_node_whose_agent_is_gone_ends_the_job() -> None:
     node = Node(0, 2)
     node.silent([1])
-    node.feed(e.NodeLost(0, "its agent is gone", 0.0))
+    node.feed(lost_by(0, "its agent is gone"))
     node.wait(1.0)
     assert "end" not in node.told.events
     node.feed(e.Report(0, m.Cancel(exit_code=143, reason="Slurm has ended the job")))
@@ -426,7 +425,7 @@ def test_a_cancel_where_all_agents_are_gone_and_all_daemons_live_ends_the_job() 
     """`scancel --signal=KILL --full`, then the epilog on every node: the daemons would keep it for ever."""
     nodes = [Node(me, 3) for me in range(3)]
     for node in nodes:
-        node.feed(*(e.NodeLost(lost, "its agent is gone", 0.0) for lost in range(3)))
+        node.feed(*(lost_by(lost, "its agent is gone") for lost in range(3)))
         node.feed(e.Report(node.me, m.Cancel(exit_code=143, reason="Slurm has ended the job")))
     for node in nodes:
         node.wait(LONG_S)

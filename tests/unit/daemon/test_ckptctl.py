@@ -84,6 +84,7 @@ def fault(number: int, detail: str = "SIGKILL") -> FaultRecord:
         generation=1,
         detail=detail,
         seen_s=30.0 + number,
+        source="process" if number > 1 else None,
     )
 
 
@@ -206,7 +207,7 @@ def test_status_of_the_newest_job(run: Run) -> None:
     assert table[4].split() == ["4", "n4", "up"]
     assert below[0] == "last recovery: generation 2, process, 70.0 ms, recovered"
     assert len(below) == 4
-    assert below[-1].endswith("process-died  node 1 slot 0 rank 1: SIGKILL")
+    assert below[-1].endswith("process-died (process)  node 1 slot 0 rank 1: SIGKILL")
 
 
 def test_status_of_a_job_that_is_over(run: Run) -> None:
@@ -307,6 +308,7 @@ def test_timeline_sums_up_the_recoveries_that_succeeded(run: Run, state_dir: Pat
     assert found["summary"] == pytest.approx({"count": 3, "median_s": 0.14, "p99_s": 0.42})
     first = found["recoveries"][0]
     assert first["fault_kinds"] == ["process-died"]
+    assert first["fault_sources"] == ["process"]
     assert first["total_s"] == pytest.approx(0.07)
     assert first["phases"] == dict.fromkeys(PHASES, 0.01)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.peers import messages as p
 
 LIMIT = 1 << 16
@@ -37,7 +38,21 @@ from_rank = st.one_of(
         loss=st.none() | st.floats(allow_nan=False),
     ),
 )
-KINDS: list[Any] = [m.FromRank, m.ToRank, m.FromAgent, m.Order, p.DaemonMessage, p.AgentMessage]
+evictions = st.builds(
+    Evict,
+    protocol=numbers,
+    job=st.text(min_size=1, max_size=20),
+    node=st.text(min_size=1, max_size=20),
+    source=st.sampled_from(("operator", "health")),
+    reason=texts,
+    force=st.booleans(),
+)
+KINDS: list[Any] = [
+    *(m.FromRank, m.ToRank, m.FromAgent, m.Order, p.DaemonMessage, p.AgentMessage),
+    m.FromAgent | m.Notice | Evict,
+    Evicted | m.Denied,
+]
+EVICT = {"type": "Evict", "protocol": 1, "job": "7", "node": "n1", "source": "operator"}
 
 
 def decoder(kind: Any = m.FromRank, limit: int = LIMIT) -> Decoder[Any]:
@@ -69,12 +84,12 @@ def test_noise_is_no_message(noise: bytes) -> None:
             decoder(kind).feed(frame(noise))
 
 
-@given(from_rank, st.data())
+@given(from_rank | evictions, st.data())
 def test_one_changed_byte_is_another_message_or_none(sent: Any, data: st.DataObject) -> None:
     body = bytearray(encode(sent)[4:])
     body[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
     with contextlib.suppress(ProtocolError):
-        (got,) = decoder().feed(frame(bytes(body)))
+        (got,) = decoder(Evict if isinstance(sent, Evict) else m.FromRank).feed(frame(bytes(body)))
         assert isinstance(got, msgspec.Struct)
 
 
@@ -109,6 +124,28 @@ def test_endless_nesting_is_refused(kind: Any) -> None:
     for body in (deep, b"\x81\xa4type" + deep, b"\x82\xa1x" + deep + b"\xa4type\xa4Ping"):
         with pytest.raises(ProtocolError):
             decoder(kind).feed(frame(body))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source": "slurm"},
+        {"source": None},
+        {"job": ""},
+        {"job": "7" * 257},
+        {"node": 1},
+        {"node": ""},
+        {"reason": "x" * 201},
+        {"force": 1},
+        {"uid": 0},
+    ],
+)
+def test_an_eviction_is_taken_strictly(change: dict[str, object]) -> None:
+    kind = m.FromAgent | m.Notice | Evict
+    (good,) = decoder(kind).feed(frame(msgspec.msgpack.encode(EVICT)))
+    assert good == Evict(protocol=1, job="7", node="n1", source="operator")
+    with pytest.raises(ProtocolError):
+        decoder(kind).feed(frame(msgspec.msgpack.encode({**EVICT, **change})))
 
 
 def test_text_that_is_no_text() -> None:

@@ -1,5 +1,6 @@
 """From what agents report to findings, each once."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def observed(lost: str | None = None, frozen: int | None = None, **slot: Any) ->
     """What is found where slot 1 of node 0 is told as `slot`, and node 1 is lost as told."""
     told = m.SlotState(**{"slot": 1, "phase": "restored", "generation": 3, **slot})
     state = m.AgentState(seq=1, slots=(told,), frozen=frozen)
-    return observe(ASSIGNMENT, {0: NodeView(0, state=state), 1: NodeView(1, lost=lost)})
+    return observe(ASSIGNMENT, {0: NodeView(0, state=state), 1: NodeView(1, lost=lost, lost_source="slurm")})
 
 
 @pytest.mark.parametrize(
@@ -50,12 +51,13 @@ def test_what_is_a_fault(slot: dict[str, Any], kind: str | None) -> None:
     if found:
         assert (found[0].node, found[0].slot, found[0].rank) == (0, 1, 1)
         assert found[0].exit_code == slot.get("exit_code")
+        assert found[0].source == "process"
 
 
 def test_a_lost_node_is_one_fault_that_names_its_ranks() -> None:
     (finding,) = observed(lost="dark")
     assert (finding.kind, finding.node, finding.slot) == ("node-lost", 1, None)
-    assert finding.detail == "dark (rank 2)"
+    assert (finding.detail, finding.source) == ("dark (rank 2)", "slurm")
 
 
 def test_of_a_lost_node_only_the_loss_counts() -> None:
@@ -66,10 +68,10 @@ def test_of_a_lost_node_only_the_loss_counts() -> None:
 
 def test_the_log_takes_each_fault_once() -> None:
     log = FaultLog()
-    finding = Finding("died", 0, 1, 1, "first")
+    finding = Finding("died", 0, 1, 1, "first", source="process")
     assert log.add(finding, "a") is not None
-    assert log.add(Finding("died", 0, 1, 1, "told again"), "b") is None
-    assert log.add(Finding("died", 0, 0, 0, "another slot"), "c") is not None
+    assert log.add(replace(finding, detail="told again", source="leader"), "b") is None
+    assert log.add(replace(finding, slot=0, rank=0), "c") is not None
     assert [fault.id for fault in log.faults] == ["a", "c"]
 
 

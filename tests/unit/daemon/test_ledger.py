@@ -64,7 +64,16 @@ GENERATION = GenerationRecord(
     agreed_s=3.0,
 )
 FAULT = FaultRecord(
-    fault="f1", job="7", kind="died", node=1, slot=0, rank=1, generation=1, detail="SIGKILL", seen_s=2.0
+    fault="f1",
+    job="7",
+    kind="died",
+    node=1,
+    slot=0,
+    rank=1,
+    generation=1,
+    detail="SIGKILL",
+    seen_s=2.0,
+    source="process",
 )
 RECOVERY = RecoveryRecord(
     job="7",
@@ -333,6 +342,21 @@ def test_steps_run_once_in_order_and_whole(path: Path) -> None:
             assert connection.exec_driver_sql("PRAGMA user_version").scalar_one() == 2
     finally:
         engine.dispose()
+
+
+def test_faults_of_a_file_that_knew_no_sources_have_none(path: Path) -> None:
+    engine = writing_engine(path)
+    try:
+        migrations.migrate(engine, migrations.STEPS[:2])
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "INSERT INTO faults VALUES ('7', 'f1', 'died', 1, 0, 1, 1, 'SIGKILL', 2.0)"
+            )
+    finally:
+        engine.dispose()
+    with Ledger.open(path) as ledger:
+        ledger.write([msgspec.structs.replace(FAULT, fault="f2")])
+        assert [(f.fault, f.source) for f in ledger.faults("7")] == [("f1", None), ("f2", "process")]
 
 
 def set_version(path: Path, version: int) -> None:

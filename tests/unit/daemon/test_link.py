@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT
 from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.membership.messages import Beat
 from ckptless.daemon.peers import handshake, link
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.vouch import KeyVouch
@@ -281,7 +282,7 @@ def test_a_sound_frame_of_another_edge_is_refused() -> None:
             ("127.0.0.1", acceptor.port), (JOB, 0), KeyVouch(KEY), p.DaemonMessage, DIAL_S
         )
         accepted = await acceptor.accepted()
-        other.send(p.Beat())
+        other.send(Beat())
         with pytest.raises(ProtocolError, match="not a message of this edge"):
             await accepted.receive()
         accepted.close()

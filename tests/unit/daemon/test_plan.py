@@ -47,7 +47,8 @@ def views(job: m.JobSpec, lost: Sequence[int] = (), step: int = 7) -> dict[int, 
 
 def fault(kind: str, node: int = 0, slot: int | None = 0, detail: str = "E: x", **more: Any) -> Fault:
     rank = None if slot is None else node * 2 + slot
-    return Fault(f"f-{kind}-{node}-{slot}", Finding(kind, node, slot, rank, detail, **more))
+    finding = Finding(kind, node, slot, rank, detail, source="process", **more)
+    return Fault(f"f-{kind}-{node}-{slot}", finding)
 
 
 def situation(
@@ -137,10 +138,10 @@ def test_no_spare_left_names_node_and_rank() -> None:
 
 def test_a_slot_that_went_bad_is_not_used_again() -> None:
     job = spec(nodes=2, spares=1, slots=1)
-    faults = [Fault("f", Finding("died", 0, 0, 0, "SIGKILL", exit_code=-9))]
+    faults = [Fault("f", Finding("died", 0, 0, 0, "SIGKILL", exit_code=-9, source="process"))]
     moved = again(faults, 4, job=job)
     assert moved.places[0] == m.Place(node=2, slot=0)
-    lost = [Fault("g", Finding("node-lost", 2, None, None, "dark"))]
+    lost = [Fault("g", Finding("node-lost", 2, None, None, "dark", source="slurm"))]
     with pytest.raises(plan.NoPlanError, match="no spare left for rank 0"):
         plan.next_assignment(situation(lost, job=job, lost=[2], current=moved))
 
@@ -260,7 +261,8 @@ def test_no_plan_puts_two_ranks_in_one_slot_or_a_rank_where_none_may_be(data: st
         if kind == "node-lost":
             lost.append(place.node)
         slot = None if kind == "node-lost" else place.slot
-        finding = Finding(kind, place.node, slot, current.places.index(place), "x", exit_code=-9)
+        rank = current.places.index(place)
+        finding = Finding(kind, place.node, slot, rank, "x", exit_code=-9, source="process")
         now = situation([Fault("f", finding)], job=job, lost=lost, current=current)
         try:
             following = plan.next_assignment(now)

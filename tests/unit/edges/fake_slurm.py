@@ -10,9 +10,11 @@ from typing import Any, cast
 
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, JobSpec, Limits, NodeInfo
 from ckptless.daemon.config import Peer
+from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.runtime import JobRuntime
-from ckptless.daemon.slurm.adapter import DEADLINE_S, Job
+from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
 from ckptless.daemon.slurm.cached import CachedSlurm, Reading
 
 OWNER = 1001
@@ -34,6 +36,17 @@ class FakeSlurm(CachedSlurm):
         self.told: list[tuple[str, ...]] = []
         self.answers: Iterator[Exception | None] = iter(())
         self.closed = False
+        self.have = tuple(Node(name=name, address="", state="MIXED") for name in NAMES)
+        self.asked_nodes = 0
+        self.age_s = 0.0
+
+    async def nodes(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Node, ...]]:
+        self.asked_nodes += 1
+        return Reading(value=self.have, age_s=self.age_s, fresh=not self.trouble, trouble=self.trouble)
+
+    async def node(self, name: str, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[Node]:
+        found = next((node for node in self.have if node.name == name), None)
+        return Reading(value=found, age_s=0.0, fresh=not self.trouble, trouble=self.trouble)
 
     async def job(self, job_id: int, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[Job]:
         self.asked.append(job_id)
@@ -76,10 +89,12 @@ class FakeRuntime:
     names: Sequence[str] = NAMES
     leads: bool = True
     lost: Sequence[int] = ()
+    evicted: Sequence[int] = ()
     outcome: object = None
     age_s: float = 60.0
     notes: list[tuple[str, str, str]] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+    losses: list[NodeLost] = field(default_factory=list)
 
     @property
     def roster(self) -> Roster:
@@ -88,7 +103,9 @@ class FakeRuntime:
 
     @property
     def session(self) -> SimpleNamespace:
-        nodes = {n: SimpleNamespace(lost="x" if n in self.lost else None) for n in range(len(self.names))}
+        nodes = {n: NodeView(n, lost="x" if n in self.lost else None) for n in range(len(self.names))}
+        for node in self.evicted:
+            nodes[node] = NodeView(node, lost="x", lost_source="operator")
         return SimpleNamespace(control=SimpleNamespace(leads=self.leads, nodes=nodes, outcome=self.outcome))
 
     def note(self, level: str, kind: str, text: str) -> None:
@@ -96,6 +113,10 @@ class FakeRuntime:
 
     def cut_short(self, reason: str) -> None:
         self.cut.append(reason)
+
+    def lose(self, loss: NodeLost) -> None:
+        self.losses.append(loss)
+        self.lost = (*self.lost, loss.node)
 
     @property
     def it(self) -> JobRuntime:

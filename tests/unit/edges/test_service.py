@@ -18,6 +18,7 @@ from ckptless.daemon import runtime as runtime_module
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError
+from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.config import DaemonConfig, Peer, Timers
 from ckptless.daemon.peers.vouch import KeyVouch
 from ckptless.daemon.roster import Roster
@@ -29,8 +30,9 @@ STRANGER = 65534  # "nobody"
 LIMITS = m.Limits(pong_s=30, leave_s=30, join_s=600, stall_s=600, lease_s=3.0)
 
 
-def as_stranger(address: str, words: bytes) -> bytes:
-    """What a process of another user is answered. It is forked: it may not read this Python to start it."""
+def as_stranger(address: str, words: bytes, *, listens: bool = True) -> bytes:
+    """What a process of another user is answered, until the daemon hangs up, which is its own business, or
+    once it has nothing more to hear. It is forked: it may not read this Python to start it."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -43,6 +45,8 @@ def as_stranger(address: str, words: bytes) -> bytes:
                 sock.settimeout(DEADLINE_S)
                 sock.connect(address)
                 sock.sendall(words)
+                if not listens:
+                    sock.shutdown(socket.SHUT_WR)
                 with suppress(ConnectionError):
                     while data := sock.recv(4096):
                         os.write(writer, data)
@@ -453,6 +457,83 @@ def test_an_epilog_after_the_end_changes_nothing(serve: Serve) -> None:
         await site.client(ended())
         await until(lambda: site.cluster.notices)
         assert site.cluster.outcomes["4711"].reason == "by the user"
+
+    serve(scenario)
+
+
+# ----------------------------------------------------------------------------------- a node is taken out
+
+
+def taken_out(**more: Any) -> Evict:
+    fields = {"protocol": m.PROTOCOL, "job": "4711", "node": "n0", "source": "health", "reason": "fan"}
+    return Evict(**{**fields, **more})
+
+
+async def answer_to(site: Site, *words: object) -> list[Evicted | m.Denied]:
+    """What ckptctl hears over a connection of its own."""
+    reader, writer = await asyncio.open_unix_connection(site.socket)
+    try:
+        for word in words:
+            writer.write(word if isinstance(word, bytes) else encode(word))
+        decoder: Decoder[Evicted | m.Denied] = Decoder(Evicted | m.Denied, CONTROL_LIMIT)
+        found: list[Evicted | m.Denied] = []
+        while not found and (data := await reader.read(1 << 16)):
+            found += decoder.feed(data)
+        return found
+    finally:
+        writer.close()
+
+
+def test_a_node_is_taken_out_over_the_socket(serve: Serve) -> None:
+    async def scenario(site: Site) -> None:
+        agent = await site.trains()
+        (refused,) = await answer_to(site, taken_out())
+        assert isinstance(refused, Evicted)
+        assert (refused.verdict, refused.node) == ("refused", 0)
+        (unknown,) = await answer_to(site, taken_out(job="4712"))
+        assert isinstance(unknown, Evicted)
+        assert unknown.verdict == "unknown"
+        (done,) = await answer_to(site, taken_out(force=True))
+        assert done == Evicted(verdict="accepted", text="n0 is taken out of job 4711", node=0)
+        end = await agent.hears(m.End)
+        assert end.here_only
+        says = f"taken out by a health check (uid {os.getuid()}): fan"
+        assert end.outcome.reason == f"node-0 counts as lost: {says}"
+        (again,) = await answer_to(site, taken_out(force=True))
+        assert again == Evicted(verdict="already", text=f"n0 is out already: {says}", node=0)
+
+    serve(scenario)
+
+
+@root_only
+def test_another_user_takes_no_node_out(serve: Serve) -> None:
+    async def scenario(site: Site) -> None:
+        await site.trains()
+        words = encode(taken_out(force=True, source="operator"))
+        data = await asyncio.to_thread(as_stranger, site.socket, words, listens=False)
+        decoder: Decoder[Evicted] = Decoder(Evicted, CONTROL_LIMIT)
+        (answer,) = decoder.feed(data)
+        assert answer.verdict == "unknown"
+        assert site.service.jobs[0].session.control.nodes[0].lost is None
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        encode(taken_out())[:-1] + b"\xc1",
+        encode({"type": "Evict", "protocol": 1, "job": "4711", "node": "n0", "source": "leader"}),
+        encode({"type": "Evict", "protocol": 1, "job": "4711", "node": "n" * 300, "source": "health"}),
+        encode(Evicted(verdict="accepted", text="")),
+    ],
+)
+def test_what_is_no_eviction_is_denied(serve: Serve, words: bytes) -> None:
+    async def scenario(site: Site) -> None:
+        await site.trains()
+        (answer,) = await answer_to(site, words)
+        assert isinstance(answer, m.Denied)
+        assert site.service.jobs[0].session.control.nodes[0].lost is None
 
     serve(scenario)
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, JobEnded, JobStarted, Outcome
 from ckptless.daemon.clock import Clock
+from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.settings_bind import Interface
 from ckptless.daemon.slurm import cluster as module
-from ckptless.daemon.slurm.adapter import Job, check_text
+from ckptless.daemon.slurm.adapter import Job, Node, check_text
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.cluster import SlurmCluster, reason_text, slurm_job_id
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
@@ -384,6 +385,37 @@ def test_the_end_of_a_job(leads: bool, lost: tuple[int, ...], words: list[str]) 
     run(work)
 
 
+@pytest.mark.parametrize(
+    ("batch_host", "nodes", "host", "cancelled"),
+    [
+        # Its script lives, and ends the job with its own exit code.
+        ("n1", NAMES, {}, False),
+        ("n1", NAMES, {"flags": frozenset(("DRAIN",))}, False),
+        # It was taken out, and died afterwards; or an admin marked it down in Slurm, and it may be back.
+        ("n1", NAMES, {"state": "DOWN"}, True),
+        ("n1", NAMES, {"flags": frozenset(("NOT_RESPONDING",))}, True),
+        ("n1", ("n2", "n3"), {}, True),
+        # Nothing has happened to it; or there is no script.
+        ("n2", NAMES, {"state": "DOWN"}, False),
+        ("", NAMES, {}, False),
+    ],
+)
+def test_a_batch_host_that_was_taken_out_may_live(
+    batch_host: str, nodes: tuple[str, ...], host: dict[str, Any], cancelled: bool
+) -> None:
+    async def work() -> None:
+        slurm = FakeSlurm(job(nodes=nodes, batch_host=batch_host))
+        slurm.have = (Node(**{"name": "n1", "address": "", "state": "MIXED", **host}), *slurm.have[1:])
+        runtime = FakeRuntime(evicted=(0,))
+        edge = cluster(slurm)
+        edge.ended(runtime.it, DONE)
+        await until(lambda: len(runtime.notes) == 2)
+        await edge.aclose()
+        assert sorted(told[0] for told in slurm.told) == (["cancel"] if cancelled else []) + ["comment"]
+
+    run(work)
+
+
 def test_a_step_that_lost_its_first_node_does_not_cancel_the_job() -> None:
     """The batch script runs on n0, and goes on to its next step."""
 
@@ -452,6 +484,12 @@ class OneAnswer:
 
     def __init__(self) -> None:
         self.running: tuple[Job, ...] = (job(1),)
+        self.have: tuple[Node, ...] = ()
+        self.asked_nodes = 0
+
+    async def nodes(self, **_: Any) -> tuple[Node, ...]:
+        self.asked_nodes += 1
+        return self.have
 
     async def jobs(self, **_: Any) -> tuple[Job, ...]:
         return self.running
@@ -480,5 +518,94 @@ def test_a_job_that_is_younger_than_the_last_answer_is_not_cut_short() -> None:
         await asyncio.gather(task, return_exceptions=True)
         await edge.aclose()
         assert [bool(one.cut) for one in runs] == [False, True]
+
+    run(work)
+
+
+# ------------------------------------------------------------------------------- nodes that Slurm has down
+
+
+FAN = (Node(name="n1", address="", state="IDLE"), Node(name="n3", address="", state="DOWN", reason="fan"))
+
+
+def lost(node: int, reason: str) -> NodeLost:
+    return NodeLost(node, reason, 0.0, source="slurm")
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "is_lost"),
+    [
+        ("DOWN", (), True),
+        ("DOWN", ("NOT_RESPONDING",), True),
+        ("DOWN", ("DRAIN",), True),
+        # The job goes on there.
+        ("ALLOCATED", ("DRAIN",), False),
+        ("MIXED", ("FAIL",), False),
+        ("ALLOCATED", ("NOT_RESPONDING",), False),
+        # slurmctld has just started; or the node is back.
+        ("UNKNOWN", (), False),
+        ("IDLE", (), False),
+    ],
+)
+def test_what_takes_a_node_from_its_jobs(state: str, flags: tuple[str, ...], is_lost: bool) -> None:
+    slurm, runs = FakeSlurm(job()), [FakeRuntime()]
+    slurm.have = (Node(name="n3", address="", state=state, flags=frozenset(flags), reason="fan"),)
+    watched(slurm, runs, lambda: slurm.asked_nodes > 2)
+    assert runs[0].losses == ([lost(2, "Slurm has it down: fan")] if is_lost else [])
+
+
+def test_each_run_that_is_led_from_here_hears_of_its_own_nodes_once() -> None:
+    slurm = FakeSlurm(*(job(number) for number in range(1, 8)))
+    slurm.have = (*FAN, Node(name="n9", address="", state="DOWN"))
+    runs = [
+        FakeRuntime(job="1"),
+        FakeRuntime(job="2.1", names=("n9", "n1", "n3"), lost=(2,)),
+        FakeRuntime(job="3", names=("n1", "n2")),
+        # Another daemon leads it; it is over; ckptless itself knew before Slurm did.
+        FakeRuntime(job="4", leads=False),
+        FakeRuntime(job="5", outcome=DONE),
+        FakeRuntime(job="6", lost=(2,)),
+    ]
+    watched(slurm, runs, lambda: slurm.asked_nodes > 3)
+    fan = [lost(2, "Slurm has it down: fan")]
+    assert [one.losses for one in runs] == [fan, [lost(0, "Slurm has it down")], [], [], [], []]
+    assert all(one.cut == [] for one in runs)
+    # One question each time, however many runs there are.
+    assert slurm.asked_nodes <= len(slurm.asked)
+
+
+def test_the_own_node_is_no_exception() -> None:
+    slurm, runs = FakeSlurm(job()), [FakeRuntime()]
+    slurm.have = (Node(name="n2", address="", state="DOWN", reason="Not responding"),)
+    watched(slurm, runs, lambda: slurm.asked_nodes > 2)
+    assert runs[0].losses == [lost(1, "Slurm has it down: Not responding")]
+
+
+def test_without_a_run_that_it_leads_a_daemon_asks_for_no_nodes() -> None:
+    slurm, runs = FakeSlurm(job()), [FakeRuntime(leads=False)]
+    watched(slurm, runs, lambda: len(slurm.asked) > 3)
+    assert slurm.asked_nodes == 0
+
+
+def test_an_answer_that_is_stale_or_older_than_the_run_takes_no_node() -> None:
+    for trouble, age_s in (("away", 0.0), ("", 60.0), ("", 61.0)):
+        slurm, runs = FakeSlurm(job(), trouble=trouble), [FakeRuntime(age_s=60.0)]
+        slurm.have, slurm.age_s = FAN, age_s
+        watched(slurm, runs, lambda slurm=slurm: slurm.asked_nodes > 2)  # type: ignore[misc]
+        assert runs[0].losses == []
+
+
+def test_the_cache_asks_for_nodes_once_a_look() -> None:
+    async def work() -> None:
+        backend = OneAnswer()
+        backend.running, backend.have = (job(1), job(2)), FAN
+        edge = cluster(CachedSlurm(backend, Clock()))
+        runs = [FakeRuntime(job="1"), FakeRuntime(job="2")]
+        task = asyncio.create_task(edge.watch(lambda: [one.it for one in runs], 0.2))
+        await until(lambda: all(one.losses for one in runs))
+        assert backend.asked_nodes == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await edge.aclose()
 
     run(work)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.membership.messages import Beat
 from ckptless.daemon.peers import handshake, link
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import Answer, Opening, Proof, Sealer
@@ -126,11 +127,11 @@ def test_they_hear_each_other(loop: asyncio.Runner, both: Both) -> None:
         dialled, accepted = await links(*both())
         assert (dialled.job, dialled.node, accepted.job, accepted.node) == (JOB, 1, JOB, 0)
         for number in range(20):
-            gone = p.Gone(job=JOB, node=number, reason="x", age_s=0.5, dark=True)
+            gone = p.Gone(job=JOB, node=number, reason="x", age_s=0.5, source="lease", dark=True)
             dialled.send(gone)
-            accepted.send(p.Beat())
+            accepted.send(Beat())
             assert await accepted.receive() == gone
-            assert await dialled.receive() == p.Beat()
+            assert await dialled.receive() == Beat()
         close(dialled, accepted)
 
     run(loop, scenario())
@@ -399,8 +400,8 @@ def test_a_masked_key_is_read_at_the_other_end_only(loop: asyncio.Runner, both: 
         with pytest.raises(ProtocolError):
             dialled.unmask(b"salt", b"x" * 33)
         # Masking takes no frame's place.
-        dialled.send(p.Beat())
-        assert await accepted.receive() == p.Beat()
+        dialled.send(Beat())
+        assert await accepted.receive() == Beat()
         close(dialled, accepted, *other)
 
     run(loop, scenario())

@@ -1,0 +1,78 @@
+"""Asks the daemons of this machine over their Unix sockets: one question, one answer."""
+
+import socket
+import time
+from collections.abc import Sequence
+
+from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.eviction import Evict, Evicted
+from ckptless.daemon.api.messages import Denied
+from ckptless.daemon.api.unixpath import unix_address
+from ckptless.daemon.ckptctl.options import Asked
+from ckptless.daemon.config import LocalConfig, load
+from ckptless.daemon.settings import load_settings
+
+DEADLINE_S = 10.0
+_READ_NBYTES = 1 << 16
+# Another daemon of this machine may know better.
+_NOT_HERE = ("unknown", "elsewhere")
+
+
+def sockets(asked: Asked, given: str | None) -> tuple[str, ...]:
+    """Where daemons listen: the one given, else those of the local run, and the node's own. UsageError."""
+    if given is not None:
+        return (given,)
+    local = sorted(asked.state_dir.glob("node-*/daemon.json"))
+    found = tuple(load(path, LocalConfig).socket for path in local)
+    if found and asked.chosen_state_dir:
+        return found
+    return (*found, load_settings().daemon.socket)
+
+
+def ask_any(names: Sequence[str], question: Evict) -> tuple[Evicted, str]:
+    """The answer of the first daemon that can say, or the best of those that cannot, and whose it is.
+
+    Raises PeerError where none answers.
+    """
+    best: tuple[Evicted, str] | None = None
+    silent: PeerError | None = None
+    for name in names:
+        try:
+            answer = ask(name, question)
+        except PeerError as error:
+            silent = error
+            continue
+        if answer.verdict not in _NOT_HERE:
+            return answer, name
+        if best is None or best[0].verdict == "unknown":
+            best = answer, name
+    if best is None:
+        raise silent or PeerError("there is no daemon to ask")
+    return best
+
+
+def ask(name: str, question: Evict, deadline_s: float = DEADLINE_S) -> Evicted:
+    """One daemon's answer, within `deadline_s` seconds. Raises PeerError where there is none."""
+    limit = time.monotonic() + deadline_s
+    decoder: Decoder[Evicted | Denied] = Decoder(Evicted | Denied, CONTROL_LIMIT)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(deadline_s)
+            sock.connect(unix_address(name))
+            sock.sendall(encode(question))
+            while True:
+                sock.settimeout(max(limit - time.monotonic(), 0.001))
+                data = sock.recv(_READ_NBYTES)
+                for answer in decoder.feed(data):
+                    if isinstance(answer, Denied):
+                        raise PeerError(f"the daemon at {name} refuses: {answer.reason}")
+                    return answer
+                if not data:
+                    raise PeerError(f"the daemon at {name} hung up without an answer")
+    except ProtocolError as error:
+        raise PeerError(f"the daemon at {name} is of another version: {error}") from error
+    except TimeoutError as error:
+        raise PeerError(f"the daemon at {name} did not answer in {deadline_s:.0f} s") from error
+    except OSError as error:
+        raise PeerError(f"no ckptlessd answers at {name} ({error.strerror or error})") from error

@@ -1,0 +1,92 @@
+"""`ckptctl evict`: take a node out of a job that runs."""
+
+import sys
+from typing import Any
+
+import click
+
+from ckptless.daemon.api.errors import CkptlessError, UsageError
+from ckptless.daemon.api.eviction import MAX_NAME, MAX_REASON, Evict, EvictionSource
+from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.ckptctl import render
+from ckptless.daemon.ckptctl.ask import ask_any, sockets
+from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.view import NoSuchJobError
+
+_DONE = ("accepted", "already")
+
+
+class _RefusedError(CkptlessError):
+    """The daemon has said why."""
+
+
+@click.command()
+@click.argument("run", metavar="JOB")
+@click.argument("node")
+@click.option(
+    "--reason", default="", metavar="TEXT", help="Why, for the job's story; 200 characters at most."
+)
+@click.option(
+    "--source",
+    type=click.Choice(("operator", "health")),
+    default="operator",
+    show_default=True,
+    help="Whose word it is: a person's, or a health check's (root only).",
+)
+@click.option("--force", is_flag=True, help="Also where its ranks have no spare to go to: the job then ends.")
+@click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask at.")
+@click.option(
+    "--socket",
+    "given_socket",
+    metavar="PATH",
+    help="The daemon's socket. Default: those of the local run, then daemon.socket of the settings.",
+)
+@common
+def evict(asked: Asked, run: str, node: str, given_socket: str | None, yes: bool, **word: Any) -> None:
+    """Take NODE out of JOB, which goes on with a spare in its place.
+
+    JOB is a run, or the number of a Slurm job that has one. NODE is its name, or its number in the job, from
+    0. It is asked of the daemon of this node, which must be one of the job's; the job's owner may do it, and
+    root. Processes of the job on NODE end; for Slurm nothing
+    changes: drain it there, or other jobs will start on it. A second call for the same node changes nothing.
+
+    \b
+    Example:
+        ckptctl evict 4711 node02 --reason "ECC errors"
+        ckptctl evict --yes --source health --reason "GPU 3 is gone" 4711 node02
+    """
+    if asked.job not in (None, run):
+        raise UsageError(f"--job {asked.job} and the job {run} are two: give one")
+    question = _question(run, node, **word)
+    where = sockets(asked, given_socket)
+    if not yes:
+        _confirm(run, node)
+    answer, by = ask_any(where, question)
+    if asked.as_json:
+        render.show_json(job=run, node=node, socket=by, evicted=answer)
+    elif answer.verdict in _DONE:
+        click.echo(render.harmless(answer.text))
+    if answer.verdict == "unknown":
+        raise NoSuchJobError(render.harmless(answer.text))
+    if answer.verdict not in _DONE:
+        raise _RefusedError(render.harmless(answer.text))
+
+
+def _question(run: str, node: str, reason: str, source: EvictionSource, force: bool) -> Evict:
+    """Raises UsageError for what no daemon would take."""
+    if len(reason) > MAX_REASON or not reason.isprintable():
+        raise UsageError(f"--reason takes at most {MAX_REASON} characters, on one line")
+    if not all(0 < len(name) <= MAX_NAME and name.isprintable() for name in (run, node)):
+        raise UsageError("JOB and NODE are names: give both")
+    return Evict(protocol=PROTOCOL, job=run, node=node, source=source, reason=reason, force=force)
+
+
+def _at_a_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _confirm(run: str, node: str) -> None:
+    """Ask at the terminal. Raises UsageError where there is none, and click.Abort for a no."""
+    if not _at_a_terminal():
+        raise UsageError("nobody can be asked here: say --yes")
+    click.confirm(f"Take {node} out of job {run}?", abort=True, err=True)

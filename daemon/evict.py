@@ -1,0 +1,60 @@
+"""Takes a node out of a job because somebody says so: an operator, the job's owner, a health check."""
+
+import os
+from collections.abc import Iterable
+
+from ckptless.daemon.api.eviction import Evict, Evicted
+from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.control import eviction
+from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.runtime import JobRuntime
+
+
+def evict(jobs: Iterable[JobRuntime], asked: Evict, uid: int) -> Evicted:
+    """Do it, or say in one sentence why not. `uid` is the asker's, by the kernel's word."""
+    if asked.protocol != PROTOCOL:
+        text = f"ckptctl speaks protocol {asked.protocol}, the daemon {PROTOCOL}"
+        return Evicted(verdict="refused", text=text)
+    if not asked.reason.isprintable():
+        return Evicted(verdict="refused", text="the reason holds what cannot be printed: leave it out")
+    run = _find(jobs, asked.job)
+    if run is None or not eviction.may_say("operator", uid, run.uid, os.getuid()):
+        # Of other users' jobs nobody learns so much as that they are here.
+        text = f"no job {asked.job!r} that uid {uid} may touch runs here"
+        return Evicted(verdict="unknown", text=text)
+    if not eviction.may_say(asked.source, uid, run.uid, os.getuid()):
+        text = f"uid {uid} may not give a verdict on a node's health, only root may"
+        return Evicted(verdict="refused", text=text)
+    return _evict(run, asked, uid)
+
+
+def _find(jobs: Iterable[JobRuntime], name: str) -> JobRuntime | None:
+    """The run of this name, if it goes on; else the only one that does of the Slurm job of this number."""
+    known = {job.job: job for job in jobs}
+    going_on = {name: job for name, job in known.items() if job.session.control.outcome is None}
+    if name in going_on:
+        return going_on[name]
+    runs = [job for job in going_on.values() if job.job.partition(".")[0] == name]
+    return runs[0] if len(runs) == 1 else known.get(name)
+
+
+def _evict(run: JobRuntime, asked: Evict, uid: int) -> Evicted:
+    control = run.session.control
+    names = [peer.name for peer in run.roster.peers]
+    node = eviction.find_node(asked.node, names)
+    if node is None:
+        return Evicted(verdict="refused", text=f"job {run.job} has no node {asked.node!r}")
+    before = control.nodes[node].lost
+    if before is not None and control.outcome is None:
+        return Evicted(verdict="already", node=node, text=f"{names[node]} is out already: {before}")
+    why = eviction.cannot_say(control) if control.outcome is None else None
+    if why is not None:
+        return Evicted(verdict="elsewhere", node=node, text=why)
+    why = eviction.refusal(control, node, force=asked.force)
+    if why is not None:
+        return Evicted(verdict="refused", node=node, text=f"{names[node]} stays in job {run.job}: {why}")
+    reason = f": {asked.reason}" if asked.reason else ""
+    by = f"uid {uid}" if asked.source == "operator" else f"a health check (uid {uid})"
+    run.note("warning", "evict", f"node-{node} ({names[node]}) is taken out by {by}{reason}")
+    run.lose(NodeLost(node, f"taken out by {by}{reason}", 0.0, source=asked.source))
+    return Evicted(verdict="accepted", node=node, text=f"{names[node]} is taken out of job {run.job}")

@@ -1,0 +1,78 @@
+"""A node is taken out of a running job by somebody's word: the spare takes over, and no bit is another."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from localrun import Job, read_toy, recovered, same_as_reference, toy, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+DEADLINE_S = 60.0
+
+
+def evict(job: Job, node: str, *words: str) -> tuple[int, Any]:
+    """`ckptctl evict`: its exit code, and the answer."""
+    (run,) = job.ledger().jobs
+    program = "from ckptless.daemon.ckptctl.main import main; main()"
+    command = [sys.executable, "-c", program, "--state-dir", str(job.state_dir), "--json"]
+    command += ["evict", "--yes", *words, run.job, node]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)["evicted"]
+
+
+def trains(job: Job, generation: int, steps: int = 4) -> None:
+    """Until some more steps are made in this generation."""
+
+    def newest() -> int:
+        found = read_toy(job.home / "out")
+        if max(found.generations, default=0) < generation:
+            return 0
+        return min(max((s for r, s in found.losses if r == rank), default=0) for rank in range(4))
+
+    wait_until(lambda: newest() > 0, DEADLINE_S, job)
+    start = newest()
+    wait_until(lambda: newest() >= start + steps, DEADLINE_S, job)
+
+
+def test_nodes_are_taken_out_until_there_is_no_spare(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    env = {"TOY_SLEEP_S": "0.1", "TOY_SLEEP_WHILE": str(slow)}
+    with toy(tmp_path, spares=2, env=env) as job:
+        trains(job, 1)
+        code, answer = evict(job, "node-2", "--reason", "ECC errors")
+        assert (code, answer["verdict"], answer["node"]) == (0, "accepted", 2), answer
+        trains(job, 2)
+        assert job.pid_of(2, "agent") is None
+        assert job.pid_of(2, "daemon") is not None
+        code, answer = evict(job, "2")
+        assert (code, answer["verdict"]) == (0, "already"), answer
+        # The leader's own.
+        assert evict(job, "0", "--source", "health", "--reason", "GPU 3 is gone")[0] == 0
+        trains(job, 3)
+        code, answer = evict(job, "1")
+        assert (code, answer["verdict"]) == (1, "refused")
+        assert "no spare" in answer["text"]
+        trains(job, 3)
+        slow.unlink()
+        job.ended(0, 150.0)
+        ledger = same_as_reference(job, [])
+    assert [g.places for g in ledger.generations][-1] == ((5, 0), (1, 0), (4, 0), (3, 0))
+    assert len(recovered(ledger)) == 2
+    lost = [(f.node, f.source) for f in ledger.faults if f.kind == "node-lost"]
+    assert lost == [(2, "operator"), (0, "health")]
+    told = [event.text for event in ledger.events if event.kind == "evict"]
+    assert len(told) == 2
+    assert told[0].startswith("node-2 (node-2) is taken out by uid ")
+    assert told[0].endswith(": ECC errors")
+    assert "by a health check" in told[1]

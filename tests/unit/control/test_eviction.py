@@ -1,0 +1,290 @@
+"""Who may take a node out of a job, when it is done, and what the asker is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.eviction import Evict, EvictionSource
+from ckptless.daemon.config import Peer
+from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.controller import Controller
+from ckptless.daemon.control.eviction import find_node, homeless_after, may_say
+from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.evict import evict
+from ckptless.daemon.roster import Roster
+from ckptless.daemon.runtime import JobRuntime
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lease_nodes import Node, first_generation, info, lost_by
+
+NODES = 5  # the last one is the spare
+OWNER = 1001
+DAEMON = os.getuid()
+STRANGER = 1002
+
+
+@dataclass
+class Run:
+    """A job in a daemon, as far as an eviction goes: its control plane is the real one."""
+
+    node: Node
+    job: str = "4711"
+    uid: int = OWNER
+    notes: list[tuple[str, str, str]] = field(default_factory=list)
+    losses: list[e.NodeLost] = field(default_factory=list)
+
+    @property
+    def roster(self) -> Roster:
+        peers = (Peer(node=n, name=f"n{n:02}", address="127.0.0.1", port=1) for n in range(self.node.nodes))
+        return Roster(self.node.me, tuple(peers))
+
+    @property
+    def session(self) -> SimpleNamespace:
+        return SimpleNamespace(control=self.node.control)
+
+    def note(self, level: str, kind: str, text: str) -> None:
+        self.notes.append((level, kind, text))
+
+    def lose(self, loss: e.NodeLost) -> None:
+        self.losses.append(loss)
+        self.node.feed(loss)
+
+    def asked(self, node: str = "n02", uid: int = OWNER, **more: Any) -> tuple[str, str]:
+        """(verdict, text)."""
+        fields = {"protocol": m.PROTOCOL, "job": self.job, "source": "operator", "reason": "fan", **more}
+        answer = evict([cast(JobRuntime, self)], Evict(node=node, **fields), uid)
+        assert (answer.verdict == "accepted") is bool(self.losses)
+        return answer.verdict, answer.text
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run(Node(1, NODES))
+
+
+# ---------------------------------------------------------------------------------------------- pure
+
+
+@pytest.mark.parametrize("source", ["operator", "health"])
+@pytest.mark.parametrize(
+    ("uid", "operator", "health"),
+    [(0, True, True), (64, True, True), (OWNER, True, False), (STRANGER, False, False)],
+)
+def test_who_may_say_it(source: EvictionSource, uid: int, operator: bool, health: bool) -> None:
+    assert may_say(source, uid, OWNER, 64) is (operator if source == "operator" else health)
+
+
+@pytest.mark.parametrize(
+    ("word", "number"),
+    [
+        *(
+            ("n0", 0),
+            ("7", 1),
+            ("0", 0),
+            ("1", 1),
+            ("2", 2),
+            ("02", 2),
+            ("3", None),
+            ("-1", None),
+            ("", None),
+        ),
+        *(("n", None), ("²", None), ("٢", None), ("9" * 5000, None)),
+    ],
+)
+def test_a_node_by_name_else_by_number(word: str, number: int | None) -> None:
+    assert find_node(word, ("n0", "7", "n2")) == number
+
+
+def views(*lost: int, nodes: int = NODES) -> dict[int, NodeView]:
+    return {node: NodeView(node, lost="x" if node in lost else None) for node in range(nodes)}
+
+
+def test_every_rank_without_a_node_takes_a_slot() -> None:
+    assignment = first_generation(NODES)
+    assert homeless_after(assignment, views(), 1, 2) == 0
+    # One is lost already, and its rank waits for the same spare.
+    assert homeless_after(assignment, views(1), 1, 2) == 1
+    assert homeless_after(assignment, views(4), 1, 2) == 1
+    # More slots than one to a node.
+    assert homeless_after(assignment, views(1, 2), 2, 3) == 3 - (2 + 1)
+
+
+def test_a_slot_that_lost_its_rank_for_cause_takes_none() -> None:
+    whole = first_generation(NODES)
+    fields = {name: getattr(whole, name) for name in whole.__struct_fields__}
+    assignment = m.Assignment(**{**fields, "bad": (m.Place(node=4, slot=0),)})
+    assert homeless_after(assignment, views(), 1, 2) == 1
+
+
+def test_a_node_that_never_came_up_has_no_slot_to_give() -> None:
+    whole = first_generation(NODES)
+    fields = {name: getattr(whole, name) for name in whole.__struct_fields__}
+    assignment = m.Assignment(**{**fields, "nodes": tuple(info(node) for node in range(4))})
+    assert homeless_after(assignment, views(), 1, 2) == 1
+
+
+# ----------------------------------------------------------------------------------------- the answer
+
+
+@pytest.mark.parametrize("me", [0, 1, 2, 4])
+@pytest.mark.parametrize("uid", [0, DAEMON, OWNER])
+def test_any_daemon_of_the_job_takes_it(me: int, uid: int) -> None:
+    run = Run(Node(me, NODES))
+    assert run.asked(uid=uid) == ("accepted", "n02 is taken out of job 4711")
+    assert run.losses == [lost_by(2, f"taken out by uid {uid}: fan", source="operator")]
+    assert run.notes == [("warning", "evict", f"node-2 (n02) is taken out by uid {uid}: fan")]
+    ends = run.node.told.ends
+    assert [end.here_only for end in ends] == ([True] if me == 2 else [])
+    stops = [order for order in run.node.told.orders if isinstance(order, m.Stop)]
+    assert bool(stops) is (me == 0)
+
+
+def test_a_verdict_on_health_is_roots() -> None:
+    run = Run(Node(0, NODES))
+    verdict, text = run.asked(source="health")
+    assert (verdict, text) == (
+        "refused",
+        f"uid {OWNER} may not give a verdict on a node's health, only root may",
+    )
+    assert run.asked(source="health", uid=0)[0] == "accepted"
+    assert run.losses == [lost_by(2, "taken out by a health check (uid 0): fan", source="health")]
+
+
+def test_a_stranger_does_not_learn_that_there_is_a_job(run: Run) -> None:
+    if DAEMON == STRANGER:
+        pytest.skip("the daemon's own user may")
+    for asked in ({}, {"node": "nothing"}, {"source": "health"}, {"force": True}):
+        assert run.asked(uid=STRANGER, **asked) == (
+            "unknown",
+            f"no job '4711' that uid {STRANGER} may touch runs here",
+        )
+    other = evict([], Evict(protocol=1, job="4711", node="n02", source="operator"), STRANGER)
+    assert other.text == f"no job '4711' that uid {STRANGER} may touch runs here"
+
+
+def test_what_is_out_already_stays_so(run: Run) -> None:
+    run.node.feed(lost_by(2, "its agent is gone", source="agent"))
+    assert run.asked() == ("already", "n02 is out already: its agent is gone")
+    assert run.notes == []
+
+
+def test_without_a_spare_it_takes_force() -> None:
+    run = Run(Node(0, NODES))
+    run.node.feed(lost_by(4, "its agent is gone", source="agent"))
+    verdict, text = run.asked()
+    assert verdict == "refused"
+    assert text == (
+        "n02 stays in job 4711: its rank has no spare to go to (1 too few), and the job would end;"
+        " --force does it all the same"
+    )
+    assert run.asked(force=True)[0] == "accepted"
+
+
+def test_a_spare_needs_no_other_one(run: Run) -> None:
+    assert run.asked("4")[0] == "accepted"
+
+
+def test_a_daemon_that_is_out_itself_or_hears_nobody_sends_on(run: Run) -> None:
+    run.node.silent((0, 2, 3))
+    run.node.now += 0.1
+    run.node.feed(e.Tick())
+    assert not run.node.control.decides
+    assert run.asked() == ("elsewhere", "this node hears too few of the job's others: ask on another one")
+    out = Run(Node(1, NODES))
+    out.node.feed(lost_by(1, "x"))
+    assert out.asked("3") == ("elsewhere", "this node is out of the job itself: ask on another one")
+
+
+def test_a_job_that_has_not_begun() -> None:
+    run = Run(Node(1, NODES))
+    run.node.control = Controller(me=1, session="s", nodes=views())
+    text = "n02 stays in job 4711: the job has not begun yet"
+    assert run.asked(force=True) == ("refused", text)
+
+
+def test_a_job_that_is_about_to_end_or_has_ended(run: Run) -> None:
+    run.node.feed(e.OrderFrom(0, 1, m.Release(generation=1)))
+    assert run.asked() == (
+        "refused",
+        "n02 stays in job 4711: training is over, and the job about to end",
+    )
+    run.node.feed(e.Report(1, m.Cancel(exit_code=143, reason="scancel")))
+    run.node.silent(run.node.others)
+    run.node.wait(5.0)
+    verdict, text = run.asked()
+    assert (verdict, text.endswith("the job is over: scancel")) == ("refused", True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"protocol": 2}, "ckptctl speaks protocol 2, the daemon 1"),
+        ({"reason": "a\nb"}, "the reason holds what cannot be printed: leave it out"),
+        ({"node": "n99"}, "job 4711 has no node 'n99'"),
+    ],
+)
+def test_what_cannot_be_meant(run: Run, asked: dict[str, Any], says: str) -> None:
+    assert run.asked(**asked) == ("refused", says)
+
+
+def test_the_number_of_a_slurm_job_means_its_only_run() -> None:
+    def found(name: str, *runs: str) -> str:
+        known = [cast(JobRuntime, Run(Node(0, NODES), job=run)) for run in runs]
+        return evict(known, Evict(protocol=1, job=name, node="n02", source="operator"), OWNER).text
+
+    assert found("4711", "47", "4711.1", "4711x") == "n02 is taken out of job 4711.1"
+    assert found("4711", "4711", "4711.1") == "n02 is taken out of job 4711"
+    assert found("4711.1", "4711", "4711.1") == "n02 is taken out of job 4711.1"
+    assert found("4711", "4711.1", "4711.s2").startswith("no job '4711'")
+
+
+def test_a_run_that_is_over_is_not_meant_where_another_one_goes_on() -> None:
+    over, on = Run(Node(1, NODES)), Run(Node(1, NODES), job="4711.1")
+    over.node.feed(e.Report(1, m.Cancel(exit_code=143, reason="scancel")))
+    over.node.silent(over.node.others)
+    over.node.wait(5.0)
+    question = Evict(protocol=m.PROTOCOL, job="4711", node="n02", source="operator")
+    jobs = [cast(JobRuntime, over), cast(JobRuntime, on)]
+    assert evict(jobs[:1], question, OWNER).text.endswith("the job is over: scancel")
+    assert evict(jobs, question, OWNER).text == "n02 is taken out of job 4711.1"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.builds(
+        Evict,
+        protocol=st.sampled_from((m.PROTOCOL, m.PROTOCOL, 0, 2)),
+        job=st.sampled_from(("4711", "4711.1", "47", "latest")) | st.text(min_size=1, max_size=9),
+        node=st.sampled_from(("n00", "n02", "n04", "0", "4", "5", "-1")) | st.text(min_size=1, max_size=9),
+        source=st.sampled_from(("operator", "health")),
+        reason=st.text(max_size=9),
+        force=st.booleans(),
+    ),
+    st.sampled_from((0, OWNER, STRANGER, 2**32 - 1)),
+    st.sets(st.integers(0, NODES - 1), max_size=3),
+)
+def test_whatever_is_asked_is_answered(asked: Evict, uid: int, lost: set[int]) -> None:
+    """And a node goes only where the answer says so, the asker may, and a slot is left or it is by force."""
+    run = Run(Node(0, NODES))
+    run.node.feed(*(lost_by(node, "x") for node in lost))
+    ranks, spares = len(lost - {4}), int(4 not in lost)
+    answer = evict([cast(JobRuntime, run)], asked, uid)
+    assert bool(run.losses) is (answer.verdict == "accepted")
+    assert answer.text
+    if run.losses:
+        assert uid in (0, DAEMON) or (uid == OWNER and asked.source == "operator")
+        (loss,) = run.losses
+        assert loss.node not in lost
+        assert loss.source == asked.source
+        assert asked.force or loss.node == 4 or ranks < spares
