@@ -111,7 +111,7 @@ class JobSession:
                 return (e.OrderFrom(node, message.term, message.order),)
             case p.Agree():
                 return (e.Said(node, message.say),)
-            case p.Gone() if self.control.nodes[node].lost is None:
+            case p.Gone() if node == message.node or self.control.has_a_say(node):
                 return (
                     e.NodeLost(
                         message.node, message.reason, message.age_s, message.dark, source=message.source

@@ -31,7 +31,7 @@ class Mesh:
         self._why: dict[int, str] = {}
         self._dialling: dict[int, asyncio.Task[None]] = {}
         self._wanted: frozenset[int] = frozenset()
-        self._peers = {peer.node: peer for peer in roster.peers}
+        self._peers = roster.by_node
         self.on_up: Callable[[int], None] = lambda _node: None
         self.on_down: Callable[[int, str], None] = lambda _node, _why: None
         self.on_message: Callable[[int, p.DaemonMessage], None] = lambda _node, _message: None

@@ -69,7 +69,6 @@ class Peering:
         self._voters: tuple[int, ...] = ()
         self._away: set[int] = set()
         self._fresh: frozenset[int] = frozenset()
-        self._addresses = {peer.node: (peer.address, peer.port) for peer in roster.peers}
 
     # ------------------------------------------------------------------------------ what happens
 
@@ -122,7 +121,7 @@ class Peering:
             self._choose(now)
         for node in self._lost_links():
             self._member.known_gone(node)
-        if self._member.tick(now, decides=control.decides and control.outcome is None):
+        if self._member.tick(now, self._may_judge):
             beat = Beat(pulses=self._pulses.beat(self._voters, now))
             for node in tuple(self._wires.up):
                 self._wires.send(node, beat)
@@ -205,7 +204,8 @@ class Peering:
     def _pass_on(self, sender: int, relayed: tuple[p.Relayed, ...]) -> None:
         batch: list[tuple[int, p.Said]] = []
         for one in relayed:
-            if one.origin not in self._addresses or not self._router.heard(sender, one.origin, one.serial):
+            known = one.origin in self._roster.by_node
+            if not known or not self._router.heard(sender, one.origin, one.serial):
                 continue
             if one.to is None or one.to == self._me:
                 batch.append((one.origin, one.said))
@@ -252,6 +252,12 @@ class Peering:
         self._member.watch(wanted, self._wires.up, now)
         self._wires.want(wanted)
 
+    def _may_judge(self, when: float) -> bool:
+        control = self._session.control
+        if not control.decides or control.outcome is not None:
+            return False
+        return control.is_quorum(self._member.lived_since(when) | self._pulses.seen_since(when))
+
     def _lost_links(self) -> list[int]:
         nodes = self._session.control.nodes
         return [node for node in self._member.watched if nodes[node].lost is not None]
@@ -284,7 +290,8 @@ class Peering:
         if agent is not None:
             self._wires.look(node, agent, agent=True)
         elif self._member.was_met(node):
-            self._wires.look(node, self._addresses[node], agent=False)
+            peer = self._roster.by_node[node]
+            self._wires.look(node, (peer.address, peer.port), agent=False)
         else:
             self._member.looked(node, "unsure", self._now())
 

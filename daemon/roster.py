@@ -4,6 +4,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +28,11 @@ class Roster:
     def nodes(self) -> tuple[int, ...]:
         """All numbers."""
         return tuple(peer.node for peer in self.peers)
+
+    @cached_property
+    def by_node(self) -> dict[int, Peer]:
+        """Where each one's daemon listens."""
+        return {peer.node: peer for peer in self.peers}
 
 
 WITNESS_FILE = "witness"

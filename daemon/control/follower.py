@@ -139,8 +139,7 @@ class Follower(Elector):
         if event.direct:
             self.reachable.add(event.node)
         theirs = event.standing
-        if self.nodes[event.node].lost is None:
-            # One that is lost may have been cut off, and have taken all others for lost.
+        if self.has_a_say(event.node):
             for node, reason, source in theirs.lost:
                 self._lose(NodeLost(node, reason, 0.0, source=source))
         if theirs.newest < self.known.index:
@@ -194,8 +193,10 @@ class Follower(Elector):
 
     def _remind(self) -> None:
         """Say all again to whoever leads, or will: something may have been lost on the way."""
-        living = [node for node in self.reachable if self.nodes[node].lost is None]
-        ear = self.leader if self.leader != NOBODY else min(living, default=self.me)
+        living = [node for node in self.reachable if self.nodes[node].lost is None and node != self.me]
+        heard = self.leader in self.reachable or self.leader in self.pulsing
+        # Whoever is there may know how it ended, where the leader has died over it.
+        ear = self.leader if heard and self.leader not in self.losses else min(living, default=self.me)
         if ear != self.me and self.stage != "ended":
             self._out.append(Meet(ear, self.short_standing, self._own_reports()))
 

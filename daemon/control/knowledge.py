@@ -8,7 +8,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.agreement import Agreement
-from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
+from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree, is_quorum
 from ckptless.daemon.control.edges import NodeLost, Output, Report, Stage, Standing, ToAgent, Write
 from ckptless.daemon.control.faults import FaultLog, NodeView
 from ckptless.daemon.control.lease import Lease
@@ -55,6 +55,7 @@ class Knowledge:
     _reign: int = NOBODY
     _followed: int = 0
     _generation: int = 0
+    _members_of: tuple[int, frozenset[int]] = (0, frozenset())
     _touched: set[int] = field(default_factory=set)
     _lease: Lease = field(default_factory=Lease)
     _events: int = 0
@@ -92,6 +93,16 @@ class Knowledge:
         """Whether it hears enough of the others to say that one of them is lost."""
         return self._lease.held
 
+    def is_quorum(self, nodes: set[int]) -> bool:
+        """Whether these and this one may speak for all."""
+        return is_quorum(self.known.voters, nodes | {self.me}, self.agreement.dead)
+
+    def has_a_say(self, node: int) -> bool:
+        """Whether it may say that another is lost. Who is out of the generation may have been cut off."""
+        if self.nodes[node].lost is not None:
+            return False
+        return self.assignment is None or node in self._members
+
     @property
     def standing(self) -> Standing:
         """What to tell a daemon that has just been met."""
@@ -121,6 +132,15 @@ class Knowledge:
             hello = m.Introduction(info=hello.info, pid=hello.pid)
         return tuple(Report(self.me, part) for part in (hello, mine.state) if part is not None)
 
+    @property
+    def _members(self) -> frozenset[int]:
+        """The nodes of the generation that there is, spares too."""
+        assert self.assignment is not None
+        if self._members_of[0] != self.assignment.generation:
+            members = frozenset(info.node for info in self.assignment.nodes)
+            self._members_of = (self.assignment.generation, members)
+        return self._members_of[1]
+
     def _lose(self, loss: NodeLost) -> None:
         """Whoever says it first is believed; what others say of the same node is no news."""
         view = self.nodes[loss.node]
@@ -130,6 +150,7 @@ class Knowledge:
         view.lost_source = loss.source
         self.losses[loss.node] = loss
         self._touched.add(loss.node)
+        self.answering.discard(loss.node)
         if loss.node == self.me and self.outcome is None:
             # The others go on without this node, whatever still runs on it.
             text = f"node-{loss.node} counts as lost: {loss.reason}"

@@ -34,6 +34,10 @@ class Pulses:
                 # Of itself: a former life of this daemon had a faster clock.
                 self._newest[node], self._seen[node] = pulse, now
 
+    def seen_since(self, when: float) -> set[int]:
+        """Voters that have given a new sign of life since then."""
+        return {node for node, seen in self._seen.items() if seen > when}
+
     def fresh(self, now: float, within_s: float) -> frozenset[int]:
         """Voters that have given a new sign of life within so many seconds."""
         return frozenset(node for node, seen in self._seen.items() if now - seen <= within_s)

@@ -10,7 +10,7 @@ A node whose machine answers, but has no agent any more, is lost at once.
 (Das, Gupta and Motivala, SWIM, 2002.)
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -115,6 +115,7 @@ class _Watched:
     looked: float = 0.0
     dark: bool = False
     suspicion: Suspicion | None = None
+    cut_off: bool = False
 
 
 @dataclass
@@ -129,7 +130,6 @@ class Membership:
     _askers: dict[int, set[int]] = field(default_factory=dict)
     _incarnations: dict[int, int] = field(default_factory=dict)
     _due: float = 0.0
-    _decides: bool = False
     _out: list[Output] = field(default_factory=list)
 
     def take(self) -> list[Output]:
@@ -186,13 +186,16 @@ class Membership:
         if node in self._watched:
             self._watched[node].gone = True
 
-    def tick(self, now: float, *, decides: bool) -> bool:
-        """Time has passed; whether a beat is due. `decides`: this node hears a quorum, and may judge."""
-        if decides and not self._decides:
-            # What it saw while it was cut off says nothing of the others.
-            for one in self._watched.values():
-                one.dark, one.suspicion = False, None
-        self._decides = decides
+    def lived_since(self, when: float) -> set[int]:
+        """Those that have given a sign of life since then."""
+        return {node for node, one in self._watched.items() if one.lived > when}
+
+    def tick(self, now: float, judge: Callable[[float], bool]) -> bool:
+        """Time has passed; whether a beat is due.
+
+        `judge(when)`: whether this node has heard a quorum since `when`, and may say that one is lost which
+        it has not heard since.
+        """
         beat = now >= self._due
         if beat:
             self._be_honest(now)
@@ -201,7 +204,7 @@ class Membership:
                 # However this daemon is: what it does not hear keeps no lease of its own alive.
                 self._out.append(HangUp(node, f"its daemon was silent for {now - one.heard:.1f} s"))
             if not one.gone:
-                self._consider(node, one, now, decides=decides)
+                self._consider(node, one, now, judge)
         return beat
 
     def looked(self, node: int, answer: Answer, now: float) -> None:
@@ -247,13 +250,22 @@ class Membership:
         for one in self._watched.values():
             one.heard, one.lived = min(now, one.heard + late_s), min(now, one.lived + late_s)
 
-    def _consider(self, node: int, one: _Watched, now: float, *, decides: bool) -> None:
+    def _consider(self, node: int, one: _Watched, now: float, judge: Callable[[float], bool]) -> None:
         patience_s = self.times.dark_s * self.health.factor
         if now - one.lived > patience_s / 2 and (one.linked or one.dark):
             self._suspect(node, one)
         if one.suspicion is not None or not one.linked:
             self._look(node, one, now)
-        if one.suspicion is None or not one.dark or not decides:
+        if one.suspicion is None or not one.dark:
+            return
+        # Of a cut, both sides fall silent at about the same time for each other.
+        since = one.lived + self.times.dark_s / 2
+        was_cut_off, one.cut_off = one.cut_off, not judge(since)
+        if one.cut_off:
+            return
+        if was_cut_off:
+            # What was seen then says nothing: look, and ask, again.
+            one.dark, one.suspicion = False, None
             return
         confirmed, asked = len(one.suspicion.confirmed), len(one.suspicion.asked)
         if now - one.lived >= suspicion_s(patience_s, confirmed, asked):

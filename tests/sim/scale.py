@@ -80,6 +80,7 @@ class Shared(Roster):
     """All daemons of one machine's memory share one list of nodes."""
 
     every: tuple[int, ...] = ()
+    by_node: dict[int, Peer] = {}  # noqa: RUF012
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -263,7 +264,7 @@ class Cluster:
             names=names,
         )
         peers = tuple(Peer(node=n, name=name, address="10.0.0.1", port=1) for n, name in enumerate(names))
-        Shared.every = tuple(range(count))
+        Shared.every, Shared.by_node = tuple(range(count)), {peer.node: peer for peer in peers}
         first = Durable(promised=NO_BALLOT, vote=None, known=first_decree(Shared.every))
         self.nodes = [Node(self, Shared(node, peers), first) for node in range(count)]
         self._encoder = msgspec.msgpack.Encoder()
