@@ -49,7 +49,10 @@ class Limits(Value, frozen=True, kw_only=True):
 class JobSpec(Value, frozen=True, kw_only=True):
     """What the user asked for: the first `nodes` nodes train, `spares` more wait.
 
-    `names` are the nodes' names, where a node's number is its place in them (empty in local mode).
+    `names` are the nodes' names, where a node's number is its place in them (empty in local mode). `domains`
+    are the nodes' failure domains (racks, switches, power units) in the same order; "" is one that nobody
+    knows, and an empty tuple that of none is known. Every agent of a job must tell the same: the first voters
+    follow from it.
     """
 
     job: str
@@ -59,6 +62,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     slots_per_node: int
     limits: Limits
     names: tuple[str, ...] = ()
+    domains: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:

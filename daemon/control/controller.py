@@ -27,6 +27,8 @@ from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.control.timeline import Timeline
 
 REPEAT_S = 1.0
+# So long a voter's daemon may be away while its node lives; restarts and upgrades are shorter.
+VOTER_AWAY_S = 30.0
 
 
 def _finished(slot: m.SlotState) -> bool:
@@ -42,12 +44,15 @@ class Controller(Follower):
     _noted: set[int] = field(default_factory=set)
     _killed: set[m.Place] = field(default_factory=set)
     _ending: m.Outcome | None = None
+    # Since when the leader has not reached the daemon of a node that lives.
+    _away: dict[int, float] = field(default_factory=dict)
 
     def _drive(self, now: float) -> None:
         """Bring the job forward as far as the reports allow."""
         if self.stage == "ended" or self.spec is None or not self.leads:
             return
         self._note_losses(now)
+        self._note_away(now)
         if self._cancelled is not None:
             cancel = self._cancelled
             self._ending = m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
@@ -70,17 +75,24 @@ class Controller(Follower):
         """Have it agreed on, by the voters that there are; those after them are whoever lives then."""
         if not self.agreement.ready:
             return  # something else is being agreed on; whoever wants this comes again
-        voters = choose_voters(self.known.voters, *self._living_and_sound())
+        voters = self._next_voters(now)
         decree = Decree(index=self.known.index + 1, voters=voters, assignment=assignment, outcome=outcome)
         self.agreement.propose(decree, now)
 
-    def _living_and_sound(self) -> tuple[set[int], set[int]]:
+    def _next_voters(self, now: float) -> tuple[int, ...]:
         living = {node for node, view in self.nodes.items() if view.lost is None}
-        return living, living & self.reachable
+        away_long = {node for node, since in self._away.items() if now - since >= VOTER_AWAY_S}
+        domains = self.spec.domains if self.spec is not None else ()
+        return choose_voters(self.known.voters, living, living & self.reachable, domains, away_long)
+
+    def _note_away(self, now: float) -> None:
+        """Only what this leader has seen itself counts: an older one may have been the one that was away."""
+        away = {n for n, view in self.nodes.items() if view.lost is None and n not in self.reachable}
+        self._away = {node: self._away.get(node, now) for node in away}
 
     def _mend_voters(self, now: float) -> None:
-        """A voter that is lost is replaced before the next one is lost, where there are nodes for it."""
-        voters = choose_voters(self.known.voters, *self._living_and_sound())
+        """A voter lost, or away for long, is replaced before the next one is, where there are nodes."""
+        voters = self._next_voters(now)
         if self.agreement.ready and voters != self.known.voters:
             self._propose(self.assignment, None, now)
 
@@ -104,6 +116,7 @@ class Controller(Follower):
             old = "nobody else does" if former == NOBODY else f"node-{former} cannot be reached"
             self._note(now, "warning", "leader", f"node-{self.me} leads, since {old}")
         self._log, self._timeline, self._ending = FaultLog(), None, None
+        self._away.clear()
         self._since = self._moved = now
         planned = {info.node for info in self.assignment.nodes} if self.assignment is not None else set()
         # Losses that a generation has been planned without were told of by whoever led then.
