@@ -13,9 +13,11 @@ def domain_of(domains: Sequence[str], node: int) -> str:
 
 
 def check_name(name: object) -> str:
-    """Return a domain's name. Raises UsageError where it is none: 1 to 64 printable characters, no spaces."""
-    if not isinstance(name, str) or not 0 < len(name) <= 64 or not name.isprintable() or " " in name:
-        raise UsageError(f"{str(name)[:80]!r} is no name of a domain: 1 to 64 letters, digits and signs")
+    """Return a domain's name: 1 to 64 printable characters without spaces. Raises UsageError for another."""
+    if not isinstance(name, str):
+        raise UsageError(f"the name {str(name)[:80]} must be text: put it in quotes")
+    if not 0 < len(name) <= 64 or not name.isprintable() or " " in name:
+        raise UsageError(f"{name[:80]!r} is no name of a domain: 1 to 64 letters, digits and signs")
     return name
 
 

@@ -99,7 +99,8 @@ def slurm_run(
     )
     verbose = bool(options["verbose"])
     if found.step is None:
-        return SlurmRun(config=config, env=env, verbose=verbose)
+        return SlurmRun(config=config, env=env, verbose=verbose, domains=settings.domains)
+    # Failure domains stay unknown here: each task would find them out for itself, and all must say the same.
     first = found.step.local_id == 0
     return StepRun(config, env, first=first, says=first and found.step.node_id == 0, verbose=verbose)
 

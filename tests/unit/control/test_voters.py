@@ -144,7 +144,7 @@ def test_a_leader_replaces_a_voter_whose_daemon_stays_away() -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 65, "tab\t", 7, None])
 def test_what_is_no_name_of_a_domain(name: object) -> None:
-    with pytest.raises(UsageError, match="no name of a domain"):
+    with pytest.raises(UsageError, match=r"no name of a domain|must be text"):
         check_name(name)
 
 

@@ -110,6 +110,7 @@ daemon:
   log_level: debug
 slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin}
 munge: {socket: /run/m.sock}
+domains: {rack1: "node[1-4]"}
 """
     )
     assert found.given == set(WANTED)
@@ -316,12 +317,44 @@ def test_the_words_are_about_every_key() -> None:
     assert list(WANTED) == keys(SettingsFile)
 
 
+# ---------------------------------------------------------------------------------------- domains
+
+
+def test_failure_domains(files: Files) -> None:
+    assert files.load("version: 1").domains is None
+    assert files.load("version: 1\ndomains:\n").domains is None
+    found = files.load("version: 1\ndomains:\n  rack.1: n[1-2],gpu7\n  '2': n3\n")
+    assert found.domains == {"rack.1": ("n1", "n2", "gpu7"), "2": ("n3",)}
+    assert "\ndomains: {rack.1: 'gpu7,n[1-2]', '2': n3}  # file\n" in as_yaml(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x", "line 2: domains is 'x': it must be names with hostlists"),
+        ("[1]", "line 2: domains is a list: it must be names with hostlists"),
+        ("\n  a: 7", "line 3: domains.a must be a hostlist, such as node[01-16]"),
+        ("\n  a:\n    b: c", "line 3: domains.a must be a hostlist"),
+        ("\n  a: ''", "line 3: domains.a has no nodes: name them"),
+        ("\n  a: n[1-", "line 3: domains.a: brackets do not match"),
+        ("\n  a: n[1-9999999]", "line 3: domains.a: the hostlist 'n[1-9999999]' stands for more names"),
+        ("\n  1: n1", "line 3: domains.1: the name 1 must be text: put it in quotes"),
+        ("\n  a b: n1", "line 3: domains.a b: 'a b' is no name of a domain"),
+        ("\n  a: n1\n  b: n[1-2]", "line 4: domains.b has n1, which is in a already"),
+        ("\n  a: n1\n  a: n2", "line 4: domains.a stands here again, first in line 3"),
+    ],
+)
+def test_what_is_wrong_with_failure_domains(files: Files, text: str, sentence: str) -> None:
+    assert files.refused(f"version: 1\ndomains: {text}\n").startswith(sentence)
+
+
 # ------------------------------------------------------------------------------------------- show
 
 
 def test_show_is_a_good_file_itself(files: Files) -> None:
     before = files.load(
         "version: 1\nmax_stall: 50m\ntimeouts: {leave: 1234ms}\ndaemon: {state_dir: '/a b #c', bind: ib0}"
+        "\ndomains: {a: 'n[1-3]', b: n4}"
     )
     after = files.load(as_yaml(before))
     assert structs.replace(after, given=before.given, file=before.file) == before
