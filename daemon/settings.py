@@ -50,6 +50,15 @@ class Overrides(_Part, frozen=True):
     lease_s: Timeout | None = field(default=None, name="lease")
 
 
+class Budgets(_Part, frozen=True):
+    """How often a rung of the ladder is tried; `Limits` says what each is for. The window is in seconds."""
+
+    raise_tries: Annotated[int, Meta(ge=0, le=100)] = 1
+    process_tries: Annotated[int, Meta(ge=0, le=100)] = 3
+    flap_tries: Annotated[int, Meta(ge=1, le=100)] = 5
+    flap_window_s: Annotated[float, Meta(ge=1, le=86400)] = field(default=3600.0, name="flap_window")
+
+
 class DaemonSettings(_Part, frozen=True):
     """Where a daemon listens and what it keeps. Port 6821 is the first after those that Slurm uses.
 
@@ -93,6 +102,7 @@ class SettingsFile(_Part, frozen=True):
     max_stall_s: Annotated[float, Meta(ge=5, le=86400)] = field(default=300.0, name="max_stall")
     domains: dict[Any, Any] | None = None  # see _domains, which says it better than the parser
     timeouts: Overrides = Overrides()
+    budgets: Budgets = Budgets()
     daemon: DaemonSettings = DaemonSettings()
     slurm: SlurmSettings = SlurmSettings()
     munge: MungeSettings = MungeSettings()
@@ -145,17 +155,25 @@ class Settings(Struct, frozen=True, kw_only=True):
     max_stall_s: float
     domains: dict[str, tuple[str, ...]] | None
     timeouts: Timeouts
+    budgets: Budgets
     daemon: DaemonSettings
     slurm: SlurmSettings
     munge: MungeSettings
 
     def limits(self, max_stall_s: float | None = None, start_tries: int = 0) -> Limits:
-        """Deadlines of a job: from the knob of its own (seconds) where it has one, else the site's."""
+        """Deadlines of a job: from the knob of its own (seconds) where it has one, else the site's.
+
+        The budgets are the site's in either case, but for `start_tries`, which is the job's.
+        """
+        limits = structs.replace(
+            Limits.from_max_stall(self.max_stall_s if max_stall_s is None else max_stall_s, start_tries),
+            **structs.asdict(self.budgets),
+        )
         if max_stall_s is not None:
-            return Limits.from_max_stall(max_stall_s, start_tries)
+            return limits
         own = self.timeouts
         return structs.replace(
-            Limits.from_max_stall(self.max_stall_s, start_tries),
+            limits,
             pong_s=own.pong_s,
             leave_s=own.leave_s,
             join_s=own.join_s,
@@ -184,6 +202,10 @@ WANTED = {
     "timeouts.join": _TIMEOUT,
     "timeouts.stall": _TIMEOUT,
     "timeouts.lease": _TIMEOUT,
+    "budgets.raise_tries": "a number from 0 to 100",
+    "budgets.process_tries": "a number from 0 to 100",
+    "budgets.flap_tries": "a number from 1 to 100",
+    "budgets.flap_window": "a duration with its unit from 1s to 24h, such as 30m",
     "daemon.port": "a TCP port from 1024 to 65535",
     "daemon.bind": "an IP address, a network such as 10.1.0.0/16, an interface such as ib0, or null",
     "daemon.socket": _SOCKET,
@@ -229,6 +251,7 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
         max_stall_s=found.max_stall_s,
         domains=_domains(source, found.domains),
         timeouts=timeouts,
+        budgets=found.budgets,
         daemon=found.daemon,
         slurm=found.slurm,
         munge=found.munge,

@@ -14,6 +14,7 @@ from ckptless.daemon.api.model import JobSpec as JobSpec
 from ckptless.daemon.api.model import Limits as Limits
 from ckptless.daemon.api.model import NodeInfo as NodeInfo
 from ckptless.daemon.api.model import Place as Place
+from ckptless.daemon.api.model import Replaced as Replaced
 from ckptless.daemon.api.model import Tries as Tries
 from ckptless.daemon.api.model import Value as Value
 

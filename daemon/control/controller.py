@@ -297,7 +297,7 @@ class Controller(Follower):
             return
         self._follow_progress([slot for view in self.nodes.values() for slot in view.slots()], now)
         situation = plan.Situation(
-            self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me
+            self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me, now
         )
         try:
             following = plan.next_assignment(situation)

@@ -1,15 +1,16 @@
 """Pure: the plan for the next generation, from the faults and what is left.
 
 Rank to slot (a rank keeps its number and, where it can, its place), the step to go on from, who gives the
-state, the rung. The ladder is in `_answer`; its budgets are `messages.Limits`.
+state, the rung. The ladder is in `_answer`; its budgets, as a table, are `messages.Limits`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.api.errors import RecoveryError
-from ckptless.daemon.api.messages import Assignment, JobSpec, NodeInfo, Outcome, Place, Tries
+from ckptless.daemon.api.messages import Assignment, JobSpec, NodeInfo, Outcome, Place, Replaced, Tries
 from ckptless.daemon.control.faults import SECONDARY, Fault, NodeView
+from ckptless.daemon.control.seats import Seats, remove
 
 RUNGS = ("start", "in-process", "process", "spare")
 
@@ -28,7 +29,10 @@ class NoPlanError(RecoveryError):
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything a plan depends on. `progress` is the newest step that any rank committed."""
+    """Everything a plan depends on. `progress` is the newest step that any rank committed.
+
+    `now_s` is Unix time in seconds; another leader's may differ by as much as the nodes' clocks do.
+    """
 
     spec: JobSpec
     nodes: Mapping[int, NodeView]
@@ -37,6 +41,7 @@ class Situation:
     progress: int
     term: int
     leader: int
+    now_s: float = 0.0
 
     @property
     def causes(self) -> Sequence[Fault]:
@@ -46,10 +51,14 @@ class Situation:
 
 @dataclass
 class _Answers:
-    """What the ladder decides: slots to renew, slots that may hold no rank any more, the highest rung."""
+    """What the ladder decides: slots to renew, slots that may hold no rank any more, the highest rung.
+
+    `flapping` are slots to renew that a rank had better leave.
+    """
 
     renew: set[Place] = field(default_factory=set)
     bad: set[Place] = field(default_factory=set)
+    flapping: set[Place] = field(default_factory=set)
     rung: str = "in-process"
     tries: list[Tries] = field(default_factory=list)
 
@@ -103,6 +112,8 @@ def next_assignment(now: Situation) -> Assignment:
         faults=tuple(fault.id for fault in now.causes),
         tries=tuple(answers.tries),
         bad=tuple(sorted({*now.current.bad, *answers.bad})),
+        replaced=_remembered(now, answers),
+        flapping=tuple(sorted(answers.flapping)),
     )
 
 
@@ -154,8 +165,7 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
         if count > limits.raise_tries + 1:
             raise NoPlanError(_script_failed(f"rank {finding.rank} raised {finding.detail}", count))
         if count > limits.raise_tries:
-            answers.renew.add(place)
-            answers.raise_to("process")
+            _renew(now, place, answers)
         return
     _answer_death(now, fault, count, answers)
 
@@ -174,8 +184,33 @@ def _answer_death(now: Situation, fault: Fault, count: int, answers: _Answers) -
         answers.bad.add(place)
         answers.raise_to("spare")
         return
+    _renew(now, place, answers)
+
+
+def _renew(now: Situation, place: Place, answers: _Answers) -> None:
+    """A new process in the slot. One that has needed many lately is flapping: something there is not sound.
+
+    Its rank moves where there is room; else it stays, since a bad slot is better than the end of the job.
+    """
     answers.renew.add(place)
     answers.raise_to("process")
+    if len(_lately(now, place)) >= now.spec.limits.flap_tries:
+        answers.flapping.add(place)
+
+
+def _lately(now: Situation, place: Place) -> tuple[float, ...]:
+    """When the process of a slot was replaced, as far back as that counts."""
+    window_s = now.spec.limits.flap_window_s
+    known = (at for old in now.current.replaced if old.place == place for at in old.at_s)
+    return tuple(at for at in known if now.now_s - at < window_s)
+
+
+def _remembered(now: Situation, answers: _Answers) -> tuple[Replaced, ...]:
+    """The same for the next plan: of each slot the newest few, of those that still count."""
+    most = now.spec.limits.flap_tries
+    places = {*(old.place for old in now.current.replaced), *answers.renew}
+    at = {p: _lately(now, p) + ((now.now_s,) if p in answers.renew else ()) for p in sorted(places)}
+    return tuple(Replaced(place=place, at_s=times[-most:]) for place, times in at.items() if times)
 
 
 def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
@@ -195,41 +230,49 @@ def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
 
 
 def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
-    """Homeless ranks go to free slots; ranks of one node stay together where a node has room for them."""
+    """Homeless ranks go to free slots, and those of flapping slots where any is left. Raises NoPlanError.
+
+    Ranks of one node stay together where a node has room for them. Free slots that were flapping lately
+    themselves are taken only by the homeless, and last.
+    """
     homeless = {rank: place for rank, place in enumerate(now.current.places) if place in answers.bad}
-    if not homeless:
+    shaken = {r: p for r, p in enumerate(now.current.places) if p in answers.flapping and r not in homeless}
+    if not homeless and not shaken:
         return now.current.places
     places = list(now.current.places)
-    free = _free_slots(now, answers)
+    lost = [info.node for info in now.current.nodes if not now.nodes[info.node].usable]
+    seats = Seats(now.nodes, now.spec.slots_per_node, now.spec.domains, lost)
+    taken = {*places, *now.current.bad, *answers.bad}
+    shaky = {
+        p.place for p in now.current.replaced if len(_lately(now, p.place)) >= now.spec.limits.flap_tries
+    }
+    sound, worse = seats.free({*taken, *shaky}), seats.free(taken)
     for node in sorted({place.node for place in homeless.values()}):
         ranks = [rank for rank, place in homeless.items() if place.node == node]
-        rooms = sorted(free.items(), key=lambda item: (len(item[1]) < len(ranks), item[0]))
-        slots = [Place(node=host, slot=slot) for host, slots in rooms for slot in slots][: len(ranks)]
+        slots = seats.choose(sound, node, len(ranks))
+        remove(sound, slots)
+        remove(worse, slots)
         if len(slots) < len(ranks):
-            why = "; ".join(
-                f"{f.finding.kind} {_name(now, f.finding.node)}: {f.finding.detail}" for f in now.causes
-            )
-            raise NoPlanError(_unrecoverable(f"no spare left for rank {ranks[len(slots)]} ({why})"))
+            slots += (more := seats.choose(worse, node, len(ranks) - len(slots)))
+            remove(worse, more)
+        if len(slots) < len(ranks):
+            raise NoPlanError(_unrecoverable(f"no spare left for rank {ranks[len(slots)]} ({_causes(now)})"))
         for rank, place in zip(ranks, slots, strict=True):
             places[rank] = place
-            free[place.node].remove(place.slot)
+    for rank, place in shaken.items():
+        for better in seats.choose(sound, place.node, 1):
+            places[rank] = better
+            remove(sound, [better])
     return tuple(places)
+
+
+def _causes(now: Situation) -> str:
+    return "; ".join(f"{f.finding.kind} {_name(now, f.finding.node)}: {f.finding.detail}" for f in now.causes)
 
 
 def _name(now: Situation, node: int) -> str:
     hello = now.nodes[node].hello
     return hello.info.name if hello is not None else f"node-{node}"
-
-
-def _free_slots(now: Situation, answers: _Answers) -> dict[int, list[int]]:
-    """Slots without a rank on usable nodes. A slot that lost its rank for cause stays empty."""
-    taken = {*now.current.places, *now.current.bad, *answers.bad}
-    free = {
-        node: [s for s in range(now.spec.slots_per_node) if Place(node=node, slot=s) not in taken]
-        for node, view in now.nodes.items()
-        if view.usable
-    }
-    return {node: slots for node, slots in free.items() if slots}
 
 
 def _state_sources(

@@ -1,6 +1,6 @@
 """Slurm's text into values. Pure: text in, values out, ProtocolError for what cannot be read.
 
-Three shapes are read, the first two recorded as the same on 22.05, 24.11 and 26.05:
+Three shapes are read, all the same on 22.05, 24.11 and 26.05:
 
 - `squeue --Format` with a separator of our own after every field. A job's name and comment are its user's and
   may hold anything, a newline or `UserId=root(0)` too, and `scontrol show job` prints them before and between

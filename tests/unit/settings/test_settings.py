@@ -111,6 +111,7 @@ daemon:
 slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin}
 munge: {socket: /run/m.sock}
 domains: {rack1: "node[1-4]"}
+budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )
     assert found.given == set(WANTED)
@@ -121,11 +122,23 @@ domains: {rack1: "node[1-4]"}
     assert (found.slurm.poll_s, found.slurm.on_node_lost) == (60.0, "drain")
     assert found.munge.socket == "/run/m.sock"
     assert found.limits(start_tries=2) == Limits(
-        pong_s=5.0, leave_s=7.5, join_s=90.0, stall_s=100.0, lease_s=4.0, start_tries=2
+        pong_s=5.0,
+        leave_s=7.5,
+        join_s=90.0,
+        stall_s=100.0,
+        lease_s=4.0,
+        raise_tries=2,
+        process_tries=4,
+        start_tries=2,
+        flap_tries=6,
+        flap_window_s=1800.0,
     )
+    assert found.domains == {"rack1": ("node1", "node2", "node3", "node4")}
     assert found.timers == Timers(beat_s=0.1, dark_s=1.0)
-    # A job with a knob of its own.
-    assert found.limits(60.0) == Limits.from_max_stall(60.0)
+    # A job with a knob of its own has the site's budgets all the same.
+    assert found.limits(60.0) == structs.replace(
+        Limits.from_max_stall(60.0), raise_tries=2, process_tries=4, flap_tries=6, flap_window_s=1800.0
+    )
 
 
 def test_sections_with_nothing_in_them(files: Files) -> None:
@@ -315,6 +328,31 @@ def test_no_file_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, noi
 
 def test_the_words_are_about_every_key() -> None:
     assert list(WANTED) == keys(SettingsFile)
+
+
+# ---------------------------------------------------------------------------------------- budgets
+
+
+def test_budgets(files: Files) -> None:
+    assert files.load("version: 1").limits() == Limits.from_max_stall(300.0)
+    found = files.load("version: 1\nbudgets: {raise_tries: 0, flap_tries: 2, flap_window: 10m}\n")
+    for limits in (found.limits(start_tries=9), found.limits(60.0, start_tries=9)):
+        assert (limits.raise_tries, limits.process_tries, limits.start_tries) == (0, 3, 9)
+        assert (limits.flap_tries, limits.flap_window_s) == (2, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("flap_tries: 0", "line 3: budgets.flap_tries is 0: it must be a number from 1 to 100"),
+        ("process_tries: -1", "line 3: budgets.process_tries is -1: it must be a number from 0 to 100"),
+        ("flap_window: 60", "line 3: budgets.flap_window is 60: it must be a duration with its unit"),
+        ("flap_window: 2d", "line 3: budgets.flap_window is '2d': it must be a duration with its unit"),
+        ("start_tries: 1", "line 3: there is no key budgets.start_tries"),
+    ],
+)
+def test_what_is_wrong_with_budgets(files: Files, text: str, sentence: str) -> None:
+    assert files.refused(f"version: 1\nbudgets:\n  {text}\n").startswith(sentence)
 
 
 # ---------------------------------------------------------------------------------------- domains

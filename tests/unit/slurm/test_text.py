@@ -297,24 +297,25 @@ def test_a_reason_comes_back(reason: str) -> None:
 
 # ------------------------------------------------------------------------------------------ topology
 
+# As 22.05, 24.11 and 26.05 gave it, of a tree, and the last two of blocks.
 TREE = """\
-SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[1-4]
-SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[5-6],gpu[01-02]
-SwitchName=core Level=1 LinkSpeed=1 Nodes=n[1-6],gpu[01-02] Switches=s[0-1]
+SwitchName=s0 Level=0 LinkSpeed=1 Nodes=node[01-02]
+SwitchName=s1 Level=0 LinkSpeed=1 Nodes=node03,node04
+SwitchName=core Level=1 LinkSpeed=1 Nodes=node[01-04] Switches=s[0-1]
 """
 BLOCK = """\
-BlockName=b1 BlockIndex=0 Nodes=n[1-4] BlockSize=4
-BlockName=b2 BlockIndex=1 Nodes=n5 BlockSize=4
-AggregatedBlock=b[1-2] BlockIndex=2 Nodes=n[1-5] BlockSize=8
+BlockName=b1 BlockIndex=0 Nodes=node[01-02] BlockSize=2
+BlockName=b2 BlockIndex=1 Nodes=node[03-04] BlockSize=2
+AggregatedBlock=b[1-2] BlockIndex=2 Nodes=node[01-04] BlockSize=4
 """
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (TREE, {"s0": ("n1", "n2", "n3", "n4"), "s1": ("n5", "n6", "gpu01", "gpu02")}),
-        (BLOCK, {"b1": ("n1", "n2", "n3", "n4"), "b2": ("n5",)}),
-        ("BlockName=b1 BlockIndex=0 Nodes=n[1-2]\n", {"b1": ("n1", "n2")}),  # 23.11
+        (TREE, {"s0": ("node01", "node02"), "s1": ("node03", "node04")}),
+        (BLOCK, {"b1": ("node01", "node02"), "b2": ("node03", "node04")}),
+        ("BlockName=b1 BlockIndex=0 Nodes=n[1-2]\n", {"b1": ("n1", "n2")}),
         ("RingName=r1 Nodes=n[1-2] RingSize=2\n", {"r1": ("n1", "n2")}),
         ("SwitchName=empty Level=0 LinkSpeed=1\n", {"empty": ()}),
         ("SwitchName=s Level=0 LinkSpeed=1 Nodes=(null)\n", {"s": ()}),
