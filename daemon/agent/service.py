@@ -117,7 +117,7 @@ class Agent:
         if self._outcome.done():
             return self._outcome.result()
         cancel = cancelled.result()
-        return m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
+        return m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason, why="cancelled")
 
     async def _close(self, daemon: "asyncio.Task[None] | None") -> None:
         await self._crew.close()

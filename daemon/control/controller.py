@@ -44,7 +44,7 @@ class Controller(Follower):
     _noted: set[int] = field(default_factory=set)
     _killed: set[m.Place] = field(default_factory=set)
     _ending: m.Outcome | None = None
-    # Since when the leader has not reached the daemon of a node that lives.
+    # Since when the leader has not reached a voter's daemon, whose node lives.
     _away: dict[int, float] = field(default_factory=dict)
 
     def _drive(self, now: float) -> None:
@@ -55,7 +55,9 @@ class Controller(Follower):
         self._note_away(now)
         if self._cancelled is not None:
             cancel = self._cancelled
-            self._ending = m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
+            self._ending = m.Outcome(
+                state="stopped", exit_code=cancel.exit_code, reason=cancel.reason, why="cancelled"
+            )
         if self._ending is not None:
             self._propose(self.assignment, self._ending, now)
             return
@@ -81,14 +83,15 @@ class Controller(Follower):
 
     def _next_voters(self, now: float) -> tuple[int, ...]:
         living = {node for node, view in self.nodes.items() if view.lost is None}
+        # Who reaches others, but not this leader, is no help to it.
         away_long = {node for node, since in self._away.items() if now - since >= VOTER_AWAY_S}
         domains = self.spec.domains if self.spec is not None else ()
         return choose_voters(self.known.voters, living, living & self.reachable, domains, away_long)
 
     def _note_away(self, now: float) -> None:
         """Only what this leader has seen itself counts: an older one may have been the one that was away."""
-        away = {n for n, view in self.nodes.items() if view.lost is None and n not in self.reachable}
-        self._away = {node: self._away.get(node, now) for node in away}
+        voters = [node for node in self.known.voters if node not in self.reachable]
+        self._away = {node: self._away.get(node, now) for node in voters if self.nodes[node].lost is None}
 
     def _mend_voters(self, now: float) -> None:
         """A voter lost, or away for long, is replaced before the next one is, where there are nodes."""
@@ -189,7 +192,8 @@ class Controller(Follower):
         if undone:
             code = max((f.exit_code or 0 for f in undone), default=0)
             reason = f"after training: {what}"
-            self._ending = m.Outcome(state="failed", exit_code=code if code > 0 else 1, reason=reason)
+            code = code if code > 0 else 1
+            self._ending = m.Outcome(state="failed", exit_code=code, reason=reason, why="after-training")
 
     def _overdue(self, now: float) -> list[Finding]:
         """Deadlines of joining, restoring and of steps. Only processes with hooks tell how far they are."""
@@ -228,7 +232,9 @@ class Controller(Follower):
         if len(here) < len(slots):
             return
         if self.stage in ("joining", "releasing") and all(s.phase == "exited" for s in here):
-            self._ending = m.Outcome(state="done", exit_code=0, reason="every rank ended by itself")
+            self._ending = m.Outcome(
+                state="done", exit_code=0, reason="every rank ended by itself", why="done"
+            )
         elif self.stage == "joining" and all(s.phase in ("joined", "restored", "finished") for s in here):
             self._mark("join", now)
             self._broadcast(m.Go(generation=generation), now)

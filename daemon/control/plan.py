@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.api.errors import RecoveryError
-from ckptless.daemon.api.messages import Assignment, JobSpec, NodeInfo, Outcome, Place, Replaced, Tries
+from ckptless.daemon.api.messages import (
+    Assignment,
+    JobSpec,
+    NodeInfo,
+    Outcome,
+    Place,
+    Replaced,
+    Tries,
+    Why,
+)
 from ckptless.daemon.control.faults import SECONDARY, Fault, NodeView
 from ckptless.daemon.control.seats import Seats, remove
 
@@ -72,7 +81,9 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
     usable = sorted(node for node, view in nodes.items() if view.usable)
     if len(usable) < spec.nodes:
         lost = ", ".join(f"{node} ({view.lost})" for node, view in sorted(nodes.items()) if not view.usable)
-        raise NoPlanError(_unrecoverable(f"{len(usable)} of {spec.nodes} nodes came up; missing: {lost}"))
+        raise NoPlanError(
+            _unrecoverable(f"{len(usable)} of {spec.nodes} nodes came up; missing: {lost}", "never-formed")
+        )
     places = tuple(
         Place(node=node, slot=slot) for node in usable[: spec.nodes] for slot in range(spec.slots_per_node)
     )
@@ -159,7 +170,9 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
     place = Place(node=finding.node, slot=finding.slot or 0)
     if finding.kind in SECONDARY:
         if count > limits.process_tries:
-            raise NoPlanError(_unrecoverable(f"{finding.detail}, {count} times without a step in between"))
+            raise NoPlanError(
+                _unrecoverable(f"{finding.detail}, {count} times without a step in between", "no-progress")
+            )
         return
     if finding.kind == "raised":
         if count > limits.raise_tries + 1:
@@ -256,7 +269,9 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
             slots += (more := seats.choose(worse, node, len(ranks) - len(slots)))
             remove(worse, more)
         if len(slots) < len(ranks):
-            raise NoPlanError(_unrecoverable(f"no spare left for rank {ranks[len(slots)]} ({_causes(now)})"))
+            raise NoPlanError(
+                _unrecoverable(f"no spare left for rank {ranks[len(slots)]} ({_causes(now)})", "no-spare")
+            )
         for rank, place in zip(ranks, slots, strict=True):
             places[rank] = place
     for rank, place in shaken.items():
@@ -285,7 +300,7 @@ def _state_sources(
             (s for view in now.nodes.values() if view.usable for s in _all_steps(view)), default=now.progress
         )
         if max(newest, now.progress) > 0:
-            raise NoPlanError(_unrecoverable(_no_common_step(now)))
+            raise NoPlanError(_unrecoverable(_no_common_step(now), "no-common-step"))
         return None, (), ()
     tensor_nodes = tuple(node for node, view in sorted(now.nodes.items()) if step in _tensor_steps(view))
     record_nodes = tuple(
@@ -337,10 +352,10 @@ def _infos(nodes: Mapping[int, NodeView]) -> tuple[NodeInfo, ...]:
     )
 
 
-def _unrecoverable(reason: str) -> Outcome:
-    return Outcome(state="failed", exit_code=EXIT_UNRECOVERABLE, reason=reason)
+def _unrecoverable(reason: str, why: Why) -> Outcome:
+    return Outcome(state="failed", exit_code=EXIT_UNRECOVERABLE, reason=reason, why=why)
 
 
 def _script_failed(what: str, count: int, exit_code: int = EXIT_SCRIPT) -> Outcome:
     times = "" if count <= 1 else f", {count} times without a step in between"
-    return Outcome(state="failed", exit_code=exit_code, reason=what + times)
+    return Outcome(state="failed", exit_code=exit_code, reason=what + times, why="script")

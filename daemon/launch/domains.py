@@ -14,6 +14,9 @@ from ckptless.daemon.slurm.text import read_topology
 logger = logging.getLogger(__name__)
 
 TOPOLOGY_DEADLINE_S = 10.0
+# They go to the agents with all the rest in one variable of the environment, where 128 KiB is the end: longer
+# names become numbers.
+MOST_TEXT = 16_000
 
 
 async def find_domains(names: Sequence[str], site: Mapping[str, Sequence[str]] | None) -> tuple[str, ...]:
@@ -38,6 +41,8 @@ async def find_domains(names: Sequence[str], site: Mapping[str, Sequence[str]] |
     ]
     more = f", and {len(known) - 8} more" if len(known) > 8 else ""
     logger.info("failure domains, from %s: %s%s", source, ", ".join(parts), more)
+    if sum(map(len, found)) > MOST_TEXT:
+        found = tuple(str(known.index(domain)) if domain else "" for domain in found)
     return found
 
 

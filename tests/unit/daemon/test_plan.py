@@ -130,7 +130,7 @@ def test_no_spare_left_names_node_and_rank() -> None:
     with pytest.raises(plan.NoPlanError) as error:
         again([fault("node-lost", 1, None, "dark")], 1, job=spec(spares=0), lost=[1])
     outcome = error.value.outcome
-    assert (outcome.state, outcome.exit_code) == ("failed", 4)
+    assert (outcome.state, outcome.exit_code, outcome.why) == ("failed", 4, "no-spare")
     assert "rank 2" in outcome.reason
     assert "node-1" in outcome.reason
 
@@ -162,6 +162,7 @@ def test_the_end_of_the_ladder(kind: str, times: int, more: dict[str, Any], code
         plan.next_assignment(situation(faults, current=before))
     assert (error.value.outcome.state, error.value.outcome.exit_code) == ("failed", code)
     assert text in error.value.outcome.reason
+    assert error.value.outcome.why == ("no-progress" if kind == "broken" else "script")
 
 
 def test_another_exception_has_its_own_budget() -> None:
@@ -255,8 +256,9 @@ def test_a_first_assignment_takes_the_lowest_usable_nodes() -> None:
     job = spec(nodes=2, spares=1, slots=1)
     nodes = {0: view(0, lost="gone"), 1: view(1), 2: view(2)}
     assert [p.node for p in plan.first_assignment(job, nodes, 1, 1).places] == [1, 2]
-    with pytest.raises(plan.NoPlanError, match="1 of 2 nodes came up; missing: 0"):
+    with pytest.raises(plan.NoPlanError, match="1 of 2 nodes came up; missing: 0") as error:
         plan.first_assignment(job, {**nodes, 2: view(2, known=False)}, 1, 1)
+    assert error.value.outcome.why == "never-formed"
 
 
 @pytest.mark.parametrize(("steps", "anew"), [((), True), ((0,), False)])
@@ -272,7 +274,7 @@ def test_a_step_that_not_all_can_give_ends_the_job_and_names_what_is_missing() -
     nodes = {0: view(0, (4, 5), {0: (4, 5)}), 1: view(1, (4, 5), {1: (3,)})}
     with pytest.raises(plan.NoPlanError, match=r"rank 1's records are held for steps \[3\]") as error:
         plan.next_assignment(situation([fault("raised")], job=job, nodes=nodes, progress=5))
-    assert error.value.outcome.exit_code == 4
+    assert (error.value.outcome.exit_code, error.value.outcome.why) == (4, "no-common-step")
 
 
 # ------------------------------------------------------------------------------------- properties

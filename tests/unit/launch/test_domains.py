@@ -76,6 +76,13 @@ def test_where_nothing_is_known(
     assert why in line
 
 
+def test_long_names_of_many_nodes_become_numbers() -> None:
+    names = tuple(f"n{number}" for number in range(1000))
+    site = {f"{'long' * 15}-{rack}": names[rack * 100 : rack * 100 + 100] for rack in range(9)}
+    found = asyncio.run(find_domains(names, site))
+    assert found == (*(str(number // 100) for number in range(900)), *[""] * 100)
+
+
 def test_without_scontrol(monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert find(None) == ()
