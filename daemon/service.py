@@ -218,14 +218,16 @@ class Service:
     async def _remember(self, hello: m.AgentHello, roster: Roster) -> Memory:
         """What is on the disk of what this daemon has promised the others. Raises LedgerError."""
         name = hello.spec.job
+        # The same for every daemon of the job, as its agents all have their spec from one launcher.
+        first = first_decree(roster.nodes, hello.spec.domains)
+        nothing = Durable(promised=NO_BALLOT, vote=None, known=first)
         kept = await self.ledger.vote(name)
         if kept is not None:
             return Memory(*kept)
         if hello.identity:
             # It may have promised anything: it follows, and neither votes nor leads.
             logger.warning("job %s: nothing is left of what this daemon knew of it: it does not vote", name)
-            return Memory(hello.identity, lost=True)
-        nothing = Durable(promised=NO_BALLOT, vote=None, known=first_decree(roster.nodes))
+            return Memory(hello.identity, nothing, lost=True)
         identity = secrets.token_hex(8)
         # Before the agent hears of it: whoever knows the identity knows that there was something to forget.
         written = asyncio.Event()

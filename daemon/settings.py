@@ -6,16 +6,19 @@ The defaults are chosen so that `version: 1` alone is a working file. Every time
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field, structs
 
 from ckptless.daemon import settings_file
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.model import Limits
 from ckptless.daemon.config import Timers
+from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.settings_file import Source, duration
+from ckptless.daemon.slurm.hostlist import expand
 
 DEFAULT_FILE = Path("/etc/ckptless/ckptless.yaml")
 SLURM_PORTS = range(6817, 6821)  # slurmctld, slurmd, slurmdbd, and slurmrestd's usual one
@@ -45,6 +48,15 @@ class Overrides(_Part, frozen=True):
     join_s: Timeout | None = field(default=None, name="join")
     stall_s: Timeout | None = field(default=None, name="stall")
     lease_s: Timeout | None = field(default=None, name="lease")
+
+
+class Budgets(_Part, frozen=True):
+    """How often a rung of the ladder is tried; `Limits` says what each is for. The window is in seconds."""
+
+    raise_tries: Annotated[int, Meta(ge=0, le=100)] = 1
+    process_tries: Annotated[int, Meta(ge=0, le=100)] = 3
+    flap_tries: Annotated[int, Meta(ge=1, le=100)] = 5
+    flap_window_s: Annotated[float, Meta(ge=1, le=86400)] = field(default=3600.0, name="flap_window")
 
 
 class DaemonSettings(_Part, frozen=True):
@@ -82,11 +94,16 @@ class MungeSettings(_Part, frozen=True):
 
 
 class SettingsFile(_Part, frozen=True):
-    """The file. `max_stall` is 5 minutes as ckptless-run has it: longer than a slow step or an evaluation."""
+    """The file. `max_stall` is 5 minutes as ckptless-run has it: longer than a slow step or an evaluation.
+
+    `domains` are hostlists by the name of the failure domain.
+    """
 
     version: Literal[1]
     max_stall_s: Annotated[float, Meta(ge=5, le=86400)] = field(default=300.0, name="max_stall")
+    domains: dict[Any, Any] | None = None  # see _domains, which says it better than the parser
     timeouts: Overrides = Overrides()
+    budgets: Budgets = Budgets()
     daemon: DaemonSettings = DaemonSettings()
     slurm: SlurmSettings = SlurmSettings()
     munge: MungeSettings = MungeSettings()
@@ -130,24 +147,34 @@ class Timeouts(Struct, frozen=True, kw_only=True):
 class Settings(Struct, frozen=True, kw_only=True):
     """Checked settings: what the file says, and what follows from it.
 
-    `file` is None where there is none; `given` are the keys it sets ("daemon.port").
+    `file` is None where there is none; `given` are the keys it sets ("daemon.port"). `domains` are the nodes
+    of every failure domain; None where the file leaves that to Slurm's topology.
     """
 
     file: Path | None
     given: frozenset[str]
     max_stall_s: float
+    domains: dict[str, tuple[str, ...]] | None
     timeouts: Timeouts
+    budgets: Budgets
     daemon: DaemonSettings
     slurm: SlurmSettings
     munge: MungeSettings
 
     def limits(self, max_stall_s: float | None = None, start_tries: int = 0) -> Limits:
-        """Deadlines of a job: from the knob of its own (seconds) where it has one, else the site's."""
+        """Deadlines of a job: from the knob of its own (seconds) where it has one, else the site's.
+
+        The budgets are the site's in either case, but for `start_tries`, which is the job's.
+        """
+        limits = structs.replace(
+            Limits.from_max_stall(self.max_stall_s if max_stall_s is None else max_stall_s, start_tries),
+            **structs.asdict(self.budgets),
+        )
         if max_stall_s is not None:
-            return Limits.from_max_stall(max_stall_s, start_tries)
+            return limits
         own = self.timeouts
         return structs.replace(
-            Limits.from_max_stall(self.max_stall_s, start_tries),
+            limits,
             pong_s=own.pong_s,
             leave_s=own.leave_s,
             join_s=own.join_s,
@@ -168,6 +195,7 @@ _SOCKET = "the absolute path of a Unix socket, at most 107 bytes long"
 WANTED = {
     "version": "1, as in `version: 1`",
     "max_stall": "a duration with its unit from 5s to 24h, such as 90s or 5m",
+    "domains": "names with hostlists, as in `rack1: node[01-16]`, or null",
     "timeouts.beat": _TIMEOUT,
     "timeouts.dark": _TIMEOUT,
     "timeouts.pong": _TIMEOUT,
@@ -175,6 +203,10 @@ WANTED = {
     "timeouts.join": _TIMEOUT,
     "timeouts.stall": _TIMEOUT,
     "timeouts.lease": _TIMEOUT,
+    "budgets.raise_tries": "a number from 0 to 100",
+    "budgets.process_tries": "a number from 0 to 100",
+    "budgets.flap_tries": "a number from 1 to 100",
+    "budgets.flap_window": "a duration with its unit from 1s to 24h, such as 30m",
     "daemon.port": "a TCP port from 1024 to 65535",
     "daemon.bind": "an IP address, a network such as 10.1.0.0/16, an interface such as ib0, or null",
     "daemon.socket": _SOCKET,
@@ -218,7 +250,9 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
         file=file,
         given=_given(source, found.timeouts),
         max_stall_s=found.max_stall_s,
+        domains=_domains(source, found.domains),
         timeouts=timeouts,
+        budgets=found.budgets,
         daemon=found.daemon,
         slurm=found.slurm,
         munge=found.munge,
@@ -232,6 +266,29 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
         raise source.mistake("daemon.bind", text)
     _check_timeouts(source, timeouts, found)
     return settings
+
+
+def _domains(source: Source, written: Mapping[object, object] | None) -> dict[str, tuple[str, ...]] | None:
+    """The nodes of each failure domain. Raises UsageError for a bad name or hostlist, or a node in two."""
+    if written is None:
+        return None
+    found: dict[str, tuple[str, ...]] = {}
+    home: dict[str, str] = {}
+    for key_written, text in written.items():
+        key = f"domains.{key_written}"
+        if not isinstance(text, str):
+            raise source.mistake(key, f"{key} must be a hostlist, such as node[01-16]")
+        try:
+            name, nodes = check_name(key_written), expand(text)
+        except CkptlessError as error:
+            raise source.mistake(key, f"{key}: {error}") from error
+        if not nodes:
+            raise source.mistake(key, f"{key} has no nodes: name them, as in node[01-16], or leave it out")
+        twice = next((node for node in nodes if home.setdefault(node, name) != name), None)
+        if twice is not None:
+            raise source.mistake(key, f"{key} has {twice}, which is in {home[twice]} already")
+        found[name] = nodes
+    return found
 
 
 def _given(source: Source, timeouts: Overrides) -> frozenset[str]:

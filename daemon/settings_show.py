@@ -1,12 +1,14 @@
 """The settings in force as YAML that is itself a good file, or as rows; each value with its source."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import yaml
 from msgspec import Struct, structs
 
 from ckptless.daemon.settings import Settings, SettingsFile
 from ckptless.daemon.settings_file import duration
+from ckptless.daemon.slurm.hostlist import compress
 
 DEFAULT = "default"
 FILE = "file"
@@ -17,7 +19,7 @@ class Shown(Struct, frozen=True, kw_only=True):
     """One key. A duration's `value` is in seconds and its `unit` "s"; other values have no unit."""
 
     key: str
-    value: str | int | float | bool | None
+    value: str | int | float | bool | Mapping[str, str] | None
     source: str
     unit: str | None = None
 
@@ -27,7 +29,11 @@ class Shown(Struct, frozen=True, kw_only=True):
         if self.unit == "s" and isinstance(self.value, float):
             return duration(self.value)
         # Its first line: behind a bare value, YAML would end the document with "...".
-        return yaml.safe_dump(self.value, width=10_000, allow_unicode=True).splitlines()[0]
+        # A mapping in one line too.
+        plain = dict(self.value) if isinstance(self.value, Mapping) else self.value
+        return yaml.safe_dump(
+            plain, width=float("inf"), allow_unicode=True, default_flow_style=True, sort_keys=False
+        ).splitlines()[0]
 
 
 def shown(settings: Settings) -> tuple[Shown, ...]:
@@ -37,7 +43,9 @@ def shown(settings: Settings) -> tuple[Shown, ...]:
 
 def _shown(settings: Settings) -> Iterator[Shown]:
     for part in structs.fields(SettingsFile):
-        value = 1 if part.name == "version" else getattr(settings, part.name)
+        value: Any = 1 if part.name == "version" else getattr(settings, part.name)
+        if part.name == "domains" and value is not None:
+            value = {name: compress(nodes) for name, nodes in value.items()}
         if not isinstance(value, Struct):
             yield _one(settings, part.encode_name, part.name, value)
             continue
@@ -46,7 +54,9 @@ def _shown(settings: Settings) -> Iterator[Shown]:
             yield _one(settings, f"{part.encode_name}.{key}", name, getattr(value, name))
 
 
-def _one(settings: Settings, key: str, name: str, value: str | int | float | None) -> Shown:
+def _one(
+    settings: Settings, key: str, name: str, value: str | int | float | Mapping[str, str] | None
+) -> Shown:
     source = FILE if key in settings.given else DEFAULT
     if key.startswith("timeouts.") and source == DEFAULT:
         source = DERIVED

@@ -25,11 +25,13 @@ CATCH_UP_DEADLINE_S = 10.0
 class Replicas:
     """Owned by the agent's event loop. `on_acked(rank, step)`: every holder has verified the record.
 
+    `domains` are the nodes' failure domains, see JobSpec.
     `vouch` comes from the daemon; nothing is asked of other agents, and none of them is heard, before.
     """
 
-    def __init__(self, node: int, job: str, copies: int, vault: Vault) -> None:
+    def __init__(self, node: int, job: str, copies: int, vault: Vault, domains: tuple[str, ...] = ()) -> None:
         self._me, self._job, self._copies, self._vault = node, job, copies, vault
+        self._domains = domains
         self.vouch: Vouch | None = None
         self._nodes: tuple[NodeInfo, ...] = ()
         self._generation = 0
@@ -75,13 +77,16 @@ class Replicas:
 
     def push(self, record: p.PutRecord) -> None:
         """Send a record to its holders. With nobody to hold it, it counts as held, and that is an event."""
-        targets = holders(self._nodes, self._me, self._copies, self._unreachable)
+        targets = self._holders()
         if not targets:
             self.on_acked(record.rank, record.step)
             return
         self._waiting[(record.rank, record.step)] = (record, {info.node for info in targets})
         for info in targets:
             self._holder(info).send(record)
+
+    def _holders(self) -> tuple[NodeInfo, ...]:
+        return holders(self._nodes, self._me, self._copies, self._unreachable, self._domains)
 
     def _holder(self, info: NodeInfo) -> "_Holder":
         holder = self._links.get(info.node)
@@ -106,7 +111,7 @@ class Replicas:
             return
         self._unreachable.add(node)
         self.on_event("holder-lost", f"node-{node} cannot hold records any more: {why}")
-        if not holders(self._nodes, self._me, self._copies, self._unreachable):
+        if not self._holders():
             self.on_event("unprotected", "no other node can hold this node's records")
         for key, (record, missing) in list(self._waiting.items()):
             if node in missing:

@@ -41,7 +41,9 @@ class Agent:
         self._zygote = Zygote(self._event)
         self._console = ConsoleOutput(1, self._event)
         self._crew = Crew(config, self._zygote, self._console)
-        self._replicas = Replicas(config.node, config.spec.job, config.copies, self._vault)
+        self._replicas = Replicas(
+            config.node, config.spec.job, config.copies, self._vault, config.spec.domains
+        )
         self._state = StateService(config.node, self._vault, self._replicas, self._crew)
         self._store = StoreServer()
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
@@ -115,7 +117,7 @@ class Agent:
         if self._outcome.done():
             return self._outcome.result()
         cancel = cancelled.result()
-        return m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
+        return m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason, why="cancelled")
 
     async def _close(self, daemon: "asyncio.Task[None] | None") -> None:
         await self._crew.close()

@@ -14,6 +14,7 @@ from ckptless.daemon.api.model import JobSpec as JobSpec
 from ckptless.daemon.api.model import Limits as Limits
 from ckptless.daemon.api.model import NodeInfo as NodeInfo
 from ckptless.daemon.api.model import Place as Place
+from ckptless.daemon.api.model import Replaced as Replaced
 from ckptless.daemon.api.model import Tries as Tries
 from ckptless.daemon.api.model import Value as Value
 
@@ -169,12 +170,32 @@ class Release(Message, frozen=True, kw_only=True):
     generation: int
 
 
+# Why a job ended, for scripts: these words stay, whatever the sentence beside them says.
+#   done            every rank ended by itself     no-spare        a rank has no slot left
+#   script          it raised or ended, each time  no-common-step  no step that every rank could give
+#   cancelled       somebody wanted it             no-progress     broken or stalled again and again
+#   never-formed    too few nodes came up          after-training  a rank failed when training was over
+#   ""              for this node alone: the job goes on without it
+Why = Literal[
+    "",
+    "done",
+    "script",
+    "cancelled",
+    "never-formed",
+    "no-spare",
+    "no-common-step",
+    "no-progress",
+    "after-training",
+]
+
+
 class Outcome(Value, frozen=True, kw_only=True):
-    """How a job ended."""
+    """How a job ended. `reason` is for people, `why` for scripts."""
 
     state: Literal["done", "failed", "stopped"]
     exit_code: int
     reason: str
+    why: Why = ""
 
 
 class End(Message, frozen=True, kw_only=True):

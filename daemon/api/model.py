@@ -15,13 +15,25 @@ class Place(Value, frozen=True, order=True):
 
 
 class Limits(Value, frozen=True, kw_only=True):
-    """Deadlines in seconds, all derived from one knob (`from_max_stall`), and budgets in tries.
+    """Deadlines in seconds, all derived from one knob (`from_max_stall`), and the budgets of the ladder.
 
     `pong_s`: a rank that does not answer for so long is killed. `leave_s`: from STOP until a rank must have
     left its training function. `join_s`: from an assignment until a rank must have joined. `stall_s`: the
     longest time without any new step before the generation is stopped. `lease_s`: a node that does not hear a
-    majority of the job's voters for so long ends its ranks. Budgets count faults in a row without a step
-    committed in between.
+    majority of the job's voters for so long ends its ranks.
+
+    The ladder, and how often a rung is tried before the next one. "In a row" is without a step committed in
+    between; the last budget is for what comes again and again with steps in between.
+
+    rung        answers                          budget                            over it
+    in-process  a rank raised                    `raise_tries` in a row            process
+                a collective broke, no step      `process_tries` in a row          the job fails
+    process     a rank raised again              1 more in a row                   the job fails
+                a process ended by itself        `raise_tries` in a row            the job fails
+                the same without ckptless.run    `start_tries` in a row            the job fails
+                a process was killed, or hung    `process_tries` in a row          spare
+                any of these, with steps since   `flap_tries` in `flap_window_s`   spare, else process
+    spare       a node is lost, a slot given up  as many as there are              the job fails
     """
 
     pong_s: float
@@ -32,6 +44,8 @@ class Limits(Value, frozen=True, kw_only=True):
     raise_tries: int = 1
     process_tries: int = 3
     start_tries: int = 0
+    flap_tries: int = 5
+    flap_window_s: float = 3600.0
 
     @classmethod
     def from_max_stall(cls, max_stall_s: float, start_tries: int = 0) -> "Limits":
@@ -49,7 +63,10 @@ class Limits(Value, frozen=True, kw_only=True):
 class JobSpec(Value, frozen=True, kw_only=True):
     """What the user asked for: the first `nodes` nodes train, `spares` more wait.
 
-    `names` are the nodes' names, where a node's number is its place in them (empty in local mode).
+    `names` are the nodes' names, where a node's number is its place in them (empty in local mode). `domains`
+    are the nodes' failure domains (racks, switches, power units) in the same order; "" is one that nobody
+    knows, and an empty tuple that of none is known. Every agent of a job must tell the same: the first voters
+    follow from it.
     """
 
     job: str
@@ -59,6 +76,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     slots_per_node: int
     limits: Limits
     names: tuple[str, ...] = ()
+    domains: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -85,13 +103,21 @@ class Tries(Value, frozen=True, kw_only=True):
     step: int
 
 
+class Replaced(Value, frozen=True, kw_only=True):
+    """When the process of a slot was replaced lately: Unix times in seconds, at most `Limits.flap_tries`."""
+
+    place: Place
+    at_s: tuple[float, ...]
+
+
 class Assignment(Value, frozen=True, kw_only=True):
     """One generation: who has which rank, and where the state comes from.
 
     `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
     `tensor_nodes` hold the tensors of that step, `record_nodes[rank]` the rank's record, nearest first.
     `store_node` serves the key-value store of this generation. `renew` are slots whose process is replaced
-    although it lives. `tries` and `bad` (slots that may hold no rank any more) are the memory of the ladder.
+    although it lives. `tries`, `replaced` and `bad` (slots that may hold no rank any more) are the memory of
+    the ladder. `flapping` are the slots of the generation before whose process was replaced too often.
     """
 
     job: str
@@ -109,6 +135,8 @@ class Assignment(Value, frozen=True, kw_only=True):
     faults: tuple[str, ...] = ()
     tries: tuple[Tries, ...] = ()
     bad: tuple[Place, ...] = ()
+    replaced: tuple[Replaced, ...] = ()
+    flapping: tuple[Place, ...] = ()
 
     def rank_at(self, place: Place) -> int | None:
         """The rank in a slot, or None for a spare."""

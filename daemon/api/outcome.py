@@ -16,6 +16,7 @@ class _OutcomeFile(msgspec.Struct):
     state: str
     exit_code: int
     reason: str
+    why: str = ""
 
 
 def outcome_path(directory: Path) -> Path:
@@ -41,7 +42,8 @@ def read_outcome(directory: Path, job: str) -> Outcome | None:
         found = msgspec.json.decode(data, type=_OutcomeFile)
         if found.job != job:
             return None
-        fields = {"state": found.state, "exit_code": found.exit_code, "reason": found.reason}
+        fields = msgspec.to_builtins(found)
+        del fields["job"]
         return msgspec.convert(fields, Outcome)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"{outcome_path(directory)} is damaged: {error}") from error

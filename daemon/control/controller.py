@@ -27,6 +27,8 @@ from ckptless.daemon.control.tally import Tally
 from ckptless.daemon.control.timeline import Timeline
 
 REPEAT_S = 1.0
+# So long a voter's daemon may be away while its node lives; restarts and upgrades are shorter.
+VOTER_AWAY_S = 30.0
 
 
 @dataclass
@@ -38,7 +40,9 @@ class Controller(Follower):
     _killed: set[m.Place] = field(default_factory=set)
     _ending: m.Outcome | None = None
     _tally: Tally | None = None
-    _mended: tuple[int, int, frozenset[int]] | None = None
+    _mended: tuple[int, int, frozenset[int], frozenset[int]] | None = None
+    # Since when the leader has not reached a voter's daemon, whose node lives.
+    _away: dict[int, float] = field(default_factory=dict)
 
     def _drive(self, now: float) -> None:
         """Bring the job forward as far as the reports allow."""
@@ -48,9 +52,12 @@ class Controller(Follower):
             return
         self._count(now)
         self._note_losses(now)
+        self._note_away(now)
         if self._cancelled is not None:
             cancel = self._cancelled
-            self._ending = m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
+            self._ending = m.Outcome(
+                state="stopped", exit_code=cancel.exit_code, reason=cancel.reason, why="cancelled"
+            )
         if self._ending is not None:
             self._propose(self.assignment, self._ending, now)
             return
@@ -79,24 +86,36 @@ class Controller(Follower):
         """Have it agreed on, by the voters that there are; those after them are whoever lives then."""
         if not self.agreement.ready:
             return  # something else is being agreed on; whoever wants this comes again
-        voters = choose_voters(self.known.voters, *self._living_and_sound())
+        voters = self._next_voters(now)
         decree = Decree(index=self.known.index + 1, voters=voters, assignment=assignment, outcome=outcome)
         self.agreement.propose(decree, now)
 
-    def _living_and_sound(self) -> tuple[set[int], set[int]]:
-        living = {node for node, view in self.nodes.items() if view.lost is None}
-        return living, living & self.reachable
+    def _next_voters(self, now: float) -> tuple[int, ...]:
+        # Who reaches others, but not this leader, is no help to it.
+        sound = self.reachable - self.losses.keys()
+        living = sound | (set(self.known.voters) - self.losses.keys())
+        domains = self.spec.domains if self.spec is not None else ()
+        return choose_voters(self.known.voters, living, sound, domains, set(self._away_long(now)))
+
+    def _away_long(self, now: float) -> frozenset[int]:
+        return frozenset(node for node, since in self._away.items() if now - since >= VOTER_AWAY_S)
+
+    def _note_away(self, now: float) -> None:
+        """Only what this leader has seen itself counts: an older one may have been the one that was away."""
+        heard = self.reachable | self.pulsing
+        voters = [node for node in self.known.voters if node not in heard and node not in self.losses]
+        self._away = {node: self._away.get(node, now) for node in voters}
 
     def _mend_voters(self, now: float) -> None:
-        """A voter that is lost is replaced before the next one is lost, where there are nodes for it."""
+        """A voter lost, or away for long, is replaced before the next one is, where there are nodes."""
         if self.stage not in ("running", "releasing"):
             # The next generation names new ones, too; to ask these first would only delay it.
             return
-        mended = (self.known.index, len(self.losses), frozenset(self.reachable))
+        mended = (self.known.index, len(self.losses), frozenset(self.reachable), self._away_long(now))
         if mended == self._mended or not self.agreement.ready:
             return
         self._mended = mended
-        voters = choose_voters(self.known.voters, *self._living_and_sound())
+        voters = self._next_voters(now)
         if self.agreement.ready and voters != self.known.voters:
             self._propose(self.assignment, None, now)
 
@@ -113,6 +132,7 @@ class Controller(Follower):
             old = "nobody else does" if former == NOBODY else f"node-{former} cannot be reached"
             self._note(now, "warning", "leader", f"node-{self.me} leads, since {old}")
         self._log, self._timeline, self._ending = FaultLog(), None, None
+        self._away.clear()
         self._since = self._moved = now
         planned = {info.node for info in self.assignment.nodes} if self.assignment is not None else set()
         # Losses that a generation has been planned without were told of by whoever led then.
@@ -187,7 +207,8 @@ class Controller(Follower):
         if undone:
             code = max((f.exit_code or 0 for f in undone), default=0)
             reason = f"after training: {what}"
-            self._ending = m.Outcome(state="failed", exit_code=code if code > 0 else 1, reason=reason)
+            code = code if code > 0 else 1
+            self._ending = m.Outcome(state="failed", exit_code=code, reason=reason, why="after-training")
 
     def _overdue(self, now: float) -> list[Finding]:
         """Deadlines of joining, restoring and of steps. Only processes with hooks tell how far they are."""
@@ -234,7 +255,9 @@ class Controller(Follower):
         tally, generation = self._tally, self.assignment.generation
         self._follow_progress(tally.progress, now)
         if self.stage in ("joining", "releasing") and tally.all_have("exited"):
-            self._ending = m.Outcome(state="done", exit_code=0, reason="every rank ended by itself")
+            self._ending = m.Outcome(
+                state="done", exit_code=0, reason="every rank ended by itself", why="done"
+            )
         elif self.stage == "joining" and tally.all_have("joined"):
             self._mark("join", now)
             self._broadcast(m.Go(generation=generation), now)
@@ -300,7 +323,7 @@ class Controller(Follower):
             return
         self._follow_progress(self._tally.newest, now)
         situation = plan.Situation(
-            self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me
+            self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me, now
         )
         try:
             following = plan.next_assignment(situation)

@@ -118,7 +118,9 @@ class Elector(Knowledge):
         nobody = all(self.nodes[node].lost is not None for node in self.reachable)
         if nobody or now - self._cancelled_at > CANCEL_S:
             cancel = self._cancelled
-            self._ended_here = m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason)
+            self._ended_here = m.Outcome(
+                state="stopped", exit_code=cancel.exit_code, reason=cancel.reason, why="cancelled"
+            )
             self._enter("ended", now)
             self._out.append(ToAgent(m.End(outcome=self._ended_here)))
 

@@ -1,17 +1,40 @@
 """Pure: which nodes hold the records of a node's ranks."""
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 from ckptless.daemon.api.messages import NodeInfo
+from ckptless.daemon.control.domains import domain_of
 
 
 def holders(
-    nodes: Sequence[NodeInfo], me: int, copies: int, unreachable: Collection[int] = ()
+    nodes: Sequence[NodeInfo],
+    me: int,
+    copies: int,
+    unreachable: Collection[int] = (),
+    domains: Sequence[str] = (),
 ) -> tuple[NodeInfo, ...]:
-    """The next `copies` reachable nodes after `me` on the ring of node ids; fewer where there are fewer.
+    """The next `copies` reachable nodes after `me` on a ring; fewer where there are fewer.
 
-    Spares hold too: they have memory and nothing else to do.
+    Nodes of other failure domains come before those of the own one. The ring takes the domains in turn, so
+    that each node holds for about as many others as they for it, and two holders are in two domains where
+    they can be; where no domains are known it is the ring of node ids. Spares hold too: they have memory and
+    nothing else to do.
     """
-    ring = sorted(nodes, key=lambda info: (info.node <= me, info.node))
+    turns = _turns({*(info.node for info in nodes), me}, domains)
+    ring = sorted(nodes, key=lambda info: (turns[info.node] <= turns[me], turns[info.node]))
     others = [info for info in ring if info.node != me and info.node not in unreachable]
+    mine = domain_of(domains, me)
+    others.sort(key=lambda info: domain_of(domains, info.node) == mine)
     return tuple(others[:copies])
+
+
+def _turns(nodes: Iterable[int], domains: Sequence[str]) -> dict[int, tuple[int, int]]:
+    """Places on the ring: the first node of every domain, then the second of every domain, and so on."""
+    seen: Counter[str] = Counter()
+    turns: dict[int, tuple[int, int]] = {}
+    for node in sorted(nodes):
+        domain = domain_of(domains, node)
+        turns[node] = (seen[domain], node)
+        seen[domain] += 1
+    return turns

@@ -1,15 +1,25 @@
 """Pure: the plan for the next generation, from the faults and what is left.
 
 Rank to slot (a rank keeps its number and, where it can, its place), the step to go on from, who gives the
-state, the rung. The ladder is in `_answer`; its budgets are `messages.Limits`.
+state, the rung. The ladder is in `_answer`; its budgets, as a table, are `messages.Limits`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.api.errors import RecoveryError
-from ckptless.daemon.api.messages import Assignment, JobSpec, NodeInfo, Outcome, Place, Tries
+from ckptless.daemon.api.messages import (
+    Assignment,
+    JobSpec,
+    NodeInfo,
+    Outcome,
+    Place,
+    Replaced,
+    Tries,
+    Why,
+)
 from ckptless.daemon.control.faults import SECONDARY, Fault, NodeView
+from ckptless.daemon.control.seats import Seats, remove
 
 RUNGS = ("start", "in-process", "process", "spare")
 
@@ -28,7 +38,10 @@ class NoPlanError(RecoveryError):
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything a plan depends on. `progress` is the newest step that any rank committed."""
+    """Everything a plan depends on. `progress` is the newest step that any rank committed.
+
+    `now_s` is Unix time in seconds; another leader's may differ by as much as the nodes' clocks do.
+    """
 
     spec: JobSpec
     nodes: Mapping[int, NodeView]
@@ -37,6 +50,7 @@ class Situation:
     progress: int
     term: int
     leader: int
+    now_s: float = 0.0
 
     @property
     def causes(self) -> Sequence[Fault]:
@@ -46,10 +60,14 @@ class Situation:
 
 @dataclass
 class _Answers:
-    """What the ladder decides: slots to renew, slots that may hold no rank any more, the highest rung."""
+    """What the ladder decides: slots to renew, slots that may hold no rank any more, the highest rung.
+
+    `flapping` are slots to renew that a rank had better leave.
+    """
 
     renew: set[Place] = field(default_factory=set)
     bad: set[Place] = field(default_factory=set)
+    flapping: set[Place] = field(default_factory=set)
     rung: str = "in-process"
     tries: list[Tries] = field(default_factory=list)
 
@@ -63,7 +81,9 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
     usable = sorted(node for node, view in nodes.items() if view.usable)
     if len(usable) < spec.nodes:
         lost = ", ".join(f"{node} ({view.lost})" for node, view in sorted(nodes.items()) if not view.usable)
-        raise NoPlanError(_unrecoverable(f"{len(usable)} of {spec.nodes} nodes came up; missing: {lost}"))
+        raise NoPlanError(
+            _unrecoverable(f"{len(usable)} of {spec.nodes} nodes came up; missing: {lost}", "never-formed")
+        )
     places = tuple(
         Place(node=node, slot=slot) for node in usable[: spec.nodes] for slot in range(spec.slots_per_node)
     )
@@ -103,6 +123,8 @@ def next_assignment(now: Situation) -> Assignment:
         faults=tuple(fault.id for fault in now.causes),
         tries=tuple(answers.tries),
         bad=tuple(sorted({*now.current.bad, *answers.bad})),
+        replaced=_remembered(now, answers),
+        flapping=tuple(sorted(answers.flapping)),
     )
 
 
@@ -148,14 +170,15 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
     place = Place(node=finding.node, slot=finding.slot or 0)
     if finding.kind in SECONDARY:
         if count > limits.process_tries:
-            raise NoPlanError(_unrecoverable(f"{finding.detail}, {count} times without a step in between"))
+            raise NoPlanError(
+                _unrecoverable(f"{finding.detail}, {count} times without a step in between", "no-progress")
+            )
         return
     if finding.kind == "raised":
         if count > limits.raise_tries + 1:
             raise NoPlanError(_script_failed(f"rank {finding.rank} raised {finding.detail}", count))
         if count > limits.raise_tries:
-            answers.renew.add(place)
-            answers.raise_to("process")
+            _renew(now, place, answers)
         return
     _answer_death(now, fault, count, answers)
 
@@ -174,8 +197,33 @@ def _answer_death(now: Situation, fault: Fault, count: int, answers: _Answers) -
         answers.bad.add(place)
         answers.raise_to("spare")
         return
+    _renew(now, place, answers)
+
+
+def _renew(now: Situation, place: Place, answers: _Answers) -> None:
+    """A new process in the slot. One that has needed many lately is flapping: something there is not sound.
+
+    Its rank moves where there is room; else it stays, since a bad slot is better than the end of the job.
+    """
     answers.renew.add(place)
     answers.raise_to("process")
+    if len(_lately(now, place)) >= now.spec.limits.flap_tries:
+        answers.flapping.add(place)
+
+
+def _lately(now: Situation, place: Place) -> tuple[float, ...]:
+    """When the process of a slot was replaced, as far back as that counts."""
+    window_s = now.spec.limits.flap_window_s
+    known = (at for old in now.current.replaced if old.place == place for at in old.at_s)
+    return tuple(at for at in known if now.now_s - at < window_s)
+
+
+def _remembered(now: Situation, answers: _Answers) -> tuple[Replaced, ...]:
+    """The same for the next plan: of each slot the newest few, of those that still count."""
+    most = now.spec.limits.flap_tries
+    places = {*(old.place for old in now.current.replaced), *answers.renew}
+    at = {p: _lately(now, p) + ((now.now_s,) if p in answers.renew else ()) for p in sorted(places)}
+    return tuple(Replaced(place=place, at_s=times[-most:]) for place, times in at.items() if times)
 
 
 def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
@@ -195,41 +243,51 @@ def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
 
 
 def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
-    """Homeless ranks go to free slots; ranks of one node stay together where a node has room for them."""
+    """Homeless ranks go to free slots, and those of flapping slots where any is left. Raises NoPlanError.
+
+    Ranks of one node stay together where a node has room for them. Free slots that were flapping lately
+    themselves are taken only by the homeless, and last.
+    """
     homeless = {rank: place for rank, place in enumerate(now.current.places) if place in answers.bad}
-    if not homeless:
+    shaken = {r: p for r, p in enumerate(now.current.places) if p in answers.flapping and r not in homeless}
+    if not homeless and not shaken:
         return now.current.places
     places = list(now.current.places)
-    free = _free_slots(now, answers)
+    lost = [info.node for info in now.current.nodes if not now.nodes[info.node].usable]
+    seats = Seats(now.nodes, now.spec.slots_per_node, now.spec.domains, lost)
+    taken = {*places, *now.current.bad, *answers.bad}
+    shaky = {
+        p.place for p in now.current.replaced if len(_lately(now, p.place)) >= now.spec.limits.flap_tries
+    }
+    sound, worse = seats.free({*taken, *shaky}), seats.free(taken)
     for node in sorted({place.node for place in homeless.values()}):
         ranks = [rank for rank, place in homeless.items() if place.node == node]
-        rooms = sorted(free.items(), key=lambda item: (len(item[1]) < len(ranks), item[0]))
-        slots = [Place(node=host, slot=slot) for host, slots in rooms for slot in slots][: len(ranks)]
+        slots = seats.choose(sound, node, len(ranks))
+        remove(sound, slots)
+        remove(worse, slots)
         if len(slots) < len(ranks):
-            why = "; ".join(
-                f"{f.finding.kind} {_name(now, f.finding.node)}: {f.finding.detail}" for f in now.causes
+            slots += (more := seats.choose(worse, node, len(ranks) - len(slots)))
+            remove(worse, more)
+        if len(slots) < len(ranks):
+            raise NoPlanError(
+                _unrecoverable(f"no spare left for rank {ranks[len(slots)]} ({_causes(now)})", "no-spare")
             )
-            raise NoPlanError(_unrecoverable(f"no spare left for rank {ranks[len(slots)]} ({why})"))
         for rank, place in zip(ranks, slots, strict=True):
             places[rank] = place
-            free[place.node].remove(place.slot)
+    for rank, place in shaken.items():
+        for better in seats.choose(sound, place.node, 1):
+            places[rank] = better
+            remove(sound, [better])
     return tuple(places)
+
+
+def _causes(now: Situation) -> str:
+    return "; ".join(f"{f.finding.kind} {_name(now, f.finding.node)}: {f.finding.detail}" for f in now.causes)
 
 
 def _name(now: Situation, node: int) -> str:
     hello = now.nodes[node].hello
     return hello.info.name if hello is not None else f"node-{node}"
-
-
-def _free_slots(now: Situation, answers: _Answers) -> dict[int, list[int]]:
-    """Slots without a rank on usable nodes. A slot that lost its rank for cause stays empty."""
-    taken = {*now.current.places, *now.current.bad, *answers.bad}
-    free = {
-        node: [s for s in range(now.spec.slots_per_node) if Place(node=node, slot=s) not in taken]
-        for node, view in now.nodes.items()
-        if view.usable
-    }
-    return {node: slots for node, slots in free.items() if slots}
 
 
 def _state_sources(
@@ -242,7 +300,7 @@ def _state_sources(
             (s for view in now.nodes.values() if view.usable for s in _all_steps(view)), default=now.progress
         )
         if max(newest, now.progress) > 0:
-            raise NoPlanError(_unrecoverable(_no_common_step(now)))
+            raise NoPlanError(_unrecoverable(_no_common_step(now), "no-common-step"))
         return None, (), ()
     tensor_nodes = tuple(node for node, view in sorted(now.nodes.items()) if step in _tensor_steps(view))
     holders: list[list[int]] = [[] for _ in places]
@@ -294,10 +352,10 @@ def _infos(nodes: Mapping[int, NodeView]) -> tuple[NodeInfo, ...]:
     )
 
 
-def _unrecoverable(reason: str) -> Outcome:
-    return Outcome(state="failed", exit_code=EXIT_UNRECOVERABLE, reason=reason)
+def _unrecoverable(reason: str, why: Why) -> Outcome:
+    return Outcome(state="failed", exit_code=EXIT_UNRECOVERABLE, reason=reason, why=why)
 
 
 def _script_failed(what: str, count: int, exit_code: int = EXIT_SCRIPT) -> Outcome:
     times = "" if count <= 1 else f", {count} times without a step in between"
-    return Outcome(state="failed", exit_code=exit_code, reason=what + times)
+    return Outcome(state="failed", exit_code=exit_code, reason=what + times, why="script")

@@ -124,7 +124,9 @@ def describe(assignment: m.Assignment) -> str:
     ranks = ", ".join(f"{r} on node-{p.node}/{p.slot}" for r, p in enumerate(assignment.places[:16]))
     more = f", and {len(assignment.places) - 16} more" if len(assignment.places) > 16 else ""
     start = "from the start" if assignment.restore_step is None else f"from step {assignment.restore_step}"
-    return f"generation {assignment.generation} ({assignment.rung}), {start}: rank {ranks}{more}"
+    flaps = ", ".join(f"node-{place.node}/{place.slot}" for place in assignment.flapping[:16])
+    why = f"; flapping: {flaps}" if flaps else ""
+    return f"generation {assignment.generation} ({assignment.rung}), {start}: rank {ranks}{more}{why}"
 
 
 def snapshot(

@@ -64,6 +64,7 @@ class LocalOptions:
     state_dir: Path | None
     port: int
     verbose: bool
+    domains: tuple[str, ...] = ()
 
 
 @dataclass
@@ -91,6 +92,7 @@ class LocalRun:
             spares=options.spares,
             slots_per_node=options.slots,
             limits=Limits.from_max_stall(options.max_stall_s, options.start_tries),
+            domains=options.domains,
         )
         root = options.state_dir or default_state_dir().parent / options.job
         self.state_dir = root.absolute()

@@ -112,6 +112,11 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     type=click.IntRange(min=1),
     help="Nodes that hold a copy of each rank's record.  [default: 2, or what sbatch --ckptless said]",
 )
+@click.option(
+    "--domains",
+    metavar="A,A,B",
+    help="With --local: the failure domain of each node, the spares' last.  [default: none are known]",
+)
 @click.option("--job", default=None, help="The job's name in the ledger.  [default: made up]")
 @click.option(
     "--state-dir",

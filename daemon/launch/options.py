@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
+from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.local import ALWAYS_PRELOADED, LocalOptions
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
@@ -35,6 +36,7 @@ def local_options(script: str, script_args: tuple[str, ...], options: Options) -
     state_dir = options["state_dir"]
     return LocalOptions(
         argv=_argv(script, script_args, options),
+        domains=_local_domains(options, nodes + spares),
         module=bool(options["module"]),
         nodes=nodes,
         spares=spares,
@@ -57,7 +59,7 @@ def slurm_run(
     """A run on the nodes of the allocation around this process, or this task's part. Raises UsageError."""
     if not slurm.inside_slurm(env):
         raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
-    for name in ("job", "state_dir", "port"):
+    for name in ("job", "state_dir", "port", "domains"):
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} is for --local: leave it out in a Slurm job")
     argv = _argv(script, script_args, options)
@@ -99,7 +101,8 @@ def slurm_run(
     )
     verbose = bool(options["verbose"])
     if found.step is None:
-        return SlurmRun(config=config, env=env, verbose=verbose)
+        return SlurmRun(config=config, env=env, verbose=verbose, domains=settings.domains)
+    # Failure domains stay unknown here: each task would find them out for itself, and all must say the same.
     first = found.step.local_id == 0
     return StepRun(config, env, first=first, says=first and found.step.node_id == 0, verbose=verbose)
 
@@ -126,6 +129,16 @@ def _argv(script: str, script_args: tuple[str, ...], options: Options) -> tuple[
 def _number(options: Options, name: str) -> int | None:
     value = options[name]
     return int(value) if isinstance(value, int) else None
+
+
+def _local_domains(options: Options, count: int) -> tuple[str, ...]:
+    """`JobSpec.domains` of a local run. Raises UsageError."""
+    if not isinstance(text := options["domains"], str):
+        return ()
+    names = tuple(text.split(","))
+    if len(names) != count:
+        raise UsageError(f"--domains has {len(names)} names for {count} nodes: give one for each, spares too")
+    return tuple(check_name(name) for name in names)
 
 
 def _max_stall(options: Options) -> float | None:

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.agent.prctl import set_pdeathsig
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.api.outcome import read_outcome
+from ckptless.daemon.launch.domains import find_domains
 from ckptless.daemon.launch.follow import Follower
 
 logger = logging.getLogger(__name__)
@@ -60,11 +62,15 @@ class Step:
 
 @dataclass
 class SlurmRun:
-    """One `ckptless-run` in a batch script (or beside salloc)."""
+    """One `ckptless-run` in a batch script (or beside salloc).
+
+    `domains` is the site's table of failure domains, if it has one.
+    """
 
     config: SharedConfig
     env: Mapping[str, str]
     verbose: bool = False
+    domains: Mapping[str, tuple[str, ...]] | None = None
     binding: tuple[str, ...] = ()
     _steps: list[Step] = field(default_factory=list)
     _stop: asyncio.Future[signal.Signals] | None = None
@@ -83,7 +89,9 @@ class SlurmRun:
         spec = self.config.spec
         shape = f"nodes {spec.nodes}, spares {spec.spares}"
         logger.info("job %s: %s; output in %s", spec.job, shape, self.log_dir)
-        self.binding = await cpu_binding()
+        self.binding, domains = await asyncio.gather(cpu_binding(), find_domains(spec.names, self.domains))
+        # Once, here: all agents must tell the same.
+        self.config = replace(self.config, spec=replace(spec, domains=domains))
         try:
             for name in spec.names:
                 self._steps.append(await self._start(name))

@@ -1,12 +1,13 @@
 """Slurm's text into values. Pure: text in, values out, ProtocolError for what cannot be read.
 
-Two shapes are read, both the same on 22.05, 24.11 and 26.05:
+Three shapes are read, all the same on 22.05, 24.11 and 26.05:
 
 - `squeue --Format` with a separator of our own after every field. A job's name and comment are its user's and
   may hold anything, a newline or `UserId=root(0)` too, and `scontrol show job` prints them before and between
   the fields that matter. So jobs are asked for with separators that nobody can guess (`JobFormat`).
 - `scontrol -o show node`: `Key=value Key=value`, where values may hold spaces and `=`. Of a key that
   comes twice the first counts: what people write freely (Reason, Comment, Extra) comes last.
+- `scontrol show topology`: one line of `Key=value` for each switch, block or ring, without spaces in values.
 
 Times are read as UTC; the commands are run with TZ=UTC.
 """
@@ -54,6 +55,8 @@ _ARRAY = re.compile(r"[0-9]{1,10}_(?:[0-9]{1,10}|\[.*\])", re.ASCII)
 _STATE = re.compile(r"[A-Z][A-Z_]{1,40}", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 _DURATION = re.compile(r"(?:([0-9]{1,9})-)?(?:([0-9]{1,9}):)?([0-9]{1,9}):([0-9]{1,2})", re.ASCII)
+_WORDS = re.compile(r"([A-Za-z]+)=(\S*)", re.ASCII)
+_GROUPS = ("SwitchName", "BlockName", "RingName")
 _PING = re.compile(r"^Slurmctld\((\w+)\) at (\S+) is (UP|DOWN)\s*$", re.ASCII | re.MULTILINE)
 
 # What sinfo appends to a state, in the words of scontrol.
@@ -191,6 +194,26 @@ def read_ping(text: str) -> str | None:
     if not lines:
         raise ProtocolError(f"scontrol ping gave no slurmctld: {text[:80]!r}")
     return next((host for _, host, state in lines if state == "UP"), None)
+
+
+def read_topology(text: str) -> dict[str, tuple[str, ...]]:
+    """The nodes of every leaf switch, block or ring in the answer of `scontrol show topology`.
+
+    Higher switches and aggregated blocks are left out: they have the same nodes once more. Empty for a flat
+    topology, for which Slurm has one sentence or nothing. Raises ProtocolError.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for line in text.splitlines():
+        kind, equals, name = line.strip().partition(" ")[0].partition("=")
+        if kind not in _GROUPS or not equals:
+            continue
+        pairs = dict(_WORDS.findall(line))
+        if not name:
+            raise ProtocolError(f"scontrol gave a part of the topology without a name: {line[:80]!r}")
+        if kind == "SwitchName" and number(pairs.get("Level", ""), "level of a switch") > 0:
+            continue
+        found[name] = expand(something(pairs.get("Nodes", "")))
+    return found
 
 
 def node_state(text: str) -> tuple[str, frozenset[str]]:

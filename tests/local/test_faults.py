@@ -25,10 +25,16 @@ def fault(where: str, kind: str, rank: int, step: int | None = None, **more: Any
 
 
 def check(
-    home: Path, faults: list[Fault], spares: int = 0, *, nodes: int = RANKS, per_node: int = 1
+    home: Path,
+    faults: list[Fault],
+    spares: int = 0,
+    *,
+    nodes: int = RANKS,
+    per_node: int = 1,
+    options: tuple[str, ...] = (),
 ) -> Counter[str]:
     """Run the toy with these faults, compare, and count the faults in the ledger by kind."""
-    with toy(home, faults, spares=spares, nodes=nodes, per_node=per_node) as job:
+    with toy(home, faults, spares=spares, nodes=nodes, per_node=per_node, options=options) as job:
         job.ended(0, DEADLINE_S)
         ledger = same_as_reference(job, faults)
     generations = [g.generation for g in ledger.generations]
@@ -146,6 +152,13 @@ def test_nodes_before_the_first_commit_and_two_at_once(tmp_path: Path) -> None:
         fault("import", "kill", -1),
     ]
     assert check(tmp_path, faults, spares=3)["node-lost"] == 3
+
+
+def test_a_rack_with_the_leader_and_the_next_two_nodes_on_the_ring(tmp_path: Path) -> None:
+    """Without domains nodes 1 and 2 would have the only copies of rank 0's record."""
+    faults = [fault("update", "node", rank, 20) for rank in range(3)]
+    options = ("--domains", "a,a,a,b,b,b,b")
+    assert check(tmp_path, faults, spares=3, options=options)["node-lost"] >= 1
 
 
 def test_the_leaders_node_and_nodes_at_the_end(tmp_path: Path) -> None:

@@ -418,7 +418,9 @@ def test_a_cancel_on_the_only_node_whose_agent_is_gone_ends_the_job() -> None:
     assert "end" not in node.told.events
     node.feed(e.Report(0, m.Cancel(exit_code=143, reason="Slurm has ended the job")))
     node.wait(3.0)
-    assert node.outcome == m.Outcome(state="stopped", exit_code=143, reason="Slurm has ended the job")
+    assert node.outcome == m.Outcome(
+        state="stopped", exit_code=143, reason="Slurm has ended the job", why="cancelled"
+    )
 
 
 def test_a_cancel_where_all_agents_are_gone_and_all_daemons_live_ends_the_job() -> None:

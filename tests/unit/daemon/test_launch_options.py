@@ -55,6 +55,19 @@ def test_defaults(tmp_path: Path) -> None:
     assert options("train.py").job != options("train.py").job
 
 
+def test_failure_domains() -> None:
+    assert options("train.py").domains == ()
+    found = options("--nodes", "2", "--spares", "1", "--domains", "a,a,b", "train.py")
+    assert found.domains == ("a", "a", "b")
+
+
+@pytest.mark.parametrize("text", ["a,a", "a,a,b,b", "", "a,,b", "a,b c,d"])
+def test_failure_domains_that_cannot_be(text: str) -> None:
+    result = call(["--local", "--nodes", "2", "--spares", "1", "--domains", text, "train.py"])
+    assert result.exit_code == 2
+    assert "error: " in result.output
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.api.messages import NodeInfo
+from ckptless.daemon.control.domains import domain_of
 from ckptless.daemon.control.placement import holders
 
 
@@ -48,3 +49,51 @@ def test_as_many_as_there_are_and_never_oneself(
 def test_every_node_holds_for_as_many_others(nodes: set[int]) -> None:
     held = [info.node for me in nodes for info in holders(infos(sorted(nodes)), me, 2)]
     assert all(held.count(node) == 2 for node in nodes)
+
+
+DOMAINS = st.lists(st.sampled_from(("a", "b", "c", "")), min_size=1, max_size=20).map(tuple)
+
+
+@pytest.mark.parametrize(
+    ("domains", "me", "expected"),
+    [
+        (("a", "a", "b", "b"), 0, [2, 3]),
+        (("a", "a", "b", "b"), 1, [3, 2]),
+        (("a", "b", "c", "a", "b", "c"), 0, [1, 2]),
+        (("a", "b", "c", "a", "b", "c"), 3, [4, 5]),
+        (("a", "a", "a", "b"), 0, [3, 1]),
+        (("a", "a", "", ""), 2, [3, 1]),
+    ],
+)
+def test_other_domains_come_first(domains: tuple[str, ...], me: int, expected: list[int]) -> None:
+    nodes = infos(list(range(len(domains))))
+    assert [info.node for info in holders(nodes, me, 2, (), domains)] == expected
+
+
+@given(DOMAINS, st.integers(1, 4), st.sets(st.integers(0, 19)), st.data())
+def test_no_domain_holds_all_where_another_can(
+    domains: tuple[str, ...], copies: int, away: set[int], data: st.DataObject
+) -> None:
+    nodes = range(len(domains))
+    me = data.draw(st.sampled_from(nodes))
+    chosen = [info.node for info in holders(infos(list(nodes)), me, copies, away, domains)]
+    reachable = [node for node in nodes if node != me and node not in away]
+    foreign = [node for node in reachable if domain_of(domains, node) != domain_of(domains, me)]
+    assert len(chosen) == len(set(chosen)) == min(copies, len(reachable))
+    assert not set(chosen) & (away | {me})
+    assert set(chosen[: len(foreign)]) <= set(foreign)
+
+
+@given(st.sets(st.integers(0, 20), min_size=1), st.integers(0, 4), st.data())
+def test_one_domain_for_all_is_as_none(nodes: set[int], copies: int, data: st.DataObject) -> None:
+    me = data.draw(st.sampled_from(sorted(nodes)))
+    expected = holders(infos(sorted(nodes)), me, copies)
+    assert holders(infos(sorted(nodes)), me, copies, (), ("a",) * 21) == expected
+
+
+@pytest.mark.parametrize("racks", [2, 3, 5])
+def test_in_racks_of_the_same_size_every_node_holds_for_as_many_others(racks: int) -> None:
+    domains = tuple(f"r{node // 4}" for node in range(4 * racks))
+    nodes = infos(list(range(4 * racks)))
+    held = [info.node for me in range(4 * racks) for info in holders(nodes, me, 2, (), domains)]
+    assert all(held.count(node) == 2 for node in range(4 * racks))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import plan
+from ckptless.daemon.control import plan, story
 from ckptless.daemon.control.faults import Fault, Finding, NodeView
 
 LIMITS = m.Limits(pong_s=1, leave_s=1, join_s=10, stall_s=10)
@@ -131,7 +131,7 @@ def test_no_spare_left_names_node_and_rank() -> None:
     with pytest.raises(plan.NoPlanError) as error:
         again([fault("node-lost", 1, None, "dark")], 1, job=spec(spares=0), lost=[1])
     outcome = error.value.outcome
-    assert (outcome.state, outcome.exit_code) == ("failed", 4)
+    assert (outcome.state, outcome.exit_code, outcome.why) == ("failed", 4, "no-spare")
     assert "rank 2" in outcome.reason
     assert "node-1" in outcome.reason
 
@@ -163,6 +163,7 @@ def test_the_end_of_the_ladder(kind: str, times: int, more: dict[str, Any], code
         plan.next_assignment(situation(faults, current=before))
     assert (error.value.outcome.state, error.value.outcome.exit_code) == ("failed", code)
     assert text in error.value.outcome.reason
+    assert error.value.outcome.why == ("no-progress" if kind == "broken" else "script")
 
 
 def test_another_exception_has_its_own_budget() -> None:
@@ -182,12 +183,83 @@ def test_progress_gives_the_budgets_back() -> None:
     assert [(tries.count, tries.step) for tries in after.tries] == [(1, 8)]
 
 
+# --------------------------------------------------------------------------------------- flapping
+
+
+def flap(times: int, every_s: float, job: m.JobSpec, fault_: Fault = DIED) -> list[m.Assignment]:
+    """Every generation of a job of which one slot's process dies so often, with steps in between."""
+    line = [plan.first_assignment(job, views(job), 1, 0)]
+    for turn in range(times):
+        now = plan.Situation(
+            job, views(job), line[-1], [fault_], 7 + turn, term=3, leader=1, now_s=1e9 + turn * every_s
+        )
+        line.append(plan.next_assignment(now))
+    return line
+
+
+def test_a_slot_that_dies_again_and_again_loses_its_rank() -> None:
+    line = flap(6, 60.0, spec(spares=1))
+    assert [(a.rung, a.flapping) for a in line[1:6]] == [("process", ())] * 5
+    moved = line[6]
+    assert (moved.rung, moved.flapping) == ("spare", (m.Place(node=0, slot=0),))
+    assert moved.places == (m.Place(node=2, slot=0), *line[0].places[1:])
+    assert moved.renew == moved.bad == ()
+    assert "; flapping: node-0/0" in story.describe(moved)
+
+
+def test_a_flapping_slot_without_a_spare_goes_on() -> None:
+    line = flap(20, 60.0, spec(spares=0))
+    assert {a.rung for a in line[1:]} == {"process"}
+    assert line[-1].places == line[0].places
+    assert line[-1].renew == line[-1].flapping == (m.Place(node=0, slot=0),)
+    # What is remembered is bounded.
+    (replaced,) = line[-1].replaced
+    assert len(replaced.at_s) == LIMITS.flap_tries
+
+
+def test_what_comes_seldom_is_not_flapping() -> None:
+    line = flap(30, LIMITS.flap_window_s / 5 + 1, spec())
+    assert {(a.rung, a.flapping) for a in line[1:]} == {("process", ())}
+
+
+def test_what_a_rank_gets_over_in_its_process_is_not_flapping() -> None:
+    line = flap(20, 1.0, spec(), fault("raised"))
+    assert {a.rung for a in line[1:]} == {"in-process"}
+    assert line[-1].replaced == ()
+
+
+def test_a_slot_that_was_flapping_is_better_than_none() -> None:
+    job = spec(spares=1)
+    moved = flap(6, 60.0, job)[-1]
+    lost = [fault("node-lost", 2, None)]
+    now_s = 1e9 + 400
+    back = plan.next_assignment(
+        plan.Situation(job, views(job, lost=[2]), moved, lost, 20, term=3, leader=1, now_s=now_s)
+    )
+    assert back.places[0] == m.Place(node=0, slot=0)
+    # And where there is a sound one, that is taken.
+    wide = spec(spares=2)
+    moved = flap(6, 60.0, wide)[-1]
+    other = plan.next_assignment(
+        plan.Situation(wide, views(wide, lost=[2]), moved, lost, 20, term=3, leader=1, now_s=now_s)
+    )
+    assert other.places[0] == m.Place(node=3, slot=0)
+
+
+def test_an_old_memory_is_dropped() -> None:
+    job = spec()
+    line = flap(3, 1.0, job)
+    late = plan.Situation(job, views(job), line[-1], [fault("raised", 1)], 50, term=3, leader=1, now_s=2e9)
+    assert plan.next_assignment(late).replaced == ()
+
+
 def test_a_first_assignment_takes_the_lowest_usable_nodes() -> None:
     job = spec(nodes=2, spares=1, slots=1)
     nodes = {0: view(0, lost="gone"), 1: view(1), 2: view(2)}
     assert [p.node for p in plan.first_assignment(job, nodes, 1, 1).places] == [1, 2]
-    with pytest.raises(plan.NoPlanError, match="1 of 2 nodes came up; missing: 0"):
+    with pytest.raises(plan.NoPlanError, match="1 of 2 nodes came up; missing: 0") as error:
         plan.first_assignment(job, {**nodes, 2: view(2, known=False)}, 1, 1)
+    assert error.value.outcome.why == "never-formed"
 
 
 @pytest.mark.parametrize(("steps", "anew"), [((), True), ((0,), False)])
@@ -203,7 +275,7 @@ def test_a_step_that_not_all_can_give_ends_the_job_and_names_what_is_missing() -
     nodes = {0: view(0, (4, 5), {0: (4, 5)}), 1: view(1, (4, 5), {1: (3,)})}
     with pytest.raises(plan.NoPlanError, match=r"rank 1's records are held for steps \[3\]") as error:
         plan.next_assignment(situation([fault("raised")], job=job, nodes=nodes, progress=5))
-    assert error.value.outcome.exit_code == 4
+    assert (error.value.outcome.exit_code, error.value.outcome.why) == (4, "no-common-step")
 
 
 # ------------------------------------------------------------------------------------- properties
@@ -273,6 +345,7 @@ def test_no_plan_puts_two_ranks_in_one_slot_or_a_rank_where_none_may_be(data: st
         assert not {p.node for p in following.places} & set(lost)
         assert set(current.bad) <= set(following.bad)
         homeless = [rank for rank, p in enumerate(current.places) if p in following.bad]
-        kept = [rank for rank in range(job.world_size) if rank not in homeless]
+        shaken = [rank for rank, p in enumerate(current.places) if p in following.flapping]
+        kept = [rank for rank in range(job.world_size) if rank not in (*homeless, *shaken)]
         assert all(following.places[rank] == current.places[rank] for rank in kept)
         current = following

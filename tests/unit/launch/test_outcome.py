@@ -6,16 +6,17 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.api.messages import Outcome
+from ckptless.daemon.api.messages import Outcome, Why
 from ckptless.daemon.api.outcome import outcome_path, read_outcome, write_outcome
 
-DONE = Outcome(state="done", exit_code=0, reason="every rank ended by itself")
+DONE = Outcome(state="done", exit_code=0, reason="every rank ended by itself", why="done")
 
 
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -24,9 +25,10 @@ DONE = Outcome(state="done", exit_code=0, reason="every rank ended by itself")
     state=st.sampled_from(["done", "failed", "stopped"]),
     code=st.integers(-255, 255),
     reason=st.text(max_size=200),
+    why=st.sampled_from(get_args(Why)),
 )
-def test_it_comes_back(tmp_path: Path, job: str, state: str, code: int, reason: str) -> None:
-    outcome = Outcome(state=state, exit_code=code, reason=reason)  # type: ignore[arg-type]
+def test_it_comes_back(tmp_path: Path, job: str, state: str, code: int, reason: str, why: Why) -> None:
+    outcome = Outcome(state=state, exit_code=code, reason=reason, why=why)  # type: ignore[arg-type]
     write_outcome(tmp_path, job, outcome)
     assert read_outcome(tmp_path, job) == outcome
     assert read_outcome(tmp_path, job + "x") is None
@@ -39,7 +41,13 @@ def test_people_can_read_it(tmp_path: Path) -> None:
         "state": "done",
         "exit_code": 0,
         "reason": "every rank ended by itself",
+        "why": "done",
     }
+
+
+def test_one_without_a_word_for_scripts(tmp_path: Path) -> None:
+    outcome_path(tmp_path).write_text('{"job": "7", "state": "failed", "exit_code": 4, "reason": "x"}')
+    assert read_outcome(tmp_path, "7") == Outcome(state="failed", exit_code=4, reason="x")
 
 
 def test_nothing_yet(tmp_path: Path) -> None:

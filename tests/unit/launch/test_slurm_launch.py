@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import socket
@@ -204,3 +205,26 @@ def test_the_first_task_of_a_node_becomes_the_agent(tmp_path: Path, monkeypatch:
     assert words[-2:] == ["--slurm", "--verbose"]
     assert env["SLURM_STEP_ID"] == "0"
     assert msgspec.json.decode(base64.b64decode(env[AGENT_CONFIG]), type=SharedConfig) == run.config
+
+
+# ------------------------------------------------------------------------------------------- domains
+
+
+def test_every_agent_is_told_the_same_failure_domains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, ...]] = []
+
+    async def start(run: SlurmRun, name: str) -> slurm.Step:
+        told.append(run.config.spec.domains)
+        return slurm.Step(name, tmp_path / "console", tmp_path / "log")
+
+    async def binding() -> tuple[str, ...]:
+        return ()
+
+    monkeypatch.setattr(SlurmRun, "_start", start)
+    monkeypatch.setattr(slurm, "cpu_binding", binding)
+    run = SlurmRun(config(tmp_path), {}, domains={"a": ("n1",), "b": ("n2",)})
+    with pytest.raises(StartError):
+        asyncio.run(run.run())  # no step is running: nobody is left
+    assert told == [("a", "b")] * 2

@@ -107,6 +107,21 @@ def test_the_sites_settings_are_the_defaults(folder: Path) -> None:
     assert config.daemon_socket == "/tmp/x.sock"
 
 
+def test_the_sites_failure_domains(folder: Path) -> None:
+    found = run("train.py")
+    assert isinstance(found, SlurmRun)
+    assert found.domains is None
+    (folder / "no-such.yaml").write_text(
+        "version: 1\ndomains: {rack1: 'node[01-02]', rack2: 'node[03-09]'}\n"
+    )
+    found = run("train.py")
+    assert isinstance(found, SlurmRun)
+    assert found.domains is not None
+    assert found.domains["rack1"] == ("node01", "node02")
+    # The tasks of a step would each find out for themselves, and could differ.
+    assert run("train.py", env=TASK).config.spec.domains == ()
+
+
 def test_two_runs_of_a_job_have_names_and_folders_of_their_own() -> None:
     configs = [run("train.py").config for _ in range(3)]
     assert [config.spec.job for config in configs] == ["4711", "4711.1", "4711.2"]

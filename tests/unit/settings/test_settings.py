@@ -110,6 +110,8 @@ daemon:
   log_level: debug
 slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin}
 munge: {socket: /run/m.sock}
+domains: {rack1: "node[1-4]"}
+budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )
     assert found.given == set(WANTED)
@@ -120,11 +122,23 @@ munge: {socket: /run/m.sock}
     assert (found.slurm.poll_s, found.slurm.on_node_lost) == (60.0, "drain")
     assert found.munge.socket == "/run/m.sock"
     assert found.limits(start_tries=2) == Limits(
-        pong_s=5.0, leave_s=7.5, join_s=90.0, stall_s=100.0, lease_s=4.0, start_tries=2
+        pong_s=5.0,
+        leave_s=7.5,
+        join_s=90.0,
+        stall_s=100.0,
+        lease_s=4.0,
+        raise_tries=2,
+        process_tries=4,
+        start_tries=2,
+        flap_tries=6,
+        flap_window_s=1800.0,
     )
+    assert found.domains == {"rack1": ("node1", "node2", "node3", "node4")}
     assert found.timers == Timers(beat_s=0.1, dark_s=1.0)
-    # A job with a knob of its own.
-    assert found.limits(60.0) == Limits.from_max_stall(60.0)
+    # A job with a knob of its own has the site's budgets all the same.
+    assert found.limits(60.0) == structs.replace(
+        Limits.from_max_stall(60.0), raise_tries=2, process_tries=4, flap_tries=6, flap_window_s=1800.0
+    )
 
 
 def test_sections_with_nothing_in_them(files: Files) -> None:
@@ -316,12 +330,69 @@ def test_the_words_are_about_every_key() -> None:
     assert list(WANTED) == keys(SettingsFile)
 
 
+# ---------------------------------------------------------------------------------------- budgets
+
+
+def test_budgets(files: Files) -> None:
+    assert files.load("version: 1").limits() == Limits.from_max_stall(300.0)
+    found = files.load("version: 1\nbudgets: {raise_tries: 0, flap_tries: 2, flap_window: 10m}\n")
+    for limits in (found.limits(start_tries=9), found.limits(60.0, start_tries=9)):
+        assert (limits.raise_tries, limits.process_tries, limits.start_tries) == (0, 3, 9)
+        assert (limits.flap_tries, limits.flap_window_s) == (2, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("flap_tries: 0", "line 3: budgets.flap_tries is 0: it must be a number from 1 to 100"),
+        ("process_tries: -1", "line 3: budgets.process_tries is -1: it must be a number from 0 to 100"),
+        ("flap_window: 60", "line 3: budgets.flap_window is 60: it must be a duration with its unit"),
+        ("flap_window: 2d", "line 3: budgets.flap_window is '2d': it must be a duration with its unit"),
+        ("start_tries: 1", "line 3: there is no key budgets.start_tries"),
+    ],
+)
+def test_what_is_wrong_with_budgets(files: Files, text: str, sentence: str) -> None:
+    assert files.refused(f"version: 1\nbudgets:\n  {text}\n").startswith(sentence)
+
+
+# ---------------------------------------------------------------------------------------- domains
+
+
+def test_failure_domains(files: Files) -> None:
+    assert files.load("version: 1").domains is None
+    assert files.load("version: 1\ndomains:\n").domains is None
+    found = files.load("version: 1\ndomains:\n  rack.1: n[1-2],gpu7\n  '2': n3\n")
+    assert found.domains == {"rack.1": ("n1", "n2", "gpu7"), "2": ("n3",)}
+    assert "\ndomains: {rack.1: 'gpu7,n[1-2]', '2': n3}  # file\n" in as_yaml(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x", "line 2: domains is 'x': it must be names with hostlists"),
+        ("[1]", "line 2: domains is a list: it must be names with hostlists"),
+        ("\n  a: 7", "line 3: domains.a must be a hostlist, such as node[01-16]"),
+        ("\n  a:\n    b: c", "line 3: domains.a must be a hostlist"),
+        ("\n  a: ''", "line 3: domains.a has no nodes: name them"),
+        ("\n  a: n[1-", "line 3: domains.a: brackets do not match"),
+        ("\n  a: n[1-9999999]", "line 3: domains.a: the hostlist 'n[1-9999999]' stands for more names"),
+        ("\n  1: n1", "line 3: domains.1: the name 1 must be text: put it in quotes"),
+        ("\n  a b: n1", "line 3: domains.a b: 'a b' is no name of a domain"),
+        ("\n  a: n1\n  b: n[1-2]", "line 4: domains.b has n1, which is in a already"),
+        ("\n  a: n1\n  a: n2", "line 4: domains.a stands here again, first in line 3"),
+    ],
+)
+def test_what_is_wrong_with_failure_domains(files: Files, text: str, sentence: str) -> None:
+    assert files.refused(f"version: 1\ndomains: {text}\n").startswith(sentence)
+
+
 # ------------------------------------------------------------------------------------------- show
 
 
 def test_show_is_a_good_file_itself(files: Files) -> None:
     before = files.load(
         "version: 1\nmax_stall: 50m\ntimeouts: {leave: 1234ms}\ndaemon: {state_dir: '/a b #c', bind: ib0}"
+        "\ndomains: {a: 'n[1-3]', b: n4}"
     )
     after = files.load(as_yaml(before))
     assert structs.replace(after, given=before.given, file=before.file) == before

@@ -1,5 +1,6 @@
 """Slurm's text into values: recorded of 22.05, 24.11 and 26.05, and anything at all."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -292,3 +293,56 @@ def test_a_reason_comes_back(reason: str) -> None:
     line = f"NodeName=n1 NodeAddr=n1 State=IDLE+DRAIN CPUTot=8  Reason={reason} [root@2026-11-21T15:09:06]\n"
     (node,) = text.read_nodes(line)
     assert (node.name, node.cpus, node.reason, node.flags) == ("n1", 8, reason, frozenset({"DRAIN"}))
+
+
+# ------------------------------------------------------------------------------------------ topology
+
+# As 22.05, 24.11 and 26.05 gave it, of a tree, and the last two of blocks.
+TREE = """\
+SwitchName=s0 Level=0 LinkSpeed=1 Nodes=node[01-02]
+SwitchName=s1 Level=0 LinkSpeed=1 Nodes=node03,node04
+SwitchName=core Level=1 LinkSpeed=1 Nodes=node[01-04] Switches=s[0-1]
+"""
+BLOCK = """\
+BlockName=b1 BlockIndex=0 Nodes=node[01-02] BlockSize=2
+BlockName=b2 BlockIndex=1 Nodes=node[03-04] BlockSize=2
+AggregatedBlock=b[1-2] BlockIndex=2 Nodes=node[01-04] BlockSize=4
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (TREE, {"s0": ("node01", "node02"), "s1": ("node03", "node04")}),
+        (BLOCK, {"b1": ("node01", "node02"), "b2": ("node03", "node04")}),
+        ("BlockName=b1 BlockIndex=0 Nodes=n[1-2]\n", {"b1": ("n1", "n2")}),
+        ("RingName=r1 Nodes=n[1-2] RingSize=2\n", {"r1": ("n1", "n2")}),
+        ("SwitchName=empty Level=0 LinkSpeed=1\n", {"empty": ()}),
+        ("SwitchName=s Level=0 LinkSpeed=1 Nodes=(null)\n", {"s": ()}),
+        ("No topology information available\n", {}),
+        ("", {}),
+    ],
+)
+def test_topology(answer: str, expected: dict[str, tuple[str, ...]]) -> None:
+    assert text.read_topology(answer) == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "SwitchName= Level=0 Nodes=n1",
+        "SwitchName=s0 Nodes=n1",
+        "SwitchName=s0 Level=low Nodes=n1",
+        "BlockName=b Nodes=n[1-",
+        "BlockName=b Nodes=n[1-99999999]",
+    ],
+)
+def test_a_topology_that_cannot_be_read(answer: str) -> None:
+    with pytest.raises(ProtocolError):
+        text.read_topology(answer)
+
+
+@given(st.text() | st.text(alphabet="SwitchName=Level0Nodes[]-, \n"))
+def test_any_topology(answer: str) -> None:
+    with contextlib.suppress(ProtocolError):
+        assert all(text.read_topology(answer))
