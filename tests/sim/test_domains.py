@@ -8,12 +8,14 @@ from msgspec import structs
 
 from ckptless.daemon.control import controller
 
+from . import faults
 from .daemons import Daemon
 from .story import Violation
 from .world import World
 
 SEEDS = 150
-# Daemons come back after 0.05 to 0.6 s: nearly all are replaced, many of them while they come back.
+# They are heard of by way of others for about a second; nearly all are replaced, many while they come back.
+RESTART_S = (0.5, 4.0)
 AWAY_S = 0.05
 
 
@@ -32,6 +34,7 @@ def simulate_in_racks(seed: int) -> World:
 
 def test_jobs_in_racks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "VOTER_AWAY_S", AWAY_S)
+    monkeypatch.setattr(faults, "RESTART_S", RESTART_S)
     # Of four to six nodes all vote: none is left to replace one that is away.
     monkeypatch.setattr("ckptless.daemon.control.decree.MAX_VOTERS", 3)
     monkeypatch.setattr("ckptless.daemon.control.decree.LEAST_VOTERS", 3)
