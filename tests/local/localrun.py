@@ -247,23 +247,23 @@ def toy(
 
 
 @functools.cache
-def reference(steps: int = STEPS) -> Result:
+def reference(steps: int = STEPS, ranks: int = RANKS) -> Result:
     """The fault-free run that all others are compared with; made once."""
     with tempfile.TemporaryDirectory(prefix="ckptless-reference-") as scratch:
         home = Path(scratch)
-        with toy(home, steps=steps) as job:
+        with toy(home, nodes=ranks, steps=steps) as job:
             job.ended(0)
         found = read_toy(home / "out")
-    assert set(found.losses) == {(rank, step) for rank in range(RANKS) for step in range(1, steps + 1)}
+    assert set(found.losses) == {(rank, step) for rank in range(ranks) for step in range(1, steps + 1)}
     assert all(len(lines) == 1 for lines in found.losses.values())
-    assert set(found.finals) == set(range(RANKS))
+    assert set(found.finals) == set(range(ranks))
     assert found.generations == {1}
     return found
 
 
-def same_as_reference(job: Job, faults: Sequence[Fault], steps: int = STEPS) -> Snapshot:
+def same_as_reference(job: Job, faults: Sequence[Fault], steps: int = STEPS, ranks: int = RANKS) -> Snapshot:
     """Every loss of every rank, redone ones too, and the end of every rank are those without a fault."""
-    clean, found, ledger = reference(steps), read_toy(job.home / "out"), job.ledger()
+    clean, found, ledger = reference(steps, ranks), read_toy(job.home / "out"), job.ledger()
     assert found.struck == frozenset(range(len(faults))), (
         f"did not strike: {[f for n, f in enumerate(faults) if n not in found.struck]}\n{job.story()}"
     )
