@@ -276,7 +276,8 @@ class Peering:
             case w.Say():
                 self._wires.send(output.node, output.message)
             case w.Spread():
-                self.to_all(output.message)
+                # Also past connections that are broken: that may be why it is suspected.
+                self._spread(self._relayed(None, output.message))
             case w.Answers():
                 self._session.feed(e.AgentAnswers(output.node, output.answers))
             case w.Withdrawn():

@@ -17,9 +17,11 @@ BETTER_AFTER_S = 1.0
 
 def suspicion_s(shortest_s: float, confirmed: int, asked: int) -> float:
     """Seconds from the last sign of life to the verdict, where `confirmed` of `asked` others say the same."""
-    if not asked or confirmed >= asked:
-        return shortest_s
     longest_s = ALONE_FACTOR * shortest_s
+    if not asked:
+        return longest_s
+    if confirmed >= asked:
+        return shortest_s
     return longest_s - (longest_s - shortest_s) * log(confirmed + 1) / log(asked + 1)
 
 
@@ -47,8 +49,9 @@ class LocalHealth:
 
 @dataclass
 class Suspicion:
-    """That a node is dark: `asked` have been asked, of whom `confirmed` hear nothing of it either."""
+    """That a node is dark: `asked` were asked last, at `asked_at`; `confirmed` hear nothing of it either."""
 
     incarnation: int
     asked: frozenset[int]
+    asked_at: float
     confirmed: set[int] = field(default_factory=set)

@@ -253,13 +253,13 @@ class Membership:
     def _consider(self, node: int, one: _Watched, now: float, judge: Callable[[float], bool]) -> None:
         patience_s = self.times.dark_s * self.health.factor
         if now - one.lived > patience_s / 2 and (one.linked or one.dark):
-            self._suspect(node, one)
+            self._suspect(node, one, now)
         if one.suspicion is not None or not one.linked:
             self._look(node, one, now)
         if one.suspicion is None or not one.dark:
             return
-        # Of a cut, both sides fall silent at about the same time for each other.
-        since = one.lived + self.times.dark_s / 2
+        # Of a cut, all on the other side fall silent at about the same time.
+        since = max(one.lived, now - self.times.dark_s) + self.times.dark_s / 2
         was_cut_off, one.cut_off = one.cut_off, not judge(since)
         if one.cut_off:
             return
@@ -272,19 +272,23 @@ class Membership:
             what = f"nothing on it answers, {confirmed} of {asked} others say the same"
             self._lose(node, one, what, now, dark=True)
 
-    def _suspect(self, node: int, one: _Watched) -> None:
-        if one.suspicion is not None:
+    def _suspect(self, node: int, one: _Watched, now: float) -> None:
+        old = one.suspicion
+        if old is not None and now - old.asked_at < self.times.dark_s / 2:
             return
+        asked = self._whom_to_ask(node, one)
         known = self._incarnations.get(node, 0)
+        one.suspicion = Suspicion(known, asked, now, old.confirmed & asked if old is not None else set())
+        question = Suspect(node=node, incarnation=known)
+        self._out += [Say(other, question) for other in sorted(asked - one.suspicion.confirmed)]
+        if one.linked:
+            self._out.append(Say(node, question))
+
+    def _whom_to_ask(self, node: int, one: _Watched) -> frozenset[int]:
         sound = [other for other, its in self._watched.items() if its.linked and its.lived > one.lived]
         # Each watcher of a node asks others than the next one does.
         start = (self.me + node) % len(sound) if sound else 0
-        asked = frozenset((sound[start:] + sound[:start])[:ASKED])
-        one.suspicion = Suspicion(known, asked)
-        question = Suspect(node=node, incarnation=known)
-        self._out += [Say(other, question) for other in sorted(asked)]
-        if one.linked:
-            self._out.append(Say(node, question))
+        return frozenset((sound[start:] + sound[:start])[:ASKED])
 
     def _look(self, node: int, one: _Watched, now: float) -> None:
         if node not in self._looking and now - one.looked >= LOOK_EVERY_S and not one.gone:

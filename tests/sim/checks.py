@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.decree import Accepted, Decree, Promise, Say, first_decree, is_quorum
+from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.peers import messages as p
 
 from .story import Violation
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from .world import World
 
 BEFORE_ANY = -1
+# What was seen before a network broke, or was whole again, may be believed for so long.
+RECENTLY_S = 0.5
 # So long after an order at the latest, everybody who is connected has heard it.
 HEARD_S = 0.5
 
@@ -85,6 +88,27 @@ class Checks:
         assert daemon.control is not None
         if disk is not None and daemon.control.agreement.durable.promised < disk.promised:
             self._fail(f"{daemon.name} has forgotten that it promised {disk.promised}")
+
+    def accuses(self, daemon: "Daemon", loss: NodeLost) -> None:
+        """What a daemon says of a node that it watches is true, as far as anybody could know."""
+        world, node = self._world, loss.node
+        network, agent = world.network, world.agents[node]
+        recently = world.events.now - max(network.healed_at, network.broken_at) < RECENTLY_S
+        if loss.source != "membership" or not agent.alive or recently:
+            return
+        if not loss.dark or not network.apart(daemon.node, node):
+            self._fail(f"{daemon.name} says of node-{node}, which lives and can be reached: {loss.reason}")
+        others = [n for n in daemon.links if n != node and self._answers(n)]
+        seen_by = [n for n in others if not network.apart(n, node) and not network.apart(n, daemon.node)]
+        if 2 * len(seen_by) > len(others):
+            self._fail(f"{daemon.name} says of node-{node}, which {seen_by} see: {loss.reason}")
+        reached = network.reached_from(daemon.node)
+        if network.broken and not is_quorum(self.voters, reached, world.witness.down):
+            self._fail(f"{daemon.name}, which reaches {sorted(reached)}, says of node-{node}: {loss.reason}")
+
+    def _answers(self, node: int) -> bool:
+        daemon = self._world.daemons.get(node)
+        return daemon is not None and daemon.awake and daemon.control is not None
 
     def cut_off(self, side: set[int], voters: tuple[int, ...]) -> None:
         """So long after a cut, nobody runs on without a quorum."""
@@ -197,6 +221,8 @@ class Checks:
         """A rank has its state back."""
         part, newest = process.part, self.newest[process.rank]
         assert part is not None
+        if self._behind(process):
+            return
         if part.restore_step is None:
             if newest > (1 if self._world.network.ever else 0):
                 self._fail(f"rank {process.rank} begins anew after step {newest}")
@@ -208,14 +234,18 @@ class Checks:
 
     def committed(self, process: "Process", step: int) -> None:
         """A rank's steps are contiguous; the restored one is committed again."""
-        if process.generation < self._world.generation and process.agent.node in self._world.network.ever:
-            return  # it was cut off, and does not know yet
+        if self._behind(process):
+            return
         newest = self.newest[process.rank]
         if step not in (newest, newest + 1):
             self._fail(
                 f"rank {process.rank} commits step {step} after {newest} in generation {process.generation}"
             )
         self.newest[process.rank] = step
+
+    def _behind(self, process: "Process") -> bool:
+        """Whether it was cut off, and does not know yet that there is a newer generation."""
+        return process.generation < self._world.generation and process.agent.node in self._world.network.ever
 
     # ---------------------------------------------------------------------------------- the end
 

@@ -55,7 +55,13 @@ class Daemon:
         """The control plane, once anybody has spoken of the job."""
         return self._session.control if self._session is not None else None
 
-    def _now(self) -> float:
+    @property
+    def awake(self) -> bool:
+        """Whether it is not stopped."""
+        return self.world.events.now >= self._awake_at
+
+    def now(self) -> float:
+        """What its clock shows."""
         return self.world.wall_clock() + self._skew_s
 
     def _tick(self) -> None:
@@ -83,8 +89,8 @@ class Daemon:
             peers = tuple(Peer(node=n, name="", address="", port=0) for n in sorted(self.world.agents))
             memory = Memory(durable=self.world.disks.get(self.node))
             roster = Roster(self.node, peers)
-            self._session = JobSession(self.world.spec.job, roster, self, self._now, memory)
-            self._peering = Peering(roster, self._session, self, TIMES, self._now)
+            self._session = JobSession(self.world.spec.job, roster, self, self.now, memory)
+            self._peering = _Peering(self, roster, self._session)
             self.world.checks.remembers(self)
             self._peering.start()
             for node in list(self.links):
@@ -305,6 +311,20 @@ class Daemon:
         if self._sleeps(lambda: self.hear_witness(nodes)):
             return
         self._feed(e.Witnessed(tuple(sorted(nodes))))
+
+
+class _Peering(Peering):
+    """As it is shipped; whom it accuses is looked at."""
+
+    def __init__(self, daemon: Daemon, roster: Roster, session: JobSession) -> None:
+        self._daemon = daemon
+        super().__init__(roster, session, daemon, TIMES, daemon.now)
+
+    def lose(self, loss: e.NodeLost) -> None:
+        """See `Peering`."""
+        if self._session.control.nodes[loss.node].lost is None:
+            self._daemon.world.checks.accuses(self._daemon, loss)
+        super().lose(loss)
 
 
 class DownCall:

@@ -21,10 +21,11 @@ FAULTS_MAX = 5
 LEADER_LINK_CHANCE = 0.7
 STICKY_CHANCE = 0.08
 MANY_CHANCE = 0.2
+NETWORK_CHANCE = 0.3
 MANY = 12
 AGREEING = ("electing", "proposing", "voting")
 STAGES = (*(stage for stage in get_args(Stage) if stage not in ("ended", "forming")), *AGREEING)
-CONTROL_KINDS = ("daemon", "leader", "link", "storm", "cut", "grey", "pause")
+CONTROL_KINDS = ("daemon", "leader", "link", "storm", "cut", "grey", "pause", "starve")
 HALF_CHANCE = 0.4
 
 
@@ -76,15 +77,21 @@ def draw(random: Random) -> Job:
     if random.random() < STICKY_CHANCE:
         sticky = random.randrange(spec.world_size), random.randint(1, steps)
     most = MANY if random.random() < MANY_CHANCE else FAULTS_MAX
-    faults = tuple(_draw_fault(random) for _ in range(random.randint(1, most)))
+    if random.random() < NETWORK_CHANCE:
+        # All is well with the ranks; nobody should be lost.
+        steps, sticky, most = 3 * steps, None, MANY
+        kinds: tuple[str, ...] = CONTROL_KINDS
+    else:
+        kinds = tuple(_ACTIONS)
+    faults = tuple(_draw_fault(random, kinds) for _ in range(random.randint(1, most)))
     return Job(spec, steps, (0.01, slow), sticky, faults)
 
 
-def _draw_fault(random: Random) -> Fault:
+def _draw_fault(random: Random, kinds: tuple[str, ...]) -> Fault:
     by_stage = random.random() < 0.6  # more often at a stage than at a time
     stage = random.choice(STAGES) if by_stage else None
     delay = random.uniform(0.0, 0.4) if by_stage else random.uniform(0.0, 8.0)
-    kind = random.choice(tuple(_ACTIONS))
+    kind = random.choice(kinds)
     if stage in AGREEING:
         # It takes milliseconds.
         delay = random.choice([0.0, random.uniform(0.0, 0.02)])
@@ -242,6 +249,25 @@ def _pause(world: "World", fault: Fault) -> None:
         world.events.after(for_s, lambda: world.faulted("daemon"))
 
 
+def _starve(world: "World", fault: Fault) -> None:
+    """A daemon gets hardly any CPU for a while."""
+    if not world.daemons:
+        return
+    node = sorted(world.daemons)[int(fault.pick * len(world.daemons))]
+    until = world.events.now + 1.0 + 5.0 * fault.twist
+    world.story.tell("fault", f"daemon-{node} is starved until {until:.3f}")
+    world.network.ever.add(node)
+
+    def again() -> None:
+        daemon = world.daemons.get(node)
+        if daemon is not None and world.events.now < until:
+            daemon.stop_for(world.random.uniform(0.1, 1.2))
+            world.events.after(world.random.uniform(0.2, 1.3), again)
+            world.faulted("daemon")
+
+    again()
+
+
 def _storm(world: "World", fault: Fault) -> None:
     """What daemons say to each other comes late, twice, out of order or not at all, and disks are slow."""
     for_s = 0.5 + 2.5 * fault.twist
@@ -265,5 +291,6 @@ _ACTIONS: dict[str, Callable[["World", Fault], None]] = {
     "cut": _cut,
     "grey": _grey,
     "pause": _pause,
+    "starve": _starve,
     "storm": _storm,
 }

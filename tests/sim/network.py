@@ -22,6 +22,7 @@ class Network:
         # Pairs (from, to) between which nothing gets through.
         self._blocked: frozenset[tuple[int, int]] = frozenset()
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
+        self.healed_at = self.broken_at = -1.0
 
     @property
     def broken(self) -> bool:
@@ -31,6 +32,16 @@ class Network:
     def apart(self, one: int, other: int) -> bool:
         """Whether there can be no connection: TCP takes both ways."""
         return (one, other) in self._blocked or (other, one) in self._blocked
+
+    def reached_from(self, node: int) -> set[int]:
+        """Who can be heard of there, also by way of others."""
+        reached, edge = {node}, [node]
+        while edge:
+            here = edge.pop()
+            following = [n for n in self._world.agents if n not in reached and not self.apart(here, n)]
+            reached.update(following)
+            edge += following
+        return reached
 
     def when_joined(self, one: int, other: int, action: Callable[[], None]) -> None:
         """What `one` sends to `other`: now, or, as TCP would, once that way is free again."""
@@ -57,7 +68,7 @@ class Network:
         self._block(pairs, away_s)
 
     def _block(self, pairs: set[tuple[int, int]], away_s: float) -> None:
-        self._blocked = frozenset(pairs)
+        self._blocked, self.broken_at = frozenset(pairs), self._world.events.now
         self.ever |= {node for pair in pairs for node in pair}
         self._world.events.after(away_s, self._heal)
 
@@ -72,7 +83,7 @@ class Network:
         world = self._world
         world.story.tell("fault", "the network is whole again")
         world.faulted("cut")
-        self.side, self._blocked = frozenset(), frozenset()
+        self.side, self._blocked, self.healed_at = frozenset(), frozenset(), world.events.now
         waiting, self._waiting = self._waiting, []
         for _, _, action in waiting:
             action()

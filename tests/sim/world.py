@@ -165,7 +165,7 @@ class World:
 
     def faulted(self, kind: str) -> None:
         """A fault happens now."""
-        control = ("daemon", "leader", "link", "storm", "pause")
+        control = ("daemon", "leader", "link", "storm", "pause", "starve")
         faults = self.control_faults if kind in control else self.training_faults
         faults.append(self.events.now)
 

@@ -244,7 +244,7 @@ def test_more_who_say_the_same_make_it_shorter(shortest_s: float, confirmed: int
     found = suspicion_s(shortest_s, confirmed, asked)
     assert shortest_s <= found <= ALONE_FACTOR * shortest_s
     assert suspicion_s(shortest_s, confirmed + 1, asked) <= found
-    assert suspicion_s(shortest_s, asked, asked) == shortest_s
+    assert suspicion_s(shortest_s, asked, asked) == (shortest_s if asked else ALONE_FACTOR * shortest_s)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 5.0)), max_size=50))
