@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.ready
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
 	tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow simulate test-slurm-matrix bench bench-slurm lint types imports check format clean
+.PHONY: setup demo test test-slow simulate test-slurm-matrix scale bench bench-slurm lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
@@ -40,6 +40,11 @@ test-slurm-matrix: $(STAMP) slurm-packages
 SEED ?= 1
 simulate: $(STAMP)
 	$(BIN)/python -m tests.sim $(SEED) $(COUNT)
+
+# Thousands of simulated nodes: what they say to each other, and how long a recovery takes. Ten minutes.
+NODES ?= 16 64 256 1024 4096 12500
+scale: $(STAMP)
+	$(BIN)/python -m tests.sim.scale $(NODES) --json docs/scale.json --plot docs/scale.png
 
 bench: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal

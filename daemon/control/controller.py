@@ -221,6 +221,11 @@ class Controller(Follower):
             return []
         places = enumerate(self.assignment.places)
         slots = [(rank, place, self.nodes[place.node].slot(place.slot)) for rank, place in places]
+        hosts = {place.node for _, place, _ in slots} - self.losses.keys()
+        silent = sorted(node for node in hosts if self.nodes[node].state is None)
+        if stalled and silent:
+            # A new leader has not heard a word of it: its agent may be stopped.
+            self._give_up(silent, f"its agent has said nothing for {limits.stall_s:.0f} s")
         if not any(slot is not None and slot.hooked for _, _, slot in slots):
             return []
         if to_join:

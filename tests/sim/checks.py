@@ -103,7 +103,8 @@ class Checks:
         if 2 * len(seen_by) > len(others):
             self._fail(f"{daemon.name} says of node-{node}, which {seen_by} see: {loss.reason}")
         reached = network.reached_from(daemon.node)
-        if network.broken and not is_quorum(self.voters, reached, world.witness.down):
+        assert daemon.control is not None
+        if network.broken and not is_quorum(daemon.control.known.voters, reached, world.witness.down):
             self._fail(f"{daemon.name}, which reaches {sorted(reached)}, says of node-{node}: {loss.reason}")
 
     def _answers(self, node: int) -> bool:

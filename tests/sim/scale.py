@@ -1,8 +1,8 @@
 """A job of thousands of nodes in virtual time: what it says in peace, and what it takes to replace a node.
 
-`python -m tests.sim.scale 16 64 256 ... [--json FILE]`. The code is the shipped one: `jobs.JobSession` and
-`peering.Peering` of every daemon. Links take a millisecond, disks and processes as long; computing takes no
-time. Bytes are those of the messages, with their heads, without those of TCP.
+`python -m tests.sim.scale 16 64 256 ... [--json FILE] [--plot FILE]`. The code is the shipped one:
+`jobs.JobSession`, `peering.Peering` of every daemon. Links take a millisecond, disks and processes as long;
+computing takes no time. Bytes are those of the messages, with their heads, without those of TCP.
 """
 
 import gc
@@ -368,17 +368,51 @@ def measure(count: int) -> Scale:
     return Scale(count, start_s, peace, agent_lost_s, agent_lost, dark_s, dark, cpu_s, rss)
 
 
+def plot(found: list[Scale], path: Path) -> None:
+    """Messages and seconds by the number of nodes."""
+    from matplotlib import pyplot
+
+    nodes = [one.nodes for one in found]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    lines = (
+        ("recovery, the leader", [one.agent_lost.leader for one in found], "C3o-"),
+        ("recovery, the busiest other", [one.agent_lost.most for one in found], "C1s-"),
+        ("recovery, half of them at most", [one.agent_lost.median for one in found], "C0^-"),
+        ("peace, half of them at most, per second", [one.peace.median for one in found], "C7v--"),
+    )
+    for label, values, style in lines:
+        left.plot(nodes, values, style, label=label)
+    left.set(xscale="log", xlabel="nodes", ylabel="messages sent", title="What a daemon says")
+    left.set_ylim(0, None)
+    right.plot(nodes, [one.agent_lost_s * 1000 for one in found], "C0^-", label="an agent is gone")
+    right.plot(nodes, [one.dark_s * 1000 for one in found], "C3o-", label="a node is dark (1.5 s to be sure)")
+    right.set(xscale="log", yscale="log", xlabel="nodes", ylabel="virtual ms until all train again")
+    right.set_title("A recovery, 1 ms links")
+    for axes in (left, right):
+        axes.set_xticks(nodes, [str(count) for count in nodes])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def _after(option: str) -> Path | None:
+    return Path(sys.argv[sys.argv.index(option) + 1]) if option in sys.argv else None
+
+
 def main() -> None:
     """Entry point."""
     logging.disable(logging.CRITICAL)
-    sizes = [int(word) for word in sys.argv[1:] if word.isdigit()]
     found: list[Scale] = []
-    for size in sizes:
+    for size in [int(word) for word in sys.argv[1:] if word.isdigit()]:
         found.append(measure(size))
         print(json.dumps(asdict(found[-1])), flush=True)
-    if "--json" in sys.argv:
-        path = Path(sys.argv[sys.argv.index("--json") + 1])
-        path.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+    numbers, picture = _after("--json"), _after("--plot")
+    if numbers is not None:
+        numbers.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+    if picture is not None:
+        plot(found, picture)
 
 
 if __name__ == "__main__":
