@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.ready
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
 	tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow simulate test-slurm-matrix scale bench bench-slurm lint types imports check format clean
+.PHONY: setup demo test test-slow simulate simulate-night test-slurm-matrix scale bench bench-slurm lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
@@ -36,15 +36,19 @@ test-slurm-matrix: $(STAMP) slurm-packages
 		CKPTLESS_REQUIRE_SLURM=1 CKPTLESS_SLURM_ROOTFS=$$root $(BIN)/python -m pytest -q $(ARGS) \
 			-m 'not slow' tests/slurm; done
 
-# The story of one seed, or with COUNT=N which of so many fail.
+# The story of one seed, or with COUNT=N which of so many fail; NODES and FAULTS of its job, if not the seed's.
 SEED ?= 1
 simulate: $(STAMP)
-	$(BIN)/python -m tests.sim $(SEED) $(COUNT)
+	$(BIN)/python -m tests.sim $(SEED) --count $(or $(COUNT),1) --nodes $(or $(NODES),0) --faults $(or $(FAULTS),0)
+
+# An hour of it and more.
+simulate-night: $(STAMP)
+	$(BIN)/python -m tests.sim $(SEED) --until 1000000
 
 # Thousands of simulated nodes: what they say to each other, and how long a recovery takes. Ten minutes.
-NODES ?= 16 64 256 1024 4096 12500
+SIZES ?= 16 64 256 1024 4096 12500
 scale: $(STAMP)
-	$(BIN)/python -m tests.sim.scale $(NODES) --json docs/scale.json --plot docs/scale.png
+	$(BIN)/python -m tests.sim.scale $(SIZES) --json docs/scale.json --plot docs/scale.png
 
 bench: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal

@@ -1,34 +1,119 @@
-"""`python -m tests.sim SEED [COUNT]`: the story of one seed, or the first failure of many."""
+"""`python -m tests.sim SEED`: the story of one seed; if it fails, with as few of its faults as that takes.
 
+`--count N`: so many seeds from SEED on, or `--until N`: as many as it takes to inject N faults, on all cores.
+`--nodes` and `--faults` of each job, where they are not left to the seed.
+"""
+
+import argparse
+import logging
+import multiprocessing
+import os
 import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult
 
-from ckptless.daemon import jobs
-
+from .agreeing import quarrel
+from .faults import Shape
 from .story import Violation
-from .world import World, simulate
+from .world import World, shrink, simulate
+
+BATCH = 20
+SAY_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a batch of seeds came to."""
+
+    seeds: int
+    injected: Counter[str]
+    violations: tuple[str, ...]
+
+
+def batch(first: int, count: int, shape: Shape) -> Found:
+    """Whole jobs, and as many quarrels about decrees."""
+    logging.disable(logging.CRITICAL)
+    injected: Counter[str] = Counter()
+    violations: list[str] = []
+    for seed in range(first, first + count):
+        try:
+            injected += simulate(seed, shape).injected
+        except Violation as violation:
+            violations.append(str(violation).splitlines()[0])
+        try:
+            injected += quarrel(seed).injected
+        except Violation as violation:
+            violations.append(f"quarrel {seed}: {violation}")
+    return Found(count, injected, tuple(violations))
+
+
+def many(args: argparse.Namespace, shape: Shape) -> int:
+    """Batches on all cores; the exit code."""
+    begun = said = time.monotonic()
+    injected: Counter[str] = Counter()
+    seeds, failed, following = 0, 0, int(args.seed)
+    until, end = int(args.until), int(args.seed) + int(args.count)
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        waiting: list[AsyncResult[Found]] = []
+
+        def more() -> bool:
+            return injected.total() < until if until else following < end
+
+        while waiting or more():
+            while more() and len(waiting) < 2 * (os.cpu_count() or 1):
+                size = BATCH if args.until else min(BATCH, args.seed + args.count - following)
+                waiting.append(pool.apply_async(batch, (following, size, shape)))
+                following += size
+            found = waiting.pop(0).get()
+            injected += found.injected
+            seeds, failed = seeds + found.seeds, failed + len(found.violations)
+            for violation in found.violations:
+                print(violation, flush=True)
+            if time.monotonic() - said > SAY_EVERY_S:
+                said = time.monotonic()
+                print(f"{said - begun:.0f} s: {seeds} seeds, {injected.total()} faults", flush=True)
+    kinds = ", ".join(f"{kind} {count}" for kind, count in injected.most_common())
+    print(f"{seeds} seeds, {injected.total()} faults in {time.monotonic() - begun:.0f} s: {kinds}")
+    print(f"{failed} violations")
+    return 1 if failed else 0
+
+
+def one(seed: int, shape: Shape) -> int:
+    """The story of a seed; the exit code."""
+    world = World(seed, shape)
+    try:
+        world.run()
+    except Violation as violation:
+        world.story.tell("CHECK", str(violation))
+        print(world.story.render(last=0))
+        smallest = shrink(seed, shape)
+        world = World(seed, smallest)
+        try:
+            world.run()
+        except Violation as again:
+            world.story.tell("CHECK", str(again))
+        print(f"\nWith {len(world.job.faults)} of its faults, without {sorted(smallest.without)}:\n")
+        print(world.story.render(last=0))
+        return 1
+    print(world.story.render(last=0))
+    return 0
 
 
 def main() -> None:
     """Entry point."""
-    jobs.logger.disabled = True
-    first, count = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    failed = 0
-    for seed in range(first, first + count):
-        if count > 1:
-            try:
-                simulate(seed)
-            except Violation as violation:
-                failed += 1
-                print(str(violation).splitlines()[0])
-            continue
-        world = World(seed)
-        try:
-            world.run()
-        except Violation as violation:
-            world.story.tell("CHECK", str(violation))
-        print(world.story.render(last=0))
-    if count > 1:
-        print(f"{failed} of {count} seeds failed")
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--until", type=int, default=0)
+    parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=0)
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    shape = Shape(nodes=args.nodes, faults=args.faults)
+    several = args.count > 1 or args.until
+    sys.exit(many(args, shape) if several else one(args.seed, shape))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 What `world` can do to an agreement is over in milliseconds and rare; here it is all that happens.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
@@ -49,6 +50,8 @@ class Room:
         self.under_way: list[tuple[int, int, Say]] = []
         self.chosen: dict[int, Decree] = {0: first}
         self.proposed = 0
+        # Messages lost, doubled, or overtaken by later ones; daemons that died; rivals of a leader.
+        self.injected: Counter[str] = Counter()
 
     def collect(self, node: int) -> None:
         daemon = self.daemons[node]
@@ -133,16 +136,21 @@ class Room:
         number = self.random.randrange(len(self.under_way)) if self.under_way else None
         match kind:
             case "deliver" if number is not None:
+                self.injected["message"] += number > 0
                 self.deliver(number)
             case "repeat it" if number is not None:
+                self.injected["message"] += 1
                 self.deliver(number, keep=True)
             case "lose" if number is not None:
+                self.injected["message"] += 1
                 self.under_way.pop(number)
             case "write":
                 self.write(node)
             case "restart":
+                self.injected["daemon"] += 1
                 self.restart(node)
             case "campaign":
+                self.injected["leader"] += 1
                 self.campaign(node)
             case "propose":
                 count = self.random.randint(1, len(self.nodes))

@@ -39,6 +39,7 @@ class Daemon:
     def __init__(self, world: "World", node: int) -> None:
         self.world, self.node, self.name = world, node, f"daemon-{node}"
         self.alive = True
+        self.wanted: frozenset[int] = frozenset()
         self.links: dict[int, Channel[p.DaemonMessage]] = {}
         self._session: JobSession | None = None
         self._peering: Peering | None = None
@@ -146,7 +147,10 @@ class Daemon:
         return self.links.keys()
 
     def want(self, nodes: frozenset[int]) -> None:
-        """See peering.Wires: here, each is connected to each."""
+        """See peering.Wires."""
+        self.wanted = nodes
+        for node in nodes - self.links.keys():
+            self.world.dial(min(node, self.node), max(node, self.node))
 
     def send(self, node: int, message: p.DaemonMessage) -> bool:
         """See peering.Wires."""

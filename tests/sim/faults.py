@@ -22,6 +22,7 @@ LEADER_LINK_CHANCE = 0.7
 STICKY_CHANCE = 0.08
 MANY_CHANCE = 0.2
 NETWORK_CHANCE = 0.3
+BIG_CHANCE = 0.05
 MANY = 12
 AGREEING = ("electing", "proposing", "voting")
 STAGES = (*(stage for stage in get_args(Stage) if stage not in ("ended", "forming")), *AGREEING)
@@ -45,6 +46,18 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """What is not left to the seed; 0: it is. `without`: faults that are left out, by their numbers."""
+
+    nodes: int = 0
+    faults: int = 0
+    without: frozenset[int] = frozenset()
+
+
+ANY = Shape()
+
+
+@dataclass(frozen=True)
 class Job:
     """The job: `sticky` is a rank and step at which the script itself always raises."""
 
@@ -59,9 +72,13 @@ class Job:
         return "KeyError: a bug in the script" if self.sticky == (rank, step) else None
 
 
-def draw(random: Random) -> Job:
+def draw(random: Random, shape: Shape) -> Job:
     """A job with its faults."""
     total, spares = random.randint(4, 6), random.randint(1, 2)
+    if random.random() < BIG_CHANCE:
+        # More than a daemon has neighbours.
+        total = random.randint(10, 14)
+    total = shape.nodes or total
     slots = random.randint(1, 2)
     spec = m.JobSpec(
         job="sim",
@@ -83,7 +100,9 @@ def draw(random: Random) -> Job:
         kinds: tuple[str, ...] = CONTROL_KINDS
     else:
         kinds = tuple(_ACTIONS)
-    faults = tuple(_draw_fault(random, kinds) for _ in range(random.randint(1, most)))
+    count = random.randint(1, most)
+    faults = tuple(_draw_fault(random, kinds) for _ in range(shape.faults or count))
+    faults = tuple(fault for number, fault in enumerate(faults) if number not in shape.without)
     return Job(spec, steps, (0.01, slow), sticky, faults)
 
 
@@ -107,6 +126,7 @@ def happen(world: "World", fault: Fault) -> None:
     if world.over:
         return
     world.faulted(fault.kind)
+    world.injected[fault.kind] += 1
     _ACTIONS[fault.kind](world, fault)
 
 

@@ -46,6 +46,7 @@ class Network:
     def when_joined(self, one: int, other: int, action: Callable[[], None]) -> None:
         """What `one` sends to `other`: now, or, as TCP would, once that way is free again."""
         if (one, other) in self._blocked:
+            self._world.injected["message"] += 1
             self._waiting.append((one, other, action))
         else:
             action()

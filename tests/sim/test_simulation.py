@@ -1,11 +1,15 @@
 """Whole jobs in virtual time, thousands of ways to go wrong; a failure names its seed and tells its story."""
 
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from .world import World, simulate
 
+ROOT = Path(__file__).parents[2]
 SEEDS_PER_TEST = 40
 
 
@@ -18,6 +22,13 @@ def _outcome(world: World) -> str:
 def test_hundreds_of_seeds(first: int) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
         simulate(seed)
+
+
+def test_twenty_thousand_faults() -> None:
+    command = [sys.executable, "-m", "tests.sim", "20000", "--until", "20000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("\n0 violations\n")
 
 
 @pytest.mark.slow

@@ -2,18 +2,20 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S
+from ckptless.daemon.membership.overlay import overlay
 from ckptless.daemon.peers import messages as p
 
 from .agents import Agent
 from .checks import Checks
 from .daemons import Daemon
 from .events import Channel, Events
-from .faults import Fault, Job, draw, happen
+from .faults import ANY, Fault, Job, Shape, draw, happen
 from .network import Network, Witness
 from .ranks import Barriers, Process
 from .story import Story, Violation
@@ -31,11 +33,11 @@ SLOW_CHANCE = 0.03
 class World:
     """One job, from its start to its end."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, shape: Shape = ANY) -> None:
         self.seed, self.random = seed, Random(seed)
         self.events = Events()
         self.story = Story(lambda: self.events.now)
-        self.job: Job = draw(self.random)
+        self.job: Job = draw(self.random, shape)
         self.spec = self.job.spec
         self.checks = Checks(self)
         self.barriers = Barriers(self)
@@ -47,6 +49,10 @@ class World:
         self.network, self.witness = Network(self), Witness(self)
         self.fates: list[str] = []
         self.raised: Counter[str] = Counter()
+        # Faults that happened, and messages that were lost or doubled, or held up by a broken network.
+        self.injected: Counter[str] = Counter()
+        nodes = range(self.spec.nodes + self.spec.spares)
+        self.graph = overlay(self.spec.job, tuple(nodes))
         self.deaths: Counter[tuple[int, int]] = Counter()
         self.interrupted: list[tuple[int, int]] = []
         # When the training itself had a fault, and when one that only the control plane feels came.
@@ -186,9 +192,8 @@ class World:
         if node in self.daemons or node in self.dead_nodes:
             return
         self.daemons[node] = Daemon(self, node)
-        for other in sorted(self.agents):
-            if other != node:
-                self.dial(min(node, other), max(node, other))
+        for other in sorted(self.graph.neighbours(node)):
+            self.dial(min(node, other), max(node, other))
 
     def kill_daemon(self, node: int, *, dark: bool, lose: bool) -> None:
         """A daemon's life ends."""
@@ -206,6 +211,8 @@ class World:
             return
         if self.network.apart(low, high):
             return  # dialled again when it heals
+        if high not in self.graph.neighbours(low) and high not in one.wanted and low not in two.wanted:
+            return
         if high in one.links or low in two.links:
             # One side has not noticed yet that the old connection is gone.
             self.dial(low, high)
@@ -236,7 +243,10 @@ class World:
         return self.events.now < self.storm_until and self.random.random() < chance
 
     def _copies(self) -> int:
-        return 0 if self._stormy(0.15) else 2 if self._stormy(0.15) else 1
+        copies = 0 if self._stormy(0.15) else 2 if self._stormy(0.15) else 1
+        if copies != 1:
+            self.injected["message"] += 1
+        return copies
 
     def drop(self, low: int, high: int, away_s: float) -> None:
         """A link is cut, and what is under way on it is lost; it comes back later."""
@@ -279,12 +289,25 @@ class World:
         self._connect(low, high)
 
 
-def simulate(seed: int) -> World:
+def simulate(seed: int, shape: Shape = ANY) -> World:
     """Run one seed. Raises Violation, with the story."""
-    world = World(seed)
+    world = World(seed, shape)
     try:
         world.run()
     except Violation as violation:
         world.story.tell("CHECK", str(violation))
         raise Violation(f"seed {seed}: {violation}\n{world.story.render()}") from violation
     return world
+
+
+def shrink(seed: int, shape: Shape) -> Shape:
+    """The same seed with as few of its faults as it takes to fail, in whatever way it then does."""
+    left = [number for number in range(len(World(seed, shape).job.faults))]
+    without: set[int] = set()
+    for number in left:
+        smaller = replace(shape, without=frozenset(without | {number}))
+        try:
+            World(seed, smaller).run()
+        except Violation:
+            without.add(number)
+    return replace(shape, without=frozenset(without))

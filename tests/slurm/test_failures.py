@@ -114,6 +114,42 @@ def test_the_batch_host_loses_power(site: Cluster) -> None:
     job.same_bits()
 
 
+def test_the_leaders_node_and_a_rank_elsewhere_at_once(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    pid = (job.home / "out" / "pid-2.txt").read_text().split()[0]
+    site.power_off("node01")
+    site.run("node03", "kill", "-KILL", pid)
+    job.trains(2)
+    job.ended(0, "CANCELLED")
+    job.same_bits()
+    assert (node_of(job, 0), node_of(job, 2)) == ("node05", "node03")
+
+
+def test_a_minority_of_two_is_cut_off_and_comes_back(site: Cluster) -> None:
+    job = Training(site, nodes=6, spares=2).submit()
+    job.trains()
+    for node in ("node02", "node04"):
+        site.unplug(node)
+    job.trains(2)
+    assert {node_of(job, rank) for rank in (1, 3)} == {"node05", "node06"}
+
+    def ranks_there() -> str:
+        return "".join(
+            site.run(node, "pgrep", "-u", USER, check=False).stdout for node in ("node02", "node04")
+        )
+
+    job.wait(lambda: not ranks_there(), "those that are cut off have ended their ranks")
+    for node in ("node02", "node04"):
+        site.plug(node)
+    job.trains(2)
+    job.ended()
+    job.same_bits()
+    fenced = [e for e in job.ledger().events if e.kind == "fenced" and e.job == job.run_name]
+    assert len(fenced) == 2
+    assert {g.generation for g in job.ledger().generations if g.job == job.run_name} == {1, 2}
+
+
 def test_slurmctld_is_down_during_a_recovery(site: Cluster) -> None:
     job = Training(site).submit()
     job.trains()
