@@ -9,9 +9,9 @@ import click
 
 from ckptless.daemon import log, system
 from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.cluster import LocalCluster
 from ckptless.daemon.config import LocalConfig, load, read_key
 from ckptless.daemon.peers.vouch import KeyVouch
-from ckptless.daemon.roster import LocalCluster
 from ckptless.daemon.service import Service, serve_forever
 
 

@@ -1,20 +1,9 @@
-"""Which nodes a job has, and who may speak for it: the seam to whatever gives out nodes."""
+"""Pure: which nodes a job has."""
 
-import fcntl
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
-from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
-from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.config import Peer
-
-if TYPE_CHECKING:
-    from ckptless.daemon.runtime import JobRuntime
 
 
 @dataclass(frozen=True)
@@ -33,66 +22,3 @@ class Roster:
     def by_node(self) -> dict[int, Peer]:
         """Where each one's daemon listens."""
         return {peer.node: peer for peer in self.peers}
-
-
-WITNESS_FILE = "witness"
-
-
-class Cluster(Protocol):
-    """What gives out nodes: Slurm (`daemon.slurm.cluster`), or the launcher in local mode."""
-
-    async def admit(self, hello: AgentHello, uid: int) -> Roster:
-        """The roster of an agent's job. Raises PeerError where `uid` may not speak for that job here."""
-
-    def notice(self, notice: JobStarted | JobEnded) -> None:
-        """A job has begun or ended on this node."""
-
-    def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
-        """A job is over."""
-
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
-        """This daemon leads a job, of which a node does not answer any more at all."""
-
-    def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
-        """Hold `nodes` for dead from now on; call `runtime.witnessed` unless one of `ours` is held for that.
-
-        Of two halves that ask about each other at most one is answered: each marks before it looks.
-        """
-
-
-class LocalCluster:
-    """Local mode: one roster, for any job of the user who started the daemon."""
-
-    def __init__(self, me: int, peers: Sequence[Peer], state_dir: Path) -> None:
-        self._roster = Roster(me, tuple(peers))
-        self._state_dir = state_dir
-
-    async def admit(self, hello: AgentHello, uid: int) -> Roster:
-        """See `Cluster`."""
-        if uid != os.getuid():
-            raise PeerError(f"uid {uid} may not use this daemon")
-        if hello.info.node != self._roster.me:
-            raise PeerError(f"the agent says that this is node {hello.info.node}, not {self._roster.me}")
-        return self._roster
-
-    def notice(self, notice: JobStarted | JobEnded) -> None:
-        """See `Cluster`. Here the launcher is there from beginning to end."""
-
-    def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
-        """See `Cluster`. The launcher reads it from a file."""
-        write_outcome(self._state_dir, runtime.job, outcome)
-
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
-        """See `Cluster`. There is nobody to tell."""
-
-    def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
-        """See `Cluster`. All nodes are on one machine: the witness is a file."""
-        path = self._state_dir.parent / f"{WITNESS_FILE}-{runtime.job}"
-        with path.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.writelines(f"{node}\n" for node in nodes)
-            file.flush()
-            file.seek(0)
-            dead = {int(line) for line in file}
-        if dead.isdisjoint(ours):
-            runtime.witnessed(nodes)

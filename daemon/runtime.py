@@ -53,7 +53,7 @@ class Host(Protocol):
         """See jobs.Outlets.save."""
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
-        """See roster.Cluster."""
+        """See cluster.Cluster."""
 
 
 class JobRuntime:
@@ -264,7 +264,7 @@ class JobRuntime:
         self._host.witness(self, nodes, ours)
 
     def witnessed(self, nodes: Sequence[int]) -> None:
-        """The cluster's manager holds these nodes for dead; see `roster.Cluster.witness`."""
+        """The cluster's manager holds these nodes for dead; see `cluster.Cluster.witness`."""
         self.session.feed(e.Witnessed(tuple(nodes)))
 
 

@@ -17,6 +17,7 @@ from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
+from ckptless.daemon.cluster import Cluster
 from ckptless.daemon.config import DaemonConfig, Timers, open_state_dir
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
 from ckptless.daemon.evict import evict
@@ -26,7 +27,7 @@ from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import Vouch
-from ckptless.daemon.roster import Cluster, Roster
+from ckptless.daemon.roster import Roster
 from ckptless.daemon.runtime import JobRuntime
 
 logger = logging.getLogger(__name__)

@@ -65,7 +65,7 @@ class SlurmCluster:
     # -------------------------------------------------------------------------- who may speak
 
     def notice(self, notice: JobStarted | JobEnded) -> None:
-        """See `roster.Cluster`: the prolog's word is Slurm's own, and spares a question to slurmctld."""
+        """See `cluster.Cluster`: the prolog's word is Slurm's own, and spares a question to slurmctld."""
         if isinstance(notice, JobStarted):
             logger.info("job %d of uid %d begins here: %s", notice.job_id, notice.uid, notice.spec or "-")
             self._announced[notice.job_id] = notice.uid
@@ -74,7 +74,7 @@ class SlurmCluster:
             self._announced.pop(notice.job_id, None)
 
     async def admit(self, hello: AgentHello, uid: int) -> Roster:
-        """See `roster.Cluster`: the job must be of this uid, and have this node."""
+        """See `cluster.Cluster`: the job must be of this uid, and have this node."""
         job_id = slurm_job_id(hello.spec.job)
         owner = self._announced.get(job_id)
         if owner is None:
@@ -115,7 +115,7 @@ class SlurmCluster:
     # ------------------------------------------------------------------------ what Slurm is told
 
     def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
-        """See `roster.Cluster`: down, so that Slurm ends what may still run there, or drained."""
+        """See `cluster.Cluster`: down, so that Slurm ends what may still run there, or drained."""
         name = runtime.roster.peers[node].name
         text = reason_text(f"job {runtime.job}: {reason}")
         orders = {"down": self._slurm.mark_down, "drain": self._slurm.drain}
@@ -132,7 +132,7 @@ class SlurmCluster:
         self._spawn(self._tell(runtime, f"mark {self.on_node_lost} {name}", mark))
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
-        """See `roster.Cluster`. slurmctld does one thing after the other: it is the judge of two halves."""
+        """See `cluster.Cluster`. slurmctld does one thing after the other: it is the judge of two halves."""
         names = [[runtime.roster.peers[node].name for node in half] for half in (nodes, ours)]
 
         async def ask() -> None:
@@ -162,7 +162,7 @@ class SlurmCluster:
         return down.issuperset(theirs) and down.isdisjoint(ours)
 
     def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
-        """See `roster.Cluster`: a job whose batch host is lost is ended by nobody else."""
+        """See `cluster.Cluster`: a job whose batch host is lost is ended by nobody else."""
         control = runtime.session.control
         if not control.leads:
             return

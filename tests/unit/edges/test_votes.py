@@ -13,10 +13,10 @@ from typing import cast
 import pytest
 
 from ckptless.daemon.api.errors import LedgerError
+from ckptless.daemon.cluster import LocalCluster
 from ckptless.daemon.control.decree import Ballot, Decided, Decree, Durable, Vote
 from ckptless.daemon.control.edges import Said
 from ckptless.daemon.ledger.store import Ledger
-from ckptless.daemon.roster import LocalCluster
 from ckptless.daemon.runtime import JobRuntime
 from ckptless.daemon.slurm.adapter import Node
 from ckptless.daemon.slurm.cached import Reading
