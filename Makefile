@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.ready
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
 	tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow simulate simulate-night test-slurm-matrix scale bench bench-slurm lint types imports check format clean
+.PHONY: setup demo test test-slow coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
@@ -24,10 +24,21 @@ demo: $(STAMP)
 	$(BIN)/python docs/demo/demo.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -q -m 'not slow and not soak' $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+# How much of the control core the unit tests and the simulator reach.
+CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.peering,ckptless.daemon.jobs
+coverage: $(STAMP)
+	$(BIN)/python -m coverage run --branch --source=$(CORE) --data-file=build/coverage -m pytest -q \
+		-m 'not slow' tests/unit/control tests/unit/membership tests/unit/daemon tests/sim \
+		--deselect tests/sim/test_planted.py --deselect tests/sim/test_simulation.py::test_twenty_thousand_faults
+	$(BIN)/python -m coverage report --data-file=build/coverage --skip-covered --fail-under=95
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -q -s -m soak $(ARGS)
 
 # Another Slurm (trixie: 24.11, sid: 26.05) in a chroot under build/, with the tests on real Slurm in it.
 test-slurm-matrix: $(STAMP) slurm-packages

@@ -31,11 +31,11 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How daemons watch each other.
 
     `beat_s`: seconds between two signs of life. `dark_s`: a daemon that is silent for so long is taken for
-    unreachable, and its node for lost when its agent cannot be reached either.
+    unreachable, and its node for lost when nothing else on it answers either, by the word of others too.
     """
 
-    beat_s: Seconds = 0.5
-    dark_s: Seconds = 5.0
+    beat_s: Seconds = 0.25
+    dark_s: Seconds = 1.5
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

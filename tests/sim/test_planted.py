@@ -15,6 +15,8 @@ from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.elector import Elector
 from ckptless.daemon.control.follower import Follower
 from ckptless.daemon.jobs import JobSession
+from ckptless.daemon.membership.watch import Membership
+from ckptless.daemon.peering import Peering
 
 from .agreeing import quarrel
 from .story import Violation
@@ -70,7 +72,13 @@ BUGS = (
         "(set[int]().union(*available))",
     ),
     Bug("the oldest common step", plan, "recovery_step", "max(common", "min(common"),
-    Bug("decrees are not passed on", Follower, "_on_peer_up", "if theirs.known.index <", "if False and 0 <"),
+    Bug(
+        "decrees are not passed on",
+        Follower,
+        "_on_peer_up",
+        "if theirs.newest < self.known.index:",
+        "if False:",
+    ),
     Bug("the cut off live on", Elector, "_hold_lease", "<= limit_s", "<= 1e9"),
     Bug("the cut off decide", Elector, "_hold_lease", "self._lease.renew(", "(lambda *_: None)("),
     Bug("promises are not kept", Agreement, "_answer", "say.ballot < promised", "False"),
@@ -106,9 +114,52 @@ BUGS = (
         "the log outlives its generation", Controller, "_decided_generation", "self._log = FaultLog()", "pass"
     ),
     Bug("ranks stay on a lost node", plan, "_answer", "answers.bad.update(", "list("),
-    Bug("a new leader believes old reports", Controller, "_elected", "view.state = None", "pass"),
+    Bug("a new leader believes old reports", Controller, "_elected", "view.state = None", "pass", rare=True),
     Bug("agents are not told what they missed", Follower, "_tend", "if state is None or", "if True or"),
-    Bug("losses are not passed on", Controller, "_give_up", "if nodes:", "if False:"),
+    Bug(
+        "orders said again are not answered",
+        Follower,
+        "_obey",
+        "if type(order) is self._obeyed and",
+        "if False and",
+        rare=True,
+    ),
+    Bug(
+        "the news are not counted",
+        Controller,
+        "_count",
+        "self._tally.look(self.nodes, self._touched)",
+        "pass",
+    ),
+    Bug("the word of others is ignored", Membership, "_answered", "if message.lives:", "if False:"),
+    Bug(
+        "a suspicion is a verdict",
+        Membership,
+        "_consider",
+        "now - one.lived >= suspicion_s(",
+        "0 * suspicion_s(",
+    ),
+    Bug(
+        "an answer is taken for silence",
+        Membership,
+        "looked",
+        'one.dark = answer == "silent"',
+        "one.dark = True",
+    ),
+    Bug(
+        "a silent daemon keeps the lease",
+        Membership,
+        "tick",
+        "if one.linked and now - one.heard > self.times.dark_s:",
+        "if False:",
+    ),
+    Bug(
+        "the cut off accuse",
+        Peering,
+        "_may_judge",
+        "return control.is_quorum(",
+        "return True or control.is_quorum(",
+    ),
 )
 
 
