@@ -186,6 +186,8 @@ Why = Literal[
     "no-common-step",
     "no-progress",
     "after-training",
+    "no-quorum",
+    "node-lost",
 ]
 
 

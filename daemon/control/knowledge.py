@@ -154,7 +154,8 @@ class Knowledge:
         if loss.node == self.me and self.outcome is None:
             # The others go on without this node, whatever still runs on it.
             text = f"node-{loss.node} counts as lost: {loss.reason}"
-            outcome = m.Outcome(state="failed", exit_code=4, reason=text)
+            why: m.Why = "no-quorum" if loss.source == "lease" else "node-lost"
+            outcome = m.Outcome(state="failed", exit_code=4, reason=text, why=why)
             self._out.append(ToAgent(m.End(outcome=outcome, here_only=True)))
             self.agreement.resign()
 

@@ -117,6 +117,11 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     metavar="A,A,B",
     help="With --local: the failure domain of each node, the spares' last.  [default: none are known]",
 )
+@click.option(
+    "--requeue",
+    type=click.IntRange(min=0),
+    help="In a Slurm job: so often it goes back into the queue where it cannot go on.  [default: 0]",
+)
 @click.option("--job", default=None, help="The job's name in the ledger.  [default: made up]")
 @click.option(
     "--state-dir",

@@ -33,6 +33,8 @@ def local_options(script: str, script_args: tuple[str, ...], options: Options) -
         raise UsageError(
             f"--job {job!r} names a folder: use letters, digits, and _ . - inside, and not {LATEST}"
         )
+    if options["requeue"]:
+        raise UsageError("--requeue is for a Slurm job: leave it out with --local")
     state_dir = options["state_dir"]
     return LocalOptions(
         argv=_argv(script, script_args, options),
@@ -101,7 +103,10 @@ def slurm_run(
     )
     verbose = bool(options["verbose"])
     if found.step is None:
-        return SlurmRun(config=config, env=env, verbose=verbose, domains=settings.domains)
+        again = _number(options, "requeue") or 0
+        return SlurmRun(config=config, env=env, verbose=verbose, domains=settings.domains, requeue=again)
+    if options["requeue"]:
+        raise UsageError("--requeue is for a batch script: a task of srun cannot tell when all are over")
     # Failure domains stay unknown here: each task would find them out for itself, and all must say the same.
     first = found.step.local_id == 0
     return StepRun(config, env, first=first, says=first and found.step.node_id == 0, verbose=verbose)

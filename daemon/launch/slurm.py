@@ -23,9 +23,12 @@ from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.agent.prctl import set_pdeathsig
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import Outcome
-from ckptless.daemon.api.outcome import read_outcome
+from ckptless.daemon.api.outcome import read_outcome, write_outcome
+from ckptless.daemon.control.plan import EXIT_UNRECOVERABLE
 from ckptless.daemon.launch.domains import find_domains
 from ckptless.daemon.launch.follow import Follower
+from ckptless.daemon.launch.requeue import requeue, why_requeue
+from ckptless.daemon.slurm.run_name import slurm_job_id
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +67,15 @@ class Step:
 class SlurmRun:
     """One `ckptless-run` in a batch script (or beside salloc).
 
-    `domains` is the site's table of failure domains, if it has one.
+    `domains` is the site's table of failure domains, if it has one. `requeue`: how often the job may go back
+    into the queue where it cannot go on.
     """
 
     config: SharedConfig
     env: Mapping[str, str]
     verbose: bool = False
     domains: Mapping[str, tuple[str, ...]] | None = None
+    requeue: int = 0
     binding: tuple[str, ...] = ()
     _steps: list[Step] = field(default_factory=list)
     _stop: asyncio.Future[signal.Signals] | None = None
@@ -98,6 +103,7 @@ class SlurmRun:
             await self._wait()
         finally:
             await self._end_all()
+        await self._requeue()
         return self._result()
 
     def _stopped(self, number: signal.Signals) -> None:
@@ -171,6 +177,17 @@ class SlurmRun:
                     await asyncio.gather(*(process.wait() for process in running))
 
     # ----------------------------------------------------------------------------------- the end
+
+    async def _requeue(self) -> None:
+        """The last rung. Where nobody is left who knows better, this process says how this start ended."""
+        assert self._stop is not None
+        outcome, job = self.outcome(), self.config.spec.job
+        why = None if self._stop.done() else why_requeue(outcome, self.requeue, self.env)
+        if why is None or not await requeue(slurm_job_id(job), why):
+            return
+        if outcome is None:
+            failed = Outcome(state="failed", exit_code=EXIT_UNRECOVERABLE, reason=why, why="no-quorum")
+            write_outcome(self.log_dir, job, failed)
 
     def outcome(self) -> Outcome | None:
         """What the agents wrote down, in the log directory that they share with this process."""

@@ -22,6 +22,7 @@ from ckptless.daemon.slurm.errors import (
     SlurmRefusedError,
     SlurmUnreachableError,
 )
+from ckptless.daemon.slurm.run_name import slurm_job_id
 
 if TYPE_CHECKING:
     from ckptless.daemon.runtime import JobRuntime
@@ -35,16 +36,7 @@ FRESH_S = 2.0
 RETRY_S = 5.0
 RETRIES = 120
 MAX_NODES = 65_536
-_RUN = re.compile(r"(\d{1,10})(?:\.(?:\d{1,5}|s\d{1,10}(?:r\d{1,5})?))?")
 _UNFIT = re.compile(r"[^ -~]|[\"'`\\]")
-
-
-def slurm_job_id(run: str) -> int:
-    """The Slurm job of a run: 4711, 4711.1, ..., or in step 3 4711.s3, requeued once 4711.s3r1. PeerError."""
-    found = _RUN.fullmatch(run)
-    if found is None:
-        raise PeerError(f"{run[:80]!r} is not the name of a run in a Slurm job")
-    return int(found.group(1))
 
 
 def reason_text(reason: str) -> str:

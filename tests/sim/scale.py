@@ -383,7 +383,7 @@ def plot(found: list[Scale], path: Path) -> None:
     for label, values, style in lines:
         left.plot(nodes, values, style, label=label)
     left.set(xscale="log", xlabel="nodes", ylabel="messages sent", title="What a daemon says")
-    left.set_ylim(0, None)
+    left.set_ylim(0, 240)
     right.plot(nodes, [one.agent_lost_s * 1000 for one in found], "C0^-", label="an agent is gone")
     right.plot(nodes, [one.dark_s * 1000 for one in found], "C3o-", label="a node is dark (1.5 s to be sure)")
     right.set(xscale="log", yscale="log", xlabel="nodes", ylabel="virtual ms until all train again")
@@ -392,7 +392,7 @@ def plot(found: list[Scale], path: Path) -> None:
         axes.set_xticks(nodes, [str(count) for count in nodes])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left" if axes is left else "center left")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

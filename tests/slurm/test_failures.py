@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -336,6 +337,26 @@ def test_requeue_by_the_user(site: Cluster) -> None:
     states = {j.job: j.state for j in job.ledger().jobs}
     assert states[job.run_name] == "stopped"
     assert states[f"{job.job_id}.1"] == "done"
+
+
+@pytest.mark.slow  # Slurm itself waits two minutes before it starts a job again
+def test_a_job_without_spares_left_goes_back_into_the_queue(site: Cluster) -> None:
+    job = Training(site, run_options=("--requeue", "1")).submit()
+    job.trains()
+    for node in ("node02", "node03"):
+        site.power_off(node)
+    first = job.log_dir / "outcome.json"
+    job.wait(first.exists, "its first end")
+    assert json.loads(first.read_text())["why"] == "no-spare"
+    site.restore()
+    again = job.home / f"ckptless-{job.job_id}.1"
+    job.wait(again.exists, "its second start", 240.0)
+    job.hurry()
+    job.wait((again / "outcome.json").exists, "its second end")
+    job.nothing_left()
+    assert json.loads((again / "outcome.json").read_text())["why"] == "done"
+    states = {j.job: j.state for j in job.ledger().jobs}
+    assert (states[job.run_name], states[f"{job.job_id}.1"]) == ("failed", "done")
 
 
 def test_a_node_is_drained_by_the_admin(site: Cluster) -> None:

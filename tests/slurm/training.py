@@ -57,6 +57,7 @@ class Training:
     steps: int = STEPS
     user: str = USER
     options: Sequence[str] = ()
+    run_options: Sequence[str] = ()
     name: str = field(default_factory=lambda: f"job-{secrets.token_hex(3)}")
     job_id: int = 0
 
@@ -71,7 +72,8 @@ class Training:
         self.cluster.run("ctl", "mkdir", inside, user=self.user)
         (self.home / "slow").touch()
         faults = json.dumps(list(self.faults))
-        script = f"#!/bin/bash\nckptless-run {TOY} {self.steps} {inside}/out '{faults}'\n"
+        run = " ".join(["ckptless-run", *self.run_options])
+        script = f"#!/bin/bash\n{run} {TOY} {self.steps} {inside}/out '{faults}'\n"
         (self.home / "job.sh").write_text(script)
         words = ["sbatch", "--parsable", f"--ckptless=spares={self.spares}", f"--nodes={self.nodes}"]
         # The reference is made with one thread to a rank, as four on one machine get.

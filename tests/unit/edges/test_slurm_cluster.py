@@ -21,8 +21,9 @@ from ckptless.daemon.settings_bind import Interface
 from ckptless.daemon.slurm import cluster as module
 from ckptless.daemon.slurm.adapter import Job, Node, check_text
 from ckptless.daemon.slurm.cached import CachedSlurm
-from ckptless.daemon.slurm.cluster import SlurmCluster, reason_text, slurm_job_id
+from ckptless.daemon.slurm.cluster import SlurmCluster, reason_text
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
+from ckptless.daemon.slurm.run_name import slurm_job_id
 
 sys.path.insert(0, str(Path(__file__).parent))
 
