@@ -18,6 +18,7 @@ from ckptless.daemon.membership.overlay import overlay
 from ckptless.daemon.membership.pulses import Pulses
 from ckptless.daemon.membership.router import MOST_HOPS, Router
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.checks import check_nodes
 from ckptless.daemon.roster import Roster
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class Peering:
 
     def hear(self, node: int, message: p.DaemonMessage) -> None:
         """A message of the daemon at the other end of a connection. Raises ProtocolError."""
+        check_nodes(message, self._roster.by_node)
         self._member.heard(node, self._now())
         match message:
             case Beat():
@@ -204,12 +206,11 @@ class Peering:
     def _pass_on(self, sender: int, relayed: tuple[p.Relayed, ...]) -> None:
         batch: list[tuple[int, p.Said]] = []
         for one in relayed:
-            known = one.origin in self._roster.by_node
-            if not known or not self._router.heard(sender, one.origin, one.serial):
+            if not self._router.heard(sender, one.origin, one.serial):
                 continue
             if one.to is None or one.to == self._me:
                 batch.append((one.origin, one.said))
-            if one.to != self._me and one.hops:
+            if one.to != self._me and 0 < one.hops <= MOST_HOPS:
                 self._forward(sender, one)
         self._session.hear_all(batch)
         for origin, said in batch:

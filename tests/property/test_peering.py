@@ -1,0 +1,196 @@
+"""Whatever other daemons say, and in whatever order: this one holds what it must, and falls over nothing."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.records import Record
+from ckptless.daemon.config import Peer, Timers
+from ckptless.daemon.control.decree import Ballot, Decided, Decree, Durable, Prepare
+from ckptless.daemon.control.edges import Report, Standing
+from ckptless.daemon.jobs import JobSession
+from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
+from ckptless.daemon.membership.router import WINDOW
+from ckptless.daemon.peering import Peering
+from ckptless.daemon.peers import messages as p
+from ckptless.daemon.roster import Roster
+
+JOB, ME, NODES = "4711", 3, 12
+START_S = 1000.0
+
+
+class Wires:
+    """Everybody is connected, everything is sent; also the Outlets of the session."""
+
+    def __init__(self, links: Collection[int]) -> None:
+        self.links = set(links)
+        self.sent = 0
+        self.peering: Peering | None = None
+
+    @property
+    def up(self) -> Collection[int]:
+        return self.links
+
+    def want(self, nodes: frozenset[int]) -> None:
+        assert len(nodes) <= NODES
+
+    def send(self, node: int, message: p.DaemonMessage) -> bool:
+        self.sent += node in self.links
+        return node in self.links
+
+    def hang_up(self, node: int, why: str) -> None:
+        self.links.discard(node)
+
+    def look(self, node: int, address: tuple[str, int], *, agent: bool) -> None:
+        pass
+
+    def flush_soon(self) -> None:
+        pass
+
+    def to_daemon(self, node: int, message: p.Said) -> None:
+        assert self.peering is not None
+        self.peering.to_daemon(node, message)
+
+    def to_all_daemons(self, message: p.Said) -> None:
+        assert self.peering is not None
+        self.peering.to_all(message)
+
+    def to_agent(self, order: m.Order) -> None:
+        pass
+
+    def write(self, records: Sequence[Record]) -> None:
+        pass
+
+    def ended(self, outcome: m.Outcome) -> None:
+        pass
+
+    def node_is_dark(self, node: int, reason: str) -> None:
+        pass
+
+    def save(self, durable: Durable, then: Any) -> None:
+        then()
+
+    def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
+        pass
+
+
+def make(links: Collection[int]) -> tuple[Peering, Wires, list[float]]:
+    clock = [START_S]
+    peers = tuple(Peer(node=n, name=f"n{n}", address="127.0.0.1", port=1) for n in range(NODES))
+    wires, roster = Wires(links), Roster(ME, peers)
+    session = JobSession(JOB, roster, wires, lambda: clock[0])
+    wires.peering = Peering(roster, session, wires, Timers(), lambda: clock[0])
+    wires.peering.start()
+    for node in sorted(links):
+        wires.peering.linked(node)
+    return wires.peering, wires, clock
+
+
+nodes = st.integers(0, NODES - 1)
+numbers = st.integers(-(2**40), 2**40)
+others = nodes.filter(lambda node: node != ME)
+decrees = st.builds(
+    Decree, index=st.integers(0, 9), voters=st.lists(nodes, min_size=1, max_size=7, unique=True).map(tuple)
+)
+standings = st.builds(
+    Standing,
+    term=st.integers(0, 9),
+    leader=st.integers(-1, NODES - 1),
+    stage=st.sampled_from(["forming", "joining", "running", "stopping", "ended"]),
+    known=st.none() | decrees,
+    lost=st.lists(st.tuples(nodes, st.just("gone"), st.just("membership")), max_size=2).map(tuple),
+    index=st.integers(0, 9),
+)
+states = st.builds(m.AgentState, seq=st.integers(0, 9), slots=st.just(()))
+reports = st.builds(Report, node=nodes, message=states)
+said = st.one_of(
+    st.builds(
+        p.Meeting, job=st.just(JOB), standing=standings, reports=st.lists(reports, max_size=2).map(tuple)
+    ),
+    st.builds(p.Forwarded, job=st.just(JOB), report=reports),
+    st.builds(
+        p.Gone,
+        job=st.just(JOB),
+        node=nodes,
+        reason=st.just("gone"),
+        age_s=st.floats(0, 9),
+        source=st.just("membership"),
+    ),
+    st.builds(p.Ordered, job=st.just(JOB), term=st.integers(0, 9), order=st.just(m.Go(generation=1))),
+    st.builds(p.Agree, job=st.just(JOB), say=st.builds(Decided, decree=decrees)),
+    st.builds(
+        p.Agree,
+        job=st.just(JOB),
+        say=st.builds(Prepare, ballot=st.builds(Ballot, number=st.integers(0, 9), node=nodes), index=numbers),
+    ),
+    st.builds(Alive, node=nodes, incarnation=numbers),
+)
+relayed = st.builds(
+    p.Relayed,
+    job=st.just(JOB),
+    origin=nodes,
+    to=st.none() | nodes,
+    serial=numbers,
+    hops=numbers,
+    said=said,
+)
+messages = st.one_of(
+    said,
+    relayed,
+    st.builds(p.Bundle, job=st.just(JOB), relayed=st.lists(relayed, max_size=4).map(tuple)),
+    st.builds(Beat, pulses=st.lists(st.tuples(numbers, numbers), max_size=50).map(tuple)),
+    st.builds(Suspect, node=nodes, incarnation=numbers),
+    st.builds(Saw, node=nodes, lives=st.booleans()),
+    st.builds(Have, origin=numbers, serial=numbers),
+    st.builds(Want, origin=numbers, serial=numbers),
+)
+moments = st.tuples(others, messages, st.floats(0.0, 3.0))
+
+
+@given(st.sets(others, min_size=1), st.lists(moments, max_size=40))
+@settings(deadline=None, max_examples=150)
+def test_nothing_that_is_said_breaks_it(
+    links: set[int], history: list[tuple[int, p.DaemonMessage, float]]
+) -> None:
+    peering, wires, clock = make(links)
+    for node, message, later_s in history:
+        clock[0] += later_s
+        if node in wires.links:
+            peering.hear(node, message)
+        for silent in links - wires.links:
+            peering.unlinked(silent, "silent")
+            links = links - {silent}
+        peering.tick()
+        peering.flush()
+    router = peering._router
+    assert len(router._origins) <= NODES
+    assert all(len(origin.above) <= WINDOW for origin in router._origins.values())
+    assert len(peering._pulses._newest) <= 40 * 32
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Suspect(node=NODES, incarnation=0),
+        Alive(node=-1, incarnation=1),
+        p.Forwarded(job=JOB, report=Report(99, m.AgentState(seq=1, slots=()))),
+        p.Gone(job=JOB, node=99, reason="x", age_s=0.0, source="membership"),
+        p.Agree(job=JOB, say=Decided(decree=Decree(index=1, voters=(99,)))),
+        p.Relayed(job=JOB, origin=99, to=None, serial=1, hops=1, said=Alive(node=1, incarnation=1)),
+        p.Bundle(
+            job=JOB,
+            relayed=(
+                p.Relayed(job=JOB, origin=1, to=None, serial=1, hops=1, said=Alive(node=77, incarnation=1)),
+            ),
+        ),
+    ],
+)
+def test_nodes_that_the_job_does_not_have(message: p.DaemonMessage) -> None:
+    peering, _, _ = make({1, 2})
+    with pytest.raises(ProtocolError, match="which the job does not have"):
+        peering.hear(1, message)
