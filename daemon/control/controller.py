@@ -50,7 +50,7 @@ class Controller(Follower):
             self._tally = None
             self._touched.clear()
             return
-        self._count(now)
+        self._count()
         self._note_losses(now)
         self._note_away(now)
         if self._cancelled is not None:
@@ -73,7 +73,7 @@ class Controller(Follower):
         self._mend_voters(now)
         self._repeat(now)
 
-    def _count(self, now: float) -> None:
+    def _count(self) -> None:
         """What was reported since the last time."""
         if self.assignment is not None:
             if self._tally is None or self._tally.assignment.generation != self.assignment.generation:
