@@ -257,7 +257,10 @@ class Peering:
         control = self._session.control
         if not control.decides or control.outcome is not None:
             return False
-        return control.is_quorum(self._member.lived_since(when) | self._pulses.seen_since(when))
+        heard = self._member.lived_since(when)
+        if not self.overlay.complete:
+            heard |= self._pulses.seen_since(when)
+        return control.is_quorum(heard)
 
     def _lost_links(self) -> list[int]:
         nodes = self._session.control.nodes

@@ -104,11 +104,13 @@ Output: TypeAlias = Look | HangUp | Say | Spread | Answers | Gone | Withdrawn
 class _Watched:
     """`heard`: the last word of its daemon; `lived`: the last sign of life of the node. Or the beginning.
 
+    `seen`: the last sign of life that this daemon has seen itself; what others say comes late.
     `why` its last connection ended. `dark`: at the last look nothing answered.
     """
 
     heard: float
     lived: float
+    seen: float = 0.0
     linked: bool = False
     why: str | None = None
     gone: bool = False
@@ -164,7 +166,7 @@ class Membership:
     def linked(self, node: int, now: float) -> None:
         """There is a connection to its daemon."""
         one = self._watched.setdefault(node, _Watched(heard=now, lived=now))
-        one.linked, one.gone, one.heard = True, False, now
+        one.linked, one.gone, one.heard, one.seen = True, False, now, now
         self._lives(node, one, now, "its daemon has connected")
 
     def unlinked(self, node: int, why: str, now: float) -> None:
@@ -178,7 +180,7 @@ class Membership:
         """Its daemon has said something."""
         one = self._watched.get(node)
         if one is not None:
-            one.heard = now
+            one.heard = one.seen = now
             self._lives(node, one, now, "it was heard again")
 
     def known_gone(self, node: int) -> None:
@@ -187,8 +189,8 @@ class Membership:
             self._watched[node].gone = True
 
     def lived_since(self, when: float) -> set[int]:
-        """Those that have given a sign of life since then."""
-        return {node for node, one in self._watched.items() if one.lived > when}
+        """Those that have given this daemon itself a sign of life since then."""
+        return {node for node, one in self._watched.items() if one.seen > when}
 
     def tick(self, now: float, judge: Callable[[float], bool]) -> bool:
         """Time has passed; whether a beat is due.
@@ -216,6 +218,8 @@ class Membership:
         one = self._watched.get(node)
         if one is None or one.gone:
             return
+        if answer in ("open", "lives"):
+            one.seen = now
         if answer == "open":
             self._lives(node, one, now, "its agent answers")
         if answer in ("open", "silent") and not one.linked:

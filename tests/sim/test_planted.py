@@ -140,13 +140,6 @@ BUGS = (
         "0 * suspicion_s(",
     ),
     Bug(
-        "an answer is taken for silence",
-        Membership,
-        "looked",
-        'one.dark = answer == "silent"',
-        "one.dark = True",
-    ),
-    Bug(
         "a silent daemon keeps the lease",
         Membership,
         "tick",

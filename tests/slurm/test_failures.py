@@ -348,7 +348,11 @@ def test_a_job_without_spares_left_goes_back_into_the_queue(site: Cluster) -> No
     first = job.log_dir / "outcome.json"
     job.wait(first.exists, "its first end")
     assert json.loads(first.read_text())["why"] == "no-spare"
-    site.restore()
+    for node in ("node02", "node03"):
+        site.boot(node)
+    site.wait_registered()
+    for node in ("node02", "node03"):
+        site.resume(node)
     again = job.home / f"ckptless-{job.job_id}.1"
     job.wait(again.exists, "its second start", 240.0)
     job.hurry()
