@@ -350,9 +350,9 @@ def test_a_job_without_spares_left_goes_back_into_the_queue(site: Cluster) -> No
     assert json.loads(first.read_text())["why"] == "no-spare"
     for node in ("node02", "node03"):
         site.boot(node)
-    site.wait_registered()
-    for node in ("node02", "node03"):
+        site.wait_state(node, "down")
         site.resume(node)
+    site.wait_registered()
     again = job.home / f"ckptless-{job.job_id}.1"
     job.wait(again.exists, "its second start", 240.0)
     job.hurry()
