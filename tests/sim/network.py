@@ -35,7 +35,9 @@ class Network:
 
     def reached_from(self, node: int) -> set[int]:
         """Who can be heard of there, also by way of others."""
-        reached, edge = {node}, [node]
+        # Over a connection that is there already, one way is enough.
+        reached = {node, *(n for n in self._world.agents if (n, node) not in self._blocked)}
+        edge = list(reached)
         while edge:
             here = edge.pop()
             following = [n for n in self._world.agents if n not in reached and not self.apart(here, n)]
