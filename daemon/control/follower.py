@@ -173,7 +173,10 @@ class Follower(Elector):
         if isinstance(order, m.Assign | m.End):
             raise TypeError(f"{type(order).__name__} is agreed on, not ordered")
         if order.generation != self._generation:
-            # Late, or early: what it speaks of is over, or not known here yet, and the leader will repeat it.
+            # Early: what it speaks of is not known here yet, and the leader will repeat it. Or late.
+            if order.generation < self._generation:
+                text = f"{type(order).__name__} of generation {order.generation}; this is {self._generation}"
+                self._note(now, "info", "order-refused", text)
             return
         if type(order) is self._obeyed and self.leader not in (NOBODY, self.me):
             # Said again: what this node has reported since may be what the leader waits for.
