@@ -14,8 +14,9 @@ from .story import Violation
 from .world import World
 
 SEEDS = 150
-# They are heard of by way of others for about a second; nearly all are replaced, many while they come back.
-RESTART_S = (0.5, 4.0)
+# They are heard of by way of others for about a second, and missed by a recovery after three: in between most
+# are replaced, many while they come back.
+RESTART_S = (0.5, 2.2)
 AWAY_S = 0.05
 
 
