@@ -128,8 +128,9 @@ class Elector(Knowledge):
         """Two daemons agree on who leads: whoever has the higher ballot does."""
         before, mine = self.leader, (self.term, self.leader)
         if theirs.leader == self.me:
-            if not self.leads:
-                # They mean a former life of this daemon. How far the job is, they know.
+            if not self.leads and not self._wanted:
+                # They mean a former life of this daemon. How far the job is, they know. Said once: whoever
+                # hears it introduces itself, which would be an answer without an end.
                 self._wanted = True
                 self._out.append(Meet(node, self.standing, ()))
         elif node == self.leader and theirs.leader == NOBODY:
