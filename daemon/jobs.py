@@ -17,6 +17,8 @@ from ckptless.daemon.roster import Roster
 
 logger = logging.getLogger(__name__)
 
+LIFE_BITS = 40
+
 
 class Outlets(Protocol):
     """Where a job's outputs go; the service is one, a test may be another."""
@@ -50,9 +52,11 @@ class Outlets(Protocol):
 class Memory:
     """What this daemon knows of a job from an earlier life; `lost`: it had one, and knows nothing of it.
 
-    `identity` is the same as long as it remembers.
+    `life`, of LIFE_BITS random bits, is this life's alone (by its clock it could not be told from an earlier
+    one: clocks are set back). `identity` is the same as long as it remembers.
     """
 
+    life: int
     identity: str = ""
     durable: Durable | None = None
     lost: bool = False
@@ -67,15 +71,15 @@ class JobSession:
         roster: Roster,
         outlets: Outlets,
         now: Callable[[], float],
-        memory: Memory = Memory(),  # frozen
+        memory: Memory,
     ) -> None:
         self.job = job
+        self.life = memory.life
         self._outlets = outlets
         self._now = now
-        session = f"{int(now() * 1000):x}"
         self.control = Controller(
             me=roster.me,
-            session=session,
+            session=f"{memory.life:x}",
             nodes=NodeViews(roster.nodes),
             durable=memory.durable,
             may_vote=not memory.lost,

@@ -23,8 +23,6 @@ from ckptless.daemon.roster import Roster
 
 logger = logging.getLogger(__name__)
 
-# Serials of a daemon's messages grow from life to life: it says far fewer than a million in a second.
-SERIALS_PER_S = 1 << 20
 # A pulse that is passed on waits for the next beat of everybody on its way.
 PULSE_HOPS = 4
 
@@ -63,7 +61,7 @@ class Peering:
         self._me = roster.me
         self.overlay = overlay(session.job, roster.nodes)
         self._member = w.Membership(self._me, times)
-        self._router = Router(self._me, int(now() * SERIALS_PER_S))
+        self._router = Router(self._me, session.life)
         self._pulses = Pulses(self._me)
         self._offers: Offers[p.Relayed] = Offers()
         self._queued: dict[int, list[p.Relayed]] = {}

@@ -21,7 +21,7 @@ from ckptless.daemon.cluster import Cluster
 from ckptless.daemon.config import DaemonConfig, Timers, open_state_dir
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
 from ckptless.daemon.evict import evict
-from ckptless.daemon.jobs import Memory
+from ckptless.daemon.jobs import LIFE_BITS, Memory
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
@@ -222,13 +222,14 @@ class Service:
         # The same for every daemon of the job, as its agents all have their spec from one launcher.
         first = first_decree(roster.nodes, hello.spec.domains)
         nothing = Durable(promised=NO_BALLOT, vote=None, known=first)
+        life = secrets.randbits(LIFE_BITS)
         kept = await self.ledger.vote(name)
         if kept is not None:
-            return Memory(*kept)
+            return Memory(life, *kept)
         if hello.identity:
             # It may have promised anything: it follows, and neither votes nor leads.
             logger.warning("job %s: nothing is left of what this daemon knew of it: it does not vote", name)
-            return Memory(hello.identity, nothing, lost=True)
+            return Memory(life, hello.identity, nothing, lost=True)
         identity = secrets.token_hex(8)
         # Before the agent hears of it: whoever knows the identity knows that there was something to forget.
         written = asyncio.Event()
@@ -240,7 +241,7 @@ class Service:
             raise LedgerError(
                 f"{self._state_dir} takes no vote of job {name}; see the daemon's log"
             ) from error
-        return Memory(identity, nothing)
+        return Memory(life, identity, nothing)
 
     # ---------------------------------------------------------------------- Host, for JobRuntime
 

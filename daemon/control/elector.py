@@ -128,11 +128,7 @@ class Elector(Knowledge):
         """Two daemons agree on who leads: whoever has the higher ballot does."""
         before, mine = self.leader, (self.term, self.leader)
         if theirs.leader == self.me:
-            if not self.leads and not self._wanted:
-                # They mean a former life of this daemon. How far the job is, they know. Said once: whoever
-                # hears it introduces itself, which would be an answer without an end.
-                self._wanted = True
-                self._out.append(Meet(node, self.standing, ()))
+            self._taken_for_leader(node, theirs.term)
         elif node == self.leader and theirs.leader == NOBODY:
             self.leader = NOBODY
         elif theirs.leader != NOBODY and (theirs.term, theirs.leader) > mine:
@@ -148,6 +144,18 @@ class Elector(Knowledge):
             self._enter(theirs.stage, now)
         if told and self.leader not in (NOBODY, self.me):
             self._introduce()
+
+    def _taken_for_leader(self, node: int, term: int) -> None:
+        """They mean a former life of this daemon. How far the job is, they know."""
+        if self.leads:
+            return
+        if (term, self.me) < (self.term, self.leader) and self.leader != NOBODY:
+            self._out.append(Meet(node, self.standing, ()))
+        elif self.leader not in (NOBODY, self.me) or not self._wanted:
+            # Whom this one followed led before it did. Said once: whoever hears it introduces itself, which
+            # would be an answer without an end.
+            self.term, self.leader, self._wanted = max(term, self.term), NOBODY, True
+            self._out.append(Meet(node, self.standing, ()))
 
     def _obey_leader(self, term: int, leader: int) -> None:
         self.term, self.leader, self._wanted, self._reign = term, leader, False, leader

@@ -7,15 +7,19 @@ one came last, as an Ethernet bridge does it; whoever does not know passes it to
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-# Of so many messages of one origin it is known whether they came, when they come out of order.
+# A life has so many serials; one that says more goes on in the next, which is most likely nobody's.
+LIFE_SERIALS = 1 << 20
+# So many lives of a daemon are known apart: what older ones have said has come long ago, or never will.
+LIVES = 4
+# Of so many messages of one life it is known whether they came, when they come out of order.
 WINDOW = 64
 # Far more hops than it takes in any overlay.
 MOST_HOPS = 32
 
 
 @dataclass
-class _Origin:
-    """Which messages of one daemon have come: all up to `floor` (or they never will), and `above` it."""
+class _Life:
+    """Which messages of one life have come: all up to `floor` (or they never will), and `above` it."""
 
     floor: int = 0
     above: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -33,29 +37,34 @@ class _Origin:
 
 @dataclass
 class Router:
-    """Of the daemon of node `me`; serials grow from life to life, where `first` does."""
+    """Of the daemon of node `me`. Serials grow within a `life`, a number that no other of its lives has."""
 
     me: int
-    first: int
+    life: int
     _serial: int = 0
-    _origins: dict[int, _Origin] = field(default_factory=dict)
+    _origins: dict[int, OrderedDict[int, _Life]] = field(default_factory=dict)
     _routes: dict[int, int] = field(default_factory=dict)
 
     def next_serial(self) -> int:
         """For a message of this daemon."""
         self._serial += 1
-        return self.first + self._serial
+        return self.life * LIFE_SERIALS + self._serial
 
     def has(self, origin: int, serial: int) -> bool:
         """Whether that message has come."""
-        known = self._origins.get(origin)
+        lives = self._origins.get(origin)
+        known = lives.get(serial // LIFE_SERIALS) if lives is not None else None
         return origin == self.me or (known is not None and (serial <= known.floor or serial in known.above))
 
     def heard(self, sender: int, origin: int, serial: int) -> bool:
         """A message of `origin` came over `sender`; False where it had come before."""
         if origin == self.me:
             return False
-        if not self._origins.setdefault(origin, _Origin()).add(serial):
+        lives = self._origins.setdefault(origin, OrderedDict())
+        life = lives.setdefault(serial // LIFE_SERIALS, _Life())
+        if len(lives) > LIVES:
+            lives.popitem(last=False)
+        if not life.add(serial):
             return False
         self._routes[origin] = sender
         return True

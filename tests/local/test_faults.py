@@ -42,7 +42,8 @@ def check(
     known = {f.fault for f in ledger.faults}
     assert all(set(g.faults) <= known and g.faults for g in ledger.generations[1:])
     assert len(ledger.recoveries) == len(generations) - 1
-    assert all(r.outcome in ("recovered", "superseded") for r in ledger.recoveries)
+    others = [r for r in ledger.recoveries if r.outcome not in ("recovered", "superseded")]
+    assert not others, f"{others}\n{job.story()}"
     assert recovered(ledger)
     # Deadlines are there for what nobody foresaw; a fault of ours that only a deadline finds is a bug.
     waited = [f for f in ledger.faults if f.kind == "stall" or " in 60 s" in f.detail]

@@ -13,9 +13,9 @@ from ckptless.daemon.api.records import Record
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control.decree import Ballot, Decided, Decree, Durable, Prepare
 from ckptless.daemon.control.edges import Report, Standing
-from ckptless.daemon.jobs import JobSession
+from ckptless.daemon.jobs import JobSession, Memory
 from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
-from ckptless.daemon.membership.router import WINDOW
+from ckptless.daemon.membership.router import LIVES, WINDOW
 from ckptless.daemon.peering import Peering
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.roster import Roster
@@ -83,7 +83,7 @@ def make(links: Collection[int]) -> tuple[Peering, Wires, list[float]]:
     clock = [START_S]
     peers = tuple(Peer(node=n, name=f"n{n}", address="127.0.0.1", port=1) for n in range(NODES))
     wires, roster = Wires(links), Roster(ME, peers)
-    session = JobSession(JOB, roster, wires, lambda: clock[0])
+    session = JobSession(JOB, roster, wires, lambda: clock[0], Memory(life=7))
     wires.peering = Peering(roster, session, wires, Timers(), lambda: clock[0])
     wires.peering.start()
     for node in sorted(links):
@@ -169,7 +169,8 @@ def test_nothing_that_is_said_breaks_it(
         peering.flush()
     router = peering._router
     assert len(router._origins) <= NODES
-    assert all(len(origin.above) <= WINDOW for origin in router._origins.values())
+    assert all(len(lives) <= LIVES for lives in router._origins.values())
+    assert all(len(life.above) <= WINDOW for lives in router._origins.values() for life in lives.values())
     assert len(peering._pulses._newest) <= 40 * 32
 
 

@@ -47,6 +47,7 @@ class Daemon:
         self._orders: Channel[m.Order] | None = None
         self._written = 0.0
         self._awake_at = 0.0
+        self._life = world.next_life()
         self._skew_s = world.random.uniform(-SKEW_S, SKEW_S)
         self._proposed: set[tuple[Ballot, int]] = set()
         self._tick()
@@ -88,7 +89,7 @@ class Daemon:
     def _open(self) -> JobSession:
         if self._session is None:
             peers = tuple(Peer(node=n, name="", address="", port=0) for n in sorted(self.world.agents))
-            memory = Memory(durable=self.world.disks.get(self.node))
+            memory = Memory(self._life, durable=self.world.disks.get(self.node))
             roster = Roster(self.node, peers)
             self._session = JobSession(self.world.spec.job, roster, self, self.now, memory)
             self._peering = _Peering(self, roster, self._session)

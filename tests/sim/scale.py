@@ -96,7 +96,8 @@ class Node:
         self.links: set[int] = set()
         self._assignment: m.Assignment | None = None
         self._seq, self._step = 0, 0
-        self.session = JobSession("scale", roster, self, lambda: cluster.clock.now, Memory("x", first))
+        memory = Memory(roster.me, "x", first)
+        self.session = JobSession("scale", roster, self, lambda: cluster.clock.now, memory)
         self.peering = Peering(roster, self.session, self, TIMES, lambda: cluster.clock.now)
 
     def tick(self) -> None:

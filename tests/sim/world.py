@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S
+from ckptless.daemon.jobs import LIFE_BITS
 from ckptless.daemon.membership.overlay import overlay
 from ckptless.daemon.peers import messages as p
 
@@ -63,6 +64,7 @@ class World:
         self.touched = False
         self.storm_until = 0.0
         self._pid = 100
+        self._lives = Random(f"lives of {seed}")
         self._waiting: list[Fault] = []
 
     # ----------------------------------------------------------------------------------- running
@@ -135,6 +137,10 @@ class World:
     def wall_clock(self) -> float:
         """What a daemon's clock shows."""
         return EPOCH_S + self.events.now
+
+    def next_life(self) -> int:
+        """A number of no other life of a daemon; the seed's own draws stay what they are."""
+        return self._lives.getrandbits(LIFE_BITS)
 
     def soon(self, action: Callable[[], None]) -> None:
         """In a moment."""

@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.membership.offers import ASK_AGAIN_S, KEPT, Offers
 from ckptless.daemon.membership.pulses import MOST, Pulses
-from ckptless.daemon.membership.router import WINDOW, Router
+from ckptless.daemon.membership.router import LIFE_SERIALS, WINDOW, Router
 
 # --------------------------------------------------------------------------------------------- routes
 
 
 @given(st.lists(st.integers(1, WINDOW), max_size=200))
 def test_each_message_counts_once(serials: list[int]) -> None:
-    router = Router(me=0, first=0)
+    router = Router(me=0, life=0)
     for at, serial in enumerate(serials):
         assert router.heard(1, 7, serial) is (serial not in serials[:at])
         assert router.has(7, serial)
 
 
 def test_what_is_older_than_the_window_has_come() -> None:
-    router = Router(me=0, first=0)
+    router = Router(me=0, life=0)
     for serial in range(1, WINDOW + 11):
         assert router.heard(1, 7, serial)
     assert not any(router.heard(1, 7, serial) for serial in range(1, 11))
@@ -29,7 +29,7 @@ def test_what_is_older_than_the_window_has_come() -> None:
 
 
 def test_the_way_back_is_the_way_it_came() -> None:
-    router = Router(me=0, first=0)
+    router = Router(me=0, life=0)
     assert router.toward(7) is None
     router.heard(1, 7, 1)
     router.heard(2, 7, 1)
@@ -41,10 +41,22 @@ def test_the_way_back_is_the_way_it_came() -> None:
 
 
 def test_own_messages_come_back_to_nobody() -> None:
-    router = Router(me=0, first=5)
-    assert [router.next_serial(), router.next_serial()] == [6, 7]
-    assert not router.heard(1, 0, 8)
-    assert router.has(0, 8)
+    router = Router(me=0, life=5)
+    own = [router.next_serial(), router.next_serial()]
+    assert own == [5 * LIFE_SERIALS + 1, 5 * LIFE_SERIALS + 2]
+    assert not router.heard(1, 0, own[1] + 1)
+    assert router.has(0, own[0])
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=9, unique=True))
+def test_each_life_begins_anew(lives: list[int]) -> None:
+    """Whatever the clock says: nothing is taken for old that a daemon says after it was started again."""
+    router = Router(me=0, life=0)
+    for life in lives:
+        daemon = Router(me=7, life=life)
+        said = [daemon.next_serial() for _ in range(WINDOW + 3)]
+        assert all(router.heard(1, 7, serial) for serial in said)
+        assert not any(router.heard(1, 7, serial) for serial in said)
 
 
 # --------------------------------------------------------------------------------------------- offers
