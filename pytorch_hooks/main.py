@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import StateUnavailableError
 from ckptless.pytorch_hooks import env, plain
 from ckptless.pytorch_hooks.comm.fabric import Fabric
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
@@ -85,7 +86,8 @@ class _Worker:
         if entered and self._fabric.broken is not None:
             return m.Cause(kind="broken", text=_shorten(self._fabric.broken))
         traceback.print_exc()
-        return m.Cause(kind="raised", text=_shorten(f"{type(error).__name__}: {error}"))
+        kind = "no-state" if isinstance(error, StateUnavailableError) else "raised"
+        return m.Cause(kind=kind, text=_shorten(f"{type(error).__name__}: {error}"))
 
     def _left(self, cause: m.Cause, error: BaseException) -> m.Cause:
         """Out of the training function: let go of its frames, which hold activations and graphs."""

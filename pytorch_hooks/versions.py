@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import RecoveryError
+from ckptless.daemon.api.errors import StateUnavailableError
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import TensorSet
 
@@ -71,13 +71,13 @@ class Versions:
     def fetch(
         self, generation: int, step: int, tensors: TensorSet
     ) -> tuple[bytes, m.TensorsAt, torch.Tensor]:
-        """Record, place and bytes of the tensors of `step`. Raises RecoveryError, GenerationEnded.
+        """Record, place and bytes of the tensors of `step`. Raises StateUnavailableError, GenerationEnded.
 
         The bytes are the agent's memory: copy them out before the next commit but one.
         """
         reply, fd = self._session.fetch(generation, step)
         if reply.error is not None or reply.tensors is None or fd is None:
-            raise RecoveryError(f"the state of step {step} is not to be had: {reply.error}")
+            raise StateUnavailableError(f"the state of step {step} is not to be had: {reply.error}")
         at = reply.tensors
         if self._mapped is not None and self._mapped.number == at.region:
             os.close(fd)
@@ -90,9 +90,9 @@ class Versions:
         return reply.record, at, data
 
     def verify(self, tensors: TensorSet, data: torch.Tensor, at: m.TensorsAt, step: int) -> None:
-        """Raise RecoveryError where the bytes are not those that were committed."""
+        """Raise StateUnavailableError where the bytes are not those that were committed."""
         if tensors.digest(data) != at.digest:
-            raise RecoveryError(f"the tensors of step {step} do not match their digest")
+            raise StateUnavailableError(f"the tensors of step {step} do not match their digest")
 
 
 def record_digest(record: bytes) -> str:

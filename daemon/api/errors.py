@@ -7,6 +7,7 @@ CkptlessError
  +- PeerError           another process cannot be reached, or is not who it should be
  +- StartError          a daemon or agent could not start
  +- RecoveryError       a fault that ckptless cannot answer; the text names the reason
+     +- StateUnavailableError   this rank got no sound copy of its state this time; it may try again
 """
 
 
@@ -48,3 +49,7 @@ class RecoveryError(CkptlessError):
     """A fault without an answer: no spare, no step that every rank can give, a budget used up."""
 
     exit_code = 4
+
+
+class StateUnavailableError(RecoveryError):
+    """Nobody could give this rank its state, or what came is not what was committed."""

@@ -39,7 +39,7 @@ Phase = Literal[
 
 
 class Cause(Value, frozen=True, kw_only=True):
-    """Why a rank left or ended. kind: "stop", "raised", "broken", "hung", "died", "renewed"."""
+    """Why a rank left or ended. kind: "stop", "raised", "no-state", "broken", "hung", "died", "renewed"."""
 
     kind: str
     text: str = ""

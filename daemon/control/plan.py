@@ -180,6 +180,12 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
         if count > limits.raise_tries:
             _renew(now, place, answers)
         return
+    if finding.kind == "no-state":
+        # Nothing is wrong with the process: what it needs does not get here.
+        if count > limits.process_tries:
+            answers.bad.add(place)
+            answers.raise_to("spare")
+        return
     _answer_death(now, fault, count, answers)
 
 

@@ -132,7 +132,7 @@ class Process:
         if error is None:
             self._later(0.001, 0.05, self._restored)
         else:
-            self._later(0.001, 0.05, lambda: self._leave(m.Cause(kind="raised", text=error)))
+            self._later(0.001, 0.05, lambda: self._leave(m.Cause(kind="no-state", text=error)))
 
     def _restored(self) -> None:
         assert self.part is not None

@@ -144,11 +144,11 @@ class Replicas:
         others = [agent.world.agents[node] for node in assignment.record_nodes[rank]]
         if step not in vault.records.get(rank, ()):
             if not any(self._gives(a) and step in a.vault.records.get(rank, ()) for a in others):
-                return f"RecoveryError: nobody could give the record of rank {rank}, step {step}"
+                return f"StateUnavailableError: nobody could give the record of rank {rank}, step {step}"
             vault.put_record(rank, step)
         if step not in vault.tensors:
             others = [agent.world.agents[node] for node in assignment.tensor_nodes]
             if not any(self._gives(a) and step in a.vault.tensors for a in others):
-                return f"RecoveryError: nobody could give the tensors of step {step}"
+                return f"StateUnavailableError: nobody could give the tensors of step {step}"
             vault.put_tensors(step)
         return None

@@ -79,6 +79,8 @@ DIED = fault("died", exit_code=-9, detail="was ended by SIGKILL")
         ([fault("stall", 0, None)], 1, "in-process", ()),
         ([fault("raised")], 1, "in-process", ()),
         ([fault("raised")], 2, "process", ((0, 0),)),
+        ([fault("no-state")], 3, "in-process", ()),
+        ([fault("no-state")], 4, "spare", ()),
         ([fault("hung")], 1, "process", ((0, 0),)),
         ([DIED], 1, "process", ((0, 0),)),
         ([DIED], 3, "process", ((0, 0),)),
@@ -326,7 +328,7 @@ def test_no_plan_puts_two_ranks_in_one_slot_or_a_rank_where_none_may_be(data: st
     )
     current = plan.first_assignment(job, views(job), 1, 0)
     lost: list[int] = []
-    kinds = st.sampled_from(("raised", "died", "hung", "node-lost"))
+    kinds = st.sampled_from(("raised", "died", "hung", "no-state", "node-lost"))
     for _ in range(data.draw(st.integers(1, 8))):
         place = data.draw(st.sampled_from(current.places))
         kind = data.draw(kinds)
