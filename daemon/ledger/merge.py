@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from ckptless.daemon.api.errors import LedgerError
 from ckptless.daemon.api.records import (
     EventRecord,
@@ -95,7 +97,7 @@ def merge(
             weight = precedence(record, freshness.get(record.job, (0, 0.0)))
             if what not in best or best[what][0] < weight:
                 best[what] = (weight, record)
-    kept = [record for _, record in best.values()]
+    kept = _settled([record for _, record in best.values()])
     return Snapshot(
         jobs=_sorted(kept, JobRecord, lambda r: (r.started_s, r.job)),
         nodes=_sorted(kept, NodeRecord, key),
@@ -107,6 +109,22 @@ def merge(
         sources=sources,
         problems=problems,
     )
+
+
+def _settled(records: list[Record]) -> list[Record]:
+    """A recovery whose leader died over it was not told of any more; a newer generation says how it ended."""
+    newest: dict[str, int] = {}
+    for record in records:
+        if isinstance(record, GenerationRecord):
+            newest[record.job] = max(newest.get(record.job, 0), record.generation)
+    return [
+        structs.replace(record, outcome="superseded")
+        if isinstance(record, RecoveryRecord)
+        and record.outcome is None
+        and record.generation < newest.get(record.job, 0)
+        else record
+        for record in records
+    ]
 
 
 def _sorted(records: Iterable[Record], kind: type[R], order: Callable[[R], Any]) -> tuple[R, ...]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 BEFORE_ANY = -1
 # What was seen before a network broke, or was whole again, may be believed for so long.
 RECENTLY_S = 0.5
+# A question about a node is asked again and again, as long as nobody has answered it.
+ASKED_OFTEN_S = 1.5
 # So long after an order at the latest, everybody who is connected has heard it.
 HEARD_S = 0.5
 
@@ -108,8 +110,11 @@ class Checks:
             self._fail(f"{daemon.name}, which reaches {sorted(reached)}, says of node-{node}: {loss.reason}")
 
     def _answers(self, node: int) -> bool:
+        """Whether it could have been asked, and heard: of a question and its answer a storm takes some."""
+        now, stormy = self._world.events.now, self._world.events.now < self._world.storm_until
         daemon = self._world.daemons.get(node)
-        return daemon is not None and daemon.awake and daemon.control is not None
+        awake_s = now - daemon.awake_since if daemon is not None and daemon.control is not None else 0.0
+        return awake_s > (ASKED_OFTEN_S if stormy else RECENTLY_S)
 
     def cut_off(self, side: set[int], voters: tuple[int, ...]) -> None:
         """So long after a cut, nobody runs on without a quorum."""

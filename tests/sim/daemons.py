@@ -58,9 +58,9 @@ class Daemon:
         return self._session.control if self._session is not None else None
 
     @property
-    def awake(self) -> bool:
-        """Whether it is not stopped."""
-        return self.world.events.now >= self._awake_at
+    def awake_since(self) -> float:
+        """When it went on, if it was stopped."""
+        return self._awake_at
 
     def now(self) -> float:
         """What its clock shows."""
