@@ -133,7 +133,9 @@ class Controller(Follower):
             self._note(now, "warning", "leader", f"node-{self.me} leads, since {old}")
         self._log, self._timeline, self._ending = FaultLog(), None, None
         self._away.clear()
-        self._since = self._moved = now
+        self._moved = now
+        if self.stage != "forming":
+            self._since = now
         planned = {info.node for info in self.assignment.nodes} if self.assignment is not None else set()
         # Losses that a generation has been planned without were told of by whoever led then.
         self._noted = self.losses.keys() - planned

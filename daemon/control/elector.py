@@ -109,7 +109,9 @@ class Elector(Knowledge):
 
     def _end_by_itself(self, now: float) -> None:
         """Cancelled, or never begun, and not enough of the others are there to agree on it."""
-        if self.stage == "forming" and now - self._since > FORMING_DEADLINE_S + AGREEING_S:
+        # A leader decides it; and one that is heard may have begun to wait later than this daemon.
+        leader_s = FORMING_DEADLINE_S if self.leader in self.reachable else 0.0
+        if self.stage == "forming" and now - self._since > FORMING_DEADLINE_S + AGREEING_S + leader_s:
             text = f"{len(self.reachable)} of {len(self.nodes)} daemons have met, too few to begin"
             self._lose(NodeLost(self.me, text, now - self._since, source="lease"))
         if self._cancelled is None or self.stage == "ended":
