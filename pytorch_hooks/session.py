@@ -47,6 +47,7 @@ class Session:
         self._went = 0
         self._released = 0
         self._acked: tuple[int, int] = (0, -1)
+        self._writes: tuple[int, bool] = (0, False)
         self._reply: tuple[m.Allocated | m.Fetched, int | None] | None = None
         self._closing = False
         self.welcome = self._greet()
@@ -115,6 +116,8 @@ class Session:
                 self._released = max(self._released, message.generation)
             case m.Acked():
                 self._acked = max(self._acked, (message.generation, message.step))
+            case m.Writes():
+                self._writes = (message.generation, message.writes)
             case m.Allocated():
                 self._reply = (message, self._fds.popleft())
             case m.Fetched():
@@ -160,6 +163,11 @@ class Session:
         start = time.monotonic()
         self._wait(generation, lambda: self._acked >= (generation, step), f"holders of step {step}")
         return time.monotonic() - start
+
+    def wait_writes(self, generation: int) -> bool:
+        """Whether this rank writes the tensors for its twins on this node. Raises GenerationEnded."""
+        self._wait(generation, lambda: self._writes[0] >= generation, "who writes the tensors")
+        return self._writes[1]
 
     def wait_released(self, generation: int) -> None:
         """Until every rank's training function has returned. Raises GenerationEnded."""

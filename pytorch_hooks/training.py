@@ -39,6 +39,10 @@ class Run:
         self._tensors: TensorSet | None = None
         self._cursor = Cursor()
         self._kept = False
+        # The ranks that have the same tensors as this one (none named: all), and which of those on this node
+        # writes them.
+        self._twins: tuple[int, ...] = ()
+        self._writes = False
         self._step = 0
         # Whether an optimizer has moved the living parameters since the committed step.
         self._dirty = False
@@ -160,8 +164,10 @@ class Run:
             newcomer = True
         else:
             newcomer = False
+        self._session.send(m.Twins(generation=part.generation, ranks=self._twins))
         if part.restore_step is None:
             self._session.send(m.Restored(generation=part.generation))
+            self._writes = self._session.wait_writes(part.generation)
             self._kept = True
             self._save(0)
         else:
@@ -175,6 +181,7 @@ class Run:
         assert self._tensors is not None
         self._join()
         self._fabric.configure(self.generation, self._store())
+        self._writes = self._session.wait_writes(self.generation)
         record, at, data = self._versions.fetch(self.generation, step, self._tensors)
         view = read(record)
         if view.step != step:
@@ -190,7 +197,7 @@ class Run:
         self._step, self._dirty, self._aftermath = step, False, True
         self._session.send(m.Restored(generation=self.generation))
         # Its copies on other nodes may have gone with them: commit it again.
-        self._send_commit(step, record, at if self._assigned.writes_tensors else None, None)
+        self._send_commit(step, record, at if self._writes else None, None)
         for function in self._on_recovery:
             function(self)
 
@@ -226,7 +233,7 @@ class Run:
             self._settle()
             self._wait_for_copies()
         at = None
-        if self._assigned.writes_tensors:
+        if self._writes:
             at = self._versions.write_tensors(self.generation, self._tensors)
         record = capture(self._state, step, self._cursor.committed(), self._layouts, self._tensors)
         self._send_commit(step, record, at, _number(loss))

@@ -16,10 +16,10 @@ def round_up(nbytes: int) -> int:
 
 
 class Region:
-    """A memfd of `slots` slots of `slot_nbytes` bytes; its size is sealed. Closed by `close`."""
+    """A memfd of `slots` slots of `slot_nbytes` bytes for one shard; its size is sealed. Closed by `close`."""
 
-    def __init__(self, number: int, slot_nbytes: int, slots: int) -> None:
-        self.number = number
+    def __init__(self, number: int, shard: int, slot_nbytes: int, slots: int) -> None:
+        self.number, self.shard = number, shard
         self.slot_nbytes, self.slots = slot_nbytes, slots
         size = slot_nbytes * slots
         self.fd = os.memfd_create(f"ckptless-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

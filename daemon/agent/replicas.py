@@ -1,25 +1,28 @@
-"""Agent to agent: pushes this node's records to their holders, holds others', gives and gets state."""
+"""Agent to agent: pushes this node's records and tensors to their holders, and gets state from others."""
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from ckptless.daemon.agent.memory import SLOTS, round_up
-from ckptless.daemon.agent.vault import Held, Vault, digest
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.agent.holders import Holder, Peer, RecordHolder, TensorHolder, Version
+from ckptless.daemon.agent.serving import Serving, receive_tensors
+from ckptless.daemon.agent.vault import Held, Vault
+from ckptless.daemon.api.errors import CkptlessError, PeerError
 from ckptless.daemon.api.messages import Assignment, NodeInfo, TensorsAt
-from ckptless.daemon.control.placement import holders
+from ckptless.daemon.control.placement import holders, shard_holders
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import Vouch
 
-logger = logging.getLogger(__name__)
-
 DIAL_DEADLINE_S = 3.0
 FETCH_DEADLINE_S = 60.0
-CATCH_UP_DEADLINE_S = 10.0
+
+
+class _Pushed:
+    """Something that holders are given: who of them has not got it yet; then `acked` is called."""
+
+    def __init__(self, what: p.PutRecord | Version, targets: set[int], acked: Callable[[], None]) -> None:
+        self.what, self.missing, self.acked = what, targets, acked
 
 
 class Replicas:
@@ -33,22 +36,32 @@ class Replicas:
         self._me, self._job, self._copies, self._vault = node, job, copies, vault
         self._domains = domains
         self.vouch: Vouch | None = None
+        self.serving = Serving(node, job, vault)
         self._nodes: tuple[NodeInfo, ...] = ()
         self._generation = 0
+        self._ranked: frozenset[int] = frozenset()
         self._unreachable: set[int] = set()
-        self._links: dict[int, _Holder] = {}
-        self._waiting: dict[tuple[int, int], tuple[p.PutRecord, set[int]]] = {}
+        self._records: dict[int, RecordHolder] = {}
+        self._tensors: dict[int, TensorHolder] = {}
+        self._waiting: dict[tuple[str, int, int], _Pushed] = {}
+        # The nodes that the twins of a shard are on, as of its newest push.
+        self._twins: dict[int, frozenset[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.on_acked: Callable[[int, int], None] = lambda _rank, _step: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
-        self._followed = asyncio.Condition()
-        self.accepting = True
 
     async def start(self, address: str) -> int:
         """Serve other agents; the port. Raises OSError."""
-        self._server, port = await serve(address, 0, lambda *streams: self._spawn(self._serve(*streams)))
+        self.serving.on_event = self.on_event
+        self._server, port = await serve(address, 0, self._came)
         return port
+
+    def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.vouch is None:
+            writer.close()
+        else:
+            self._spawn(self.serving.serve((reader, writer), self.vouch))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -62,96 +75,138 @@ class Replicas:
         self._nodes, self._generation = assignment.nodes, assignment.generation
         self._unreachable.clear()
         self._waiting.clear()
-        self._spawn(self._announce())
-        for node in [node for node in self._links if all(info.node != node for info in self._nodes)]:
-            self._links.pop(node).close()
+        self._twins.clear()
+        self._ranked = frozenset(place.node for place in assignment.places)
+        self._spawn(self.serving.follow(assignment.generation))
+        here = {info.node for info in self._nodes}
+        links: tuple[dict[int, Any], ...] = (self._records, self._tensors)
+        for known in links:
+            for node in known.keys() - here:
+                known.pop(node).close()
+        for holder in self._tensors.values():
+            holder.forget()
 
     def release(self) -> None:
         """Training is over: nobody has to hold anything any more, and may hang up."""
         self._nodes = ()
         self._waiting.clear()
 
-    async def _announce(self) -> None:
-        async with self._followed:
-            self._followed.notify_all()
-
     def push(self, record: p.PutRecord) -> None:
         """Send a record to its holders. With nobody to hold it, it counts as held, and that is an event."""
-        targets = self._holders()
+        targets = holders(self._nodes, self._me, self._copies, self._unreachable, self._domains)
+        acked = lambda: self.on_acked(record.rank, record.step)  # noqa: E731
+        self._push(("record", record.rank, record.step), record, targets, acked)
+
+    def push_tensors(self, version: Version, twins: frozenset[int], acked: Callable[[], None]) -> None:
+        """Send a shard's tensors to so many others that, with its twins' nodes, there are enough of them."""
+        self._twins[version.shard] = twins
+        # Where every node with ranks has it, copies beside them could only outlive the whole job.
+        copies = 0 if twins == self._ranked and len(twins) > 1 else self._copies
+        targets = shard_holders(self._nodes, self._me, copies, twins, self._unreachable, self._domains)
+        self._push(("tensors", version.shard, version.step), version, targets, acked)
+
+    def _push(
+        self,
+        key: tuple[str, int, int],
+        what: p.PutRecord | Version,
+        targets: Sequence[NodeInfo],
+        acked: Callable[[], None],
+    ) -> None:
         if not targets:
-            self.on_acked(record.rank, record.step)
+            acked()
             return
-        self._waiting[(record.rank, record.step)] = (record, {info.node for info in targets})
+        self._waiting[key] = _Pushed(what, {info.node for info in targets}, acked)
         for info in targets:
-            self._holder(info).send(record)
+            if isinstance(what, Version):
+                self._tensor_holder(info).send(what)
+            else:
+                self._record_holder(info).send(what)
 
-    def _holders(self) -> tuple[NodeInfo, ...]:
-        return holders(self._nodes, self._me, self._copies, self._unreachable, self._domains)
+    def _record_holder(self, info: NodeInfo) -> RecordHolder:
+        known = self._records.get(info.node)
+        if known is None:
+            known = self._records[info.node] = RecordHolder(info, self._record_held, self._lost)
+            self._spawn(known.run(self._dial))
+        return known
 
-    def _holder(self, info: NodeInfo) -> "_Holder":
-        holder = self._links.get(info.node)
-        if holder is None:
-            holder = self._links[info.node] = _Holder(info, self._held, self._lost)
-            self._spawn(holder.run(self._dial))
-        return holder
+    def _tensor_holder(self, info: NodeInfo) -> TensorHolder:
+        known = self._tensors.get(info.node)
+        if known is None:
+            known = self._tensors[info.node] = TensorHolder(info, self._tensors_held, self._lost)
+            self._spawn(known.run(self._dial))
+        return known
 
-    def _held(self, node: int, held: p.Held) -> None:
-        entry = self._waiting.get((held.rank, held.step))
-        if entry is None or held.generation != self._generation:
+    def _record_held(self, node: int, held: p.Held) -> None:
+        if held.generation == self._generation:
+            self._has(node, ("record", held.rank, held.step))
+
+    def _tensors_held(self, node: int, version: Version) -> None:
+        if version.generation == self._generation:
+            self._has(node, ("tensors", version.shard, version.step))
+
+    def _has(self, node: int, key: tuple[str, int, int]) -> None:
+        pushed = self._waiting.get(key)
+        if pushed is None:
             return
-        entry[1].discard(node)
-        if not entry[1]:
-            del self._waiting[(held.rank, held.step)]
-            self.on_acked(held.rank, held.step)
+        pushed.missing.discard(node)
+        if not pushed.missing:
+            del self._waiting[key]
+            pushed.acked()
 
     def _lost(self, node: int, why: str) -> None:
         """A holder cannot be reached: the next on the ring takes its place for all that waits on it."""
-        self._links.pop(node, None)
-        if all(info.node != node for info in self._nodes):
+        links: tuple[dict[int, Any], ...] = (self._records, self._tensors)
+        for known in links:
+            if node in known:
+                known.pop(node).close()
+        if all(info.node != node for info in self._nodes) or node in self._unreachable:
             return
         self._unreachable.add(node)
         self.on_event("holder-lost", f"node-{node} cannot hold records any more: {why}")
-        if not self._holders():
+        if not holders(self._nodes, self._me, self._copies, self._unreachable, self._domains):
             self.on_event("unprotected", "no other node can hold this node's records")
-        for key, (record, missing) in list(self._waiting.items()):
-            if node in missing:
+        for key, pushed in list(self._waiting.items()):
+            if node in pushed.missing:
                 del self._waiting[key]
-                self.push(record)
+                if isinstance(pushed.what, Version):
+                    self.push_tensors(pushed.what, self._twins[pushed.what.shard], pushed.acked)
+                else:
+                    self.push(pushed.what)
 
     # ------------------------------------------------------------------------------------- fetch
 
     async def fetch_record(self, rank: int, step: int, nodes: Sequence[int]) -> None:
         """Get a record into the vault from the first node that gives a sound one. Raises PeerError."""
 
-        async def ask(link: Link[p.AgentMessage]) -> None:
+        async def ask(link: Peer) -> None:
             link.send(p.GetRecord(rank=rank, step=step))
             reply = await link.receive()
             if not isinstance(reply, p.RecordReply) or not reply.record:
                 raise PeerError("it does not hold it")
-            self._vault.put_record(rank, step, reply.record, reply.digest)
+            self._vault.put_record(rank, step, Held(reply.record, reply.digest, reply.shard))
 
         await self._from_any(nodes, f"the record of rank {rank}, step {step}", ask)
 
-    async def fetch_tensors(self, step: int, nodes: Sequence[int]) -> None:
-        """Get a step's tensors into the vault, verified. Raises PeerError."""
+    async def fetch_tensors(self, shard: int, step: int, nodes: Sequence[int]) -> None:
+        """Get a shard's tensors of a step into the vault, verified. Raises PeerError."""
 
-        async def ask(link: Link[p.AgentMessage]) -> None:
-            link.send(p.GetTensors(step=step))
+        async def ask(link: Peer) -> None:
+            link.send(p.GetTensors(shard=shard, step=step))
             reply = await link.receive()
             if not isinstance(reply, p.TensorsReply) or not reply.digest:
                 raise PeerError("it does not hold them")
-            region = self._vault.allocate(round_up(reply.nbytes), SLOTS)
-            with region.view(0, reply.nbytes) as view:
-                await link.receive_bulk(view)
-                found = await asyncio.to_thread(digest, view)
-            if found != reply.digest:
-                raise ProtocolError("what came does not match its digest")
-            at = TensorsAt(region=region.number, offset=0, nbytes=reply.nbytes, digest=found)
-            self._vault.put_tensors(step, at)
 
-        await self._from_any(nodes, f"the tensors of step {step}", ask)
+            def put(at: TensorsAt) -> None:
+                self._vault.put_tensors(shard, step, at)
 
-    async def _dial(self, info: NodeInfo) -> Link[p.AgentMessage]:
+            await receive_tensors(link, self._vault, shard, reply.nbytes, reply.digest, put)
+
+        # Not all who need it ask the same one first.
+        start = self._me % len(nodes) if nodes else 0
+        what = f"the tensors of step {step}, shard {shard}"
+        await self._from_any((*nodes[start:], *nodes[:start]), what, ask)
+
+    async def _dial(self, info: NodeInfo) -> Peer:
         if self.vouch is None:
             raise PeerError("the daemon has not given the job's key yet")
         address, me = (info.address, info.agent_port), (self._job, self._me)
@@ -161,7 +216,7 @@ class Replicas:
         self,
         nodes: Sequence[int],
         what: str,
-        ask: Callable[[Link[p.AgentMessage]], Coroutine[Any, Any, None]],
+        ask: Callable[[Peer], Coroutine[Any, Any, None]],
     ) -> None:
         tried: list[str] = []
         infos = {info.node: info for info in self._nodes}
@@ -182,123 +237,13 @@ class Replicas:
                 self.on_event("source-failed", f"{what} from {tried[-1]}")
         raise PeerError(f"nobody could give {what} ({'; '.join(tried) or 'no node is said to hold it'})")
 
-    # ------------------------------------------------------------------------------------- serve
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.vouch is None:
-            writer.close()
-            return
-        try:
-            link: Link[p.AgentMessage] = await Link.accept(
-                (reader, writer), self._node_in, self.vouch, p.AgentMessage
-            )
-        except (OSError, TimeoutError, CkptlessError) as error:
-            # A daemon that asks whether we live connects and hangs up: no reason for a warning.
-            logger.debug("a connection that was no agent's: %s", error)
-            return
-        try:
-            while True:
-                await self._answer(link, await link.receive())
-        except ConnectionError:
-            logger.debug("node-%d hung up", link.node)
-        except CkptlessError as error:
-            self.on_event("peer-refused", f"node-{link.node}: {error}")
-        finally:
-            link.close()
-
-    def _node_in(self, job: str) -> int:
-        if job != self._job:
-            raise PeerError(f"this is an agent of job {self._job}, not of {job}")
-        return self._me
-
-    async def _answer(self, link: Link[p.AgentMessage], message: p.AgentMessage) -> None:
-        match message:
-            case p.PutRecord():
-                if not await self._takes(message):
-                    return
-                self._vault.put_record(message.rank, message.step, message.record, message.digest)
-                link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step))
-            case p.GetRecord():
-                held = self._vault.record(message.rank, message.step) or Held(b"", "")
-                link.send(p.RecordReply(record=held.record, digest=held.digest))
-            case p.GetTensors():
-                await self._give_tensors(link, message.step)
-            case _:
-                raise ProtocolError(f"{type(message).__name__} is no request")
-
-    async def _takes(self, message: p.PutRecord) -> bool:
-        """Whether a record may be held: not one of an old generation, and none while this agent is frozen."""
-        if message.generation > self._generation:
-            # The sender heard of the new generation before this agent did.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CATCH_UP_DEADLINE_S), self._followed:
-                    await self._followed.wait_for(lambda: message.generation <= self._generation)
-        if message.generation != self._generation:
-            text = f"rank {message.rank}, generation {message.generation}, here {self._generation}"
-            self.on_event("stale-record", text)
-            return False
-        return self.accepting
-
-    async def _give_tensors(self, link: Link[p.AgentMessage], step: int) -> None:
-        found = self._vault.tensors(step)
-        if found is None:
-            link.send(p.TensorsReply(nbytes=0, digest=""))
-            return
-        at, region = found
-        link.send(p.TensorsReply(nbytes=at.nbytes, digest=at.digest))
-        with region.view(at.offset, at.nbytes) as view:
-            await link.send_bulk(view)
-
     async def close(self) -> None:
         """Close every connection."""
         if self._server is not None:
             self._server.close()
-        for holder in list(self._links.values()):
+        known: list[Holder] = [*self._records.values(), *self._tensors.values()]
+        for holder in known:
             holder.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-class _Holder:
-    """The connection over which one holder gets records; what is sent before it stands is kept."""
-
-    def __init__(
-        self, info: NodeInfo, on_held: Callable[[int, p.Held], None], on_lost: Callable[[int, str], None]
-    ) -> None:
-        self._info = info
-        self._on_held, self._on_lost = on_held, on_lost
-        self._link: Link[p.AgentMessage] | None = None
-        self._early: list[p.PutRecord] = []
-        self._closed = False
-
-    def send(self, record: p.PutRecord) -> None:
-        if self._link is None:
-            self._early.append(record)
-        else:
-            self._link.send(record)
-
-    async def run(self, dial: Callable[[NodeInfo], Awaitable[Link[p.AgentMessage]]]) -> None:
-        why = ""
-        try:
-            self._link = await dial(self._info)
-            for record in self._early:
-                self._link.send(record)
-            self._early.clear()
-            while True:
-                message = await self._link.receive()
-                if not isinstance(message, p.Held):
-                    raise ProtocolError(f"{type(message).__name__} is no answer to a record")
-                self._on_held(self._info.node, message)
-        except (OSError, TimeoutError, CkptlessError) as error:
-            why = str(error) or type(error).__name__
-        finally:
-            if self._link is not None:
-                self._link.close()
-        if not self._closed:
-            self._on_lost(self._info.node, why)
-
-    def close(self) -> None:
-        self._closed = True
-        if self._link is not None:
-            self._link.close()

@@ -222,7 +222,7 @@ class Agent:
             return
         if self._frozen != order.generation:
             self._frozen = order.generation
-            self._replicas.accepting = False
+            self._replicas.serving.accepting = False
             self._to_ranks(order)
             for slot in self._crew.slots:
                 tenant = slot.tenant
@@ -243,7 +243,6 @@ class Agent:
         self._assignment, self._frozen = assignment, None
         self._vault.drop_after(assignment.restore_step)
         self._replicas.follow(assignment)
-        self._replicas.accepting = True
         self._store.cut()
         info = next(info for info in assignment.nodes if info.node == assignment.store_node)
         self._crew.store = (info.store_address, info.store_port)
@@ -315,7 +314,7 @@ class Agent:
         if message.generation != slot.generation:
             link.send(m.Refused(generation=message.generation, what=type(message).__name__))
             return
-        if isinstance(message, m.Commit | m.Fetch | m.Allocate):
+        if isinstance(message, m.Twins | m.Commit | m.Fetch | m.Allocate):
             self._state.serve(slot, link, message, frozen=self._frozen is not None)
             return
         self._advance(slot, message)

@@ -39,6 +39,8 @@ class Slot:
     cause: Cause | None = None
     exit_code: int | None = None
     hooked: bool = False
+    # (generation, shard): what its rank has tensors of, and when it said so.
+    shard: tuple[int, int] = (0, 0)
     restarts: int = 0
     births: int = 0
     since: float = field(default_factory=lambda: asyncio.get_running_loop().time())

@@ -1,4 +1,4 @@
-"""State for this node's ranks: takes commits, replicates records, gives back what a rank must restore."""
+"""State for this node's ranks: takes commits, replicates them, gives back what a rank must restore."""
 
 import asyncio
 import logging
@@ -6,12 +6,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from ckptless.daemon.agent.crew import Crew
+from ckptless.daemon.agent.holders import Version
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.replicas import Replicas
 from ckptless.daemon.agent.slots import Slot
-from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.peers.messages import PutRecord
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,12 @@ class StateService:
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._committed: set[int] = set()
+        self._twins: dict[int, tuple[int, ...]] = {}
+        self._writers: dict[int, int] = {}
+        # What a rank's newest commit still waits for: it is held once both of it are.
+        self._waiting: dict[tuple[int, int], set[str]] = {}
         self.on_committed: Callable[..., None] = lambda *_args, **_kw: None
-        replicas.on_acked = self._acked
+        replicas.on_acked = lambda rank, step: self._acked(rank, step, "record")
 
     def follow(self, assignment: m.Assignment) -> None:
         """A new generation: nothing of the old one is fetched any more."""
@@ -42,6 +47,9 @@ class StateService:
             task.cancel()
         self._fetches.clear()
         self._committed.clear()
+        self._twins.clear()
+        self._writers.clear()
+        self._waiting.clear()
         self._assignment = assignment
 
     def assigned(self, assignment: m.Assignment, rank: int) -> m.Assigned:
@@ -56,7 +64,6 @@ class StateService:
             local_world_size=len(mine),
             group_rank=nodes.index(self._node),
             restore_step=assignment.restore_step,
-            writes_tensors=rank == mine[0],
             store=(store.store_address, store.store_port),
             peers=tuple(info.address for info in assignment.nodes),
         )
@@ -64,45 +71,83 @@ class StateService:
     # ----------------------------------------------------------------------------------- commits
 
     def serve(
-        self, slot: Slot, link: RankLink, message: m.Commit | m.Fetch | m.Allocate, *, frozen: bool
+        self, slot: Slot, link: RankLink, message: m.Twins | m.Commit | m.Fetch | m.Allocate, *, frozen: bool
     ) -> None:
-        """A rank's request; its generation is the slot's."""
+        """A rank's request; its generation is the slot's. Raises ProtocolError."""
         if frozen:
             link.send(m.Refused(generation=message.generation, what=type(message).__name__))
+        elif isinstance(message, m.Twins):
+            self._share(slot, link, message)
+        elif slot.shard[0] != message.generation:
+            raise ProtocolError(f"{type(message).__name__} before Twins")
         elif isinstance(message, m.Commit):
             self._commit(slot, message)
         elif isinstance(message, m.Allocate):
-            region = self._vault.allocate(message.slot_nbytes, message.slots)
+            region = self._vault.allocate(slot.shard[1], message.slot_nbytes, message.slots)
             link.send(m.Allocated(region=region.number), region.fd)
         else:
             task = asyncio.create_task(self._give(slot, link, message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def _share(self, slot: Slot, link: RankLink, message: m.Twins) -> None:
+        """Of the twins on this node the first to come writes for all of them."""
+        assert self._assignment is not None
+        ranks = message.ranks or tuple(range(len(self._assignment.places)))
+        if any(rank not in range(len(self._assignment.places)) for rank in ranks):
+            raise ProtocolError("a twin that is no rank of this job")
+        shard = min(ranks)
+        slot.shard = (message.generation, shard)
+        self._twins[shard] = ranks
+        writer = self._writers.setdefault(shard, slot.index)
+        link.send(m.Writes(generation=message.generation, writes=writer == slot.index))
+
     def _commit(self, slot: Slot, commit: m.Commit) -> None:
         rank = self._rank(slot)
         if rank is None:
             return
+        assert self._assignment is not None
+        shard, key = slot.shard[1], (rank, commit.step)
+        self._waiting[key] = {"record"}
         if commit.tensors is not None:
-            self._vault.put_tensors(commit.step, commit.tensors)
-        self._vault.put_record(rank, commit.step, commit.record, commit.digest)
+            self._waiting[key].add("tensors")
+            self._vault.put_tensors(shard, commit.step, commit.tensors)
+        self._vault.put_record(rank, commit.step, Held(commit.record, commit.digest, shard))
         record = PutRecord(
             generation=commit.generation,
             rank=rank,
+            shard=shard,
             step=commit.step,
             record=commit.record,
             digest=commit.digest,
         )
         self._replicas.push(record)
+        if commit.tensors is not None:
+            nodes = {self._assignment.places[twin].node for twin in self._twins[shard]}
+            lowest = self._assignment.places[shard].node == self._node
+            acked = lambda: self._acked(*key, "tensors")  # noqa: E731
+            if lowest:
+                found = self._vault.tensors(shard, commit.step)
+                assert found is not None
+                version = Version(commit.generation, shard, commit.step, *found)
+                self._replicas.push_tensors(version, frozenset(nodes), acked)
+            else:
+                acked()
         # The step that was restored is committed again, to have its copies in the new generation.
-        assert self._assignment is not None
         new = commit.step > (self._assignment.restore_step or 0)
         first = new and slot.index not in self._committed
         if new:
             self._committed.add(slot.index)
         self.on_committed(slot, commit, first=first)
 
-    def _acked(self, rank: int, step: int) -> None:
+    def _acked(self, rank: int, step: int, what: str) -> None:
+        waiting = self._waiting.get((rank, step))
+        if waiting is None:
+            return
+        waiting.discard(what)
+        if waiting:
+            return
+        del self._waiting[(rank, step)]
         for slot in self._crew.slots:
             if self._rank(slot) == rank and slot.tenant is not None and slot.tenant.link is not None:
                 slot.tenant.link.send(m.Acked(generation=slot.generation, step=step))
@@ -119,7 +164,7 @@ class StateService:
         assignment = self._assignment
         if assignment is not None and assignment.restore_step is not None:
             self._fetch_record(rank, assignment.restore_step)
-            self._fetch_tensors(assignment.restore_step)
+            self._fetch_tensors(assignment.shards[rank], assignment.restore_step)
 
     def _fetch_record(self, rank: int, step: int) -> asyncio.Task[None] | None:
         assert self._assignment is not None
@@ -128,12 +173,12 @@ class StateService:
         nodes = self._assignment.record_nodes[rank]
         return self._once(("record", rank), self._replicas.fetch_record(rank, step, nodes))
 
-    def _fetch_tensors(self, step: int) -> asyncio.Task[None] | None:
+    def _fetch_tensors(self, shard: int, step: int) -> asyncio.Task[None] | None:
         assert self._assignment is not None
-        if self._vault.tensors(step) is not None:
+        if self._vault.tensors(shard, step) is not None:
             return None
-        nodes = self._assignment.tensor_nodes
-        return self._once(("tensors", step), self._replicas.fetch_tensors(step, nodes))
+        nodes = self._assignment.holders_of(shard)
+        return self._once(("tensors", shard), self._replicas.fetch_tensors(shard, step, nodes))
 
     def _once(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._fetches.get(key)
@@ -147,23 +192,31 @@ class StateService:
         return task
 
     async def _give(self, slot: Slot, link: RankLink, request: m.Fetch) -> None:
-        rank = self._rank(slot)
+        rank, shard = self._rank(slot), slot.shard[1]
         if rank is None:
             return
         try:
-            for task in (self._fetch_record(rank, request.step), self._fetch_tensors(request.step)):
+            self._check_shard(rank, shard)
+            for task in (self._fetch_record(rank, request.step), self._fetch_tensors(shard, request.step)):
                 if task is not None:
                     await asyncio.shield(task)
         except CkptlessError as error:
             link.send(m.Fetched(step=request.step, error=str(error)))
             return
-        held, found = self._vault.record(rank, request.step), self._vault.tensors(request.step)
+        held, found = self._vault.record(rank, request.step), self._vault.tensors(shard, request.step)
         if held is None or found is None:
             link.send(m.Fetched(step=request.step, error=f"step {request.step} is not held here any more"))
             return
         at, region = found
         reply = m.Fetched(step=request.step, record=held.record, tensors=at, slot_nbytes=region.slot_nbytes)
         link.send(reply, region.fd)
+
+    def _check_shard(self, rank: int, shard: int) -> None:
+        """Raises PeerError where a rank was built to hold another part of the model than it had."""
+        assert self._assignment is not None
+        was = self._assignment.shards[rank]
+        if was != shard:
+            raise PeerError(f"rank {rank} is built as a twin of rank {shard} and was one of rank {was}")
 
     async def close(self) -> None:
         """Stop what is under way."""

@@ -1,14 +1,16 @@
-"""What an agent holds: its node's tensors, and records of its own ranks and of other nodes' ranks.
+"""What an agent holds: its node's tensors, records of its own ranks, and both of other nodes' ranks.
 
-Nothing is given out that does not match its digest. The vault keeps the newest `KEEP` steps of each
-rank; an older one is never asked for: a rank commits step s only after its record of s-1 is held elsewhere.
+Nothing is given out that does not match its digest. The vault keeps the newest `KEEP` steps of each rank and
+shard; an older one is never asked for: a rank commits step s only after its copies of s-1 are held elsewhere.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import xxhash
 
-from ckptless.daemon.agent.memory import Region
+from ckptless.daemon.agent.memory import SLOTS, Region, round_up
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.messages import Holdings, TensorsAt
 
@@ -17,10 +19,11 @@ KEEP = 3
 
 @dataclass(frozen=True)
 class Held:
-    """A record and its digest."""
+    """A record, its digest, and the shard that its rank has tensors of."""
 
     record: bytes
     digest: str
+    shard: int = 0
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -33,18 +36,20 @@ class Vault:
 
     def __init__(self) -> None:
         self._records: dict[int, dict[int, Held]] = {}
-        self._tensors: dict[int, TensorsAt] = {}
+        self._tensors: dict[int, dict[int, TensorsAt]] = {}
         self._regions: dict[int, Region] = {}
+        # Places that are being written to, by number of the region and offset.
+        self._writing: set[tuple[int, int]] = set()
         self._count = 0
 
     # ----------------------------------------------------------------------------------- records
 
-    def put_record(self, rank: int, step: int, record: bytes, digest_told: str) -> None:
+    def put_record(self, rank: int, step: int, held: Held) -> None:
         """Hold a record. Raises ProtocolError where it does not match its digest."""
-        if digest(record) != digest_told:
+        if digest(held.record) != held.digest:
             raise ProtocolError(f"the record of rank {rank}, step {step}, does not match its digest")
         steps = self._records.setdefault(rank, {})
-        steps[step] = Held(record, digest_told)
+        steps[step] = held
         for old in sorted(steps)[:-KEEP]:
             del steps[old]
 
@@ -55,59 +60,95 @@ class Vault:
 
     # ----------------------------------------------------------------------------------- tensors
 
-    def allocate(self, slot_nbytes: int, slots: int) -> Region:
-        """A new region for this node's tensors. Raises OSError where there is no memory for it."""
+    def allocate(self, shard: int, slot_nbytes: int, slots: int) -> Region:
+        """A new region for a shard's tensors. Raises OSError where there is no memory for it."""
         self._count += 1
-        region = self._regions[self._count] = Region(self._count, slot_nbytes, slots)
+        region = self._regions[self._count] = Region(self._count, shard, slot_nbytes, slots)
         return region
 
     def region(self, number: int) -> Region | None:
         """A region by its number."""
         return self._regions.get(number)
 
-    def put_tensors(self, step: int, at: TensorsAt) -> None:
-        """A rank has written a step's tensors. Raises ProtocolError where they cannot be there."""
+    @contextmanager
+    def room(self, shard: int, nbytes: int) -> Iterator[tuple[Region, int]]:
+        """A region and an offset in it, to write a step of a shard to that comes from elsewhere.
+
+        What lies there is given out no more. Raises OSError where there is no memory for it.
+        """
+        steps = self._tensors.setdefault(shard, {})
+        fitting = [r for r in self._regions.values() if r.shard == shard and r.slot_nbytes >= nbytes]
+        region = fitting[-1] if fitting else self.allocate(shard, round_up(nbytes), SLOTS)
+        lies = {at.offset: step for step, at in steps.items() if at.region == region.number}
+        offsets = [slot * region.slot_nbytes for slot in range(region.slots)]
+        free = [offset for offset in offsets if (region.number, offset) not in self._writing]
+        if not free:
+            region, lies, free = self.allocate(shard, round_up(nbytes), SLOTS), {}, [0]
+        # One where nothing lies, or else that of the oldest step.
+        offset = min(free, key=lambda offset: lies.get(offset, -1))
+        if offset in lies:
+            del steps[lies[offset]]
+        self._writing.add((region.number, offset))
+        try:
+            yield region, offset
+        finally:
+            self._writing.discard((region.number, offset))
+
+    def put_tensors(self, shard: int, step: int, at: TensorsAt) -> None:
+        """A step's tensors have been written. Raises ProtocolError where they cannot be there."""
         region = self._regions.get(at.region)
-        if region is None or not region.has_slot(at.offset, at.nbytes):
+        if region is None or region.shard != shard or not region.has_slot(at.offset, at.nbytes):
             raise ProtocolError(f"tensors of step {step} in a place that was not allocated")
+        steps = self._tensors.setdefault(shard, {})
         overwritten = [
             old
-            for old, place in self._tensors.items()
+            for old, place in steps.items()
             if (place.region, place.offset) == (at.region, at.offset) or old == step
         ]
         for old in overwritten:
-            del self._tensors[old]
-        self._tensors[step] = at
-        for old in sorted(self._tensors)[:-KEEP]:
-            del self._tensors[old]
-        self._free_regions(at.region)
+            del steps[old]
+        steps[step] = at
+        for old in sorted(steps)[:-KEEP]:
+            del steps[old]
+        self._free_regions(region)
 
-    def tensors(self, step: int) -> tuple[TensorsAt, Region] | None:
-        """Where a step's tensors lie, if they are here. Whoever reads them checks the digest."""
-        at = self._tensors.get(step)
+    def tensors(self, shard: int, step: int) -> tuple[TensorsAt, Region] | None:
+        """Where a shard's tensors of a step lie, if they are here. Whoever reads them checks the digest."""
+        at = self._tensors.get(shard, {}).get(step)
         return (at, self._regions[at.region]) if at is not None else None
 
-    def _free_regions(self, newest: int) -> None:
-        """Regions that no step lies in and that nobody writes to any more."""
-        used = {at.region for at in self._tensors.values()} | {newest}
-        for number in [number for number in self._regions if number not in used and number < newest]:
-            self._regions.pop(number).close()
+    def _free_regions(self, newest: Region) -> None:
+        """Older regions of that shard that no step lies in: nobody writes to them any more."""
+        used = {at.region for at in self._tensors[newest.shard].values()}
+        used |= {number for number, _ in self._writing}
+        for number, region in list(self._regions.items()):
+            if region.shard == newest.shard and number < newest.number and number not in used:
+                try:
+                    region.close()
+                except BufferError:
+                    continue  # somebody is still being sent what lay in it: it is closed after that
+                del self._regions[number]
 
     # --------------------------------------------------------------------------------------- all
 
     def holdings(self) -> Holdings:
         """What could be given."""
-        records = tuple((rank, tuple(sorted(steps))) for rank, steps in sorted(self._records.items()))
-        return Holdings(tensors=tuple(sorted(self._tensors)), records=records)
+        records = tuple(
+            (rank, next(iter(steps.values())).shard, tuple(sorted(steps)))
+            for rank, steps in sorted(self._records.items())
+            if steps
+        )
+        tensors = tuple((shard, tuple(sorted(steps))) for shard, steps in sorted(self._tensors.items()))
+        return Holdings(tensors=tensors, records=records)
 
     def drop_after(self, step: int | None) -> None:
         """A new generation goes on from `step` (None: from nothing): what is newer never happened."""
         limit = -1 if step is None else step
-        for steps in self._records.values():
+        held: list[dict[int, Held]] = list(self._records.values())
+        placed: list[dict[int, TensorsAt]] = list(self._tensors.values())
+        for steps in (*held, *placed):
             for newer in [s for s in steps if s > limit]:
                 del steps[newer]
-        for newer in [s for s in self._tensors if s > limit]:
-            del self._tensors[newer]
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ from ckptless.daemon.api.model import Replaced as Replaced
 from ckptless.daemon.api.model import Tries as Tries
 from ckptless.daemon.api.model import Value as Value
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -65,10 +65,13 @@ class SlotState(Value, frozen=True, kw_only=True):
 
 
 class Holdings(Value, frozen=True, kw_only=True):
-    """What a frozen agent could give: steps of its node's tensors, and (rank, steps) of records."""
+    """What a frozen agent could give: (shard, steps) of tensors, and (rank, shard, steps) of records.
 
-    tensors: tuple[int, ...]
-    records: tuple[tuple[int, tuple[int, ...]], ...]
+    A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks.
+    """
+
+    tensors: tuple[tuple[int, tuple[int, ...]], ...]
+    records: tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 class AgentHello(Message, frozen=True, kw_only=True):
@@ -253,8 +256,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Assigned(Message, frozen=True, kw_only=True):
     """A rank's part of an assignment.
 
-    `writes_tensors`: this rank writes the tensors that all twins of its node share. `store` is (host, port);
-    `peers` are the addresses of the job's nodes.
+    `store` is (host, port); `peers` are the addresses of the job's nodes.
     """
 
     generation: int
@@ -263,7 +265,6 @@ class Assigned(Message, frozen=True, kw_only=True):
     local_world_size: int
     group_rank: int
     restore_step: int | None
-    writes_tensors: bool
     store: tuple[str, int]
     peers: tuple[str, ...]
 
@@ -300,8 +301,22 @@ class Finished(Message, frozen=True, kw_only=True):
     generation: int
 
 
+class Twins(Message, frozen=True, kw_only=True):
+    """These ranks, this one among them, have the same tensors; none named: all ranks have."""
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
+class Writes(Message, frozen=True, kw_only=True):
+    """Answer to Twins: whether this rank writes the tensors that it and its twins on this node share."""
+
+    generation: int
+    writes: bool
+
+
 class Allocate(Message, frozen=True, kw_only=True):
-    """Give me a memfd of `slots` x `slot_nbytes` bytes for my node's tensors."""
+    """Give me a memfd of `slots` x `slot_nbytes` bytes for my shard's tensors."""
 
     generation: int
     slot_nbytes: int
@@ -335,14 +350,14 @@ class Commit(Message, frozen=True, kw_only=True):
 
 
 class Acked(Message, frozen=True, kw_only=True):
-    """Every holder has the record of `step`."""
+    """Every holder has the record of `step`, and the tensors where they have holders of their own."""
 
     generation: int
     step: int
 
 
 class Fetch(Message, frozen=True, kw_only=True):
-    """Give me my record and my node's tensors of `step`."""
+    """Give me my record and my shard's tensors of `step`."""
 
     generation: int
     step: int
@@ -386,6 +401,8 @@ class Note(Message, frozen=True, kw_only=True):
 
 
 FromRank: TypeAlias = (
-    Hello | Left | Broken | Joined | Restored | Finished | Allocate | Commit | Fetch | Pong | Note
+    Hello | Left | Broken | Joined | Restored | Finished | Twins | Allocate | Commit | Fetch | Pong | Note
 )
-ToRank: TypeAlias = Welcome | Assigned | Stop | Go | Release | Allocated | Acked | Fetched | Refused | Ping
+ToRank: TypeAlias = (
+    Welcome | Assigned | Stop | Go | Release | Writes | Allocated | Acked | Fetched | Refused | Ping
+)

@@ -114,7 +114,8 @@ class Assignment(Value, frozen=True, kw_only=True):
     """One generation: who has which rank, and where the state comes from.
 
     `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
-    `tensor_nodes` hold the tensors of that step, `record_nodes[rank]` the rank's record, nearest first.
+    `shards[rank]` is what the rank has tensors of (see Holdings); `tensor_nodes` are (shard, nodes that hold
+    its tensors of that step), `record_nodes[rank]` those that hold the rank's record, nearest first.
     `store_node` serves the key-value store of this generation. `renew` are slots whose process is replaced
     although it lives. `tries`, `replaced` and `bad` (slots that may hold no rank any more) are the memory of
     the ladder. `flapping` are the slots of the generation before whose process was replaced too often.
@@ -128,7 +129,8 @@ class Assignment(Value, frozen=True, kw_only=True):
     nodes: tuple[NodeInfo, ...]
     store_node: int
     restore_step: int | None
-    tensor_nodes: tuple[int, ...] = ()
+    shards: tuple[int, ...] = ()
+    tensor_nodes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     record_nodes: tuple[tuple[int, ...], ...] = ()
     renew: tuple[Place, ...] = ()
     rung: str = "start"
@@ -141,6 +143,10 @@ class Assignment(Value, frozen=True, kw_only=True):
     def rank_at(self, place: Place) -> int | None:
         """The rank in a slot, or None for a spare."""
         return self.places.index(place) if place in self.places else None
+
+    def holders_of(self, shard: int) -> tuple[int, ...]:
+        """Nodes that hold a shard's tensors of the step that is restored."""
+        return next((nodes for number, nodes in self.tensor_nodes if number == shard), ())
 
     def ranks_on(self, node: int) -> tuple[int, ...]:
         """Ranks of one node, ascending."""

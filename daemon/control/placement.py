@@ -1,4 +1,4 @@
-"""Pure: which nodes hold the records of a node's ranks."""
+"""Pure: which nodes hold the records of a node's ranks, and the tensors of a shard."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -27,6 +27,29 @@ def holders(
     mine = domain_of(domains, me)
     others.sort(key=lambda info: domain_of(domains, info.node) == mine)
     return tuple(others[:copies])
+
+
+def shard_holders(
+    nodes: Sequence[NodeInfo],
+    me: int,
+    copies: int,
+    twins: Collection[int],
+    unreachable: Collection[int] = (),
+    domains: Sequence[str] = (),
+) -> tuple[NodeInfo, ...]:
+    """To whom node `me` gives a shard's tensors, which the nodes `twins` (`me` among them) have anyway.
+
+    So that `copies` other nodes have it: twins count. Where all twins are in one failure domain, and there is
+    another, at least one in that.
+    """
+    away = {*unreachable, *twins}
+    others = holders(nodes, me, len(nodes), away, domains)
+    missing = max(0, copies - (len(twins) - 1))
+    alone = len({domain_of(domains, node) for node in twins}) == 1
+    elsewhere = bool(others) and domain_of(domains, others[0].node) != domain_of(domains, me)
+    if not missing and alone and elsewhere and any(domains):
+        missing = 1
+    return others[:missing]
 
 
 def _turns(nodes: Iterable[int], domains: Sequence[str]) -> dict[int, tuple[int, int]]:

@@ -20,6 +20,7 @@ from ckptless.daemon.api.messages import (
 )
 from ckptless.daemon.control.faults import SECONDARY, Fault, NodeView
 from ckptless.daemon.control.seats import Seats, remove
+from ckptless.daemon.control.sources import NoCommonStepError, state_sources
 
 RUNGS = ("start", "in-process", "process", "spare")
 
@@ -105,7 +106,10 @@ def next_assignment(now: Situation) -> Assignment:
     places = _place(now, answers)
     if places != now.current.places:
         answers.raise_to("spare")
-    restore, tensor_nodes, record_nodes = _state_sources(now, places)
+    try:
+        sources = state_sources(now.nodes, places, now.progress)
+    except NoCommonStepError as error:
+        raise NoPlanError(_unrecoverable(str(error), "no-common-step")) from error
     nodes = _infos(now.nodes)
     return Assignment(
         job=now.spec.job,
@@ -115,9 +119,10 @@ def next_assignment(now: Situation) -> Assignment:
         places=places,
         nodes=nodes,
         store_node=min(info.node for info in nodes),
-        restore_step=restore,
-        tensor_nodes=tensor_nodes,
-        record_nodes=record_nodes,
+        restore_step=sources.step,
+        shards=sources.shards,
+        tensor_nodes=sources.tensor_nodes,
+        record_nodes=sources.record_nodes,
         renew=tuple(sorted(answers.renew & set(places))),
         rung=answers.rung,
         faults=tuple(fault.id for fault in now.causes),
@@ -126,22 +131,6 @@ def next_assignment(now: Situation) -> Assignment:
         replaced=_remembered(now, answers),
         flapping=tuple(sorted(answers.flapping)),
     )
-
-
-def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
-    """The newest step of which every rank's record and the tensors are held by some usable node."""
-    available: list[set[int]] = [set() for _ in range(world_size)]
-    tensors: set[int] = set()
-    for view in nodes:
-        holdings = view.state.holdings if view.usable and view.state is not None else None
-        if holdings is None:
-            continue
-        tensors.update(holdings.tensors)
-        for rank, steps in holdings.records:
-            if rank < world_size:
-                available[rank].update(steps)
-    common = tensors.intersection(*available)
-    return max(common, default=None)
 
 
 # ------------------------------------------------------------------------------------- the ladder
@@ -294,62 +283,6 @@ def _causes(now: Situation) -> str:
 def _name(now: Situation, node: int) -> str:
     hello = now.nodes[node].hello
     return hello.info.name if hello is not None else f"node-{node}"
-
-
-def _state_sources(
-    now: Situation, places: tuple[Place, ...]
-) -> tuple[int | None, tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The step to go on from and who can give it; (None, (), ()) where all build anew."""
-    step = recovery_step(now.nodes.values(), now.spec.world_size)
-    if step is None:
-        newest = max(
-            (s for view in now.nodes.values() if view.usable for s in _all_steps(view)), default=now.progress
-        )
-        if max(newest, now.progress) > 0:
-            raise NoPlanError(_unrecoverable(_no_common_step(now), "no-common-step"))
-        return None, (), ()
-    tensor_nodes = tuple(node for node, view in sorted(now.nodes.items()) if step in _tensor_steps(view))
-    holders: list[list[int]] = [[] for _ in places]
-    for node, view in sorted(now.nodes.items()):
-        for rank, steps in _records(view):
-            if rank < len(holders) and step in steps:
-                holders[rank].append(node)
-    record_nodes = tuple(
-        tuple(sorted(holders[rank], key=lambda node, home=place.node: (node != home, node)))  # type: ignore[misc]
-        for rank, place in enumerate(places)
-    )
-    return step, tensor_nodes, record_nodes
-
-
-def _tensor_steps(view: NodeView) -> tuple[int, ...]:
-    holdings = view.state.holdings if view.usable and view.state is not None else None
-    return holdings.tensors if holdings is not None else ()
-
-
-def _records(view: NodeView) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    holdings = view.state.holdings if view.usable and view.state is not None else None
-    return holdings.records if holdings is not None else ()
-
-
-def _all_steps(view: NodeView) -> list[int]:
-    holdings = view.state.holdings if view.state is not None else None
-    if holdings is None:
-        return []
-    return [*holdings.tensors, *(step for _, steps in holdings.records for step in steps)]
-
-
-def _no_common_step(now: Situation) -> str:
-    """Names what is missing: for each rank without the newest common candidates, the steps it has."""
-    have = {
-        rank: sorted({s for view in now.nodes.values() for s in dict(_records(view)).get(rank, ())})
-        for rank in range(now.spec.world_size)
-    }
-    poorest = min(have, key=lambda rank: max(have[rank], default=-1))
-    tensors = sorted({s for view in now.nodes.values() for s in _tensor_steps(view)})
-    return (
-        f"no step that every rank can give: rank {poorest}'s records are held for steps {have[poorest]}, "
-        f"tensors for steps {tensors}"
-    )
 
 
 def _infos(nodes: Mapping[int, NodeView]) -> tuple[NodeInfo, ...]:

@@ -94,9 +94,42 @@ class PutRecord(Message, frozen=True, kw_only=True):
 
     generation: int
     rank: int
+    shard: int
     step: int
     record: bytes
     digest: str
+
+
+# Bytes of one shard's tensors on one rank.
+Nbytes: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
+
+
+class OfferTensors(Message, frozen=True, kw_only=True):
+    """Hold a shard's tensors of a step; you may have them."""
+
+    generation: int
+    shard: int
+    step: int
+    nbytes: Nbytes
+    digest: str
+
+
+class PutTensors(Message, frozen=True, kw_only=True):
+    """Hold what I have offered: so many bytes follow as bulk."""
+
+    generation: int
+    shard: int
+    step: int
+    nbytes: Nbytes
+    digest: str
+
+
+class TensorsAnswer(Message, frozen=True, kw_only=True):
+    """Answer to both: they are verified and held; they are wanted; or the generation is not the present one."""
+
+    shard: int
+    step: int
+    answer: Literal["held", "wanted", "stale"]
 
 
 class Held(Message, frozen=True, kw_only=True):
@@ -115,23 +148,36 @@ class GetRecord(Message, frozen=True, kw_only=True):
 
 
 class RecordReply(Message, frozen=True, kw_only=True):
-    """Answer to GetRecord; `record` is empty where it is not held."""
+    """Answer to GetRecord; `record` is empty where it is not held. `shard`: see Holdings."""
+
+    shard: int
 
     record: bytes
     digest: str
 
 
 class GetTensors(Message, frozen=True, kw_only=True):
-    """Give me the tensors of a step."""
+    """Give me a shard's tensors of a step."""
 
+    shard: int
     step: int
 
 
 class TensorsReply(Message, frozen=True, kw_only=True):
     """Answer to GetTensors: so many bytes follow as bulk; `nbytes` is 0 where they are not held."""
 
-    nbytes: int
+    nbytes: Nbytes
     digest: str
 
 
-AgentMessage: TypeAlias = PutRecord | Held | GetRecord | RecordReply | GetTensors | TensorsReply
+AgentMessage: TypeAlias = (
+    PutRecord
+    | Held
+    | OfferTensors
+    | PutTensors
+    | TensorsAnswer
+    | GetRecord
+    | RecordReply
+    | GetTensors
+    | TensorsReply
+)

@@ -1,0 +1,166 @@
+"""Connections over which other agents are given what they are to hold: records, and tensors."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptless.daemon.agent.memory import Region
+from ckptless.daemon.api.errors import CkptlessError, ProtocolError
+from ckptless.daemon.api.messages import NodeInfo, TensorsAt
+from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.link import Link
+
+Peer: TypeAlias = Link[p.AgentMessage]
+Dial: TypeAlias = Callable[[NodeInfo], Awaitable[Peer]]
+
+
+class Holder(ABC):
+    """One connection to one holder, dialled once; `on_lost(node, why)` when it is gone, or never came."""
+
+    def __init__(self, info: NodeInfo, on_lost: Callable[[int, str], None]) -> None:
+        self._info, self._on_lost = info, on_lost
+        self._link: Peer | None = None
+        self._closed = False
+
+    async def run(self, dial: Dial) -> None:
+        """Until the connection ends."""
+        why = ""
+        try:
+            self._link = await dial(self._info)
+            await self._talk(self._link)
+        except (OSError, TimeoutError, CkptlessError) as error:
+            why = str(error) or type(error).__name__
+        finally:
+            if self._link is not None:
+                self._link.close()
+        if not self._closed:
+            self._on_lost(self._info.node, why)
+
+    @abstractmethod
+    async def _talk(self, link: Peer) -> None:
+        """Send what is to be sent, and hear the answers. Raises ConnectionError, CkptlessError."""
+
+    def close(self) -> None:
+        """It is wanted no more."""
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+
+
+class RecordHolder(Holder):
+    """Gets records; what is sent before the connection stands is kept."""
+
+    def __init__(
+        self, info: NodeInfo, on_held: Callable[[int, p.Held], None], on_lost: Callable[[int, str], None]
+    ) -> None:
+        super().__init__(info, on_lost)
+        self._on_held = on_held
+        self._early: list[p.PutRecord] | None = []
+
+    def send(self, record: p.PutRecord) -> None:
+        """Soon."""
+        if self._early is not None:
+            self._early.append(record)
+        elif self._link is not None:
+            self._link.send(record)
+
+    async def _talk(self, link: Peer) -> None:
+        for record in self._early or ():
+            link.send(record)
+        self._early = None
+        while True:
+            message = await link.receive()
+            if not isinstance(message, p.Held):
+                raise ProtocolError(f"{type(message).__name__} is no answer to a record")
+            self._on_held(self._info.node, message)
+
+
+@dataclass(frozen=True)
+class Version:
+    """A step of a shard's tensors, and where they lie."""
+
+    generation: int
+    shard: int
+    step: int
+    at: TensorsAt
+    region: Region
+
+
+class TensorHolder(Holder):
+    """Gets tensors, one version after the other; each is offered first, since the holder may have it."""
+
+    def __init__(
+        self, info: NodeInfo, on_held: Callable[[int, Version], None], on_lost: Callable[[int, str], None]
+    ) -> None:
+        super().__init__(info, on_lost)
+        self._on_held = on_held
+        self._queue: asyncio.Queue[Version] = asyncio.Queue()
+        self._answers: asyncio.Queue[p.AgentMessage] = asyncio.Queue()
+
+    def send(self, version: Version) -> None:
+        """After those before it."""
+        self._queue.put_nowait(version)
+
+    def forget(self) -> None:
+        """What was to be sent is wanted no more."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+
+    async def _talk(self, link: Peer) -> None:
+        # One task always reads: so the end of the connection is noticed while there is nothing to send.
+        giving = asyncio.create_task(self._give_all(link))
+        giving.add_done_callback(lambda _done: link.close())
+        try:
+            while True:
+                self._answers.put_nowait(await link.receive())
+        except ConnectionError:
+            if giving.done() and not giving.cancelled():
+                await giving  # it was the one that ended it: what it says is the reason
+            raise
+        finally:
+            giving.cancel()
+            await asyncio.gather(giving, return_exceptions=True)
+
+    async def _give_all(self, link: Peer) -> None:
+        while True:
+            await self._give(link, await self._queue.get())
+
+    async def _give(self, link: Peer, version: Version) -> None:
+        at = version.at
+        link.send(
+            p.OfferTensors(
+                generation=version.generation,
+                shard=version.shard,
+                step=version.step,
+                nbytes=at.nbytes,
+                digest=at.digest,
+            )
+        )
+        answer = await self._answer_about(version)
+        if answer == "wanted":
+            link.send(
+                p.PutTensors(
+                    generation=version.generation,
+                    shard=version.shard,
+                    step=version.step,
+                    nbytes=at.nbytes,
+                    digest=at.digest,
+                )
+            )
+            with version.region.view(at.offset, at.nbytes) as view:
+                await link.send_bulk(view)
+            answer = await self._answer_about(version)
+        if answer == "held":
+            self._on_held(self._info.node, version)
+        elif answer == "wanted":
+            raise ProtocolError("it wants what it has been sent")
+
+    async def _answer_about(self, version: Version) -> str:
+        answer = await self._answers.get()
+        if not isinstance(answer, p.TensorsAnswer):
+            raise ProtocolError(f"{type(answer).__name__} is no answer to tensors")
+        if (answer.shard, answer.step) != (version.shard, version.step):
+            raise ProtocolError("an answer about other tensors than those that were sent")
+        return answer.answer

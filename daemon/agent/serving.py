@@ -1,0 +1,156 @@
+"""What other agents ask of this one: to hold their records and tensors, and to give what is held here."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
+
+from ckptless.daemon.agent.holders import Peer
+from ckptless.daemon.agent.memory import Region
+from ckptless.daemon.agent.vault import Held, Vault, digest
+from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.api.messages import TensorsAt
+from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.link import Link
+from ckptless.daemon.peers.vouch import Vouch
+
+logger = logging.getLogger(__name__)
+
+CATCH_UP_DEADLINE_S = 10.0
+
+
+async def receive_tensors(
+    link: Peer, vault: Vault, shard: int, nbytes: int, told: str, put: Callable[[TensorsAt], None]
+) -> None:
+    """Receive bulk into the vault, verify it, and `put` it. Raises ProtocolError, ConnectionError, OSError."""
+    with vault.room(shard, nbytes) as (region, offset):
+        with region.view(offset, nbytes) as view:
+            await link.receive_bulk(view)
+            found = await asyncio.to_thread(digest, view)
+        if found != told:
+            raise ProtocolError("what came does not match its digest")
+        put(TensorsAt(region=region.number, offset=offset, nbytes=nbytes, digest=found))
+
+
+class Serving:
+    """Owned by the agent's event loop. `accepting`: not while this node's agent is frozen."""
+
+    def __init__(self, node: int, job: str, vault: Vault) -> None:
+        self._me, self._job, self._vault = node, job, vault
+        self._generation = 0
+        self._followed = asyncio.Condition()
+        self.accepting = True
+        self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
+
+    def follow(self, generation: int) -> Coroutine[Any, Any, None]:
+        """A new generation: what belongs to another is not taken any more. To be awaited soon."""
+        self._generation, self.accepting = generation, True
+        return self._announce()
+
+    async def _announce(self) -> None:
+        async with self._followed:
+            self._followed.notify_all()
+
+    async def serve(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], vouch: Vouch) -> None:
+        """One connection of another agent, to its end."""
+        try:
+            link: Peer = await Link.accept(streams, self._node_in, vouch, p.AgentMessage)
+        except (OSError, TimeoutError, CkptlessError) as error:
+            # A daemon that asks whether we live connects and hangs up: no reason for a warning.
+            logger.debug("a connection that was no agent's: %s", error)
+            return
+        try:
+            while True:
+                await self._answer(link, await link.receive())
+        except ConnectionError:
+            logger.debug("node-%d hung up", link.node)
+        except (CkptlessError, OSError) as error:
+            self.on_event("peer-refused", f"node-{link.node}: {error}")
+        finally:
+            link.close()
+
+    def _node_in(self, job: str) -> int:
+        if job != self._job:
+            raise PeerError(f"this is an agent of job {self._job}, not of {job}")
+        return self._me
+
+    async def _answer(self, link: Peer, message: p.AgentMessage) -> None:
+        match message:
+            case p.PutRecord():
+                await self._hold_record(link, message)
+            case p.OfferTensors():
+                await self._consider(link, message)
+            case p.PutTensors():
+                await self._hold_tensors(link, message)
+            case p.GetRecord():
+                held = self._vault.record(message.rank, message.step) or Held(b"", "")
+                link.send(p.RecordReply(record=held.record, digest=held.digest, shard=held.shard))
+            case p.GetTensors():
+                await self._give_tensors(link, message)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is no request")
+
+    # -------------------------------------------------------------------------------------- hold
+
+    async def _hold_record(self, link: Peer, message: p.PutRecord) -> None:
+        if not await self._takes(message.generation, f"the record of rank {message.rank}"):
+            return
+        held = Held(message.record, message.digest, message.shard)
+        self._vault.put_record(message.rank, message.step, held)
+        link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step))
+
+    async def _consider(self, link: Peer, offer: p.OfferTensors) -> None:
+        found = self._vault.tensors(offer.shard, offer.step)
+        answer: Literal["held", "wanted", "stale"]
+        if not await self._takes(offer.generation, f"the tensors of shard {offer.shard}"):
+            answer = "stale"
+        elif found is not None and (found[0].digest, found[0].nbytes) == (offer.digest, offer.nbytes):
+            answer = "held" if await self._is_sound(*found) else "wanted"
+        else:
+            answer = "wanted"
+        link.send(p.TensorsAnswer(shard=offer.shard, step=offer.step, answer=answer))
+
+    async def _hold_tensors(self, link: Peer, message: p.PutTensors) -> None:
+        shard, step = message.shard, message.step
+
+        def put(at: TensorsAt) -> None:
+            answer: Literal["held", "stale"] = "stale"
+            # The generation may have ended while they came.
+            if self._present(message.generation):
+                self._vault.put_tensors(shard, step, at)
+                answer = "held"
+            link.send(p.TensorsAnswer(shard=shard, step=step, answer=answer))
+
+        await receive_tensors(link, self._vault, shard, message.nbytes, message.digest, put)
+
+    def _present(self, generation: int) -> bool:
+        return generation == self._generation and self.accepting
+
+    async def _takes(self, generation: int, what: str) -> bool:
+        """Whether it may be held: nothing of an old generation, and nothing while this agent is frozen."""
+        if generation > self._generation:
+            # The sender heard of the new generation before this agent did.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CATCH_UP_DEADLINE_S), self._followed:
+                    await self._followed.wait_for(lambda: generation <= self._generation)
+        if generation != self._generation:
+            self.on_event("stale-record", f"{what}, generation {generation}, here {self._generation}")
+            return False
+        return self.accepting
+
+    # -------------------------------------------------------------------------------------- give
+
+    async def _is_sound(self, at: TensorsAt, region: Region) -> bool:
+        with region.view(at.offset, at.nbytes) as view:
+            return await asyncio.to_thread(digest, view) == at.digest
+
+    async def _give_tensors(self, link: Peer, wanted: p.GetTensors) -> None:
+        found = self._vault.tensors(wanted.shard, wanted.step)
+        if found is None:
+            link.send(p.TensorsReply(nbytes=0, digest=""))
+            return
+        at, region = found
+        link.send(p.TensorsReply(nbytes=at.nbytes, digest=at.digest))
+        with region.view(at.offset, at.nbytes) as view:
+            await link.send_bulk(view)

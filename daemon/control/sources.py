@@ -1,0 +1,117 @@
+"""Pure: which step to go on from, and who can give each rank its record and its shard's tensors."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptless.daemon.api.messages import Holdings, Place
+from ckptless.daemon.control.faults import NodeView
+
+
+class NoCommonStepError(Exception):
+    """Steps were committed, and there is none of which everything is held; the text names what is missing."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """As in `Assignment`; all empty where every rank builds anew."""
+
+    step: int | None = None
+    shards: tuple[int, ...] = ()
+    tensor_nodes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    record_nodes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass
+class _Held:
+    """Who holds what: by rank, or by shard, and step."""
+
+    shards: dict[int, int] = field(default_factory=dict)
+    records: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    tensors: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+
+    def steps_of(self, rank: int) -> set[int]:
+        """Steps of which somebody has the rank's record, and somebody its shard's tensors."""
+        shard = self.shards.get(rank)
+        if shard is None:
+            return set()
+        return self.records[rank].keys() & self.tensors.get(shard, {}).keys()
+
+
+def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
+    """The newest step of which every rank's record and tensors are held by some usable node."""
+    return _newest_common(_held(nodes, world_size), world_size)
+
+
+def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progress: int) -> Sources:
+    """Where the state of ranks in these places comes from. Raises NoCommonStepError.
+
+    `progress` is the newest step that any rank is known to have committed.
+    """
+    held = _held((nodes[node] for node in sorted(nodes)), len(places))
+    step = _newest_common(held, len(places))
+    if step is None:
+        newest = max((s for view in nodes.values() for s in _all_steps(view)), default=progress)
+        if max(newest, progress) > 0:
+            raise NoCommonStepError(_missing(held, len(places)))
+        return Sources()
+    shards = tuple(held.shards[rank] for rank in range(len(places)))
+    return Sources(
+        step=step,
+        shards=shards,
+        tensor_nodes=tuple((shard, tuple(held.tensors[shard][step])) for shard in sorted(set(shards))),
+        record_nodes=tuple(
+            tuple(sorted(held.records[rank][step], key=lambda node, home=place.node: (node != home, node)))  # type: ignore[misc]
+            for rank, place in enumerate(places)
+        ),
+    )
+
+
+def _held(nodes: Iterable[NodeView], world_size: int) -> _Held:
+    held = _Held()
+    for view in nodes:
+        holdings = _holdings(view) if view.usable else None
+        if holdings is None:
+            continue
+        for shard, steps in holdings.tensors:
+            for step in steps:
+                held.tensors.setdefault(shard, {}).setdefault(step, []).append(view.node)
+        for rank, shard, steps in holdings.records:
+            if rank < world_size and steps:
+                held.shards[rank] = shard
+                for step in steps:
+                    held.records.setdefault(rank, {}).setdefault(step, []).append(view.node)
+    return held
+
+
+def _holdings(view: NodeView) -> Holdings | None:
+    return view.state.holdings if view.state is not None else None
+
+
+def _all_steps(view: NodeView) -> list[int]:
+    holdings = _holdings(view) if view.usable else None
+    if holdings is None:
+        return []
+    tensors = (step for _, steps in holdings.tensors for step in steps)
+    return [*tensors, *(step for _, _, steps in holdings.records for step in steps)]
+
+
+def _newest_common(held: _Held, world_size: int) -> int | None:
+    common: set[int] | None = None
+    for rank in range(world_size):
+        steps = held.steps_of(rank)
+        common = steps if common is None else common & steps
+        if not common:
+            return None
+    return max(common) if common else None
+
+
+def _missing(held: _Held, world_size: int) -> str:
+    """Names the rank that is worst off, and the steps that there are of what it needs."""
+    poorest = min(range(world_size), key=lambda rank: max(held.steps_of(rank), default=-1))
+    records = sorted(held.records.get(poorest, ()))
+    shard = held.shards.get(poorest)
+    tensors = sorted(held.tensors.get(shard, ())) if shard is not None else []
+    return (
+        f"no step that every rank can give: rank {poorest}'s records are held for steps {records}, "
+        f"its tensors for steps {tensors}"
+    )
