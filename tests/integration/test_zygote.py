@@ -117,6 +117,12 @@ def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
+def _as_from_a_terminal() -> None:
+    """What nohup, or a shell's `&`, ignores for whatever it starts; the zygote never does."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def directly(spec: SpawnSpec) -> tuple[int, str]:
     """Run it with a fresh interpreter: the status and the output."""
     done = subprocess.run(
@@ -129,6 +135,7 @@ def directly(spec: SpawnSpec) -> tuple[int, str]:
         text=True,
         timeout=DEADLINE_S,
         check=False,
+        preexec_fn=_as_from_a_terminal,
     )
     return done.returncode, done.stdout
 
