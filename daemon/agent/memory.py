@@ -16,7 +16,7 @@ def round_up(nbytes: int) -> int:
 
 
 class Region:
-    """A memfd of `slots` slots of `slot_nbytes` bytes for one shard; its size is sealed. Closed by `close`."""
+    """A memfd of `slots` slots of `slot_nbytes` bytes for one shard; its size is sealed."""
 
     def __init__(self, number: int, shard: int, slot_nbytes: int, slots: int) -> None:
         self.number, self.shard = number, shard

@@ -23,7 +23,7 @@ CATCH_UP_DEADLINE_S = 10.0
 async def receive_tensors(
     link: Peer, vault: Vault, shard: int, nbytes: int, told: str, put: Callable[[TensorsAt], None]
 ) -> None:
-    """Receive bulk into the vault, verify it, and `put` it. Raises ProtocolError, ConnectionError, OSError."""
+    """Receive bulk into the vault, verify it, and `put` it. Raises ProtocolError and OSError."""
     with vault.room(shard, nbytes) as (region, offset):
         with region.view(offset, nbytes) as view:
             await link.receive_bulk(view)

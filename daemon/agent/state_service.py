@@ -34,7 +34,7 @@ class StateService:
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._committed: set[int] = set()
-        self._twins: dict[int, tuple[int, ...]] = {}
+        self._twin_nodes: dict[int, frozenset[int]] = {}
         self._writers: dict[int, int] = {}
         # What a rank's newest commit still waits for: it is held once both of it are.
         self._waiting: dict[tuple[int, int], set[str]] = {}
@@ -47,7 +47,7 @@ class StateService:
             task.cancel()
         self._fetches.clear()
         self._committed.clear()
-        self._twins.clear()
+        self._twin_nodes.clear()
         self._writers.clear()
         self._waiting.clear()
         self._assignment = assignment
@@ -98,7 +98,7 @@ class StateService:
             raise ProtocolError("a twin that is no rank of this job")
         shard = min(ranks)
         slot.shard = (message.generation, shard)
-        self._twins[shard] = ranks
+        self._twin_nodes[shard] = frozenset(self._assignment.places[rank].node for rank in ranks)
         writer = self._writers.setdefault(shard, slot.index)
         link.send(m.Writes(generation=message.generation, writes=writer == slot.index))
 
@@ -123,22 +123,23 @@ class StateService:
         )
         self._replicas.push(record)
         if commit.tensors is not None:
-            nodes = {self._assignment.places[twin].node for twin in self._twins[shard]}
-            lowest = self._assignment.places[shard].node == self._node
-            acked = lambda: self._acked(*key, "tensors")  # noqa: E731
-            if lowest:
-                found = self._vault.tensors(shard, commit.step)
-                assert found is not None
-                version = Version(commit.generation, shard, commit.step, *found)
-                self._replicas.push_tensors(version, frozenset(nodes), acked)
-            else:
-                acked()
+            self._push_tensors(shard, commit, lambda: self._acked(*key, "tensors"))
         # The step that was restored is committed again, to have its copies in the new generation.
         new = commit.step > (self._assignment.restore_step or 0)
         first = new and slot.index not in self._committed
         if new:
             self._committed.add(slot.index)
         self.on_committed(slot, commit, first=first)
+
+    def _push_tensors(self, shard: int, commit: m.Commit, acked: Callable[[], None]) -> None:
+        """Of the nodes that have a shard anyway, that of its lowest rank gives it to others, if it must be."""
+        assert self._assignment is not None
+        found = self._vault.tensors(shard, commit.step)
+        if found is None or self._assignment.places[shard].node != self._node:
+            acked()
+            return
+        version = Version(commit.generation, shard, commit.step, *found)
+        self._replicas.push_tensors(version, self._twin_nodes[shard], acked)
 
     def _acked(self, rank: int, step: int, what: str) -> None:
         waiting = self._waiting.get((rank, step))

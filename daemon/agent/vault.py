@@ -7,6 +7,7 @@ shard; an older one is never asked for: a rank commits step s only after its cop
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -144,9 +145,8 @@ class Vault:
     def drop_after(self, step: int | None) -> None:
         """A new generation goes on from `step` (None: from nothing): what is newer never happened."""
         limit = -1 if step is None else step
-        held: list[dict[int, Held]] = list(self._records.values())
-        placed: list[dict[int, TensorsAt]] = list(self._tensors.values())
-        for steps in (*held, *placed):
+        known: list[dict[int, Any]] = [*self._records.values(), *self._tensors.values()]
+        for steps in known:
             for newer in [s for s in steps if s > limit]:
                 del steps[newer]
 

@@ -4,7 +4,7 @@ Rank to slot (a rank keeps its number and, where it can, its place), the step to
 state, the rung. The ladder is in `_answer`; its budgets, as a table, are `messages.Limits`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.api.errors import RecoveryError

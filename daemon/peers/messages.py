@@ -1,6 +1,8 @@
 """What daemons tell each other, and what agents tell each other."""
 
-from typing import TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta
 
 from ckptless.daemon.api.messages import Message, Order
 from ckptless.daemon.api.records import FaultSource, Record
@@ -125,7 +127,7 @@ class PutTensors(Message, frozen=True, kw_only=True):
 
 
 class TensorsAnswer(Message, frozen=True, kw_only=True):
-    """Answer to both: they are verified and held; they are wanted; or the generation is not the present one."""
+    """Answer to both: verified and held; wanted; or not of the generation that this agent is in."""
 
     shard: int
     step: int

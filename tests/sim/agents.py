@@ -25,10 +25,11 @@ class Agent:
         self.alive, self.dark, self.deaf = True, False, False
         self.outcome: m.Outcome | None = None
         self.slots = [Slot(index) for index in range(world.spec.slots_per_node)]
-        self.vault, self.replicas = Vault(), Replicas(self)
+        self.vault, self.replicas = Vault(world.job.twins), Replicas(self)
         self.assignment: m.Assignment | None = None
         self.frozen: int | None = None
         self._daemon: Channel[m.FromAgent] | None = None
+        self._waiting: dict[tuple[int, int], set[str]] = {}
         self._seq = 0
         self._telling = False
         address = f"10.0.0.{node}"
@@ -150,6 +151,7 @@ class Agent:
         self.assignment, self.frozen = assignment, None
         self.world.story.tell(self.name, f"accepts generation {assignment.generation}")
         self.vault.drop_after(assignment.restore_step)
+        self._waiting.clear()
         self.replicas.follow(assignment)
         for slot in self.slots:
             slot.committed = False
@@ -282,21 +284,33 @@ class Agent:
             return
         if self.frozen is not None:
             return
-        if process.rank == assignment.ranks_on(self.node)[0]:
-            self.vault.put_tensors(step)
-        self.vault.put_record(process.rank, step)
+        rank, shard = process.rank, self.vault.shard(process.rank)
+        writes = rank == min(r for r in assignment.ranks_on(self.node) if self.vault.shard(r) == shard)
+        self._waiting[(rank, step)] = {"record", "tensors"} if writes else {"record"}
+        if writes:
+            self.vault.put("tensors", shard, step)
+        self.vault.put("record", rank, step)
         self.world.checks.committed(process, step)
         slot.step = step
         first = step > (assignment.restore_step or 0) and not slot.committed
         slot.committed = slot.committed or first
-        self.replicas.push(process.rank, step)
+        self.replicas.push("record", rank, step, lambda: self._acked(rank, step, "record"))
+        if writes:
+            self.replicas.push("tensors", shard, step, lambda: self._acked(rank, step, "tensors"))
         if first:
             self._changed()
         else:
             self._progressed()
 
-    def acked(self, rank: int, step: int) -> None:
+    def _acked(self, rank: int, step: int, what: str) -> None:
         """Every holder has it."""
+        waiting = self._waiting.get((rank, step))
+        if waiting is None:
+            return
+        waiting.discard(what)
+        if waiting:
+            return
+        del self._waiting[(rank, step)]
         for slot in self.slots:
             if self._rank(slot) == rank and slot.living is not None and slot.living.linked:
                 slot.living.acked(step)

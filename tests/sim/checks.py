@@ -191,10 +191,12 @@ class Checks:
 
     def _given_by(self, agents: "list[Agent]") -> set[int]:
         vaults = [agent.vault for agent in agents]
-        steps = {step for vault in vaults for step in vault.tensors}
+        common: set[int] | None = None
         for rank in self.newest:
-            steps &= {step for vault in vaults for step in vault.records.get(rank, ())}
-        return steps
+            steps = {step for vault in vaults for step in vault.records.get(rank, ())}
+            steps &= {step for vault in vaults for step in vault.tensors.get(vault.shard(rank), ())}
+            common = steps if common is None else common & steps
+        return common or set()
 
     def _stops(self, stop: m.Stop) -> None:
         """Nobody is stopped without a reason: a fault since the last one, or a leader lost."""

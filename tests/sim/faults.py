@@ -1,7 +1,7 @@
 """What one seed does to its job: the job's shape, and faults by time or by the stage of the recovery."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, get_args
 
@@ -23,6 +23,7 @@ STICKY_CHANCE = 0.08
 MANY_CHANCE = 0.2
 NETWORK_CHANCE = 0.3
 BIG_CHANCE = 0.05
+TWINS_CHANCE = 0.5
 MANY = 12
 AGREEING = ("electing", "proposing", "voting")
 STAGES = (*(stage for stage in get_args(Stage) if stage not in ("ended", "forming")), *AGREEING)
@@ -59,13 +60,17 @@ ANY = Shape()
 
 @dataclass(frozen=True)
 class Job:
-    """The job: `sticky` is a rank and step at which the script itself always raises."""
+    """The job: `sticky` is a rank and step at which the script itself always raises.
+
+    Of `twins` ranks in a row all have the same tensors: all ranks (DDP), one (FSDP), or some (HSDP).
+    """
 
     spec: m.JobSpec
     steps: int
     compute_s: tuple[float, float]
     sticky: tuple[int, int] | None
     faults: tuple[Fault, ...]
+    twins: int = 1
 
     def raises_at(self, rank: int, step: int) -> str | None:
         """What the script raises there."""
@@ -104,6 +109,13 @@ def draw(random: Random, shape: Shape) -> Job:
     faults = tuple(_draw_fault(random, kinds) for _ in range(shape.faults or count))
     faults = tuple(fault for number, fault in enumerate(faults) if number not in shape.without)
     return Job(spec, steps, (0.01, slow), sticky, faults)
+
+
+def share(job: Job, random: Random) -> Job:
+    """Say which ranks are twins. Not by the seed's own draws, which so stay what they are."""
+    world_size = job.spec.world_size
+    twins = world_size if random.random() < TWINS_CHANCE else random.choice((1, 1, 2, 3))
+    return replace(job, twins=min(twins, world_size))
 
 
 def _draw_fault(random: Random, kinds: tuple[str, ...]) -> Fault:

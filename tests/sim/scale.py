@@ -153,7 +153,7 @@ class Node:
                 ranks = self._assignment.ranks_on(self.node)
                 steps = (self._step,)
                 held = m.Holdings(
-                    tensors=steps, records=tuple((rank, steps) for rank in self._records(ranks))
+                    tensors=((0, steps),), records=tuple((rank, 0, steps) for rank in self._records(ranks))
                 )
                 self._told(
                     "left" if ranks else "waiting", order.generation, frozen=order.generation, holdings=held

@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 import pytest
 from _pytest.mark import ParameterSet
 
-from ckptless.daemon.control import agreement, plan
+from ckptless.daemon.control import agreement, plan, sources
 from ckptless.daemon.control.agreement import Agreement
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.elector import Elector
@@ -66,12 +66,19 @@ BUGS = (
     ),
     Bug(
         "a step of any rank is enough",
-        plan,
-        "recovery_step",
-        "(*available)",
-        "(set[int]().union(*available))",
+        sources,
+        "_newest_common",
+        "common & steps",
+        "common | steps",
     ),
-    Bug("the oldest common step", plan, "recovery_step", "max(common", "min(common"),
+    Bug("the oldest common step", sources, "_newest_common", "max(common)", "min(common)"),
+    Bug(
+        "anybody's tensors do",
+        sources._Held,
+        "steps_of",
+        "self.tensors.get(shard, {})",
+        "self.tensors.get(0, {})",
+    ),
     Bug(
         "decrees are not passed on",
         Follower,

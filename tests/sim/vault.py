@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.placement import holders
+from ckptless.daemon.control.placement import holders, shard_holders
 
 from .events import Channel
 
@@ -18,50 +18,71 @@ COPIES = 2
 
 @dataclass(frozen=True)
 class Put:
-    """Hold this record."""
+    """Hold this: a rank's record, or a shard's tensors."""
 
     generation: int
-    rank: int
+    what: str
+    number: int
     step: int
     sender: "Agent"
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What it is about."""
+        return self.what, self.number, self.step
 
 
 @dataclass
 class Vault:
-    """Steps of tensors, and steps of each rank's record: the newest few."""
+    """Steps of each shard's tensors, and of each rank's record: the newest few. `twins`: ranks of a shard."""
 
-    tensors: set[int] = field(default_factory=set)
+    twins: int
+    tensors: dict[int, set[int]] = field(default_factory=dict)
     records: dict[int, set[int]] = field(default_factory=dict)
 
-    def put_tensors(self, step: int) -> None:
-        """Keep the newest."""
-        self.tensors = set(sorted({*self.tensors, step})[-KEEP:])
+    def shard(self, rank: int) -> int:
+        """What a rank has tensors of: of so many ranks in a row the lowest."""
+        return rank // self.twins * self.twins
 
-    def put_record(self, rank: int, step: int) -> None:
+    def put(self, what: str, number: int, step: int) -> None:
         """Keep the newest."""
-        self.records[rank] = set(sorted({*self.records.get(rank, ()), step})[-KEEP:])
+        known = self.tensors if what == "tensors" else self.records
+        known[number] = set(sorted({*known.get(number, ()), step})[-KEEP:])
+
+    def has(self, what: str, number: int, step: int) -> bool:
+        """Whether it is here."""
+        known = self.tensors if what == "tensors" else self.records
+        return step in known.get(number, ())
 
     def drop_after(self, step: int | None) -> None:
         """What is newer never happened."""
         limit = -1 if step is None else step
-        self.tensors = {s for s in self.tensors if s <= limit}
-        self.records = {rank: {s for s in steps if s <= limit} for rank, steps in self.records.items()}
+        for known in (self.tensors, self.records):
+            for number, steps in known.items():
+                known[number] = {s for s in steps if s <= limit}
 
     def holdings(self) -> m.Holdings:
         """As an agent tells it."""
-        records = tuple((rank, tuple(sorted(steps))) for rank, steps in sorted(self.records.items()))
-        return m.Holdings(tensors=tuple(sorted(self.tensors)), records=records)
+        records = tuple(
+            (rank, self.shard(rank), tuple(sorted(steps)))
+            for rank, steps in sorted(self.records.items())
+            if steps
+        )
+        tensors = tuple((shard, tuple(sorted(steps))) for shard, steps in sorted(self.tensors.items()))
+        return m.Holdings(tensors=tensors, records=records)
 
 
 class Replicas:
-    """Pushes records to their holders, and holds those of others."""
+    """Pushes records and tensors to their holders, and holds those of others."""
 
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
         self._nodes: tuple[m.NodeInfo, ...] = ()
+        self._ranked: frozenset[int] = frozenset()
+        self._places: tuple[m.Place, ...] = ()
         self._generation = 0
         self._unreachable: set[int] = set()
-        self._waiting: dict[tuple[int, int], set[int]] = {}
+        self._waiting: dict[tuple[str, int, int], tuple[set[int], Callable[[], None]]] = {}
         self._links: dict[int, Channel[Put]] = {}
         self._early: list[Put] = []
         self.accepting = True
@@ -69,6 +90,8 @@ class Replicas:
     def follow(self, assignment: m.Assignment) -> None:
         """A new generation: other holders, and nothing of the old one is waited for."""
         self._nodes, self._generation = assignment.nodes, assignment.generation
+        self._places = assignment.places
+        self._ranked = frozenset(place.node for place in assignment.places)
         self._unreachable.clear()
         self._waiting.clear()
         self.accepting = True
@@ -76,23 +99,37 @@ class Replicas:
         for put in early:
             self.take(put)
 
-    def push(self, rank: int, step: int) -> None:
-        """Send a record to its holders; with nobody to hold it, it counts as held."""
+    def push(self, what: str, number: int, step: int, acked: Callable[[], None]) -> None:
+        """Send it to its holders; with nobody to hold it, it counts as held."""
         agent = self._agent
-        targets = holders(self._nodes, agent.node, COPIES, self._unreachable)
+        if what == "record":
+            targets = holders(self._nodes, agent.node, COPIES, self._unreachable)
+        else:
+            ranks = range(number, min(number + agent.vault.twins, len(self._places)))
+            twins = frozenset(self._places[rank].node for rank in ranks)
+            if self._places[number].node != agent.node:
+                acked()
+                return
+            copies = 0 if twins == self._ranked and len(twins) > 1 else COPIES
+            targets = shard_holders(self._nodes, agent.node, copies, twins, self._unreachable)
         if not targets:
-            agent.acked(rank, step)
+            acked()
             return
-        self._waiting[(rank, step)] = {info.node for info in targets}
+        put = Put(self._generation, what, number, step, agent)
+        self._waiting[put.key] = {info.node for info in targets}, acked
         for info in targets:
-            other = agent.world.agents[info.node]
-            if other.alive:
-                link = self._links.get(info.node)
-                if link is None:
-                    link = self._links[info.node] = agent.world.channel(self._deliver(other))
-                link.send(Put(self._generation, rank, step, agent))
-            elif not other.dark:
-                agent.world.soon(lambda node=info.node: self.lost(node))  # type: ignore[misc]
+            self._send(put, info.node)
+
+    def _send(self, put: Put, node: int) -> None:
+        agent = self._agent
+        other = agent.world.agents[node]
+        if other.alive:
+            link = self._links.get(node)
+            if link is None:
+                link = self._links[node] = agent.world.channel(self._deliver(other))
+            link.send(put)
+        elif not other.dark:
+            agent.world.soon(lambda: self.lost(node))
 
     def _deliver(self, other: "Agent") -> Callable[[Put], None]:
         network, node = self._agent.world.network, self._agent.node
@@ -103,26 +140,27 @@ class Replicas:
         return deliver
 
     def take(self, put: Put) -> None:
-        """Hold a record of this generation, and say so; never one of an old one, and none while frozen."""
+        """Hold what is of this generation, and say so; nothing of an old one, and nothing while frozen."""
         agent = self._agent
         if not agent.sound:
             return
         if put.generation > self._generation:
             self._early.append(put)
         elif put.generation == self._generation and self.accepting:
-            agent.vault.put_record(put.rank, put.step)
+            agent.vault.put(put.what, put.number, put.step)
             held = lambda: put.sender.replicas.held(agent.node, put)  # noqa: E731
             agent.world.soon(lambda: agent.world.network.when_joined(agent.node, put.sender.node, held))
 
     def held(self, node: int, put: Put) -> None:
         """A holder has it."""
-        missing = self._waiting.get((put.rank, put.step))
-        if missing is None or put.generation != self._generation or not self._agent.alive:
+        waiting = self._waiting.get(put.key)
+        if waiting is None or put.generation != self._generation or not self._agent.alive:
             return
+        missing, acked = waiting
         missing.discard(node)
         if not missing:
-            del self._waiting[(put.rank, put.step)]
-            self._agent.acked(put.rank, put.step)
+            del self._waiting[put.key]
+            acked()
 
     def lost(self, node: int) -> None:
         """A holder cannot be reached: the next on the ring takes its place."""
@@ -130,25 +168,27 @@ class Replicas:
         if not self._agent.alive or all(info.node != node for info in self._nodes):
             return
         self._unreachable.add(node)
-        for (rank, step), missing in list(self._waiting.items()):
+        for key, (missing, acked) in list(self._waiting.items()):
             if node in missing:
-                del self._waiting[(rank, step)]
-                self.push(rank, step)
+                del self._waiting[key]
+                self.push(*key, acked)
 
     def _gives(self, other: "Agent") -> bool:
         return other.sound and not self._agent.world.network.apart(self._agent.node, other.node)
 
     def fetch(self, assignment: m.Assignment, rank: int, step: int) -> str | None:
         """Get a rank's state into the vault from whoever is said to hold it; why not, or None."""
-        agent, vault = self._agent, self._agent.vault
-        others = [agent.world.agents[node] for node in assignment.record_nodes[rank]]
-        if step not in vault.records.get(rank, ()):
-            if not any(self._gives(a) and step in a.vault.records.get(rank, ()) for a in others):
-                return f"StateUnavailableError: nobody could give the record of rank {rank}, step {step}"
-            vault.put_record(rank, step)
-        if step not in vault.tensors:
-            others = [agent.world.agents[node] for node in assignment.tensor_nodes]
-            if not any(self._gives(a) and step in a.vault.tensors for a in others):
-                return f"StateUnavailableError: nobody could give the tensors of step {step}"
-            vault.put_tensors(step)
+        vault = self._agent.vault
+        shard = assignment.shards[rank]
+        wanted = (
+            ("record", rank, assignment.record_nodes[rank]),
+            ("tensors", shard, assignment.holders_of(shard)),
+        )
+        for what, number, nodes in wanted:
+            if vault.has(what, number, step):
+                continue
+            others = [self._agent.world.agents[node] for node in nodes]
+            if not any(self._gives(a) and a.vault.has(what, number, step) for a in others):
+                return f"StateUnavailableError: nobody could give {what} {number} of step {step}"
+            vault.put(what, number, step)
         return None

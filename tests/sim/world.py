@@ -16,7 +16,7 @@ from .agents import Agent
 from .checks import Checks
 from .daemons import Daemon
 from .events import Channel, Events
-from .faults import ANY, Fault, Job, Shape, draw, happen
+from .faults import ANY, Fault, Job, Shape, draw, happen, share
 from .network import Network, Witness
 from .ranks import Barriers, Process
 from .story import Story, Violation
@@ -38,7 +38,7 @@ class World:
         self.seed, self.random = seed, Random(seed)
         self.events = Events()
         self.story = Story(lambda: self.events.now)
-        self.job: Job = draw(self.random, shape)
+        self.job: Job = share(draw(self.random, shape), Random(f"shards of {seed}"))
         self.spec = self.job.spec
         self.checks = Checks(self)
         self.barriers = Barriers(self)
