@@ -18,7 +18,7 @@ from ckptless.daemon.api.model import Replaced as Replaced
 from ckptless.daemon.api.model import Tries as Tries
 from ckptless.daemon.api.model import Value as Value
 
-PROTOCOL = 2
+PROTOCOL = 1
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

@@ -1,68 +1,112 @@
-"""A node is lost by whoever's word: what follows is the same, and whose word it was is written down."""
+"""Which step to go on from: of every rank the record, and of its shard the tensors, must be held."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-from typing import get_args
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import FaultRecord, FaultSource
-from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.control.sources import NoCommonStepError, recovery_step, state_sources
 
-sys.path.insert(0, str(Path(__file__).parent))
+STEPS = 5
+Tensors = dict[int, Sequence[int]]
+Records = dict[tuple[int, int], Sequence[int]]  # by (rank, shard)
 
-from lease_nodes import Heard, Node, agreed, lost_by
-
-NODES = 5
-SOURCES: tuple[FaultSource, ...] = get_args(FaultSource)
-
-
-def faults(heard: Heard) -> list[FaultRecord]:
-    writes = [output for output in heard.outputs if isinstance(output, e.Write)]
-    return [row for write in writes for row in write.records if isinstance(row, FaultRecord)]
+few_steps = st.frozensets(st.integers(0, STEPS - 1)).map(sorted)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_the_leader_stops_and_writes_the_source_down(source: FaultSource) -> None:
-    node = Node(0, NODES)
-    heard = node.feed(lost_by(2, "gone", 0.5, source=source))
-    assert [type(order) for order in heard.orders] == [m.Stop]
-    (fault,) = faults(heard)
-    assert (fault.kind, fault.node, fault.source) == ("node-lost", 2, source)
-    assert fault.seen_s == node.now - 0.5
-    assert heard.dark == []
+def view(node: int, tensors: Tensors, records: Records, lost: str | None = None) -> NodeView:
+    info = m.NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1, store_address="a", store_port=2)
+    holdings = m.Holdings(
+        tensors=tuple((shard, tuple(steps)) for shard, steps in sorted(tensors.items())),
+        records=tuple((rank, shard, tuple(steps)) for (rank, shard), steps in sorted(records.items())),
+    )
+    state = m.AgentState(seq=1, slots=(), holdings=holdings, frozen=1)
+    return NodeView(node, m.Introduction(info=info, pid=1), state, lost)
 
 
-def test_the_first_word_counts() -> None:
-    node = Node(0, NODES)
-    node.feed(lost_by(2, "gone", source="agent"))
-    heard = node.feed(lost_by(2, "reason=fan", source="slurm"))
-    assert faults(heard) == []
-    assert node.control.standing.lost == ((2, "gone", "agent"),)
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[dict[int, NodeView], list[int]]:
+    """Nodes that hold this and that, and each rank's shard."""
+    shards = draw(st.sampled_from(([0], [0, 0, 0], [0, 1, 2], [0, 1, 0, 1])))
+    nodes: dict[int, NodeView] = {}
+    for node in range(draw(st.integers(1, 4))):
+        tensors: Tensors = {shard: draw(few_steps) for shard in set(shards) if draw(st.booleans())}
+        records: Records = {
+            (rank, shard): draw(few_steps) for rank, shard in enumerate(shards) if draw(st.booleans())
+        }
+        nodes[node] = view(node, tensors, records, draw(st.sampled_from((None, None, "dark"))))
+    return nodes, shards
 
 
-def test_the_source_is_told_on() -> None:
-    """Who has missed the message hears it from the leader's standing, and tells it on as it was."""
-    node = Node(3, NODES)
-    standing = e.Standing(1, 0, "running", agreed(NODES), lost=((2, "fan", "health"),))
-    node.feed(e.PeerUp(0, standing))
-    assert node.control.standing.lost == standing.lost
+def gives(node: NodeView, step: int, *, rank: int | None = None, shard: int | None = None) -> bool:
+    assert node.state is not None
+    assert node.state.holdings is not None
+    if not node.usable:
+        return False
+    if shard is not None:
+        return step in dict(node.state.holdings.tensors).get(shard, ())
+    return any(step in steps for of, _, steps in node.state.holdings.records if of == rank)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_the_own_node_is_ended_and_only_here(source: FaultSource) -> None:
-    node = Node(3, NODES)
-    (end,) = node.feed(lost_by(3, "fan", source=source)).ends
-    assert end.here_only
-    assert end.outcome.reason == "node-3 counts as lost: fan"
+def possible(nodes: dict[int, NodeView], shards: list[int]) -> list[int]:
+    return [
+        step
+        for step in range(STEPS)
+        if all(any(gives(n, step, rank=rank) for n in nodes.values()) for rank in range(len(shards)))
+        and all(any(gives(n, step, shard=shard) for n in nodes.values()) for shard in shards)
+    ]
 
 
-def test_a_leader_that_is_out_leads_no_more() -> None:
-    node = Node(0, NODES)
-    heard = node.feed(lost_by(0, "fan", source="operator"))
-    assert len(heard.ends) == 1
-    assert not node.control.leads
-    assert (0, "fan", "operator") in heard.meetings[-1].lost
+@given(jobs())
+def test_it_is_the_newest_step_that_usable_nodes_can_give(
+    case: tuple[dict[int, NodeView], list[int]],
+) -> None:
+    nodes, shards = case
+    assert recovery_step(nodes.values(), len(shards)) == max(possible(nodes, shards), default=None)
+
+
+@given(jobs())
+def test_whoever_is_named_can_give_it(case: tuple[dict[int, NodeView], list[int]]) -> None:
+    nodes, shards = case
+    places = [m.Place(node=rank % len(nodes), slot=rank) for rank in range(len(shards))]
+    try:
+        sources = state_sources(nodes, places, progress=0)
+    except NoCommonStepError:
+        assert not possible(nodes, shards)
+        return
+    if sources.step is None:
+        assert not possible(nodes, shards)
+        return
+    assert sources.shards == tuple(shards)
+    assert [shard for shard, _ in sources.tensor_nodes] == sorted(set(shards))
+    for shard, holders in sources.tensor_nodes:
+        assert set(holders) == {n for n, view in nodes.items() if gives(view, sources.step, shard=shard)}
+    for rank, holders in enumerate(sources.record_nodes):
+        assert set(holders) == {n for n, view in nodes.items() if gives(view, sources.step, rank=rank)}
+        home = places[rank].node
+        assert home not in holders or holders[0] == home
+
+
+def test_the_only_copy_of_a_shard_decides() -> None:
+    """Rank 1's node is lost; another holds its shard, but a step behind."""
+    nodes = {
+        0: view(0, {0: (6, 7)}, {(0, 0): (6, 7), (1, 1): (6, 7)}),
+        1: view(1, {1: (6, 7)}, {(1, 1): (6, 7)}, "dark"),
+        2: view(2, {1: (5, 6)}, {}),
+    }
+    places = [m.Place(node=0, slot=0), m.Place(node=2, slot=0)]
+    sources = state_sources(nodes, places, progress=7)
+    assert (sources.step, sources.tensor_nodes) == (6, ((0, (0,)), (1, (2,))))
+
+
+def test_what_is_missing_is_named() -> None:
+    nodes = {
+        0: view(0, {0: (6, 7)}, {(0, 0): (6, 7), (1, 1): (6, 7)}),
+        1: view(1, {1: (3,)}, {}),
+    }
+    places = [m.Place(node=0, slot=0), m.Place(node=1, slot=0)]
+    with pytest.raises(NoCommonStepError, match=r"rank 1's records .* \[6, 7\], its tensors for steps \[3\]"):
+        state_sources(nodes, places, progress=7)

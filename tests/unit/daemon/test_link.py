@@ -124,7 +124,7 @@ class Middle:
 
 
 def record(step: int) -> p.PutRecord:
-    return p.PutRecord(generation=1, rank=2, step=step, record=b"r" * 100, digest="d")
+    return p.PutRecord(generation=1, rank=2, shard=2, step=step, record=b"r" * 100, digest="d")
 
 
 def test_messages_and_bulk_both_ways() -> None:

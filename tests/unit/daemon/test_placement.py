@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.control.domains import domain_of
-from ckptless.daemon.control.placement import holders
+from ckptless.daemon.control.placement import holders, shard_holders
 
 
 def infos(nodes: list[int]) -> list[NodeInfo]:
@@ -97,3 +97,46 @@ def test_in_racks_of_the_same_size_every_node_holds_for_as_many_others(racks: in
     nodes = infos(list(range(4 * racks)))
     held = [info.node for me in range(4 * racks) for info in holders(nodes, me, 2, (), domains)]
     assert all(held.count(node) == 2 for node in range(4 * racks))
+
+
+# -------------------------------------------------------------------------------------------- shards
+
+
+@pytest.mark.parametrize(
+    ("twins", "copies", "domains", "expected"),
+    [
+        pytest.param({0}, 2, (), [1, 2], id="nobody has it: FSDP"),
+        pytest.param({0, 2}, 2, (), [1], id="a twin counts: HSDP"),
+        pytest.param({0, 2, 4}, 2, (), [], id="enough twins"),
+        pytest.param({0}, 2, ("a", "a", "b", "b", "b"), [2, 3], id="other domains first"),
+        pytest.param({0, 1}, 1, ("a", "a", "b", "b", "b"), [2], id="all twins in one domain"),
+        pytest.param({0, 2}, 1, ("a", "a", "b", "b", "b"), [], id="twins in two domains"),
+        pytest.param({0, 1}, 1, ("a",) * 5, [], id="there is one domain only"),
+    ],
+)
+def test_who_gets_a_shard(
+    twins: set[int], copies: int, domains: tuple[str, ...], expected: list[int]
+) -> None:
+    found = shard_holders(infos([0, 1, 2, 3, 4]), 0, copies, twins, (), domains)
+    assert [info.node for info in found] == expected
+
+
+@given(
+    st.sets(st.integers(0, 12), min_size=1),
+    st.integers(0, 4),
+    st.sets(st.integers(0, 12)),
+    DOMAINS,
+    st.data(),
+)
+def test_any_domain_may_be_lost_where_there_is_another(
+    nodes: set[int], copies: int, away: set[int], domains: tuple[str, ...], data: st.DataObject
+) -> None:
+    twins = data.draw(st.sets(st.sampled_from(sorted(nodes)), min_size=1))
+    me = data.draw(st.sampled_from(sorted(twins)))
+    found = {info.node for info in shard_holders(infos(sorted(nodes)), me, copies, twins, away, domains)}
+    assert not found & (twins | away)
+    have = twins | found
+    reachable = nodes - away - twins
+    assert len(have) >= min(copies + 1, len(twins | reachable))
+    if copies and any(domains) and {domain_of(domains, n) for n in reachable} - {domain_of(domains, me)}:
+        assert len({domain_of(domains, n) for n in have}) > 1

