@@ -122,6 +122,22 @@ def check() -> None:
 # ------------------------------------------------------------------------------------- process groups
 
 
+def untraced(kind: type[Any]) -> None:
+    """Keep torch.compile out of a class's methods and of what they call.
+
+    C++ calls them in the middle of a compiled model (DDP's buffers do), and Dynamo would try to compile each.
+    Told to the interpreter's hook itself, since `torch.compiler.disable` imports all of Dynamo.
+    """
+    hook = getattr(torch._C, "_dynamo", None) and torch._C._dynamo.eval_frame
+    if hook is None or not hasattr(hook, "set_code_exec_strategy"):
+        return  # a torch that has it elsewhere: compiled DDP may then refuse to trace, and says so
+    skip = hook._FrameExecStrategy(hook._FrameAction.SKIP, hook._FrameAction.SKIP)
+    for member in vars(kind).values():
+        function = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(function):
+            hook.set_code_exec_strategy(function.__code__, skip)
+
+
 class GroupBase(dist.ProcessGroup):
     """A ProcessGroup that Python overrides: C++ callers, too, come to a subclass's methods."""
 

@@ -6,6 +6,9 @@ import contextlib
 import gc
 import hashlib
 import os
+import random
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -102,7 +105,7 @@ class Job:
         model: nn.Module = Net(self)
         optimizer_of: Any = torch.optim.AdamW
         if self.kind.startswith("ddp"):
-            model = DistributedDataParallel(model, bucket_cap_mb=0.001)
+            model = DistributedDataParallel(model, bucket_cap_mb=0.001 if self.kind == "ddp" else 25)
             if self.kind != "ddp":
                 model = torch.compile(model, backend=self.kind.partition("-")[2])  # type: ignore[assignment]
         else:
@@ -258,7 +261,10 @@ class Rank:
         return self.job.build(seed=7 if self.spot.index < self.ranks and self.built == 1 else 8)
 
     def attempt(self, state: State, number: int, place: str, generation: int) -> None:
-        """A step that is left at that place."""
+        """A step that is left at that place, or steps that are left anywhere."""
+        if place == "anywhere":
+            self.wander(state, number, generation)
+            return
         assert self.run is not None
         trap = Trap(place, self.spot, self.ranks, self.fabric, generation)
         self.job.probe = trap
@@ -269,6 +275,20 @@ class Rank:
         except (GenerationEnded, CollectiveFailed) as error:
             self.seen.append(type(error).__name__ if trap.sprung else f"early {error}")
         self.fabric.abort()
+
+    def wander(self, state: State, number: int, generation: int) -> None:
+        """Steps on end, and an abort from another thread: on each rank at a moment of its own."""
+        delay = 0.06 * random.Random(generation).random() + 0.004 * random.random()
+        timer = threading.Timer(delay, self.fabric.abort)
+        timer.start()
+        try:
+            for each in range(number, number + 10_000):
+                self.job.step(state, each)
+        except (GenerationEnded, CollectiveFailed) as error:
+            self.seen.append(type(error).__name__)
+        timer.join()
+        for each in [each for each in self.job.losses if each >= number]:
+            del self.job.losses[each]  # never committed
 
     def leave(self) -> None:
         """This process is no rank any more."""
@@ -285,6 +305,17 @@ def identities(state: State) -> tuple[int, ...]:
 def counts() -> tuple[int, int]:
     """Descriptors and threads of this process."""
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+
+def settled(fabric: Fabric, start: tuple[int, int]) -> tuple[int, int]:
+    """The same when old backends are gone and idle helper threads have left, or after a while."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        now = counts()
+        if fabric.sweep() == 0 and now[0] <= start[0] and now[1] <= start[1]:
+            break
+        time.sleep(0.1)
+    return counts()
 
 
 def faults(place: Place, kind: str, places: list[str], by_hand: bool = False) -> dict[str, Any]:
@@ -320,6 +351,8 @@ def faults(place: Place, kind: str, places: list[str], by_hand: bool = False) ->
             me.leave()
             state = None
     here = state is not None
+    if here:
+        sizes.append(settled(me.fabric, sizes[0]))
     result = {
         "losses": {str(k): v for k, v in losses.items()},
         "digest": digest(state) if state is not None else None,
