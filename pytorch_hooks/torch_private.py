@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 OLDEST = (2, 8)
 NEWEST = (2, 13)
+_SPAN = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 
 _C10D = "torch._C._distributed_c10d"
 _DDP = "torch.nn.parallel:DistributedDataParallel"
@@ -94,23 +95,47 @@ def _moved(where: str, words: str) -> str | None:
     return f"{name} no longer takes or gives {', '.join(missing)}" if missing else None
 
 
+def refuse_moved(needed: Iterable[tuple[str, str]]) -> None:
+    """Raise `TorchMismatch` if one of these things (where, words of its signature) is not what it was."""
+    refuse([text for where, words in needed if (text := _moved(where, words)) is not None])
+
+
+def refuse(moved: list[str]) -> None:
+    """Raise `TorchMismatch` if anything has moved."""
+    if moved:
+        raise TorchMismatch(
+            f"torch {torch.__version__} has moved what ckptless (made for {_SPAN}) uses inside it: "
+            f"{'; '.join(moved)}."
+        )
+
+
 def check() -> None:
     """Raise `TorchMismatch`, in one sentence, if this torch is not one that recovery can stand on."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    span = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
     if version < OLDEST:
-        raise TorchMismatch(f"torch {torch.__version__} is too old for ckptless, which supports {span}.")
-    moved = [text for where, words in _NEEDED if (text := _moved(where, words)) is not None]
-    if moved:
-        raise TorchMismatch(
-            f"torch {torch.__version__} has moved what ckptless (made for {span}) uses inside it: "
-            f"{'; '.join(moved)}."
-        )
+        raise TorchMismatch(f"torch {torch.__version__} is too old for ckptless, which supports {_SPAN}.")
+    refuse_moved(_NEEDED)
     if version > NEWEST:
-        _log.warning("torch %s is newer than what ckptless was tested with (%s)", torch.__version__, span)
+        _log.warning("torch %s is newer than what ckptless was tested with (%s)", torch.__version__, _SPAN)
 
 
 # ------------------------------------------------------------------------------------- process groups
+
+
+def untraced(kind: type[Any]) -> None:
+    """Keep torch.compile out of a class's methods and of what they call.
+
+    C++ calls them in the middle of a compiled model (DDP's buffers do), and Dynamo would try to compile each.
+    Told to the interpreter's hook itself, since `torch.compiler.disable` imports all of Dynamo.
+    """
+    hook = getattr(torch._C, "_dynamo", None) and torch._C._dynamo.eval_frame
+    if hook is None or not hasattr(hook, "set_code_exec_strategy"):
+        return  # a torch that has it elsewhere: compiled DDP may then refuse to trace, and says so
+    skip = hook._FrameExecStrategy(hook._FrameAction.SKIP, hook._FrameAction.SKIP)
+    for member in vars(kind).values():
+        function = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(function):
+            hook.set_code_exec_strategy(function.__code__, skip)
 
 
 class GroupBase(dist.ProcessGroup):

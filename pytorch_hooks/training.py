@@ -14,10 +14,12 @@ from ckptless.daemon.api.errors import RecoveryError, UsageError
 from ckptless.pytorch_hooks import env, torch_private
 from ckptless.pytorch_hooks.comm import ddp
 from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
+from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.cursor import Cursor
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, read, restore
-from ckptless.pytorch_hooks.state.objects import parts_of
+from ckptless.pytorch_hooks.state.objects import drop_gradients, parts_of, tree_of
+from ckptless.pytorch_hooks.state.twins import refuse
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class Run:
         self._dirty = False
         self._ddp: list[tuple[str, DistributedDataParallel]] = []
         self._layouts: dict[str, list[list[int]]] = {}
+        self._fsdp = Sharded(())
         self._on_recovery: list[Callable[[Run], None]] = []
         self._was_spare = False
         self._fabric_open = False
@@ -158,10 +161,12 @@ class Run:
                 raise UsageError(
                     f"the function given to run.keep returned {type(state).__name__}, not a State"
                 )
+            refuse(state)
             self._fabric.mark()
             self._state, self._tensors = state, TensorSet(state)
             self._ddp = list(_ddp_modules(state))
-            newcomer = True
+            self._fsdp = Sharded(module for _prefix, module in tree_of(state).modules())
+            newcomer = self._dirty = True  # what was built is the state of no step
         else:
             newcomer = False
         self._session.send(m.Twins(generation=part.generation, ranks=self._twins))
@@ -179,6 +184,9 @@ class Run:
         """Groups of the new generation, then the state of `step`."""
         assert self._state is not None
         assert self._tensors is not None
+        # Before anybody looks at the tensors: parameters must be shards again.
+        self._fsdp.renew()
+        drop_gradients(self._state)
         self._join()
         self._fabric.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ckptless.pytorch_hooks import torch_private
+from ckptless.pytorch_hooks import torch_fsdp, torch_private
 from ckptless.pytorch_hooks.comm.graveyard import Graveyard
 from ckptless.pytorch_hooks.comm.group import NAME, Group
 from ckptless.pytorch_hooks.comm.sockets import Opened
@@ -82,6 +82,7 @@ class Fabric:
         `configure`.
         """
         torch_private.check()
+        torch_fsdp.forget_meshes()
         scope = self._enter(generation)
         self._fake = store is None
         if store is not None:

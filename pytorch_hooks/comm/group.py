@@ -185,3 +185,4 @@ def _forward(name: str) -> Callable[..., Any]:
 for _name in _COLLECTIVES:
     if hasattr(dist.ProcessGroup, _name):
         setattr(Group, _name, _forward(_name))
+torch_private.untraced(Group)

@@ -346,3 +346,7 @@ class FinishedWork(torch_private.Work):
     def result(self) -> list[torch.Tensor]:
         """The tensors."""
         return self._tensors
+
+
+for _kind in (AbortableWork, FinishedWork):
+    torch_private.untraced(_kind)

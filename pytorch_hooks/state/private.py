@@ -64,6 +64,14 @@ def sharding(tensor: torch.Tensor, like: torch.Tensor | None) -> str:
     return "replicated" if all(p.is_replicate() for p in spec.placements) else "other"
 
 
+def placed(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]] | None:
+    """Give a DTensor's mesh and the dimensions of it over which the tensor is not replicated, or None."""
+    spec = getattr(tensor, "_spec", None) if type(tensor) not in _PLAIN else None
+    if spec is None:
+        return None
+    return spec.mesh, tuple(i for i, p in enumerate(spec.placements) if not p.is_replicate())
+
+
 def replicated(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Wrap a local tensor as a DTensor that is whole on every rank of the mesh of `like` (a DTensor)."""
     from torch.distributed.tensor import DTensor, Replicate

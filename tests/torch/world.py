@@ -67,9 +67,13 @@ def run(
             with contextlib.suppress(ProcessLookupError):  # all are gone, as they should be
                 os.killpg(process.pid, signal.SIGKILL)
     results: list[Any] = json.loads(output.splitlines()[-1])
-    for index, result in enumerate(results):
-        if index not in lost and (result is None or "error" in result):
-            raise AssertionError(f"process {index} of {scenario}: {result and result['error']}")
+    failed = {
+        index: result and result["error"]
+        for index, result in enumerate(results)
+        if index not in lost and (result is None or "error" in result)
+    }
+    if failed:  # of all: the first one's may only follow from another's
+        raise AssertionError("\n".join(f"process {i} of {scenario}: {text}" for i, text in failed.items()))
     return results
 
 
