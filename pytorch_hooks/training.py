@@ -19,7 +19,7 @@ from ckptless.pytorch_hooks.cursor import Cursor
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, read, restore
 from ckptless.pytorch_hooks.state.objects import drop_gradients, parts_of, tree_of
-from ckptless.pytorch_hooks.state.twins import refuse
+from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
 logger = logging.getLogger(__name__)
@@ -165,6 +165,8 @@ class Run:
             self._fabric.mark()
             self._state, self._tensors = state, TensorSet(state)
             self._ddp = list(_ddp_modules(state))
+            found = twins(state, self.rank, self.world_size)
+            self._twins = () if len(found) == self.world_size else found
             self._fsdp = Sharded(module for _prefix, module in tree_of(state).modules())
             newcomer = self._dirty = True  # what was built is the state of no step
         else:

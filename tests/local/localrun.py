@@ -247,11 +247,11 @@ def toy(
 
 
 @functools.cache
-def reference(steps: int = STEPS, ranks: int = RANKS) -> Result:
+def reference(steps: int = STEPS, ranks: int = RANKS, parallel: str = "ddp") -> Result:
     """The fault-free run that all others are compared with; made once."""
     with tempfile.TemporaryDirectory(prefix="ckptless-reference-") as scratch:
         home = Path(scratch)
-        with toy(home, nodes=ranks, steps=steps) as job:
+        with toy(home, nodes=ranks, steps=steps, env={"TOY_PARALLEL": parallel}) as job:
             job.ended(0)
         found = read_toy(home / "out")
     assert set(found.losses) == {(rank, step) for rank in range(ranks) for step in range(1, steps + 1)}
@@ -261,9 +261,11 @@ def reference(steps: int = STEPS, ranks: int = RANKS) -> Result:
     return found
 
 
-def same_as_reference(job: Job, faults: Sequence[Fault], steps: int = STEPS, ranks: int = RANKS) -> Snapshot:
+def same_as_reference(
+    job: Job, faults: Sequence[Fault], steps: int = STEPS, ranks: int = RANKS, parallel: str = "ddp"
+) -> Snapshot:
     """Every loss of every rank, redone ones too, and the end of every rank are those without a fault."""
-    clean, found, ledger = reference(steps, ranks), read_toy(job.home / "out"), job.ledger()
+    clean, found, ledger = reference(steps, ranks, parallel), read_toy(job.home / "out"), job.ledger()
     assert found.struck == frozenset(range(len(faults))), (
         f"did not strike: {[f for n, f in enumerate(faults) if n not in found.struck]}\n{job.story()}"
     )

@@ -1,4 +1,4 @@
-"""A small DDP job that injects faults into itself: `toy.py STEPS OUT [FAULTS as JSON]`.
+"""A small job, DDP or sharded, that injects faults into itself: `toy.py STEPS OUT [FAULTS as JSON]`.
 
 A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the step after `step` commits
 (or a phase of a recovery), `kind` is kill, stop (SIGSTOP), raise, exit, daemon (its node's), or node (agent,
@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ckptless
 
@@ -34,6 +37,8 @@ SLEEP_S = float(os.environ.get("TOY_SLEEP_S", "0"))
 SLEEP_WHILE = os.environ.get("TOY_SLEEP_WHILE")
 NAN_FROM = int(os.environ.get("TOY_NAN_FROM", "0"))
 WATCH = "TOY_WATCH" in os.environ
+PARALLEL = os.environ.get("TOY_PARALLEL", "ddp")
+WIDTH = int(os.environ.get("TOY_WIDTH", "48"))
 
 
 def strike(where: str, rank: int, step: int, generation: int) -> None:
@@ -120,11 +125,35 @@ class Probe:
         self.count = state["count"]
 
 
+def make_model(run: Any) -> nn.Module:
+    """The model as `TOY_PARALLEL` says: ddp; fsdp, every rank with its own shard; hsdp, two with the same."""
+    if PARALLEL == "ddp":
+        body = nn.Sequential(
+            nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32)
+        )
+        return nn.parallel.DistributedDataParallel(body)
+    body = nn.Sequential(
+        nn.Linear(32, 64),
+        nn.LayerNorm(64),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(64, WIDTH),
+        nn.Linear(WIDTH, 32),
+    )
+    if PARALLEL == "fsdp":
+        mesh = init_device_mesh("cpu", (run.world_size,))
+    else:
+        mesh = init_device_mesh("cpu", (2, run.world_size // 2), mesh_dim_names=("replicate", "shard"))
+    for layer in body:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(body, mesh=mesh)
+
+
 def build(run: Any) -> ckptless.State:
     torch.manual_seed(1)
     random.seed(run.rank)
-    body = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32))
-    model = nn.parallel.DistributedDataParallel(body)
+    model = make_model(run)
     strike("build", run.rank, run.step, run.generation)
     optimizer = Step(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
@@ -192,8 +221,13 @@ def steps(run: Any) -> None:
     strike("finish", run.rank, run.step, run.generation)
     (OUT / f"final-{run.rank}.txt").write_text(f"{digest(state)} {state.seen} {state.probe.count}")
     if run.rank == 0:
-        total = sum(p.double().sum().item() for p in state.model.parameters())
+        total = sum(own(p).double().sum().item() for p in state.model.parameters())
         (OUT / "final.txt").write_text(total.hex())
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def digest(state: Any) -> str:
@@ -201,7 +235,7 @@ def digest(state: Any) -> str:
     found = hashlib.sha256()
     moments = [v for entry in state.optimizer.state_dict()["state"].values() for v in entry.values()]
     for tensor in [*state.model.state_dict().values(), *moments]:
-        found.update(tensor.detach().cpu().numpy().tobytes())
+        found.update(own(tensor).detach().numpy().tobytes())
     return found.hexdigest()
 
 

@@ -81,9 +81,9 @@ class Agent:
         at = m.TensorsAt(region=REGION, offset=0, nbytes=kept.at.nbytes, digest=kept.at.digest)
         os.pwrite(self._fd(), kept.data, 0)
         self.given += 1
-        return m.Fetched(
-            step=step, record=kept.record, tensors=at, slot_nbytes=self._slot_nbytes
-        ), os.dup(self._fd())
+        return m.Fetched(step=step, record=kept.record, tensors=at, slot_nbytes=self._slot_nbytes), os.dup(
+            self._fd()
+        )
 
     # -- the rank moves to another process
 
