@@ -99,7 +99,8 @@ class Peering:
         self._member.heard(node, self._now())
         match message:
             case Beat():
-                self._pulses.hear(message.pulses, self._now())
+                for voter in self._pulses.hear(message.pulses, self._now()):
+                    self._router.learn(voter, node)
             case Suspect() | Saw():
                 self._member.hear(node, message, self._now())
             case Have() | Want():

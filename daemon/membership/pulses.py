@@ -27,12 +27,13 @@ class Pulses:
             self._seen.pop(gone, None)
         return tuple(sorted(self._newest.items()))
 
-    def hear(self, pulses: tuple[tuple[int, int], ...], now: float) -> None:
-        """What a beat has brought."""
-        for node, pulse in pulses[:MOST]:
-            if pulse > self._newest.get(node, 0):
-                # Of itself: a former life of this daemon had a faster clock.
-                self._newest[node], self._seen[node] = pulse, now
+    def hear(self, pulses: tuple[tuple[int, int], ...], now: float) -> list[int]:
+        """What a beat has brought; of whom it was news."""
+        news = [(node, pulse) for node, pulse in pulses[:MOST] if pulse > self._newest.get(node, 0)]
+        for node, pulse in news:
+            # Of itself: a former life of this daemon had a faster clock.
+            self._newest[node], self._seen[node] = pulse, now
+        return [node for node, _ in news]
 
     def seen_since(self, when: float) -> set[int]:
         """Voters that have given a new sign of life since then."""

@@ -2,6 +2,7 @@
 
 To all: everybody passes it on to all neighbours, once. To one: by the neighbour over whom something of that
 one came last, as an Ethernet bridge does it; whoever does not know passes it to nobody, and it is said again.
+To voters, of whom one leads, there is always a way: their signs of life come with every beat (`pulses`).
 """
 
 from collections import OrderedDict
@@ -68,6 +69,11 @@ class Router:
             return False
         self._routes[origin] = sender
         return True
+
+    def learn(self, node: int, neighbour: int) -> None:
+        """A sign of life of a daemon came by way of a neighbour."""
+        if node != self.me:
+            self._routes[node] = neighbour
 
     def toward(self, node: int) -> int | None:
         """The neighbour over whom something of that node came last."""

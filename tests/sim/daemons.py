@@ -95,8 +95,6 @@ class Daemon:
             self._peering = _Peering(self, roster, self._session)
             self.world.checks.remembers(self)
             self._peering.start()
-            for node in list(self.links):
-                self._peering.linked(node)
         return self._session
 
     def _do(self, action: Callable[[Peering], None]) -> None:
@@ -137,7 +135,6 @@ class Daemon:
         """A message of another daemon."""
         if not self.alive or self._sleeps(lambda: self.peer_says(node, message)):
             return
-        self._open()
         self._do(lambda peering: peering.hear(node, message))
 
     # --------------------------------------------------------------------------- Wires, for Peering

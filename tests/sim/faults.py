@@ -77,8 +77,8 @@ class Job:
         return "KeyError: a bug in the script" if self.sticky == (rank, step) else None
 
 
-def draw(random: Random, shape: Shape) -> Job:
-    """A job with its faults."""
+def draw(random: Random, shape: Shape, name: str) -> Job:
+    """A job with its faults; who is whose neighbour follows from its name."""
     total, spares = random.randint(4, 6), random.randint(1, 2)
     if random.random() < BIG_CHANCE:
         # More than a daemon has neighbours.
@@ -86,7 +86,7 @@ def draw(random: Random, shape: Shape) -> Job:
     total = shape.nodes or total
     slots = random.randint(1, 2)
     spec = m.JobSpec(
-        job="sim",
+        job=name,
         command=("train",),
         nodes=total - spares,
         spares=spares,

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from ckptless.daemon.control.decree import choose_voters
+
+from .agents import Agent
+from .faults import Shape
 from .world import World, simulate
 
 ROOT = Path(__file__).parents[2]
 SEEDS_PER_TEST = 40
+LATE_S = 8.0
 # Rare ones, out of millions of faults; each has found a bug once.
 FOUND = (100550, 101146, 102507, 102564, 102761, 102887, 105957, 205329)
 
@@ -29,6 +34,29 @@ def test_hundreds_of_seeds(first: int) -> None:
 @pytest.mark.parametrize("seed", FOUND)
 def test_what_was_found_once(seed: int) -> None:
     simulate(seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whoever_comes_late_finds_the_leader(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a neighbour of the leader's, nor a voter: nothing of the leader's has ever come there."""
+    world = World(seed, Shape(nodes=12, without=frozenset(range(100))))
+    voters = choose_voters((), set(range(12)), set(range(12)))
+    late = set(range(12)) - set(voters) - world.graph.neighbours(0)
+    connect, waited = Agent.connect, set[int]()
+
+    def connect_late(agent: Agent) -> None:
+        if agent.node in late - waited:
+            waited.add(agent.node)
+            world.events.after(LATE_S, agent.connect)
+        else:
+            connect(agent)
+
+    monkeypatch.setattr(Agent, "connect", connect_late)
+    world.run()
+    assert late
+    came = [at for at, _, text in world.story.lines if text.startswith("agent-up")]
+    begun = next(at for at, _, text in world.story.lines if text.startswith("generation: generation 1 "))
+    assert LATE_S < max(came) < begun < max(came) + 2.5
 
 
 def test_twenty_thousand_faults() -> None:

@@ -29,6 +29,7 @@ EPOCH_S = 100_000.0
 BOUND_S = 60.0
 EVENTS_MAX = 300_000
 SLOW_CHANCE = 0.03
+LATE_CHANCE = 0.3
 
 
 class World:
@@ -38,7 +39,8 @@ class World:
         self.seed, self.random = seed, Random(seed)
         self.events = Events()
         self.story = Story(lambda: self.events.now)
-        self.job: Job = share(draw(self.random, shape), Random(f"shards of {seed}"))
+        job = draw(self.random, shape, f"sim-{seed}")
+        self.job: Job = share(job, Random(f"shards of {seed}"))
         self.spec = self.job.spec
         self.checks = Checks(self)
         self.barriers = Barriers(self)
@@ -95,10 +97,12 @@ class World:
         spec = self.spec
         shape = f"{spec.nodes} nodes, {spec.spares} spares, {spec.slots_per_node} slots each"
         self.story.tell("job", f"seed {self.seed}: {shape}, {self.job.steps} steps, sticky {self.job.sticky}")
+        # On a machine that is busy, or with many nodes, the first ones lead before the last ones come.
+        pace = 10.0 if self._lives.random() < LATE_CHANCE else 1.0
         for node in range(spec.nodes + spec.spares):
             self.agents[node] = Agent(self, node)
             self.events.after(self.random.uniform(0.0, 0.3), lambda node=node: self.start_daemon(node))  # type: ignore[misc]
-            self.events.after(self.random.uniform(0.0, 0.6), self.agents[node].connect)
+            self.events.after(pace * self.random.uniform(0.0, 0.6), self.agents[node].connect)
         for fault in self.job.faults:
             where = f"{fault.delay:.3f} s after {fault.stage or 'the start'}"
             self.story.tell("job", f"fault: {fault.kind}, {where}")
@@ -217,6 +221,10 @@ class World:
             return
         if self.network.apart(low, high):
             return  # dialled again when it heals
+        if one.control is None or two.control is None:
+            # Whoever has not heard of the job from its own agent hangs up.
+            self.dial(low, high)
+            return
         if high not in self.graph.neighbours(low) and high not in one.wanted and low not in two.wanted:
             return
         if high in one.links or low in two.links:
