@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ STEPS = 170
 MARK = "CKPTLESS_TEST_RUN"
 LEAVE_DEADLINE_S = 15.0
 POLL_S = 0.03
+FAULTY_DEADLINE_S = 200.0
 LISTEN = "0A"  # /proc/net/tcp's word for a listening socket
 
 Fault = dict[str, Any]
@@ -285,3 +287,48 @@ def recovered(ledger: Snapshot) -> list[Any]:
     for recovery in whole:
         assert list(recovery.phases) == ["detect", "stop", "leave", "agree", "join", "restore", "first step"]
     return whole
+
+
+def fault(where: str, kind: str, rank: int, step: int | None = None, **more: Any) -> Fault:
+    """One of the toy's faults."""
+    at = {} if step is None else {"step": step}
+    return {"where": where, "kind": kind, "rank": rank, **at, **more}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a toy is run: its nodes, and what it trains ("ddp", "fsdp", "hsdp")."""
+
+    nodes: int = RANKS
+    per_node: int = 1
+    steps: int = STEPS
+    parallel: str = "ddp"
+
+
+def check(
+    home: Path,
+    faults: Sequence[Fault],
+    spares: int = 0,
+    *,
+    shape: Shape = Shape(),  # frozen
+    options: Sequence[object] = (),
+) -> Counter[str]:
+    """Run the toy with these faults, compare with a run without, and count the ledger's faults by kind."""
+    env = {"TOY_PARALLEL": shape.parallel}
+    sizes: dict[str, Any] = {"nodes": shape.nodes, "per_node": shape.per_node, "steps": shape.steps}
+    with toy(home, faults, spares=spares, options=options, env=env, **sizes) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ranks = shape.nodes * shape.per_node
+        ledger = same_as_reference(job, faults, shape.steps, ranks, shape.parallel)
+    generations = [g.generation for g in ledger.generations]
+    assert generations == list(range(1, len(generations) + 1))
+    known = {f.fault for f in ledger.faults}
+    assert all(set(g.faults) <= known and g.faults for g in ledger.generations[1:])
+    assert len(ledger.recoveries) == len(generations) - 1
+    others = [r for r in ledger.recoveries if r.outcome not in ("recovered", "superseded")]
+    assert not others, f"{others}\n{job.story()}"
+    assert recovered(ledger)
+    # Deadlines are there for what nobody foresaw; a fault of ours that only a deadline finds is a bug.
+    waited = [f for f in ledger.faults if f.kind == "stall" or " in 60 s" in f.detail]
+    assert not waited, f"{waited}\n{job.story()}"
+    return Counter(f.kind for f in ledger.faults)

@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from localrun import RANKS, STEPS, Fault, recovered, same_as_reference, toy
+from localrun import FAULTY_DEADLINE_S, RANKS, STEPS, Fault, check, fault, same_as_reference, toy
 
 # A run has dozens of recoveries; the first test also makes the reference run.
 pytestmark = pytest.mark.timeout(300)
-
-DEADLINE_S = 200.0
-
-
-def fault(where: str, kind: str, rank: int, step: int | None = None, **more: Any) -> Fault:
-    at = {} if step is None else {"step": step}
-    return {"where": where, "kind": kind, "rank": rank, **at, **more}
-
-
-def check(
-    home: Path,
-    faults: list[Fault],
-    spares: int = 0,
-    *,
-    nodes: int = RANKS,
-    per_node: int = 1,
-    options: tuple[str, ...] = (),
-) -> Counter[str]:
-    """Run the toy with these faults, compare, and count the faults in the ledger by kind."""
-    with toy(home, faults, spares=spares, nodes=nodes, per_node=per_node, options=options) as job:
-        job.ended(0, DEADLINE_S)
-        ledger = same_as_reference(job, faults)
-    generations = [g.generation for g in ledger.generations]
-    assert generations == list(range(1, len(generations) + 1))
-    known = {f.fault for f in ledger.faults}
-    assert all(set(g.faults) <= known and g.faults for g in ledger.generations[1:])
-    assert len(ledger.recoveries) == len(generations) - 1
-    others = [r for r in ledger.recoveries if r.outcome not in ("recovered", "superseded")]
-    assert not others, f"{others}\n{job.story()}"
-    assert recovered(ledger)
-    # Deadlines are there for what nobody foresaw; a fault of ours that only a deadline finds is a bug.
-    waited = [f for f in ledger.faults if f.kind == "stall" or " in 60 s" in f.detail]
-    assert not waited, f"{waited}\n{job.story()}"
-    return Counter(f.kind for f in ledger.faults)
 
 
 def test_processes_at_every_place(tmp_path: Path) -> None:
@@ -181,7 +145,7 @@ def test_two_ranks_on_each_node(tmp_path: Path) -> None:
         fault("backward", "kill", 3, 40),
     ]
     with toy(tmp_path, faults, nodes=2, per_node=2, spares=1) as job:
-        job.ended(0, DEADLINE_S)
+        job.ended(0, FAULTY_DEADLINE_S)
         ledger = same_as_reference(job, faults)
     places = [g.places for g in ledger.generations]
     assert places[0] == ((0, 0), (0, 1), (1, 0), (1, 1))

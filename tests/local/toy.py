@@ -147,7 +147,8 @@ def make_model(run: Any) -> nn.Module:
     for layer in body:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
-    return fully_shard(body, mesh=mesh)
+    fully_shard(body, mesh=mesh)
+    return body
 
 
 def build(run: Any) -> ckptless.State:
@@ -212,7 +213,7 @@ def steps(run: Any) -> None:
         state.seen += len(x)
         state.probe.count += 1
         strike("commit", run.rank, run.step, run.generation)
-        value = loss.item()
+        value = float(loss.item())
         log.write(f"{run.step + 1} {value.hex()} {state.seen} {time.time()} {run.generation}\n")
         run.commit(loss=value)
         strike("committed", run.rank, run.step, run.generation)
