@@ -213,7 +213,7 @@ def steps(run: Any) -> None:
         state.seen += len(x)
         state.probe.count += 1
         strike("commit", run.rank, run.step, run.generation)
-        value = float(loss.item())
+        value: float = loss.item()
         log.write(f"{run.step + 1} {value.hex()} {state.seen} {time.time()} {run.generation}\n")
         run.commit(loss=value)
         strike("committed", run.rank, run.step, run.generation)
