@@ -132,7 +132,7 @@ class StateService:
         self.on_committed(slot, commit, first=first)
 
     def _push_tensors(self, shard: int, commit: m.Commit, acked: Callable[[], None]) -> None:
-        """Of the nodes that have a shard anyway, that of its lowest rank gives it to others, if it must be."""
+        """Of the nodes that have a shard anyway, that of its lowest rank gives it to others."""
         assert self._assignment is not None
         found = self._vault.tensors(shard, commit.step)
         if found is None or self._assignment.places[shard].node != self._node:

@@ -110,7 +110,8 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 @click.option(
     "--copies",
     type=click.IntRange(min=1),
-    help="Nodes that hold a copy of each rank's record, and of its shard.  [default: 2, or what sbatch --ckptless said]",
+    help="Nodes that hold a copy of each rank's part of the state.  "
+    "[default: 2, or what sbatch --ckptless said]",
 )
 @click.option(
     "--domains",

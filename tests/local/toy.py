@@ -213,7 +213,7 @@ def steps(run: Any) -> None:
         state.seen += len(x)
         state.probe.count += 1
         strike("commit", run.rank, run.step, run.generation)
-        value: float = loss.item()
+        value = loss.item()
         log.write(f"{run.step + 1} {value.hex()} {state.seen} {time.time()} {run.generation}\n")
         run.commit(loss=value)
         strike("committed", run.rank, run.step, run.generation)
@@ -222,7 +222,7 @@ def steps(run: Any) -> None:
     strike("finish", run.rank, run.step, run.generation)
     (OUT / f"final-{run.rank}.txt").write_text(f"{digest(state)} {state.seen} {state.probe.count}")
     if run.rank == 0:
-        total = sum(own(p).double().sum().item() for p in state.model.parameters())
+        total = sum((own(p).double().sum().item() for p in state.model.parameters()), 0.0)
         (OUT / "final.txt").write_text(total.hex())
 
 
