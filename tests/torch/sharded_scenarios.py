@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import os
 import random
 import threading
 import time
@@ -202,8 +201,9 @@ def digest(state: State) -> str:
 
 def stock(place: Place, kind: str, steps: int) -> dict[str, Any]:
     """The same training on stock Gloo without a fault, and without ckptless."""
-    dist.init_process_group("gloo", store=place.store, rank=place.index, world_size=place.size)
-    job = Job(kind, place.index, place.size)
+    ranks = place.size - 1
+    dist.init_process_group("gloo", store=place.store, rank=place.index, world_size=ranks)
+    job = Job(kind, place.index, ranks)
     state = job.build(seed=7)
     for number in range(1, steps + 1):
         job.step(state, number)
@@ -265,16 +265,19 @@ class Rank:
         if place == "anywhere":
             self.wander(state, number, generation)
             return
-        assert self.run is not None
         trap = Trap(place, self.spot, self.ranks, self.fabric, generation)
         self.job.probe = trap
         try:
             self.job.step(state, number)
-            self.run.commit()
+            self.commit()
             raise RuntimeError(f"nothing came to {place}")
         except (GenerationEnded, CollectiveFailed) as error:
             self.seen.append(type(error).__name__ if trap.sprung else f"early {error}")
         self.fabric.abort()
+
+    def commit(self) -> None:
+        assert self.run is not None
+        self.run.commit()
 
     def wander(self, state: State, number: int, generation: int) -> None:
         """Steps on end, and an abort from another thread: on each rank at a moment of its own."""
@@ -318,54 +321,49 @@ def settled(fabric: Fabric, start: tuple[int, int]) -> tuple[int, int]:
     return counts()
 
 
-def faults(place: Place, kind: str, places: list[str], by_hand: bool = False) -> dict[str, Any]:
-    """One committed step, then one that is left, for each place; rank 1 moves to another process each time."""
-    if by_hand:
-        del FSDPModule.reset_iter_state
+def faults(place: Place, kind: str, places: list[str]) -> dict[str, Any]:
+    """For each place one committed step, then one left there; rank 1 moves to another process each time."""
+    if kind == "by-hand":
+        del FSDPModule.reset_iter_state  # as in a torch that has none
     ranks = place.size - 1
+    plain = stock(place, kind, len(places) + 2) if place.index < ranks else {}
     me = Rank(place, kind, ranks)
     losses: dict[int, str] = {}
     sizes: list[tuple[int, int]] = []
     state: State | None = None
     for number in range(len(places) + 1):
-        generation, done = number + 1, number
         holder = VICTIM if number % 2 == 0 else ranks
-        rank = VICTIM if place.index == holder else place.index
         if place.index in (VICTIM, ranks) and place.index != holder:
             continue
+        rank = VICTIM if place.index == holder else place.index
         if number and place.index == holder:
             me.agent.take_over(f"rank{number}")
-        state = me.enter(generation, rank, done if number else None)
-        steps = 1 if number < len(places) else 2
-        for each in range(done + 1, done + 1 + steps):
+        generation = number + 1
+        state = me.enter(generation, rank, number if number else None)
+        for each in range(number + 1, number + (2 if number < len(places) else 3)):
             me.job.step(state, each)
-            assert me.run is not None
-            me.run.commit()
+            me.commit()
         losses |= me.job.losses
         sizes.append(counts())
         if number == len(places):
             break
-        me.attempt(state, done + 2, places[number], generation)
+        me.attempt(state, number + 2, places[number], generation)
         if place.index == holder:
             me.agent.hand_over(f"rank{number + 1}")
             me.leave()
             state = None
-    here = state is not None
-    if here:
-        sizes.append(settled(me.fabric, sizes[0]))
     result = {
-        "losses": {str(k): v for k, v in losses.items()},
+        "plain": plain,
+        "losses": {str(step): loss for step, loss in losses.items()},
         "digest": digest(state) if state is not None else None,
         "seen": me.seen,
         "same": me.same,
         "built": me.built,
-        "here": here,
-        "sizes": sizes,
-        "given": me.agent.given,
-        "pid": os.getpid(),
+        "start": sizes[0],
+        "end": settled(me.fabric, sizes[0]) if state is not None else sizes[0],
     }
     place.meet("end", place.size, deadline=60)
-    if here:
+    if state is not None:
         me.leave()
     return result
 
@@ -381,7 +379,7 @@ def meshes_twice(_place: Place) -> dict[str, bool]:
     for generation, shape in enumerate(((4,), (2, 2), (4,)), start=1):
         fabric = Fabric(timedelta(seconds=5), host=HOST)
         fabric.open(rank=1, world_size=4, generation=generation, store=None)
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -118,9 +118,7 @@ def test_ten_thousand_ranks_and_thousands_of_tensors() -> None:
         many = {f"t{i}": placed(mesh, Replicate(), Shard(0)) for i in range(4_000)}
         # A mesh object of its own for each of these, all equal.
         many |= {
-            f"m{i}": placed(
-                DeviceMesh("cpu", torch.arange(10_000).view(1250, 8), _init_backend=False), *kind
-            )
+            f"m{i}": placed(DeviceMesh("cpu", torch.arange(10_000).view(1250, 8), _init_backend=False), *kind)
             for i, kind in enumerate([(Replicate(), Shard(0))] * 5)
         }
         small, large = State(model=Holder(**few)), State(model=Holder(**many))
@@ -139,7 +137,9 @@ def test_fsdp1_is_refused() -> None:
     try:
         for plain in (True, False):
             model = FullyShardedDataParallel(net(), use_orig_params=plain, device_id=torch.device("cpu"))
-            with pytest.raises(UsageError, match=r"^state\.model is a FullyShardedDataParallel .*fully_shard"):
+            with pytest.raises(
+                UsageError, match=r"^state\.model is a FullyShardedDataParallel .*fully_shard"
+            ):
                 twins(State(model=model), 0, 2)
             if not plain:
                 flat = torch.optim.SGD(model.parameters(), lr=0.1)
