@@ -62,6 +62,7 @@ def check(kind: str, ranks: int, places: list[str], deadline: float = 95.0) -> l
 @pytest.mark.parametrize(
     ("kind", "ranks", "places"),
     [
+        ("plain", 2, ["forward0-block", "after0", "clipped"]),
         ("ddp", 2, PLACES),
         ("fsdp", 3, PLACES),
         ("hsdp", 4, PLACES),
