@@ -45,11 +45,11 @@ class Block(nn.Module):
         self.tell = job.in_block
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.up(x)
+        out: torch.Tensor = self.up(x)
         if not torch.compiler.is_compiling():
             self.tell()  # a recomputation stops where it has all that it needs: not at the end
-        out = self.down(self.drop(torch.relu(self.norm(out))))
-        return x + out
+        out = x + self.down(self.drop(torch.relu(self.norm(out))))
+        return out
 
 
 class Net(nn.Module):
@@ -91,11 +91,12 @@ class Job:
         if self.blocks == 2:
             self.probe(f"{self.phase}-block")
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def probe_backward(self, x: torch.Tensor) -> None:
         self.probe(f"{self.phase}-middle")
         if x.requires_grad:
-            x.register_hook(lambda _grad: self.probe(f"{self.phase}-grad"))
+            hooked: Any = x
+            hooked.register_hook(lambda _grad: self.probe(f"{self.phase}-grad"))
 
     # -- the state
 
