@@ -48,8 +48,8 @@ class Block(nn.Module):
         out: torch.Tensor = self.up(x)
         if not torch.compiler.is_compiling():
             self.tell()  # a recomputation stops where it has all that it needs: not at the end
-        out = x + self.down(self.drop(torch.relu(self.norm(out))))
-        return out
+        moved: torch.Tensor = self.down(self.drop(torch.relu(self.norm(out))))
+        return x + moved
 
 
 class Net(nn.Module):
