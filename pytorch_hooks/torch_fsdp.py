@@ -84,6 +84,8 @@ def reset(state: Any) -> None:
 
     Nothing is waited for: works of an ended generation would raise. A state that is no root does nothing.
     """
+    if state._is_root is False:
+        return
     for each in state._state_ctx.all_states or [state]:
         for group in _groups(each):
             if group._all_gather_result is not None:
@@ -92,9 +94,9 @@ def reset(state: Any) -> None:
         for group in _groups(state):  # it has run no forward, but unshard() may have been called
             group._all_gather_result = None
             group.reshard()
-    elif state._is_root and hasattr(state._modules[0], "reset_iter_state"):
+    elif hasattr(state._modules[0], "reset_iter_state"):
         state._modules[0].reset_iter_state()
-    elif state._is_root:
+    else:
         _reset_by_hand(state)
 
 

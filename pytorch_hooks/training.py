@@ -18,7 +18,7 @@ from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.cursor import Cursor
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, read, restore
-from ckptless.pytorch_hooks.state.objects import drop_gradients, parts_of, tree_of
+from ckptless.pytorch_hooks.state.objects import parts_of, tree_of
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
@@ -188,7 +188,6 @@ class Run:
         assert self._tensors is not None
         # Before anybody looks at the tensors: parameters must be shards again.
         self._fsdp.renew()
-        drop_gradients(self._state)
         self._join()
         self._fabric.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)

@@ -124,12 +124,6 @@ def every_parameter(state: State) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"p:{name}:{i}.{j}", tensor
 
 
-def drop_gradients(state: State) -> None:
-    """Forget the gradients of every parameter: those of a half-done step must not be added to the next."""
-    for _name, parameter in every_parameter(state):
-        parameter.grad = None
-
-
 def _several(role: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {}

@@ -222,7 +222,7 @@ def steps(run: Any) -> None:
     strike("finish", run.rank, run.step, run.generation)
     (OUT / f"final-{run.rank}.txt").write_text(f"{digest(state)} {state.seen} {state.probe.count}")
     if run.rank == 0:
-        total = sum((own(p).double().sum().item() for p in state.model.parameters()), 0.0)
+        total = sum((float(own(p).double().sum().item()) for p in state.model.parameters()), 0.0)
         (OUT / "final.txt").write_text(total.hex())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import os
 import random
 import threading
 import time
@@ -46,11 +45,11 @@ class Block(nn.Module):
         self.tell = job.in_block
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.up(x)
+        out: torch.Tensor = self.up(x)
         if not torch.compiler.is_compiling():
             self.tell()  # a recomputation stops where it has all that it needs: not at the end
-        out = self.down(self.drop(torch.relu(self.norm(out))))
-        return x + out
+        moved: torch.Tensor = self.down(self.drop(torch.relu(self.norm(out))))
+        return x + moved
 
 
 class Net(nn.Module):
@@ -92,11 +91,12 @@ class Job:
         if self.blocks == 2:
             self.probe(f"{self.phase}-block")
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def probe_backward(self, x: torch.Tensor) -> None:
         self.probe(f"{self.phase}-middle")
         if x.requires_grad:
-            x.register_hook(lambda _grad: self.probe(f"{self.phase}-grad"))
+            hooked: Any = x
+            hooked.register_hook(lambda _grad: self.probe(f"{self.phase}-grad"))
 
     # -- the state
 
@@ -108,7 +108,7 @@ class Job:
             model = DistributedDataParallel(model, bucket_cap_mb=0.001 if self.kind == "ddp" else 25)
             if self.kind != "ddp":
                 model = torch.compile(model, backend=self.kind.partition("-")[2])  # type: ignore[assignment]
-        else:
+        elif self.kind != "plain":
             model = self._shard(model)
         optimizer = optimizer_of(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
@@ -156,12 +156,16 @@ class Job:
                 loss.backward()
             total += float(loss.detach())
             self.probe(f"after{part}")
+        if self.kind == "plain":  # reduces by itself
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         self.probe("clipped")
         state.optimizer.step()
         self.probe("torn")
         state.scheduler.step()
-        state.optimizer.zero_grad()
+        # Gradients of zero are not the same as none: some optimizers move for them.
+        state.optimizer.zero_grad(set_to_none=self.kind not in ("hsdp", "kept"))
         self.losses[number] = total.hex()
         return total
 
@@ -175,7 +179,9 @@ class Job:
 
     @contextlib.contextmanager
     def _sync(self, model: Any, *, last: bool) -> Any:
-        if isinstance(model, DistributedDataParallel):
+        if self.kind == "plain":
+            yield
+        elif isinstance(model, DistributedDataParallel):
             with contextlib.nullcontext() if last else model.no_sync():
                 yield
         elif self.kind == "hsdp-partial":
@@ -202,8 +208,12 @@ def digest(state: State) -> str:
 
 def stock(place: Place, kind: str, steps: int) -> dict[str, Any]:
     """The same training on stock Gloo without a fault, and without ckptless."""
-    dist.init_process_group("gloo", store=place.store, rank=place.index, world_size=place.size)
-    job = Job(kind, place.index, place.size)
+    ranks = place.size - 1
+    dist.init_process_group("gloo", store=place.store, rank=place.index, world_size=ranks)
+    # The groups of the mesh get other names than later: caches that confuse the two meshes would show.
+    for _ in range(3):
+        dist.new_group([0])
+    job = Job(kind, place.index, ranks)
     state = job.build(seed=7)
     for number in range(1, steps + 1):
         job.step(state, number)
@@ -251,7 +261,7 @@ class Rank:
         self.run.enter(self.agent.assigned(generation, rank, restore_step))
         state = self.run.keep(self._build)
         ids = identities(state)
-        self.same &= not self.ids or ids == self.ids
+        self.same &= (not self.ids or ids == self.ids) and as_built(state)
         self.ids = ids
         return state
 
@@ -265,16 +275,19 @@ class Rank:
         if place == "anywhere":
             self.wander(state, number, generation)
             return
-        assert self.run is not None
         trap = Trap(place, self.spot, self.ranks, self.fabric, generation)
         self.job.probe = trap
         try:
             self.job.step(state, number)
-            self.run.commit()
+            self.commit()
             raise RuntimeError(f"nothing came to {place}")
         except (GenerationEnded, CollectiveFailed) as error:
             self.seen.append(type(error).__name__ if trap.sprung else f"early {error}")
         self.fabric.abort()
+
+    def commit(self) -> None:
+        assert self.run is not None
+        self.run.commit()
 
     def wander(self, state: State, number: int, generation: int) -> None:
         """Steps on end, and an abort from another thread: on each rank at a moment of its own."""
@@ -302,6 +315,15 @@ def identities(state: State) -> tuple[int, ...]:
     return tuple(map(id, things))
 
 
+def as_built(state: State) -> bool:
+    """Whether what the steps turn between micro-batches is as `fully_shard` had it."""
+    all_true = True
+    for fsdp_state in torch_fsdp.states(state.model.modules()):
+        last, groups = torch_fsdp.switches(fsdp_state)
+        all_true &= last and all(all(group.values()) for group in groups)
+    return all_true
+
+
 def counts() -> tuple[int, int]:
     """Descriptors and threads of this process."""
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
@@ -318,54 +340,49 @@ def settled(fabric: Fabric, start: tuple[int, int]) -> tuple[int, int]:
     return counts()
 
 
-def faults(place: Place, kind: str, places: list[str], by_hand: bool = False) -> dict[str, Any]:
-    """One committed step, then one that is left, for each place; rank 1 moves to another process each time."""
-    if by_hand:
-        del FSDPModule.reset_iter_state
+def faults(place: Place, kind: str, places: list[str]) -> dict[str, Any]:
+    """For each place one committed step, then one left there; rank 1 moves to another process each time."""
+    if kind == "by-hand":
+        del FSDPModule.reset_iter_state  # as in a torch that has none
     ranks = place.size - 1
+    plain = stock(place, kind, len(places) + 2) if place.index < ranks else {}
     me = Rank(place, kind, ranks)
     losses: dict[int, str] = {}
     sizes: list[tuple[int, int]] = []
     state: State | None = None
     for number in range(len(places) + 1):
-        generation, done = number + 1, number
         holder = VICTIM if number % 2 == 0 else ranks
-        rank = VICTIM if place.index == holder else place.index
         if place.index in (VICTIM, ranks) and place.index != holder:
             continue
+        rank = VICTIM if place.index == holder else place.index
         if number and place.index == holder:
             me.agent.take_over(f"rank{number}")
-        state = me.enter(generation, rank, done if number else None)
-        steps = 1 if number < len(places) else 2
-        for each in range(done + 1, done + 1 + steps):
+        generation = number + 1
+        state = me.enter(generation, rank, number if number else None)
+        for each in range(number + 1, number + (2 if number < len(places) else 3)):
             me.job.step(state, each)
-            assert me.run is not None
-            me.run.commit()
+            me.commit()
         losses |= me.job.losses
         sizes.append(counts())
         if number == len(places):
             break
-        me.attempt(state, done + 2, places[number], generation)
+        me.attempt(state, number + 2, places[number], generation)
         if place.index == holder:
             me.agent.hand_over(f"rank{number + 1}")
             me.leave()
             state = None
-    here = state is not None
-    if here:
-        sizes.append(settled(me.fabric, sizes[0]))
     result = {
-        "losses": {str(k): v for k, v in losses.items()},
+        "plain": plain,
+        "losses": {str(step): loss for step, loss in losses.items()},
         "digest": digest(state) if state is not None else None,
         "seen": me.seen,
         "same": me.same,
         "built": me.built,
-        "here": here,
-        "sizes": sizes,
-        "given": me.agent.given,
-        "pid": os.getpid(),
+        "start": sizes[0],
+        "end": settled(me.fabric, sizes[0]) if state is not None else sizes[0],
     }
     place.meet("end", place.size, deadline=60)
-    if here:
+    if state is not None:
         me.leave()
     return result
 
@@ -381,7 +398,7 @@ def meshes_twice(_place: Place) -> dict[str, bool]:
     for generation, shape in enumerate(((4,), (2, 2), (4,)), start=1):
         fabric = Fabric(timedelta(seconds=5), host=HOST)
         fabric.open(rank=1, world_size=4, generation=generation, store=None)
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -35,7 +35,6 @@ class Agent:
         self.kept: dict[int, Kept] = {}
         self._memory: int | None = None
         self._slot_nbytes = 0
-        self.given = 0
 
     @property
     def session(self) -> Session:
@@ -49,7 +48,6 @@ class Agent:
             local_world_size=1,
             group_rank=rank,
             restore_step=restore_step,
-            writes_tensors=True,
             store=(HOST, self._place.port),
             peers=(HOST,),
         )
@@ -67,6 +65,9 @@ class Agent:
     def wait_go(self, generation: int) -> None:
         self._place.meet(f"go{generation}", self._ranks, deadline=60)
 
+    def wait_writes(self, _generation: int) -> bool:
+        return True
+
     def wait_acked(self, _generation: int, _step: int) -> float:
         return 0.0
 
@@ -80,7 +81,6 @@ class Agent:
             self._make(max(kept.at.nbytes, 4096), SLOTS)
         at = m.TensorsAt(region=REGION, offset=0, nbytes=kept.at.nbytes, digest=kept.at.digest)
         os.pwrite(self._fd(), kept.data, 0)
-        self.given += 1
         return m.Fetched(step=step, record=kept.record, tensors=at, slot_nbytes=self._slot_nbytes), os.dup(
             self._fd()
         )
@@ -94,10 +94,12 @@ class Agent:
         self._place.store.set(f"{name}/record", kept.record)
         self._place.store.set(f"{name}/data", kept.data or b" ")
         self._place.store.set(f"{name}/step", f"{step} {kept.at.nbytes} {kept.at.digest}")
+        self._place.store.add(f"{name}/left", 1)
         self.close()
 
     def take_over(self, name: str) -> None:
         """Become the holder of what another process has left."""
+        self._place.meet(f"{name}/left", 2, deadline=90)
         step, nbytes, digest = self._place.store.get(f"{name}/step").decode().split()
         at = m.TensorsAt(region=REGION, offset=0, nbytes=int(nbytes), digest=digest)
         record, data = self._place.store.get(f"{name}/record"), self._place.store.get(f"{name}/data")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptless.pytorch_hooks import torch_private
+from ckptless.pytorch_hooks import torch_fsdp, torch_private
+from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.errors import TorchMismatch
 
 
@@ -42,3 +51,41 @@ def test_a_newer_torch_is_tried_with_a_warning(
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     torch_private.check()
     assert "2.99.0 is newer" in caplog.text
+
+
+def test_a_part_of_fsdp_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        (state,) = torch_fsdp.states(model.modules())
+        monkeypatch.delattr(state._fsdp_param_groups[0], "_all_gather_result")
+        with pytest.raises(TorchMismatch, match=r"FSDPParamGroup\._all_gather_result is gone\.$"):
+            torch_fsdp.states(model.modules())
+        monkeypatch.delattr(FSDPParamGroup, "reshard")
+        with pytest.raises(TorchMismatch, match=r"FSDPParamGroup\.reshard is gone\.$"):
+            torch_fsdp.states(model.modules())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_gathered_module_that_has_run_nothing_is_sharded_again() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        sharded = Sharded(model.modules())
+        assert len(sharded) == 1
+        assert len(Sharded([nn.Linear(2, 2)])) == 0
+        sharded.renew()
+        before = model.weight
+        model.unshard()
+        assert model.weight is not before
+        model.set_requires_gradient_sync(False)
+        model.set_is_last_backward(False)
+        sharded.renew()
+        sharded.renew()
+        assert model.weight is before
+        (state,) = torch_fsdp.states(model.modules())
+        assert torch_fsdp.switches(state) == Sharded(model.modules())._built[0][1]
+        assert torch_fsdp.switches(state)[0] is True
+    finally:
+        dist.destroy_process_group()

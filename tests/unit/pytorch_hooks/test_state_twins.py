@@ -61,14 +61,14 @@ def test_ddp_is_the_same_in_its_group() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_fully_sharded_has_no_twin() -> None:
-    model = fully_shard(net(), mesh=init_device_mesh("cpu", (WORLD,)))
+    model: Any = fully_shard(net(), mesh=init_device_mesh("cpu", (WORLD,)))
     assert twins(State(model=model, optimizer=torch.optim.AdamW(model.parameters())), RANK, WORLD) == (RANK,)
 
 
 @pytest.mark.usefixtures("world")
 def test_hybrid_sharded_has_one_in_each_copy() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("copies", "shards"))
-    model = fully_shard(net(), mesh=mesh)
+    model: Any = fully_shard(net(), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 8)).sum().backward()
     optimizer.step()
