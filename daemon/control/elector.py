@@ -109,9 +109,10 @@ class Elector(Knowledge):
 
     def _end_by_itself(self, now: float) -> None:
         """Cancelled, or never begun, and not enough of the others are there to agree on it."""
-        # A leader decides it; and one that is heard may have begun to wait later than this daemon.
-        leader_s = FORMING_DEADLINE_S if self.leader in self.reachable else 0.0
-        if self.stage == "forming" and now - self._since > FORMING_DEADLINE_S + AGREEING_S + leader_s:
+        # Another one that leads decides it, and may have begun to wait later than this daemon.
+        led = self.leader in self.reachable - {self.me} and self.nodes[self.leader].lost is None
+        limit_s = AGREEING_S + FORMING_DEADLINE_S * (1 + led)
+        if self.stage == "forming" and now - self._since > limit_s:
             text = f"{len(self.reachable)} of {len(self.nodes)} daemons have met, too few to begin"
             self._lose(NodeLost(self.me, text, now - self._since, source="lease"))
         if self._cancelled is None or self.stage == "ended":

@@ -133,7 +133,8 @@ class Daemon:
 
     def peer_says(self, node: int, message: p.DaemonMessage) -> None:
         """A message of another daemon."""
-        if not self.alive or self._sleeps(lambda: self.peer_says(node, message)):
+        # What a stopped daemon finds when it goes on came before the end of the connection, or never.
+        if not self.alive or node not in self.links or self._sleeps(lambda: self.peer_says(node, message)):
             return
         self._do(lambda peering: peering.hear(node, message))
 

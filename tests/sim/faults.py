@@ -170,14 +170,14 @@ def _raise(world: "World", fault: Fault) -> None:
 
 def _hang(world: "World", fault: Fault) -> None:
     # At the very start there is no deadline for a script to come to ckptless.run.
-    process = _victim(world, fault, linked=world.generation <= 1)
+    process = _victim(world, fault, linked=not world.hooked)
     if process is not None:
         process.stuck = True
         world.story.tell("fault", f"process {process.pid} (rank {process.rank}) is stuck")
 
 
 def _freeze(world: "World", fault: Fault) -> None:
-    process = _victim(world, fault, linked=world.generation <= 1)
+    process = _victim(world, fault, linked=not world.hooked)
     if process is not None:
         process.stopped = True
         world.story.tell("fault", f"process {process.pid} (rank {process.rank}) is stopped")

@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from .world import World
 
 DARK_S = 0.6
-# The lease of the simulated jobs, and what it takes to notice and to end.
-LEASE_OVER_S = 3.0 + 2 * DARK_S + 1.0
+# The lease of the simulated jobs, and what it takes to notice and to end. A sign of life that came to one of
+# the cut off just before the cut may go on to another one that they only meet then.
+LEASE_OVER_S = 3.0 + 4 * DARK_S + 1.0
 
 
 class Network:

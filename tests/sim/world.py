@@ -27,7 +27,7 @@ T = TypeVar("T")
 EPOCH_S = 100_000.0
 # With no more faults, a job is over within this time.
 BOUND_S = 60.0
-EVENTS_MAX = 300_000
+EVENTS_MAX = 1_000_000
 SLOW_CHANCE = 0.03
 LATE_CHANCE = 0.3
 
@@ -88,10 +88,11 @@ class World:
 
     def _deadline(self) -> float:
         controls = [daemon.control for daemon in self.daemons.values()]
+        newest = max([self.formed_at, *self.training_faults[-1:], *self.control_faults[-1:]])
         if not self.generation or any(c is not None and c.stage == "forming" for c in controls):
             # Nobody who lives may know that there was a first generation.
-            return FORMING_DEADLINE_S + BOUND_S
-        return max([self.formed_at, *self.training_faults[-1:], *self.control_faults[-1:]]) + BOUND_S
+            return newest + 2 * FORMING_DEADLINE_S + BOUND_S
+        return newest + BOUND_S
 
     def _begin(self) -> None:
         spec = self.spec
@@ -121,6 +122,12 @@ class World:
             return True
         controls = [daemon.control for daemon in self.daemons.values() if daemon.alive]
         return all(control is None or control.outcome is not None for control in controls)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a process has come to ckptless.run, in a generation that has a deadline for it."""
+        here = [slot for agent in self.agents.values() if agent.sound for slot in agent.slots]
+        return self.generation > 1 and any(slot.hooked and slot.generation for slot in here)
 
     @property
     def ending(self) -> bool:
