@@ -124,6 +124,10 @@ class Mesh:
                 self.on_message(node, await link.receive())
         except (OSError, CkptlessError) as error:
             why = self._why.pop(node, str(error))
+        except Exception:
+            # A bug of ours: it is told, there will be a new connection, and the other jobs never notice.
+            why = "a message of it could not be dealt with: see this daemon's log"
+            logger.exception("node-%d: %s", node, why)
         finally:
             link.close()
             if self._links.get(node) is link:

@@ -1,0 +1,56 @@
+"""Connections between daemons, whatever comes over them."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from ckptless.daemon.config import Peer
+from ckptless.daemon.mesh import Mesh
+from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.link import Link
+from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.roster import Roster
+
+
+class OneMessage:
+    """A connection of node 1's daemon that brings one message, and then nothing for good."""
+
+    node = 1
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._left = [p.Rows(job="j", records=())]
+
+    async def receive(self) -> p.DaemonMessage:
+        if self._left:
+            return self._left.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_message_that_cannot_be_dealt_with_ends_its_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> tuple[list[tuple[int, str]], bool]:
+        peers = tuple(Peer(node=n, name=f"n{n}", address="127.0.0.1", port=1) for n in range(2))
+        mesh = Mesh("j", Roster(0, peers), KeyVouch(b"k" * 32))
+        downs: list[tuple[int, str]] = []
+
+        def fail(_node: int, _message: p.DaemonMessage) -> None:
+            raise KeyError("a bug")
+
+        mesh.on_message, mesh.on_down = fail, lambda node, why: downs.append((node, why))
+        link = OneMessage()
+        async with asyncio.timeout(10):
+            await mesh.adopt(cast("Link[Any]", link))
+        await mesh.close()
+        return downs, link.closed
+
+    downs, closed = asyncio.run(body())
+    assert closed
+    ((node, why),) = downs
+    assert node == 1
+    assert "see this daemon's log" in why
+    assert "KeyError: 'a bug'" in caplog.text
