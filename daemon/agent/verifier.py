@@ -6,9 +6,9 @@ from typing import Self
 
 import xxhash
 
-# As much as is hashed at one go: enough that the way into the thread costs little, and so little that the
-# caches still hold it.
-STEP_NBYTES = 4 << 20
+# What is hashed at one go: enough that the way into the thread costs little; and not so much that the caches
+# have lost it, or that a transfer that is given up has to wait for it.
+STEP_MIN_NBYTES, STEP_MAX_NBYTES = 4 << 20, 16 << 20
 
 
 class Verifier:
@@ -17,8 +17,9 @@ class Verifier:
     def __init__(self, view: memoryview) -> None:
         self._view = view
         self._hash = xxhash.xxh3_128()
-        self._come = self._begun = 0
-        self._running: asyncio.Future[None] | None = None
+        # Up to where the steps so far go, of which the newest may still run.
+        self._begun = 0
+        self._step: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -27,38 +28,31 @@ class Verifier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # The thread reads the view until it is through with its step.
-        self._come = self._begun
-        while self._running is not None:
-            await asyncio.wait([self._running])
+        if self._step is not None:
+            await asyncio.wait([self._step])
 
     def feed(self, nbytes: int) -> None:
         """So many bytes of the view, from its begin, are there by now."""
-        self._come = nbytes
-        if self._running is None and self._come - self._begun >= STEP_NBYTES:
-            self._go_on()
+        if nbytes - self._begun >= STEP_MIN_NBYTES and (self._step is None or self._step.done()):
+            self._hash_on(nbytes)
 
     async def hexdigest(self) -> str:
         """Of all of the view, which is there by now."""
-        self._come = len(self._view)
-        while self._running is not None or self._begun < self._come:
-            if self._running is None:
-                self._go_on()
-            assert self._running is not None
-            await asyncio.shield(self._running)
-        return self._hash.hexdigest()
+        while True:
+            if self._step is not None:
+                # A thread cannot be cancelled, and is waited for on the way out.
+                await asyncio.shield(self._step)
+            if self._begun == len(self._view):
+                return self._hash.hexdigest()
+            self._hash_on(len(self._view))
 
-    def _go_on(self) -> None:
-        end = min(self._come, self._begun + STEP_NBYTES)
+    def _hash_on(self, upto: int) -> None:
+        if self._step is not None:
+            self._step.result()
+        end = min(upto, self._begun + STEP_MAX_NBYTES)
         part = self._view[self._begun : end]
         self._begun = end
-        loop = asyncio.get_running_loop()
-        self._running = loop.run_in_executor(None, _update, self._hash, part)
-        self._running.add_done_callback(self._through)
-
-    def _through(self, _done: asyncio.Future[None]) -> None:
-        self._running = None
-        if self._come - self._begun >= STEP_NBYTES:
-            self._go_on()
+        self._step = asyncio.get_running_loop().run_in_executor(None, _update, self._hash, part)
 
 
 def _update(running: xxhash.xxh3_128, part: memoryview) -> None:
