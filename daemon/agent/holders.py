@@ -154,7 +154,8 @@ class TensorHolder(Holder):
                     digest=at.digest,
                 )
             )
-            await link.send_bulk(version.region.fd, at.offset, at.nbytes, self._pace)
+            with version.region.view(at.offset, at.nbytes) as view:
+                await link.send_bulk(view, self._pace)
             answer = await self._answer_about(version)
         if answer == "held":
             self._on_held(self._info.node, version)

@@ -44,5 +44,3 @@ class Region:
         self._view.release()
         self._map.close()
         os.close(self.fd)
-        # The number is soon somebody else's file.
-        self.fd = -1

@@ -155,4 +155,5 @@ class Serving:
             return
         at, region = found
         link.send(p.TensorsReply(nbytes=at.nbytes, digest=at.digest))
-        await link.send_bulk(region.fd, at.offset, at.nbytes, self._pace)
+        with region.view(at.offset, at.nbytes) as view:
+            await link.send_bulk(view, self._pace)

@@ -1,20 +1,24 @@
-"""Hundreds of megabytes over a connection: from a file to the socket, and from the socket into memory.
+"""Hundreds of megabytes over a connection: from memory to the socket, and from the socket into memory.
 
 The bytes pass by asyncio's streams, which would copy them three times. The socket is read and written through
 a file descriptor of its own, which the event loop may watch beside the transport's.
+
+Not by sendfile: a region's pages are small, and to hand them over one by one took the sender more CPU time
+than to copy them (over loopback 0.26 s/GB against 0.15 to 0.24), and the receiver more, too.
 """
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckptless.daemon.peers.bucket import TokenBucket
 
-# Of one call to the kernel, during which the event loop does nothing else: some hundred microseconds.
-STEP_NBYTES = 1 << 20
+# Of one call to the kernel, during which the event loop does nothing else: a millisecond at most.
+SEND_NBYTES, RECEIVE_NBYTES = 1 << 20, 2 << 20
+# The receiver is woken when so much is there, and not for every segment.
+LOW_WATER_NBYTES = 1 << 20
 # Under a limit, a chunk is what may be sent in so many seconds, within these bounds.
 CHUNK_S = 0.05
 CHUNK_MIN_NBYTES, CHUNK_MAX_NBYTES = 16 << 10, 4 << 20
@@ -76,30 +80,20 @@ class Pump:
             with contextlib.suppress(OSError):  # it is not connected any more
                 sock.shutdown(socket.SHUT_RDWR)
 
-    async def send(self, fd: int, offset: int, nbytes: int, pace: Pace) -> None:
-        """Bytes of a file, without a copy: they must not change until the other end has them.
-
-        Raises OSError. `fd` may be closed as soon as this runs; its position is not used.
-        """
+    async def send(self, data: memoryview, pace: Pace) -> None:
+        """All of `data`. Raises OSError."""
         loop = asyncio.get_running_loop()
-        upto, end = offset, offset + nbytes
-        source = os.dup(fd)
-        try:
-            with self._socket() as sock:
+        sent = upto = 0
+        with self._socket() as sock:
 
-                def step() -> bool:
-                    nonlocal offset
-                    sent = os.sendfile(sock.fileno(), source, offset, min(upto - offset, STEP_NBYTES))
-                    if not sent:
-                        raise OSError(f"nothing lies at byte {offset} of what is to be sent")
-                    offset += sent
-                    return offset == upto
+            def step() -> bool:
+                nonlocal sent
+                sent += sock.send(data[sent : min(upto, sent + SEND_NBYTES)])
+                return sent == upto
 
-                while offset < end:
-                    upto = offset + await pace.turn(end - offset)
-                    await _each_time(loop.add_writer, loop.remove_writer, sock, step)
-        finally:
-            os.close(source)
+            while sent < len(data):
+                upto = sent + await pace.turn(len(data) - sent)
+                await _each_time(loop.add_writer, loop.remove_writer, sock, step)
 
     async def receive(self, into: memoryview, came: Callable[[int], None]) -> None:
         """Fill `into`, and take not a byte more; `came(so many)` as it goes. Raises OSError."""
@@ -109,14 +103,22 @@ class Pump:
 
             def step() -> bool:
                 nonlocal filled
-                got = sock.recv_into(into[filled : filled + STEP_NBYTES])
+                got = sock.recv_into(into[filled : filled + RECEIVE_NBYTES])
                 if not got:
                     raise ConnectionResetError("the connection ended in the middle of a transfer")
                 filled += got
                 came(filled)
-                return filled == len(into)
+                left = len(into) - filled
+                if left < LOW_WATER_NBYTES:
+                    _wake_at(sock, left)
+                return not left
 
-            await _each_time(loop.add_reader, loop.remove_reader, sock, step)
+            try:
+                _wake_at(sock, len(into))
+                await _each_time(loop.add_reader, loop.remove_reader, sock, step)
+            finally:
+                # It is a setting of the connection, not of this descriptor.
+                _wake_at(sock, 1)
 
     @contextlib.contextmanager
     def _socket(self) -> Iterator[socket.socket]:
@@ -127,6 +129,11 @@ class Pump:
                 yield sock
             finally:
                 self._open.discard(sock)
+
+
+def _wake_at(sock: socket.socket, nbytes: int) -> None:
+    """The socket is readable when so much has come, or the low-water mark; the end always wakes."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, min(nbytes, LOW_WATER_NBYTES)))
 
 
 async def _each_time(

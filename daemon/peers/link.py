@@ -171,17 +171,16 @@ class Link(Generic[T]):
     # A transfer that ends in the middle, by whatever error or cancellation, leaves bytes on the wire that are
     # no messages: so it ends the connection too.
 
-    async def send_bulk(self, fd: int, offset: int, nbytes: int, pace: Pace = UNPACED) -> None:
-        """Raw bytes of a file right after the last message; what is sent meanwhile comes after them.
+    async def send_bulk(self, data: memoryview, pace: Pace = UNPACED) -> None:
+        """Raw bytes right after the last message; what is sent meanwhile comes after them.
 
-        The receiver knows how many and checks their digest. They must not change before it has answered.
-        Raises OSError, of which ConnectionError where the connection ends.
+        The receiver knows how many and checks their digest. Raises OSError; ConnectionError where it ends.
         """
         assert self._late is None, "one transfer at a time"
         self._late = []
         try:
             await self._flush()
-            await self._pump.send(fd, offset, nbytes, pace)
+            await self._pump.send(data, pace)
             self._writer.writelines(self._late)
         except BaseException:
             self.close()

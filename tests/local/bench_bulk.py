@@ -86,7 +86,8 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
             while True:
                 await link.receive()
                 link.send(p.TensorsReply(nbytes=nbytes, digest=told))
-                await link.send_bulk(region.fd, 0, nbytes)
+                with region.view(0, nbytes) as view:
+                    await link.send_bulk(view)
         link.close()
         ended.set()
 

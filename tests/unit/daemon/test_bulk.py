@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import mmap
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.memory import PAGE_NBYTES, Region, round_up
+from ckptless.daemon.agent.memory import PAGE_NBYTES, Region
 from ckptless.daemon.agent.serving import receive_tensors
 from ckptless.daemon.agent.vault import Vault, digest
 from ckptless.daemon.agent.verifier import STEP_MAX_NBYTES, STEP_MIN_NBYTES, Verifier
@@ -40,7 +41,9 @@ async def links() -> AsyncIterator[Pair]:
     streams: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     server, port = await link.serve("127.0.0.1", 0, lambda *pair: streams.put_nowait(pair))
     address, vouch = ("127.0.0.1", port), KeyVouch(b"k" * 32)
-    dialling = asyncio.create_task(link.Link.dial(address, (JOB, 0), vouch, p.AgentMessage, DIAL_S))
+    dialling: asyncio.Task[AgentLink] = asyncio.create_task(
+        link.Link.dial(address, (JOB, 0), vouch, p.AgentMessage, DIAL_S)
+    )
     accepted: AgentLink = await link.Link.accept(await streams.get(), lambda _job: 1, vouch, p.AgentMessage)
     dialled: AgentLink = await dialling
     try:
@@ -61,23 +64,22 @@ def run(scenario: Callable[[AgentLink, AgentLink], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-@contextlib.contextmanager
-def region_of(data: bytes, offset: int = 0) -> Iterator[Region]:
-    """A region with the data at an offset."""
-    region = Region(1, 0, round_up(offset + len(data)), 1)
-    with region.view(offset, len(data)) as view:
-        view[:] = data
-    try:
-        yield region
-    finally:
-        region.close()
-
-
 def held(step: int) -> p.Held:
     return p.Held(generation=1, rank=2, step=step)
 
 
 # ------------------------------------------------------------------------------------ what arrives
+
+
+@contextlib.contextmanager
+def regions() -> Iterator[tuple[Region, Region]]:
+    """Two, as they are at the two ends."""
+    both = Region(1, 0, LARGE, 1), Region(2, 0, LARGE, 1)
+    try:
+        yield both
+    finally:
+        for region in both:
+            region.close()
 
 
 @pytest.mark.parametrize(
@@ -88,12 +90,13 @@ def test_sizes(nbytes: int) -> None:
 
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
         with (
-            region_of(data, offset) as region,
-            region_of(bytes(nbytes)) as target,
-            target.view(0, nbytes) as view,
+            regions() as (one, other),
+            one.view(offset, nbytes) as source,
+            other.view(0, nbytes) as view,
         ):
+            source[:] = data
             async with asyncio.TaskGroup() as group, Verifier(view) as verifier:
-                group.create_task(sender.send_bulk(region.fd, offset, nbytes))
+                group.create_task(sender.send_bulk(source))
                 await receiver.receive_bulk(view, verifier.feed)
                 assert await verifier.hexdigest() == digest(data)
             assert view == data
@@ -106,15 +109,14 @@ def test_bulks_and_messages_both_ways_at_the_same_time() -> None:
     sizes = [3, 0, 700_001, 5_000_000, 1, LARGE // 2]
 
     async def give(end: AgentLink, data: bytes) -> None:
-        with region_of(data) as region:
-            for step, nbytes in enumerate(sizes):
-                end.send(held(step))
-                bulk = asyncio.create_task(end.send_bulk(region.fd, step, nbytes))
-                await asyncio.sleep(0)
-                # In the middle of the transfer: it goes out after it.
-                end.send(held(step + 100))
-                await bulk
-                end.send(held(step + 200))
+        for step, nbytes in enumerate(sizes):
+            end.send(held(step))
+            bulk = asyncio.create_task(end.send_bulk(memoryview(data)[step : step + nbytes]))
+            await asyncio.sleep(0)
+            # In the middle of the transfer: it goes out after it.
+            end.send(held(step + 100))
+            await bulk
+            end.send(held(step + 200))
 
     async def take(end: AgentLink, data: bytes) -> None:
         filled = bytearray(len(data))
@@ -141,19 +143,18 @@ def test_what_has_come_before_it_is_asked_for() -> None:
 
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
         data = os.urandom(100_000)
-        with region_of(data) as region:
-            sender.send(held(0))
-            await sender.send_bulk(region.fd, 0, len(data))
-            sender.send(held(1))
-            await sender.send_bulk(region.fd, 0, len(data))
-            await sender.drain()
-            assert await receiver.receive() == held(0)
-            filled = bytearray(len(data))
-            for glued in (held(1), None):
-                await receiver.receive_bulk(memoryview(filled))
-                assert filled == data
-                if glued:
-                    assert await receiver.receive() == glued
+        sender.send(held(0))
+        await sender.send_bulk(memoryview(data))
+        sender.send(held(1))
+        await sender.send_bulk(memoryview(data))
+        await sender.drain()
+        assert await receiver.receive() == held(0)
+        filled = bytearray(len(data))
+        for glued in (held(1), None):
+            await receiver.receive_bulk(memoryview(filled))
+            assert filled == data
+            if glued:
+                assert await receiver.receive() == glued
         receiver.send(held(2))
         assert await sender.receive() == held(2)
 
@@ -172,15 +173,14 @@ def test_a_receiver_that_is_late() -> None:
 
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
         data = os.urandom(LARGE)
-        with region_of(data) as region:
-            sending = asyncio.create_task(sender.send_bulk(region.fd, 0, len(data)))
-            await until_it_reads_no_more(receiver)
-            sender.send(held(1))
-            filled = bytearray(len(data))
-            await receiver.receive_bulk(memoryview(filled))
-            await sending
-            assert filled == data
-            assert await receiver.receive() == held(1)
+        sending = asyncio.create_task(sender.send_bulk(memoryview(data)))
+        await until_it_reads_no_more(receiver)
+        sender.send(held(1))
+        filled = bytearray(len(data))
+        await receiver.receive_bulk(memoryview(filled))
+        await sending
+        assert filled == data
+        assert await receiver.receive() == held(1)
 
     run(scenario)
 
@@ -188,11 +188,11 @@ def test_a_receiver_that_is_late() -> None:
 # ------------------------------------------------------------------------------------ what ends it
 
 
-async def begun(sender: AgentLink, receiver: AgentLink, region: Region) -> list[asyncio.Task[None]]:
+async def begun(sender: AgentLink, receiver: AgentLink) -> list[asyncio.Task[None]]:
     """A transfer of which some has come: its sending and its receiving task."""
     some = asyncio.Event()
-    # A tenth of what the other end waits for, so that it is in the middle for good.
-    sending = asyncio.create_task(sender.send_bulk(region.fd, 0, LARGE, Pace(LARGE / 100)))
+    # So slow that it stays in the middle.
+    sending = asyncio.create_task(sender.send_bulk(memoryview(bytes(LARGE)), Pace(LARGE / 10)))
     receiving = asyncio.create_task(
         receiver.receive_bulk(memoryview(bytearray(LARGE)), lambda _nbytes: some.set())
     )
@@ -202,13 +202,13 @@ async def begun(sender: AgentLink, receiver: AgentLink, region: Region) -> list[
 
 @pytest.mark.parametrize("who", [0, 1], ids=["sender", "receiver"])
 def test_an_end_hangs_up_in_the_middle(who: int) -> None:
-    async def scenario(*ends: AgentLink) -> None:
-        with region_of(bytes(LARGE)) as region:
-            tasks = await begun(*ends, region)
-            ends[who].close()
-            for task in tasks:
-                with pytest.raises(ConnectionError):
-                    await task
+    async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
+        ends = sender, receiver
+        tasks = await begun(*ends)
+        ends[who].close()
+        for task in tasks:
+            with pytest.raises(ConnectionError):
+                await task
 
     run(scenario)
 
@@ -217,70 +217,46 @@ def test_an_end_hangs_up_in_the_middle(who: int) -> None:
 def test_cancelled_in_the_middle(who: int) -> None:
     """What is left on the wire is no message: so it ends the connection, for both."""
 
-    async def scenario(*ends: AgentLink) -> None:
-        with region_of(bytes(LARGE)) as region:
-            tasks = await begun(*ends, region)
-            tasks[who].cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await tasks[who]
+    async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
+        ends = sender, receiver
+        tasks = await begun(*ends)
+        tasks[who].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[who]
+        with pytest.raises(ConnectionError):
+            await tasks[1 - who]
+        for end in ends:
             with pytest.raises(ConnectionError):
-                await tasks[1 - who]
-            for end in ends:
-                with pytest.raises(ConnectionError):
-                    await end.receive()
+                await end.receive()
 
     run(scenario)
 
 
 def test_a_deadline_in_the_middle() -> None:
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
-        with region_of(bytes(LARGE)) as region:
-            sending = asyncio.create_task(sender.send_bulk(region.fd, 0, LARGE // 2))
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await receiver.receive_bulk(memoryview(bytearray(LARGE)))
-            with contextlib.suppress(ConnectionError):  # it may have been through
-                await sending
-            with pytest.raises(ConnectionError):
-                await sender.receive()
+        data = bytes(LARGE)
+        sending = asyncio.create_task(sender.send_bulk(memoryview(data)[: LARGE // 2]))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await receiver.receive_bulk(memoryview(bytearray(LARGE)))
+        with contextlib.suppress(ConnectionError):  # it may have been through
+            await sending
+        with pytest.raises(ConnectionError):
+            await sender.receive()
 
     run(scenario)
 
 
 def test_a_sender_nobody_reads_from_hears_that_the_link_is_closed() -> None:
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
-        with region_of(bytes(LARGE)) as region:
-            sending = asyncio.create_task(sender.send_bulk(region.fd, 0, LARGE))
-            assert await asyncio.wait([sending], timeout=0.2) == (set(), {sending})
-            sender.close()
-            with pytest.raises(ConnectionError):
-                await sending
-            with pytest.raises(ConnectionError):
-                await receiver.receive_bulk(memoryview(bytearray(LARGE)))
-
-    run(scenario)
-
-
-def test_a_file_that_is_too_short() -> None:
-    async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
-        with region_of(b"short") as region:
-            sending = asyncio.create_task(sender.send_bulk(region.fd, 0, 2 * PAGE_NBYTES))
-            with pytest.raises(ConnectionError):
-                await receiver.receive_bulk(memoryview(bytearray(2 * PAGE_NBYTES)))
-            with pytest.raises(OSError, match="nothing lies at byte 4096"):
-                await sending
-
-    run(scenario)
-
-
-def test_a_closed_region_is_not_sent() -> None:
-    """Its descriptor's number may be another file's by then."""
-
-    async def scenario(sender: AgentLink, _receiver: AgentLink) -> None:
-        with region_of(b"data") as region:
-            pass
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            await sender.send_bulk(region.fd, 0, 4)
+        data = bytes(LARGE)
+        sending = asyncio.create_task(sender.send_bulk(memoryview(data)))
+        assert await asyncio.wait([sending], timeout=0.2) == (set(), {sending})
+        sender.close()
+        with pytest.raises(ConnectionError):
+            await sending
+        with pytest.raises(ConnectionError):
+            await receiver.receive_bulk(memoryview(bytearray(LARGE)))
 
     run(scenario)
 
@@ -297,15 +273,14 @@ def test_a_changed_byte_is_found(at: int | None) -> None:
 
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
         vault, put = Vault(), list[TensorsAt]()
-        with region_of(bytes(data)) as region:
-            sending = asyncio.create_task(sender.send_bulk(region.fd, 0, len(data)))
-            taking = receive_tensors(receiver, vault, 5, len(data), told, put.append)
-            if at is None:
+        sending = asyncio.create_task(sender.send_bulk(memoryview(data)))
+        taking = receive_tensors(receiver, vault, 5, len(data), told, put.append)
+        if at is None:
+            await taking
+        else:
+            with pytest.raises(ProtocolError, match="digest"):
                 await taking
-            else:
-                with pytest.raises(ProtocolError, match="digest"):
-                    await taking
-            await sending
+        await sending
         assert [found.digest for found in put] == ([told] if at is None else [])
         vault.close()
 
@@ -315,14 +290,14 @@ def test_a_changed_byte_is_found(at: int | None) -> None:
 def test_a_region_that_is_received_into_can_be_given_back_after_a_cancellation() -> None:
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
         vault = Vault()
-        with region_of(bytes(LARGE)) as region:
-            sending = asyncio.create_task(sender.send_bulk(region.fd, 0, LARGE))
-            taking = asyncio.create_task(receive_tensors(receiver, vault, 5, LARGE + 1, "", lambda _at: None))
-            await sending
-            taking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await taking
-            vault.close()  # nothing, not even a thread, looks at it any more
+        data = bytes(LARGE)
+        sending = asyncio.create_task(sender.send_bulk(memoryview(data)))
+        taking = asyncio.create_task(receive_tensors(receiver, vault, 5, LARGE + 1, "", lambda _at: None))
+        await sending
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        vault.close()  # nothing, not even a thread, looks at it any more
 
     run(scenario)
 
@@ -337,20 +312,18 @@ def test_no_descriptor_is_left() -> None:
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
         data = os.urandom(100_003)
         filled = bytearray(len(data))
-        with region_of(data) as region:
-            before = open_files()
-            for _ in range(50):
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(sender.send_bulk(region.fd, 0, len(data)))
-                    group.create_task(receiver.receive_bulk(memoryview(filled)))
-            assert open_files() == before
-            for cut in (sender, receiver):
-                async with links() as (one, other):
-                    tasks = await begun(one, other, region)
-                    cut.close()
-                    tasks[0].cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
-            assert open_files() <= before
+        before = open_files()
+        for _ in range(50):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(sender.send_bulk(memoryview(data)))
+                group.create_task(receiver.receive_bulk(memoryview(filled)))
+        assert open_files() == before
+        for who in range(2):
+            async with links() as ends:
+                tasks = await begun(*ends)
+                tasks[who].cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        assert open_files() <= before
 
     run(scenario)
 
@@ -368,17 +341,13 @@ def test_others_get_their_turns_meanwhile() -> None:
                 turns.append(loop.time())
                 await asyncio.sleep(0)
 
-        with (
-            region_of(b"", nbytes) as region,
-            region_of(b"", nbytes) as target,
-            target.view(0, nbytes) as view,
-        ):
-            ticking = asyncio.create_task(ticker())
-            async with asyncio.TaskGroup() as group, Verifier(view) as verifier:
-                group.create_task(sender.send_bulk(region.fd, 0, nbytes))
-                await receiver.receive_bulk(view, verifier.feed)
-                await verifier.hexdigest()
-            ticking.cancel()
+        source, view = (memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
+        ticking = asyncio.create_task(ticker())
+        async with asyncio.TaskGroup() as group, Verifier(view) as verifier:
+            group.create_task(sender.send_bulk(source))
+            await receiver.receive_bulk(view, verifier.feed)
+            await verifier.hexdigest()
+        ticking.cancel()
         assert len(turns) >= 250
         longest = max(later - earlier for earlier, later in itertools.pairwise(turns))
         assert longest < (turns[-1] - turns[0]) / 4
@@ -437,10 +406,9 @@ def test_a_limit_holds_for_all_transfers_together() -> None:
             async with links() as (sender, receiver):
                 data = os.urandom(nbytes)
                 filled = bytearray(nbytes)
-                with region_of(data) as region:
-                    async with asyncio.TaskGroup() as group:
-                        group.create_task(sender.send_bulk(region.fd, 0, nbytes, pace))
-                        group.create_task(receiver.receive_bulk(memoryview(filled)))
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(sender.send_bulk(memoryview(data), pace))
+                    group.create_task(receiver.receive_bulk(memoryview(filled)))
                 assert filled == data
 
         loop = asyncio.get_running_loop()
