@@ -10,6 +10,7 @@ from ckptless.daemon.agent.memory import Region
 from ckptless.daemon.api.errors import CkptlessError, ProtocolError
 from ckptless.daemon.api.messages import NodeInfo, TensorsAt
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link
 
 Peer: TypeAlias = Link[p.AgentMessage]
@@ -92,10 +93,14 @@ class TensorHolder(Holder):
     """Gets tensors, one version after the other; each is offered first, since the holder may have it."""
 
     def __init__(
-        self, info: NodeInfo, on_held: Callable[[int, Version], None], on_lost: Callable[[int, str], None]
+        self,
+        info: NodeInfo,
+        on_held: Callable[[int, Version], None],
+        on_lost: Callable[[int, str], None],
+        pace: Pace,
     ) -> None:
         super().__init__(info, on_lost)
-        self._on_held = on_held
+        self._on_held, self._pace = on_held, pace
         self._queue: asyncio.Queue[Version] = asyncio.Queue()
         self._answers: asyncio.Queue[p.AgentMessage] = asyncio.Queue()
 
@@ -150,7 +155,7 @@ class TensorHolder(Holder):
                 )
             )
             with version.region.view(at.offset, at.nbytes) as view:
-                await link.send_bulk(view)
+                await link.send_bulk(view, self._pace)
             answer = await self._answer_about(version)
         if answer == "held":
             self._on_held(self._info.node, version)

@@ -11,6 +11,7 @@ from ckptless.daemon.api.errors import CkptlessError, PeerError
 from ckptless.daemon.api.messages import Assignment, NodeInfo, TensorsAt
 from ckptless.daemon.control.placement import holders, shard_holders
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import Vouch
 
@@ -28,15 +29,25 @@ class _Pushed:
 class Replicas:
     """Owned by the agent's event loop. `on_acked(rank, step)`: every holder has verified the record.
 
-    `domains` are the nodes' failure domains, see JobSpec.
+    `domains` are the nodes' failure domains, see JobSpec. `send_rate`: bytes per second that all transfers of
+    tensors together may send, 0 for no limit.
     `vouch` comes from the daemon; nothing is asked of other agents, and none of them is heard, before.
     """
 
-    def __init__(self, node: int, job: str, copies: int, vault: Vault, domains: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        node: int,
+        job: str,
+        copies: int,
+        vault: Vault,
+        domains: tuple[str, ...] = (),
+        send_rate: float = 0,
+    ) -> None:
         self._me, self._job, self._copies, self._vault = node, job, copies, vault
         self._domains = domains
         self.vouch: Vouch | None = None
-        self.serving = Serving(node, job, vault)
+        self._pace = Pace(send_rate)
+        self.serving = Serving(node, job, vault, self._pace)
         self._nodes: tuple[NodeInfo, ...] = ()
         self._generation = 0
         self._ranked: frozenset[int] = frozenset()
@@ -132,7 +143,7 @@ class Replicas:
     def _tensor_holder(self, info: NodeInfo) -> TensorHolder:
         known = self._tensors.get(info.node)
         if known is None:
-            known = self._tensors[info.node] = TensorHolder(info, self._tensors_held, self._lost)
+            known = self._tensors[info.node] = TensorHolder(info, self._tensors_held, self._lost, self._pace)
             self._spawn(known.run(self._dial))
         return known
 

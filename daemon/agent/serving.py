@@ -9,9 +9,11 @@ from typing import Any, Literal
 from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.memory import Region
 from ckptless.daemon.agent.vault import Held, Vault, digest
+from ckptless.daemon.agent.verifier import Verifier
 from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.vouch import Vouch
 
@@ -26,8 +28,9 @@ async def receive_tensors(
     """Receive bulk into the vault, verify it, and `put` it. Raises ProtocolError and OSError."""
     with vault.room(shard, nbytes) as (region, offset):
         with region.view(offset, nbytes) as view:
-            await link.receive_bulk(view)
-            found = await asyncio.to_thread(digest, view)
+            async with Verifier(view) as verifier:
+                await link.receive_bulk(view, verifier.feed)
+                found = await verifier.hexdigest()
         if found != told:
             raise ProtocolError("what came does not match its digest")
         put(TensorsAt(region=region.number, offset=offset, nbytes=nbytes, digest=found))
@@ -36,8 +39,8 @@ async def receive_tensors(
 class Serving:
     """Owned by the agent's event loop. `accepting`: not while this node's agent is frozen."""
 
-    def __init__(self, node: int, job: str, vault: Vault) -> None:
-        self._me, self._job, self._vault = node, job, vault
+    def __init__(self, node: int, job: str, vault: Vault, pace: Pace) -> None:
+        self._me, self._job, self._vault, self._pace = node, job, vault, pace
         self._generation = 0
         self._followed = asyncio.Condition()
         self.accepting = True
@@ -153,4 +156,4 @@ class Serving:
         at, region = found
         link.send(p.TensorsReply(nbytes=at.nbytes, digest=at.digest))
         with region.view(at.offset, at.nbytes) as view:
-            await link.send_bulk(view)
+            await link.send_bulk(view, self._pace)

@@ -11,6 +11,7 @@ import msgspec
 from ckptless.daemon.api.codec import CONTROL_LIMIT
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.peers import handshake
+from ckptless.daemon.peers.bulk import CountingReader, Pace, Pump
 from ckptless.daemon.peers.vouch import Vouch
 
 T = TypeVar("T")
@@ -18,6 +19,11 @@ T = TypeVar("T")
 HANDSHAKE_DEADLINE_S = 5.0
 READ_BUFFER_BYTES = 4 << 20
 GREETING_LIMIT = 4096
+UNPACED = Pace()
+
+
+def _nobody(_nbytes: int) -> None:
+    """Is told of a transfer's progress where nobody asks."""
 
 
 class GreetingCutError(PeerError):
@@ -38,6 +44,9 @@ class Link(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
         self._encoder = msgspec.msgpack.Encoder()
         self._limit = limit
+        self._pump = Pump(writer.get_extra_info("socket"))
+        # What is to be sent after the transfer that is on its way, if one is.
+        self._late: list[bytes] | None = None
         self._in: handshake.Sealer | None = None
         self._out: handshake.Sealer | None = None
 
@@ -47,7 +56,7 @@ class Link(Generic[T]):
     ) -> Self:
         """Connect and prove who is who; `me`: (job, node). Raises OSError, TimeoutError, CkptlessError."""
         async with asyncio.timeout(deadline_s):
-            reader, writer = await asyncio.open_connection(*address, limit=READ_BUFFER_BYTES)
+            reader, writer = await _connect(address)
             link = cls(reader, writer, kind, CONTROL_LIMIT)
             try:
                 mine, secret = await _vouched(handshake.opening(*me), vouch)
@@ -123,7 +132,11 @@ class Link(Generic[T]):
         """Queue one message; the connection's own buffer takes it."""
         assert self._out is not None, "the handshake comes first"
         body = self._encoder.encode(message)
-        self._writer.writelines((self._out.seal(body), body))
+        frame = (self._out.seal(body), body)
+        if self._late is None:
+            self._writer.writelines(frame)
+        else:
+            self._late.extend(frame)
 
     async def drain(self) -> None:
         """Wait until the other end keeps up again."""
@@ -154,25 +167,70 @@ class Link(Generic[T]):
         return self._in.mask(salt, data)
 
     # ------------------------------------------------------------------------------------ bulk
+    #
+    # A transfer that ends in the middle, by whatever error or cancellation, leaves bytes on the wire that are
+    # no messages: so it ends the connection too.
 
-    async def send_bulk(self, data: memoryview, chunk_nbytes: int = 1 << 20) -> None:
-        """Raw bytes right after the last message; the receiver knows how many and checks their digest."""
-        for start in range(0, len(data), chunk_nbytes):
-            self._writer.write(data[start : start + chunk_nbytes])
+    async def send_bulk(self, data: memoryview, pace: Pace = UNPACED) -> None:
+        """Raw bytes right after the last message; what is sent meanwhile comes after them.
+
+        The receiver knows how many and checks their digest. Raises OSError; ConnectionError where it ends.
+        """
+        assert self._late is None, "one transfer at a time"
+        self._late = []
+        try:
+            await self._flush()
+            await self._pump.send(data, pace)
+            self._writer.writelines(self._late)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._late = None
+
+    async def _flush(self) -> None:
+        """All that was written is with the kernel. Raises ConnectionError."""
+        transport = self._writer.transport
+        transport.set_write_buffer_limits(high=0)
+        try:
             await self._writer.drain()
+        finally:
+            transport.set_write_buffer_limits()
+        if transport.is_closing():
+            raise ConnectionResetError("the connection ended before a transfer")
 
-    async def receive_bulk(self, into: memoryview) -> None:
-        """Fill `into` with what `send_bulk` sent."""
-        filled = 0
-        while filled < len(into):
-            data = await self._reader.read(min(len(into) - filled, READ_BUFFER_BYTES))
-            if not data:
-                raise ConnectionResetError("the other end hung up in the middle of a transfer")
-            into[filled : filled + len(data)] = data
-            filled += len(data)
+    async def receive_bulk(self, into: memoryview, came: Callable[[int], None] = _nobody) -> None:
+        """Fill `into` with what `send_bulk` sent; `came(so many)` as they come. Raises OSError."""
+        reader = self._reader
+        assert isinstance(reader, CountingReader), "streams of `dial` or `serve`"
+        try:
+            # What has come already is taken without waiting: so nothing can come in between.
+            filled = 0
+            while count := min(reader.unread, len(into) - filled):
+                into[filled : filled + count] = await reader.readexactly(count)
+                filled += count
+            if filled < len(into):
+                await self._receive_rest(into[filled:], lambda more: came(filled + more))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _receive_rest(self, into: memoryview, came: Callable[[int], None]) -> None:
+        """The stream has nothing left, and gets nothing while this goes past it."""
+        transport = self._writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        if self._reader.at_eof() or transport.is_closing():
+            raise ConnectionResetError("the connection ended in the middle of a transfer")
+        transport.pause_reading()
+        try:
+            with into:
+                await self._pump.receive(into, came)
+        finally:
+            transport.resume_reading()
 
     def close(self) -> None:
         """End the connection; whoever receives on it gets ConnectionError."""
+        self._pump.stop()
         self._writer.close()
 
     async def closed(self) -> None:
@@ -189,6 +247,15 @@ async def _vouched(
     return msgspec.structs.replace(opening, credential=credential), secret
 
 
+async def _connect(address: tuple[str, int]) -> tuple[CountingReader, asyncio.StreamWriter]:
+    """As asyncio.open_connection. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    reader = CountingReader(READ_BUFFER_BYTES, loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.create_connection(lambda: protocol, *address)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
 async def serve(
     host: str, port: int, handler: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 ) -> tuple[asyncio.Server, int]:
@@ -197,5 +264,10 @@ async def serve(
     `handler` is a plain function, which owns what it starts: a task that asyncio starts for a coroutine
     function is nobody's, and prints a traceback when the loop ends before it.
     """
-    server = await asyncio.start_server(handler, host, port, limit=READ_BUFFER_BYTES, backlog=256)
+    loop = asyncio.get_running_loop()
+
+    def protocol() -> asyncio.StreamReaderProtocol:
+        return asyncio.StreamReaderProtocol(CountingReader(READ_BUFFER_BYTES, loop), handler, loop)
+
+    server = await loop.create_server(protocol, host, port, backlog=256)
     return server, int(server.sockets[0].getsockname()[1])

@@ -1,0 +1,241 @@
+"""Measures verified transfers between two agents' regions, against a bare socket: `bench_bulk.py`.
+
+Two processes over loopback, in turn: the bytes over a Link with its handshake, as an agent gets tensors, to a
+region and with the digest verified; and the same bytes from memory to memory by sendall and recv_into, once
+with MSG_WAITALL and once without: the better of the two is what the ratio is of.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ckptless.daemon.agent.memory import Region
+from ckptless.daemon.agent.serving import receive_tensors
+from ckptless.daemon.agent.vault import Vault, digest
+from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.peers.vouch import KeyVouch
+
+JOB = "bench"
+HOST = "127.0.0.1"
+DIAL_S = 10.0
+# Slots of a region: the first transfers get their memory from the kernel, and are counted apart.
+COLD = 3
+AgentLink = Link[p.AgentMessage]
+
+
+def filled(nbytes: int) -> Region:
+    """A region of random bytes."""
+    region = Region(1, 0, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, 1)
+    block = secrets.token_bytes(1 << 20)
+    with region.view(0, nbytes) as view:
+        for start in range(0, nbytes, len(block)):
+            view[start : start + len(block)] = block[: nbytes - start]
+    return region
+
+
+# ------------------------------------------------------------------------------------------ sender
+
+
+def main_sender(nbytes: int, streams: int) -> None:
+    """Serves links, and bare sockets on another port; each transfer is asked for."""
+    region = filled(nbytes)
+    bare = socket.create_server((HOST, 0), backlog=streams)
+    threading.Thread(target=send_bare, args=(bare, region, nbytes), daemon=True).start()
+    asyncio.run(send_links(region, nbytes, bare.getsockname()[1]))
+
+
+def send_bare(server: socket.socket, region: Region, nbytes: int) -> None:
+    """A thread for each connection."""
+    while True:
+        sock, _ = server.accept()
+        threading.Thread(target=answer_bare, args=(sock, region.view(0, nbytes)), daemon=True).start()
+
+
+def answer_bare(sock: socket.socket, view: memoryview) -> None:
+    """As often as it is asked."""
+    with sock:
+        while sock.recv(1):
+            sock.sendall(view)
+
+
+async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
+    """Until the other process hangs up."""
+    with region.view(0, nbytes) as view:
+        told = digest(view)
+    ended = asyncio.Event()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link: AgentLink = await Link.accept(
+            (reader, writer), lambda _job: 0, KeyVouch(JOB.encode() * 8), p.AgentMessage
+        )
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await link.receive()
+                link.send(p.TensorsReply(nbytes=nbytes, digest=told))
+                with region.view(0, nbytes) as view:
+                    await link.send_bulk(view)
+        link.close()
+        ended.set()
+
+    server, port = await serve(HOST, 0, lambda *streams: tasks.add(asyncio.create_task(give(*streams))))
+    sys.stdout.write(f"{port} {bare_port}\n")
+    sys.stdout.flush()
+    await ended.wait()
+    server.close()
+
+
+# ---------------------------------------------------------------------------------------- receiver
+
+
+class Links:
+    """So many links, which all get the bytes at the same time."""
+
+    def __init__(self, vault: Vault, links: list[AgentLink]) -> None:
+        self._vault, self._links = vault, links
+
+    async def get_all(self) -> None:
+        """One transfer on each."""
+        await asyncio.gather(*(self._get(shard, link) for shard, link in enumerate(self._links)))
+
+    async def _get(self, shard: int, link: AgentLink) -> None:
+        link.send(p.GetTensors(shard=shard, step=0))
+        reply = await link.receive()
+        assert isinstance(reply, p.TensorsReply)
+        # A step of its own each time: so the region's slots are used in turn, as an agent does.
+        step = max((step for _, steps in self._vault.holdings().tensors for step in steps), default=0) + 1
+
+        await receive_tensors(
+            link,
+            self._vault,
+            shard,
+            reply.nbytes,
+            reply.digest,
+            lambda at: self._vault.put_tensors(shard, step, at),
+        )
+
+
+class Bare:
+    """So many sockets, each with its thread and memory."""
+
+    def __init__(self, port: int, streams: int, nbytes: int) -> None:
+        self._sockets = [socket.create_connection((HOST, port)) for _ in range(streams)]
+        self._memory = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(streams)]
+
+    def get_all(self, flags: int = 0) -> None:
+        """One transfer on each."""
+        if len(self._sockets) == 1:
+            self._get(0, flags)
+            return
+        threads = [threading.Thread(target=self._get, args=(n, flags)) for n in range(len(self._sockets))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _get(self, number: int, flags: int) -> None:
+        sock, into = self._sockets[number], self._memory[number]
+        sock.sendall(b"?")
+        got = 0
+        while got < len(into):
+            got += sock.recv_into(into[got:], 0, flags)
+
+
+def seconds(work: Callable[[], Any]) -> tuple[float, float]:
+    """(wall, this process's CPU) of it."""
+    wall, used = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - used
+
+
+@contextlib.contextmanager
+def other_process(nbytes: int, streams: int) -> Iterator[tuple[int, int]]:
+    """The sender, which ends when its links do."""
+    command = [sys.executable, __file__, "--sender", "--nbytes", str(nbytes), "--streams", str(streams)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None
+        link_port, bare_port = sender.stdout.readline().split()
+        try:
+            yield int(link_port), int(bare_port)
+        finally:
+            sender.terminate()
+
+
+def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
+    """Both ways by turns."""
+    vault = Vault()
+    times: dict[str, list[tuple[float, float]]] = {"link": [], "bare": [], "bare_waitall": []}
+    with other_process(nbytes, streams) as (link_port, bare_port), asyncio.Runner() as runner:
+
+        async def dial() -> AgentLink:
+            vouch = KeyVouch(JOB.encode() * 8)
+            return await Link.dial((HOST, link_port), (JOB, 1), vouch, p.AgentMessage, DIAL_S)
+
+        links = Links(vault, [runner.run(dial()) for _ in range(streams)])
+        bare = Bare(bare_port, streams, nbytes)
+        cold = [seconds(lambda: runner.run(links.get_all())) for _ in range(COLD)]
+        bare.get_all()
+        for _ in range(rounds):
+            times["bare"].append(seconds(bare.get_all))
+            times["bare_waitall"].append(seconds(lambda: bare.get_all(socket.MSG_WAITALL)))
+            times["link"].append(seconds(lambda: runner.run(links.get_all())))
+    vault.close()
+    total = nbytes * streams / 1e9
+    rates = {name: total / statistics.median(wall for wall, _ in found) for name, found in times.items()}
+    best = max(rates["bare"], rates["bare_waitall"])
+    return {
+        "nbytes": nbytes,
+        "streams": streams,
+        "rounds": rounds,
+        "gb_per_s": rates,
+        "best_bare_gb_per_s": best,
+        "ratio": rates["link"] / best,
+        "link_into_new_memory_gb_per_s": total / statistics.median(wall for wall, _ in cold),
+        "receiver_cpu_s_per_gb": {
+            name: statistics.median(cpu for _, cpu in found) / total for name, found in times.items()
+        },
+        "seconds": {name: [wall for wall, _ in found] for name, found in times.items()},
+        "load": os.getloadavg()[0],
+        "cpus": os.cpu_count(),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nbytes", type=int, default=256 << 20)
+    parser.add_argument("--streams", type=int, default=1, help="transfers at the same time")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write all that was measured to this file")
+    parser.add_argument("--sender", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.sender:
+        main_sender(args.nbytes, args.streams)
+        return
+    found = measure(args.nbytes, args.streams, args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    sys.stdout.write(
+        f"{found['streams']} x {found['nbytes'] >> 20} MiB, median of {found['rounds']}, in GB/s: "
+        f"link, verified {found['gb_per_s']['link']:.2f}, bare socket {found['best_bare_gb_per_s']:.2f}, "
+        f"ratio {found['ratio']:.2f}, at load {found['load']:.1f}; "
+        f"link into new memory {found['link_into_new_memory_gb_per_s']:.2f}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
