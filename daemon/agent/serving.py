@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptless.daemon.agent.holders import Peer
-from ckptless.daemon.agent.memory import Region
-from ckptless.daemon.agent.vault import Held, Vault, digest
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.agent.soundness import Soundness
+from ckptless.daemon.agent.vault import Held, Vault
+from ckptless.daemon.api import version
+from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link
@@ -20,17 +22,38 @@ logger = logging.getLogger(__name__)
 CATCH_UP_DEADLINE_S = 10.0
 
 
-async def receive_tensors(
-    link: Peer, vault: Vault, shard: int, nbytes: int, told: str, put: Callable[[TensorsAt], None]
-) -> None:
-    """Receive bulk into the vault, verify it, and `put` it. Raises ProtocolError and OSError."""
-    with vault.room(shard, nbytes) as (region, offset):
-        with region.view(offset, nbytes) as view:
-            await link.receive_bulk(view)
-            found = await asyncio.to_thread(digest, view)
-        if found != told:
-            raise ProtocolError("what came does not match its digest")
-        put(TensorsAt(region=region.number, offset=offset, nbytes=nbytes, digest=found))
+@dataclass(frozen=True)
+class Told:
+    """What is to come, as its sender and this agent know it; `generation` is the newest that it may be of."""
+
+    job: str
+    shard: int
+    step: int
+    generation: int
+    nbytes: int
+    digest: str
+
+    def verify(self, data: memoryview) -> None:
+        """Raise BadVersionError unless it is what was told of, header first, then chunk by chunk."""
+        verifier = version.Verifier(self.nbytes, self.digest)
+        verifier.feed(data)
+        verifier.finish().check(self.job, self.shard, self.step, self.generation)
+
+
+async def receive_tensors(link: Peer, vault: Vault, told: Told, put: Callable[[TensorsAt], None]) -> None:
+    """Receive a version into the vault, verify it, and `put` it. Raises BadVersionError and OSError.
+
+    With BadVersionError all of it has been received, and the connection can be used further.
+    """
+    with vault.room(told.shard, told.nbytes) as (region, offset):
+        with region.view(offset, told.nbytes) as view:
+            try:
+                await link.receive_bulk(view)
+                await asyncio.to_thread(told.verify, view)
+            except BaseException:
+                version.invalidate(view)
+                raise
+        put(TensorsAt(region=region.number, offset=offset, nbytes=told.nbytes, digest=told.digest))
 
 
 class Serving:
@@ -38,6 +61,7 @@ class Serving:
 
     def __init__(self, node: int, job: str, vault: Vault) -> None:
         self._me, self._job, self._vault = node, job, vault
+        self.soundness = Soundness(job, vault)
         self._generation = 0
         self._followed = asyncio.Condition()
         self.accepting = True
@@ -106,7 +130,7 @@ class Serving:
         if not await self._takes(offer.generation, f"the tensors of shard {offer.shard}"):
             answer = "stale"
         elif found is not None and (found[0].digest, found[0].nbytes) == (offer.digest, offer.nbytes):
-            answer = "held" if await self._is_sound(*found) else "wanted"
+            answer = "held" if await self.soundness.holds(offer.shard, offer.step) else "wanted"
         else:
             answer = "wanted"
         link.send(p.TensorsAnswer(shard=offer.shard, step=offer.step, answer=answer))
@@ -122,7 +146,12 @@ class Serving:
                 answer = "held"
             link.send(p.TensorsAnswer(shard=shard, step=step, answer=answer))
 
-        await receive_tensors(link, self._vault, shard, message.nbytes, message.digest, put)
+        told = Told(self._job, shard, step, message.generation, message.nbytes, message.digest)
+        try:
+            await receive_tensors(link, self._vault, told, put)
+        except BadVersionError as error:
+            self.on_event("refused-version", f"from node-{link.node}: {error}")
+            link.send(p.TensorsAnswer(shard=shard, step=step, answer="unsound"))
 
     def _present(self, generation: int) -> bool:
         return generation == self._generation and self.accepting
@@ -141,11 +170,9 @@ class Serving:
 
     # -------------------------------------------------------------------------------------- give
 
-    async def _is_sound(self, at: TensorsAt, region: Region) -> bool:
-        with region.view(at.offset, at.nbytes) as view:
-            return await asyncio.to_thread(digest, view) == at.digest
-
     async def _give_tensors(self, link: Peer, wanted: p.GetTensors) -> None:
+        if wanted.verify:
+            await self.soundness.holds(wanted.shard, wanted.step)
         found = self._vault.tensors(wanted.shard, wanted.step)
         if found is None:
             link.send(p.TensorsReply(nbytes=0, digest=""))

@@ -4,7 +4,7 @@ Nothing is given out that does not match its digest. The vault keeps the newest 
 shard; an older one is never asked for: a rank commits step s only after its copies of s-1 are held elsewhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,7 @@ class Vault:
         # Places that are being written to, by number of the region and offset.
         self._writing: set[tuple[int, int]] = set()
         self._count = 0
+        self.on_dropped: Callable[[], None] = lambda: None
 
     # ----------------------------------------------------------------------------------- records
 
@@ -117,6 +118,15 @@ class Vault:
         """Where a shard's tensors of a step lie, if they are here. Whoever reads them checks the digest."""
         at = self._tensors.get(shard, {}).get(step)
         return (at, self._regions[at.region]) if at is not None else None
+
+    def drop_tensors(self, shard: int, step: int, at: TensorsAt) -> bool:
+        """Hold a step's tensors no more, if they lie there: they are bad. Whether they were held."""
+        steps = self._tensors.get(shard, {})
+        if steps.get(step) != at:
+            return False
+        del steps[step]
+        self.on_dropped()
+        return True
 
     def _free_regions(self, newest: Region) -> None:
         """Older regions of that shard that no step lies in: nobody writes to them any more."""
