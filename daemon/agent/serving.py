@@ -33,11 +33,16 @@ class Told:
     nbytes: int
     digest: str
 
-    def verify(self, data: memoryview) -> None:
-        """Raise BadVersionError unless it is what was told of, header first, then chunk by chunk."""
+    def fault_of(self, data: memoryview) -> BadVersionError | None:
+        """What is wrong with it, if something is: looks at the header first, then at chunk by chunk."""
         verifier = version.Verifier(self.nbytes, self.digest)
-        verifier.feed(data)
-        verifier.finish().check(self.job, self.shard, self.step, self.generation)
+        try:
+            verifier.feed(data)
+            verifier.finish().check(self.job, self.shard, self.step, self.generation)
+        except BadVersionError as error:
+            # Its frames have views of the memory, which could not be given back as long as it is kept.
+            return error.with_traceback(None)
+        return None
 
 
 async def receive_tensors(link: Peer, vault: Vault, told: Told, put: Callable[[TensorsAt], None]) -> None:
@@ -49,7 +54,9 @@ async def receive_tensors(link: Peer, vault: Vault, told: Told, put: Callable[[T
         with region.view(offset, told.nbytes) as view:
             try:
                 await link.receive_bulk(view)
-                await asyncio.to_thread(told.verify, view)
+                fault = await asyncio.to_thread(told.fault_of, view)
+                if fault is not None:
+                    raise fault
             except BaseException:
                 version.invalidate(view)
                 raise
@@ -70,6 +77,7 @@ class Serving:
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
         """A new generation: what belongs to another is not taken any more. To be awaited soon."""
         self._generation, self.accepting = generation, True
+        self.soundness.generation = generation
         return self._announce()
 
     async def _announce(self) -> None:

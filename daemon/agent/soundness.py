@@ -22,10 +22,14 @@ def header_of(region: Region, at: TensorsAt) -> version.Header:
 
 
 class Soundness:
-    """Looks at the tensors in a vault, and drops what is bad. Owned by the agent's event loop."""
+    """Looks at the tensors in a vault, and drops what is bad. Owned by the agent's event loop.
+
+    `generation` is the newest that there is: nothing can be of a later one.
+    """
 
     def __init__(self, job: str, vault: Vault) -> None:
         self._job, self._vault = job, vault
+        self.generation = 0
         self.on_event: OnEvent = lambda _kind, _text: None
 
     async def holds(self, shard: int, step: int) -> bool:
@@ -37,7 +41,7 @@ class Soundness:
         try:
             with region.view(at.offset, at.nbytes) as view:
                 header = await asyncio.to_thread(version.verify, view, at.digest)
-            header.check(self._job, shard, step, header.generation)
+            header.check(self._job, shard, step, self.generation)
         except BadVersionError as error:
             self.drop(shard, step, at, str(error))
             return False
@@ -51,7 +55,7 @@ class Soundness:
             return False
         at, region = found
         try:
-            header_of(region, at).check(self._job, shard, step, version.MAX_GENERATION)
+            header_of(region, at).check(self._job, shard, step, self.generation)
         except BadVersionError as error:
             self.drop(shard, step, at, str(error))
             return False

@@ -112,8 +112,10 @@ class StateService:
         self._waiting[key] = {"record"}
         if commit.tensors is not None:
             self._waiting[key].add("tensors")
-            self._check_version(commit, shard, rank)
-            self._vault.put_tensors(shard, commit.step, commit.tensors)
+            # What was restored is held, and maybe in another place by now: a twin may have found it bad.
+            if commit.step != self._assignment.restore_step:
+                self._check_version(commit, shard, rank)
+                self._vault.put_tensors(shard, commit.step, commit.tensors)
         self._vault.put_record(rank, commit.step, Held(commit.record, commit.digest, shard))
         record = PutRecord(
             generation=commit.generation,
@@ -137,15 +139,13 @@ class StateService:
         """Raises BadVersionError, and tells, where what was written is not what the commit says."""
         assert self._assignment is not None
         assert commit.tensors is not None
-        restored = commit.step == self._assignment.restore_step
         try:
             region = self._vault.region(commit.tensors.region)
             if region is None or not region.has_slot(commit.tensors.offset, commit.tensors.nbytes):
                 raise BadVersionError("it lies in a place that was not allocated")
             header = header_of(region, commit.tensors)
             header.check(self._assignment.job, shard, commit.step, commit.generation)
-            # What was restored is committed again as it is, and may be a twin's, or an older process's.
-            if not restored and (header.generation, header.rank) != (commit.generation, rank):
+            if (header.generation, header.rank) != (commit.generation, rank):
                 raise BadVersionError(f"it is of generation {header.generation}, rank {header.rank}")
         except BadVersionError as error:
             text = f"of rank {rank}, shard {shard}, step {commit.step}: {error}"

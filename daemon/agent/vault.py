@@ -4,6 +4,7 @@ Nothing is given out that does not match its digest. The vault keeps the newest 
 shard; an older one is never asked for: a rank commits step s only after its copies of s-1 are held elsewhere.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -169,5 +170,7 @@ class Vault:
     def close(self) -> None:
         """Give everything back."""
         for region in self._regions.values():
-            region.close()
+            # A thread may still be reading it; then it goes with the process.
+            with contextlib.suppress(BufferError):
+                region.close()
         self._regions.clear()

@@ -26,8 +26,7 @@ HEADER_LIMIT = 64 << 20
 # the payload; layout, job. The chunks' digests follow; the header's own is the last thing in it.
 _FIXED = struct.Struct(f"<8sHHIIIIQQQ16s{JOB_LIMIT}s")
 _DIGEST_NBYTES = 16
-MAX_GENERATION = (1 << 62) - 1
-_MAX_STEP = 1 << 62
+STEP_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def _check_fields(header: Header, job_nbytes: int, total: int) -> None:
         raise BadVersionError("the job's name has a NUL in it")
     if not (0 <= header.shard < 1 << 32 and 0 <= header.rank < 1 << 32):
         raise BadVersionError(f"a version of shard {header.shard}, rank {header.rank}")
-    if not (0 <= header.step < _MAX_STEP and 0 <= header.generation < _MAX_STEP):
+    if not (0 <= header.step < STEP_LIMIT and 0 <= header.generation < STEP_LIMIT):
         raise BadVersionError(f"a version of step {header.step}, generation {header.generation}")
 
 

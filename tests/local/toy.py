@@ -3,9 +3,9 @@
 A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the step after `step` commits
 (or a phase of a recovery), `kind` is kill, stop (SIGSTOP), raise, exit, daemon (its node's), node (agent,
 daemon and ranks of its node), or one that spoils versions of the rank's shard before it kills: rot-own,
-rot-replica, rot-newest (see rot.py; in DDP all have shard 0). Every fault strikes once, over all processes and generations, unless it is
-"often". Without "step" it strikes at any; with "after" (the number of another fault) only in the recovery
-from that one or later.
+rot-replica, rot-newest (see rot.py; in DDP all have shard 0). Every fault strikes once, over all processes
+and generations, unless it is "often". Without "step" it strikes at any; with "after" (the number of another
+fault) only in the recovery from that one or later.
 """
 
 import hashlib

@@ -7,6 +7,7 @@ reads versions with; no processes.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from ckptless.daemon.agent.holders import Version
 from ckptless.daemon.agent.memory import SLOTS, round_up
 from ckptless.daemon.agent.replicas import Replicas
 from ckptless.daemon.agent.state_service import StateService
@@ -50,7 +52,13 @@ class Node:
         """Hold a version of STEP whose header says `fields`."""
         region = self.vault.allocate(SHARD, round_up(len(payload) + version.PAGE_NBYTES), SLOTS)
         chunks = tuple(version.digest_of(payload[a:b]) for a, b in version.spans(len(payload), CHUNK))
-        known: dict[str, Any] = {"job": JOB, "shard": SHARD, "rank": 0, "step": STEP, "generation": GENERATION - 1}
+        known: dict[str, Any] = {
+            "job": JOB,
+            "shard": SHARD,
+            "rank": 0,
+            "step": STEP,
+            "generation": GENERATION - 1,
+        }
         header = version.Header(
             **{**known, **fields}, layout="00" * 16, nbytes=len(payload), chunks=chunks, chunk_nbytes=CHUNK
         )
@@ -96,7 +104,12 @@ class World:
             port = await node.replicas.start(HOST)
             infos.append(
                 m.NodeInfo(
-                    node=number, name=f"n{number}", address=HOST, agent_port=port, store_address=HOST, store_port=1
+                    node=number,
+                    name=f"n{number}",
+                    address=HOST,
+                    agent_port=port,
+                    store_address=HOST,
+                    store_port=1,
                 )
             )
         self.assignment = m.Assignment(
@@ -112,7 +125,9 @@ class World:
             tensor_nodes=((SHARD, (0, 1, 2)),),
             record_nodes=((0,),),
         )
-        self.slot: Any = SimpleNamespace(index=0, shard=(GENERATION, SHARD), generation=GENERATION, tenant=None)
+        self.slot: Any = SimpleNamespace(
+            index=0, shard=(GENERATION, SHARD), generation=GENERATION, tenant=None
+        )
         crew: Any = SimpleNamespace(slots=[self.slot])
         self.state = StateService(0, self.nodes[0].vault, self.nodes[0].replicas, crew)
         for node in self.nodes:
@@ -146,8 +161,6 @@ class RankSession:
     def fetch(
         self, generation: int, step: int, unsound: m.TensorsAt | None = None, why: str = ""
     ) -> tuple[m.Fetched, int | None]:
-        import os
-
         told: list[tuple[m.Fetched, int | None]] = []
         link: Any = SimpleNamespace(send=lambda reply, fd=None: told.append((reply, fd)))
         request = m.Fetch(generation=generation, step=step, unsound=unsound, why=why)
@@ -208,7 +221,9 @@ class Case:
     def truncated(self, node: Node) -> None:
         def cut(view: memoryview) -> None:
             start = self.rng.randrange(len(view) - 1)
-            view[start:] = bytes(byte ^ 0xA5 for byte in view[start:]) if start % 2 else bytes(len(view) - start)
+            view[start:] = (
+                bytes(byte ^ 0xA5 for byte in view[start:]) if start % 2 else bytes(len(view) - start)
+            )
             view[-1] ^= 1
 
         node.spoil(cut)
@@ -264,7 +279,7 @@ def test_a_thousand_corruptions(world: World, monkeypatch: pytest.MonkeyPatch) -
         assert restore(world) == case.payload, f"seed {seed}"
         for number in bad:
             told = [text for kind, text in world.nodes[number].events if kind == "bad-version"]
-            assert len(told) == 1, f"seed {seed}: {told}"
+            assert len(told) == 1, f"seed {seed}: {[n.events for n in world.nodes]}"
             assert f"shard {SHARD}, step {STEP}" in told[0]
         # Node 0 has a sound one again; the other bad one is held no more.
         assert [bool(world.nodes[n].steps) for n in range(NODES)] == [True, False, True], f"seed {seed}"
@@ -317,11 +332,24 @@ def test_a_commit_of_something_else_is_refused(world: World, fields: dict[str, A
 
 def test_a_commit_without_its_header_is_refused(world: World) -> None:
     world.begin()
-    at = world.nodes[0].hold(b"payload", generation=GENERATION)
+    at = world.nodes[0].hold(b"payload", generation=GENERATION, step=STEP + 1)
     world.nodes[0].spoil(version.invalidate)
     world.nodes[0].vault.drop_after(None)
     with pytest.raises(BadVersionError, match="not written to its end"):
+        world.state._commit(world.slot, commit(at, STEP + 1))
+    assert world.nodes[0].steps == ()
+
+
+def test_what_was_found_bad_does_not_come_back_with_a_twins_commit(world: World) -> None:
+    """A twin on the same node has restored nothing, so has not read it, and commits the step again."""
+    world.begin()
+    at = world.nodes[0].hold(b"payload")
+    world.nodes[0].replicas.soundness.drop(SHARD, STEP, at, "as a rank said")
+
+    async def go() -> None:
         world.state._commit(world.slot, commit(at))
+
+    world.run(go())
     assert world.nodes[0].steps == ()
 
 
@@ -329,11 +357,10 @@ def test_a_commit_without_its_header_is_refused(world: World) -> None:
 
 
 def push(world: World, rng: random.Random) -> int:
-    """Commit what node 0 holds again, as after a recovery, and wait for its ack; how many others hold it then."""
+    """Push what node 0 holds and wait for its ack; how many others hold it then."""
     acked = asyncio.Event()
     found = world.nodes[0].vault.tensors(SHARD, STEP)
     assert found is not None
-    from ckptless.daemon.agent.holders import Version
 
     async def go() -> None:
         known = Version(GENERATION, SHARD, STEP, *found)

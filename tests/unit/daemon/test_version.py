@@ -17,7 +17,7 @@ CHUNK = PAGE_NBYTES
 payloads = st.binary(max_size=3 * CHUNK + 100)
 names = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1, max_size=40)
 numbers = st.integers(0, (1 << 32) - 1)
-steps = st.integers(0, version.MAX_GENERATION)
+steps = st.integers(0, version.STEP_LIMIT - 1)
 
 
 def header_of(payload: bytes, **fields: object) -> Header:
