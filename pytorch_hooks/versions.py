@@ -75,8 +75,8 @@ class Fetched:
 class Versions:
     """The versions of one rank, through its session. Main thread only."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, chunk_nbytes: int = version.CHUNK_NBYTES) -> None:
+        self._session, self._chunk_nbytes = session, chunk_nbytes
         self._mapped: _Mapped | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptless-version")
         # What the threads have of the newest commit: its chunks, then the rest of it.
@@ -99,6 +99,7 @@ class Versions:
             layout=layout.digest,
             nbytes=layout.nbytes,
             chunks=(),
+            chunk_nbytes=self._chunk_nbytes,
         )
         nbytes = header.total_nbytes
         mapped = self._mapped

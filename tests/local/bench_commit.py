@@ -20,8 +20,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
@@ -99,7 +99,7 @@ class Bench:
         """What PyTorch's own asynchronous checkpoint takes from the training."""
         content = {"model": self.state.model.state_dict(), "optimizer": self.state.optimizer.state_dict()}
         start = time.perf_counter()
-        done: Any = dcp.async_save(content, checkpoint_id=f"{self.shm}/{self.step}")
+        done: Any = async_save(content, checkpoint_id=f"{self.shm}/{self.step}")
         blocked = time.perf_counter() - start
         done.result()
         shutil.rmtree(f"{self.shm}/{self.step}")

@@ -1,4 +1,4 @@
-"""Versions that rot in memory: found before use; another copy is used, or an older step; no bit is different."""
+"""Versions that rot in memory: found before use; another copy is used, or an older step; no bit differs."""
 
 from __future__ import annotations
 

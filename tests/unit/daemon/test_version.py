@@ -69,7 +69,7 @@ def test_a_truncated_version_is_refused(payload: bytes, data: st.DataObject) -> 
 
 def test_every_single_bit_of_a_header_counts() -> None:
     slot, _ = written(b"x" * (CHUNK + 1))
-    encoded = bytearray(slot[:PAGE_NBYTES])
+    encoded = memoryview(bytearray(slot[:PAGE_NBYTES]))
     for bit in range(8 * len(encoded)):
         encoded[bit // 8] ^= 1 << bit % 8
         with pytest.raises(BadVersionError):
@@ -116,7 +116,7 @@ def test_another_sound_header_than_that_told_of_is_refused() -> None:
     slot, _ = written(b"abc")
     _, other = written(b"abd")
     with pytest.raises(BadVersionError, match="told of"):
-        version.decode(slot, other)
+        version.decode(memoryview(slot), other)
 
 
 def test_an_invalidated_slot_holds_no_version() -> None:
