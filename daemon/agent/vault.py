@@ -1,6 +1,7 @@
 """What an agent holds: its node's tensors, records of its own ranks, and both of other nodes' ranks.
 
-Nothing is given out that does not match its digest. The vault keeps the newest `KEEP` steps of each rank and
+A record is given out only if it matches its digest; tensors are verified by whoever gets them (soundness.py,
+for what lies here). The vault keeps the newest `KEEP` steps of each rank and
 shard; an older one is never asked for: a rank commits step s only after its copies of s-1 are held elsewhere.
 """
 
