@@ -58,6 +58,7 @@ class _Worker:
             generation = part.generation
             cause = self._generation(part)
             if cause is None:
+                self._run.close()
                 return
             self._session.send(m.Left(generation=generation, cause=cause))
 
@@ -92,6 +93,7 @@ class _Worker:
     def _left(self, cause: m.Cause, error: BaseException) -> m.Cause:
         """Out of the training function: let go of its frames, which hold activations and graphs."""
         self._fabric.abort()
+        self._run.leave()
         while error.__context__ is not None or error.__traceback__ is not None:
             error.__traceback__ = None
             error, context = error.__context__ or error, error.__context__

@@ -181,9 +181,15 @@ class Session:
             raise ProtocolError(f"{type(reply).__name__} is no answer to Allocate")
         return reply, fd
 
-    def fetch(self, generation: int, step: int) -> tuple[m.Fetched, int | None]:
-        """This rank's state of `step`; the descriptor is the caller's. Raises GenerationEnded."""
-        reply, fd = self._ask(m.Fetch(generation=generation, step=step), generation)
+    def fetch(
+        self, generation: int, step: int, unsound: m.TensorsAt | None = None, why: str = ""
+    ) -> tuple[m.Fetched, int | None]:
+        """This rank's state of `step`; the descriptor is the caller's. Raises GenerationEnded.
+
+        `unsound` is what came before and does not verify, `why` the sentence that says where.
+        """
+        request = m.Fetch(generation=generation, step=step, unsound=unsound, why=why)
+        reply, fd = self._ask(request, generation)
         if not isinstance(reply, m.Fetched):
             raise ProtocolError(f"{type(reply).__name__} is no answer to Fetch")
         return reply, fd

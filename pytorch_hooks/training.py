@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
 from ckptless.pytorch_hooks import env, torch_private
 from ckptless.pytorch_hooks.comm import ddp
 from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
@@ -79,6 +79,11 @@ class Run:
     def local_rank(self) -> int:
         """The index of this process on its node."""
         return self._session.welcome.slot
+
+    @property
+    def _shard(self) -> int:
+        """What this rank has tensors of: the lowest of its twins, itself among them."""
+        return min(self._twins, default=0)
 
     @property
     def world_size(self) -> int:
@@ -191,13 +196,15 @@ class Run:
         self._join()
         self._fabric.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
-        record, at, data = self._versions.fetch(self.generation, step, self._tensors)
-        view = read(record)
+        stale = newcomer or self._dirty or self._step != step
+        found = self._versions.fetch(self.generation, step, self._shard, self._tensors, read_payload=stale)
+        record, at, view = found.record, found.at, read(found.record)
         if view.step != step:
             raise RecoveryError(f"the record of step {step} says it is of step {view.step}")
-        if newcomer or self._dirty or self._step != step:
-            self._versions.verify(self._tensors, data, at, step)
-            self._tensors.unpack(data, view.layout)
+        if view.layout.digest != found.header.layout:
+            raise StateUnavailableError(f"record and tensors of step {step} are not of one layout")
+        if stale:
+            self._tensors.unpack(found.payload, view.layout)
         self._layouts = view.ddp_layouts
         for name, module in self._ddp:
             ddp.renew(module, self._layouts.get(name))
@@ -206,7 +213,7 @@ class Run:
         self._step, self._dirty, self._aftermath = step, False, True
         self._session.send(m.Restored(generation=self.generation))
         # Its copies on other nodes may have gone with them: commit it again.
-        self._send_commit(step, record, at if self._writes else None, None)
+        self._versions.send(self._commit_of(step, record, at if self._writes else None, None))
         for function in self._on_recovery:
             function(self)
 
@@ -241,18 +248,18 @@ class Run:
         if step:
             self._settle()
             self._wait_for_copies()
-        at = None
+        written = None
         if self._writes:
-            at = self._versions.write_tensors(self.generation, self._tensors)
+            written = self._versions.write(self._tensors, step, self.generation, self._shard, self.rank)
         record = capture(self._state, step, self._cursor.committed(), self._layouts, self._tensors)
-        self._send_commit(step, record, at, _number(loss))
+        self._versions.send(self._commit_of(step, record, None, _number(loss)), written)
         self._step, self._dirty = step, False
         if self._aftermath and step > (self._assigned.restore_step or 0):
             # Off the critical path of the recovery: take down what the old generation left.
             self._aftermath = self._fabric.sweep() > 0
 
-    def _send_commit(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> None:
-        commit = m.Commit(
+    def _commit_of(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> m.Commit:
+        return m.Commit(
             generation=self.generation,
             step=step,
             record=record,
@@ -260,10 +267,10 @@ class Run:
             tensors=at,
             loss=loss,
         )
-        self._versions.send(commit)
 
     def _wait_for_copies(self) -> None:
         """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
+        self._versions.wait()
         waited_s = self._session.wait_acked(self.generation, self._step)
         self.waited_s += waited_s
         if waited_s > WAIT_WORTH_A_NOTE_S:
@@ -287,8 +294,17 @@ class Run:
 
     def finish(self) -> None:
         """The training function has returned: wait for the others, who may still need this rank."""
+        self._versions.wait()
         self._session.send(m.Finished(generation=self.generation))
         self._session.wait_released(self.generation)
+
+    def leave(self) -> None:
+        """The training function has raised: nothing of this generation is sent any more after this."""
+        self._versions.leave()
+
+    def close(self) -> None:
+        """The job is done: end the threads that send commits."""
+        self._versions.close()
 
 
 def _ddp_modules(state: State) -> Iterator[tuple[str, DistributedDataParallel]]:

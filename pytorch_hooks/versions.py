@@ -1,23 +1,34 @@
 """Writes a rank's versions into its agent's memory, and reads them back.
 
 A version of step s is the record of every rank, and on each node the tensors once, written by one of the
-node's twins. Tensors go into the slots of a memfd in turn. Main thread only.
+node's twins (see daemon/api/version.py). Versions go into the slots of a memfd in turn. The main thread
+copies; two threads of this object digest what was copied, write the header and send the commit. They have one
+version at a time, and are idle whenever the main thread has called `wait`.
 """
 
+import logging
 import mmap
 import os
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import xxhash
+from msgspec import structs
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import StateUnavailableError
+from ckptless.daemon.api import version
+from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
 from ckptless.pytorch_hooks.session import Session
-from ckptless.pytorch_hooks.state import TensorSet
+from ckptless.pytorch_hooks.state import TensorSet, raw
+
+logger = logging.getLogger(__name__)
 
 SLOTS = 3
-PAGE_NBYTES = 4096
+THREADS = 2
+# So many bad copies in a row: something is wrong that another one does not mend.
+TRIES = 4
 
 
 @dataclass
@@ -33,66 +44,177 @@ class _Mapped:
         return self.bytes[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
 
 
+@dataclass(frozen=True)
+class Written:
+    """A version whose payload is in its slot and whose chunks are being digested."""
+
+    header: version.Header
+    at: m.TensorsAt
+    slot: torch.Tensor
+    chunks: list[Future[int]]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A committed step: the record, and the version of its tensors with its place; `data` is all of it.
+
+    The header is verified; the payload is not before `verify` says so.
+    """
+
+    record: bytes
+    at: m.TensorsAt
+    header: version.Header
+    data: torch.Tensor
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """The packed tensors."""
+        return self.data[self.header.header_nbytes :]
+
+
 class Versions:
-    """The versions of one rank, through its session."""
+    """The versions of one rank, through its session. Main thread only."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, chunk_nbytes: int = version.CHUNK_NBYTES) -> None:
+        self._session, self._chunk_nbytes = session, chunk_nbytes
         self._mapped: _Mapped | None = None
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptless-version")
+        # What the threads have of the newest commit: its chunks, then the rest of it.
+        self._pending: list[Future[Any]] = []
 
-    def write_tensors(self, generation: int, tensors: TensorSet) -> m.TensorsAt:
-        """Copy all tensors into the next slot. Raises GenerationEnded while asking for memory."""
-        nbytes = tensors.layout.nbytes
+    # ------------------------------------------------------------------------------------- write
+
+    def write(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
+        """Copy all tensors into the next slot. Raises GenerationEnded while asking for memory.
+
+        What was written before must have been sent: `wait`.
+        """
+        layout = tensors.layout
+        header = version.Header(
+            job=self._session.welcome.job,
+            shard=shard,
+            rank=rank,
+            step=step,
+            generation=generation,
+            layout=layout.digest,
+            nbytes=layout.nbytes,
+            chunks=(),
+            chunk_nbytes=self._chunk_nbytes,
+        )
+        nbytes = header.total_nbytes
         mapped = self._mapped
         if mapped is None or mapped.slot_nbytes < nbytes:
             mapped = self._allocate(generation, tensors, nbytes)
-        index = (mapped.last_slot + 1) % SLOTS
-        slot = mapped.slot(index)
-        tensors.pack(slot)
-        mapped.last_slot = index
-        digest = tensors.digest(slot[:nbytes])
-        return m.TensorsAt(
-            region=mapped.number, offset=index * mapped.slot_nbytes, nbytes=nbytes, digest=digest
-        )
+        index = mapped.last_slot = (mapped.last_slot + 1) % SLOTS
+        slot = mapped.slot(index)[:nbytes]
+        # What lay there is no version from here on, whatever becomes of this process.
+        version.invalidate(raw.window(slot))
+        tensors.pack(slot[header.header_nbytes :])
+        payload = raw.window(slot)[header.header_nbytes :]
+        chunks = [
+            self._threads.submit(version.digest_of, payload[start:end])
+            for start, end in version.spans(header.nbytes, header.chunk_nbytes)
+        ]
+        self._pending.extend(chunks)
+        offset = index * mapped.slot_nbytes
+        at = m.TensorsAt(region=mapped.number, offset=offset, nbytes=nbytes, digest="")
+        return Written(header, at, slot, chunks)
 
     def _allocate(self, generation: int, tensors: TensorSet, nbytes: int) -> _Mapped:
         # The views that pack() keeps would hold the old mapping.
         tensors.release()
         self._mapped = None
-        slot_nbytes = max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
+        page = version.PAGE_NBYTES
+        slot_nbytes = -(-nbytes // page) * page
         reply, fd = self._session.allocate(generation, slot_nbytes, SLOTS)
         self._mapped = _map(fd, reply.region, slot_nbytes, last_slot=-1)
         return self._mapped
 
-    def send(self, commit: m.Commit) -> None:
-        """Give a commit to the agent."""
-        self._session.send(commit)
+    def send(self, commit: m.Commit, written: Written | None = None) -> None:
+        """Give a commit to the agent: at once, or with what was `written`, as soon as its header is there."""
+        if written is None:
+            self._session.send(commit)
+        else:
+            # The chunks stand before it in the threads' queue: it waits for none that has not begun.
+            self._pending.append(self._threads.submit(self._finish, commit, written))
+
+    def _finish(self, commit: m.Commit, written: Written) -> None:
+        header = replace(written.header, chunks=tuple(chunk.result() for chunk in written.chunks))
+        digest = version.write_header(raw.window(written.slot), header)
+        at = structs.replace(written.at, digest=digest)
+        self._session.send(structs.replace(commit, tensors=at))
+
+    def wait(self) -> None:
+        """Until the last commit has been sent; whatever went wrong with it is raised here."""
+        pending, self._pending = self._pending, []
+        wait(pending)
+        for future in pending:
+            future.result()
+
+    def leave(self) -> None:
+        """The generation is over: as `wait`, but what went wrong does not matter any more."""
+        pending, self._pending = self._pending, []
+        wait(pending)
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        if errors:
+            logger.warning("the last commit was not sent: %s", errors[0])
+
+    def close(self) -> None:
+        """End the threads."""
+        self.leave()
+        self._threads.shutdown()
+
+    # -------------------------------------------------------------------------------------- read
 
     def fetch(
-        self, generation: int, step: int, tensors: TensorSet
-    ) -> tuple[bytes, m.TensorsAt, torch.Tensor]:
-        """Record, place and bytes of the tensors of `step`. Raises StateUnavailableError, GenerationEnded.
+        self, generation: int, step: int, shard: int, tensors: TensorSet, *, read_payload: bool
+    ) -> Fetched:
+        """A sound version of `step`, with `read_payload` to its last byte, else as far as its header.
 
+        A bad one is told to the agent, which gets another. Raises StateUnavailableError, GenerationEnded.
         The bytes are the agent's memory: copy them out before the next commit but one.
         """
-        reply, fd = self._session.fetch(generation, step)
-        if reply.error is not None or reply.tensors is None or fd is None:
-            raise StateUnavailableError(f"the state of step {step} is not to be had: {reply.error}")
-        at = reply.tensors
+        unsound, why = None, ""
+        for _ in range(TRIES):
+            reply, fd = self._session.fetch(generation, step, unsound, why)
+            if reply.error is not None or reply.tensors is None or fd is None:
+                raise StateUnavailableError(f"the state of step {step} is not to be had: {reply.error}")
+            data = self._mapped_at(reply.tensors, fd, reply.slot_nbytes, tensors)
+            try:
+                header = version.decode(raw.window(data), reply.tensors.digest)
+                header.check(self._session.welcome.job, shard, step, generation)
+                found = Fetched(reply.record, reply.tensors, header, data)
+                if read_payload:
+                    self.verify(found)
+                return found
+            except (BadVersionError, StateUnavailableError) as error:
+                unsound, why = reply.tensors, str(error)
+        raise StateUnavailableError(f"the state of step {step}, shard {shard}, is bad again and again: {why}")
+
+    def _mapped_at(self, at: m.TensorsAt, fd: int, slot_nbytes: int, tensors: TensorSet) -> torch.Tensor:
         if self._mapped is not None and self._mapped.number == at.region:
             os.close(fd)
         else:
             # The views that pack() keeps would hold the old mapping.
             tensors.release()
-            self._mapped = _map(fd, at.region, reply.slot_nbytes, last_slot=-1)
-        self._mapped.last_slot = at.offset // reply.slot_nbytes
-        data = self._mapped.bytes[at.offset : at.offset + at.nbytes]
-        return reply.record, at, data
+            self._mapped = _map(fd, at.region, slot_nbytes, last_slot=-1)
+        self._mapped.last_slot = at.offset // slot_nbytes
+        return self._mapped.bytes[at.offset : at.offset + at.nbytes]
 
-    def verify(self, tensors: TensorSet, data: torch.Tensor, at: m.TensorsAt, step: int) -> None:
-        """Raise StateUnavailableError where the bytes are not those that were committed."""
-        if tensors.digest(data) != at.digest:
-            raise StateUnavailableError(f"the tensors of step {step} do not match their digest")
+    def verify(self, found: Fetched) -> None:
+        """Raise StateUnavailableError, which names the chunk, where the bytes are not those of the commit."""
+        header, payload = found.header, raw.window(found.data)[found.header.header_nbytes :]
+        if header.total_nbytes != len(found.data):
+            raise StateUnavailableError(f"the tensors of step {header.step} are of another size")
+        spans = version.spans(header.nbytes, header.chunk_nbytes)
+        # All of them, also behind a bad one: nobody reads there any more when this returns.
+        digests = list(self._threads.map(version.digest_of, [payload[start:end] for start, end in spans]))
+        for index, digest in enumerate(digests):
+            if digest != header.chunks[index]:
+                raise StateUnavailableError(
+                    f"the tensors of step {header.step}, shard {header.shard}, do not match their digest "
+                    f"in chunk {index} of {len(header.chunks)}"
+                )
 
 
 def record_digest(record: bytes) -> str:

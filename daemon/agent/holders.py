@@ -97,10 +97,11 @@ class TensorHolder(Holder):
         info: NodeInfo,
         on_held: Callable[[int, Version], None],
         on_lost: Callable[[int, str], None],
+        is_sound: Callable[[Version], Awaitable[bool]],
         pace: Pace,
     ) -> None:
         super().__init__(info, on_lost)
-        self._on_held, self._pace = on_held, pace
+        self._on_held, self._is_sound, self._pace = on_held, is_sound, pace
         self._queue: asyncio.Queue[Version] = asyncio.Queue()
         self._answers: asyncio.Queue[p.AgentMessage] = asyncio.Queue()
 
@@ -130,9 +131,16 @@ class TensorHolder(Holder):
 
     async def _give_all(self, link: Peer) -> None:
         while True:
-            await self._give(link, await self._queue.get())
+            version = await self._queue.get()
+            for last in (False, True):
+                if await self._give(link, version) != "unsound":
+                    break
+                if not await self._is_sound(version):
+                    break  # it was bad before it was sent, and is not held here any more
+                if last:
+                    raise ProtocolError("what it is sent does not verify there, again and again")
 
-    async def _give(self, link: Peer, version: Version) -> None:
+    async def _give(self, link: Peer, version: Version) -> str:
         at = version.at
         link.send(
             p.OfferTensors(
@@ -161,6 +169,7 @@ class TensorHolder(Holder):
             self._on_held(self._info.node, version)
         elif answer == "wanted":
             raise ProtocolError("it wants what it has been sent")
+        return answer
 
     async def _answer_about(self, version: Version) -> str:
         answer = await self._answers.get()

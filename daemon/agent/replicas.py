@@ -7,7 +7,8 @@ from typing import Any
 from ckptless.daemon.agent.holders import Holder, Peer, RecordHolder, TensorHolder, Version
 from ckptless.daemon.agent.serving import Serving, receive_tensors
 from ckptless.daemon.agent.vault import Held, Vault
-from ckptless.daemon.api.errors import CkptlessError, PeerError
+from ckptless.daemon.agent.verifier import Told
+from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError
 from ckptless.daemon.api.messages import Assignment, NodeInfo, TensorsAt
 from ckptless.daemon.control.placement import holders, shard_holders
 from ckptless.daemon.peers import messages as p
@@ -48,6 +49,7 @@ class Replicas:
         self.vouch: Vouch | None = None
         self._pace = Pace(send_rate)
         self.serving = Serving(node, job, vault, self._pace)
+        self.soundness = self.serving.soundness
         self._nodes: tuple[NodeInfo, ...] = ()
         self._generation = 0
         self._ranked: frozenset[int] = frozenset()
@@ -64,7 +66,7 @@ class Replicas:
 
     async def start(self, address: str) -> int:
         """Serve other agents; the port. Raises OSError."""
-        self.serving.on_event = self.on_event
+        self.serving.on_event = self.soundness.on_event = self.on_event
         self._server, port = await serve(address, 0, self._came)
         return port
 
@@ -143,7 +145,9 @@ class Replicas:
     def _tensor_holder(self, info: NodeInfo) -> TensorHolder:
         known = self._tensors.get(info.node)
         if known is None:
-            known = self._tensors[info.node] = TensorHolder(info, self._tensors_held, self._lost, self._pace)
+            known = self._tensors[info.node] = TensorHolder(
+                info, self._tensors_held, self._lost, self._is_sound, self._pace
+            )
             self._spawn(known.run(self._dial))
         return known
 
@@ -154,6 +158,19 @@ class Replicas:
     def _tensors_held(self, node: int, version: Version) -> None:
         if version.generation == self._generation:
             self._has(node, ("tensors", version.shard, version.step))
+
+    async def _is_sound(self, version: Version) -> bool:
+        """Of what a holder refused. Bad here too, nobody can hold it, and nothing waits for it any more."""
+        found = self._vault.tensors(version.shard, version.step)
+        here = found is not None and found[0] == version.at
+        if here and await self.soundness.holds(version.shard, version.step):
+            return True
+        pushed = self._waiting.get(("tensors", version.shard, version.step))
+        if pushed is not None and pushed.what == version:
+            del self._waiting[("tensors", version.shard, version.step)]
+            self.on_event("unprotected", f"shard {version.shard}, step {version.step}, is held nowhere else")
+            pushed.acked()
+        return False
 
     def _has(self, node: int, key: tuple[str, int, int]) -> None:
         pushed = self._waiting.get(key)
@@ -201,16 +218,24 @@ class Replicas:
     async def fetch_tensors(self, shard: int, step: int, nodes: Sequence[int]) -> None:
         """Get a shard's tensors of a step into the vault, verified. Raises PeerError."""
 
-        async def ask(link: Peer) -> None:
-            link.send(p.GetTensors(shard=shard, step=step))
+        def put(at: TensorsAt) -> None:
+            self._vault.put_tensors(shard, step, at)
+
+        async def get(link: Peer, *, verify: bool) -> None:
+            link.send(p.GetTensors(shard=shard, step=step, verify=verify))
             reply = await link.receive()
             if not isinstance(reply, p.TensorsReply) or not reply.digest:
-                raise PeerError("it does not hold them")
+                raise PeerError("it does not hold them soundly" if verify else "it does not hold them")
+            told = Told(self._job, shard, step, self._generation, reply.nbytes, reply.digest)
+            await receive_tensors(link, self._vault, told, put)
 
-            def put(at: TensorsAt) -> None:
-                self._vault.put_tensors(shard, step, at)
-
-            await receive_tensors(link, self._vault, shard, reply.nbytes, reply.digest, put)
+        async def ask(link: Peer) -> None:
+            try:
+                await get(link, verify=False)
+            except BadVersionError as error:
+                self.on_event("refused-version", f"from node-{link.node}: {error}")
+                # Its copy is bad, which it finds then, or the way here was.
+                await get(link, verify=True)
 
         # Not all who need it ask the same one first.
         start = self._me % len(nodes) if nodes else 0

@@ -68,6 +68,7 @@ class Agent:
         self._crew.on_event = self._replicas.on_event = self._event
         self._crew.on_hello = self._rank_hello
         self._state.on_committed = self._committed
+        self._vault.on_dropped = self._changed
         daemon: asyncio.Task[None] | None = None
         try:
             agent_port = await self._replicas.start(config.address)

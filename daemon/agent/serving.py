@@ -7,10 +7,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from ckptless.daemon.agent.holders import Peer
-from ckptless.daemon.agent.memory import Region
-from ckptless.daemon.agent.vault import Held, Vault, digest
-from ckptless.daemon.agent.verifier import Verifier
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.agent.soundness import Soundness
+from ckptless.daemon.agent.vault import Held, Vault
+from ckptless.daemon.agent.verifier import Told, Verifier
+from ckptless.daemon.api import version
+from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
@@ -22,18 +23,23 @@ logger = logging.getLogger(__name__)
 CATCH_UP_DEADLINE_S = 10.0
 
 
-async def receive_tensors(
-    link: Peer, vault: Vault, shard: int, nbytes: int, told: str, put: Callable[[TensorsAt], None]
-) -> None:
-    """Receive bulk into the vault, verify it, and `put` it. Raises ProtocolError and OSError."""
-    with vault.room(shard, nbytes) as (region, offset):
-        with region.view(offset, nbytes) as view:
-            async with Verifier(view) as verifier:
-                await link.receive_bulk(view, verifier.feed)
-                found = await verifier.hexdigest()
-        if found != told:
-            raise ProtocolError("what came does not match its digest")
-        put(TensorsAt(region=region.number, offset=offset, nbytes=nbytes, digest=found))
+async def receive_tensors(link: Peer, vault: Vault, told: Told, put: Callable[[TensorsAt], None]) -> None:
+    """Receive a version into the vault, verify it, and `put` it. Raises BadVersionError and OSError.
+
+    With BadVersionError all of it has been received, and the connection can be used further.
+    """
+    with vault.room(told.shard, told.nbytes) as (region, offset):
+        with region.view(offset, told.nbytes) as view:
+            try:
+                async with Verifier(view, told) as verifier:
+                    await link.receive_bulk(view, verifier.feed)
+                    fault = await verifier.fault()
+                if fault is not None:
+                    raise fault
+            except BaseException:
+                version.invalidate(view)
+                raise
+        put(TensorsAt(region=region.number, offset=offset, nbytes=told.nbytes, digest=told.digest))
 
 
 class Serving:
@@ -41,6 +47,7 @@ class Serving:
 
     def __init__(self, node: int, job: str, vault: Vault, pace: Pace) -> None:
         self._me, self._job, self._vault, self._pace = node, job, vault, pace
+        self.soundness = Soundness(job, vault)
         self._generation = 0
         self._followed = asyncio.Condition()
         self.accepting = True
@@ -49,6 +56,7 @@ class Serving:
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
         """A new generation: what belongs to another is not taken any more. To be awaited soon."""
         self._generation, self.accepting = generation, True
+        self.soundness.generation = generation
         return self._announce()
 
     async def _announce(self) -> None:
@@ -109,7 +117,7 @@ class Serving:
         if not await self._takes(offer.generation, f"the tensors of shard {offer.shard}"):
             answer = "stale"
         elif found is not None and (found[0].digest, found[0].nbytes) == (offer.digest, offer.nbytes):
-            answer = "held" if await self._is_sound(*found) else "wanted"
+            answer = "held" if await self.soundness.holds(offer.shard, offer.step) else "wanted"
         else:
             answer = "wanted"
         link.send(p.TensorsAnswer(shard=offer.shard, step=offer.step, answer=answer))
@@ -125,7 +133,12 @@ class Serving:
                 answer = "held"
             link.send(p.TensorsAnswer(shard=shard, step=step, answer=answer))
 
-        await receive_tensors(link, self._vault, shard, message.nbytes, message.digest, put)
+        told = Told(self._job, shard, step, message.generation, message.nbytes, message.digest)
+        try:
+            await receive_tensors(link, self._vault, told, put)
+        except BadVersionError as error:
+            self.on_event("refused-version", f"from node-{link.node}: {error}")
+            link.send(p.TensorsAnswer(shard=shard, step=step, answer="unsound"))
 
     def _present(self, generation: int) -> bool:
         return generation == self._generation and self.accepting
@@ -144,11 +157,9 @@ class Serving:
 
     # -------------------------------------------------------------------------------------- give
 
-    async def _is_sound(self, at: TensorsAt, region: Region) -> bool:
-        with region.view(at.offset, at.nbytes) as view:
-            return await asyncio.to_thread(digest, view) == at.digest
-
     async def _give_tensors(self, link: Peer, wanted: p.GetTensors) -> None:
+        if wanted.verify:
+            await self.soundness.holds(wanted.shard, wanted.step)
         found = self._vault.tensors(wanted.shard, wanted.step)
         if found is None:
             link.send(p.TensorsReply(nbytes=0, digest=""))

@@ -10,9 +10,10 @@ from ckptless.daemon.agent.holders import Version
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.replicas import Replicas
 from ckptless.daemon.agent.slots import Slot
+from ckptless.daemon.agent.soundness import header_of
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.peers.messages import PutRecord
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,10 @@ class StateService:
         self._waiting[key] = {"record"}
         if commit.tensors is not None:
             self._waiting[key].add("tensors")
-            self._vault.put_tensors(shard, commit.step, commit.tensors)
+            # What was restored is held, and maybe in another place by now: a twin may have found it bad.
+            if commit.step != self._assignment.restore_step:
+                self._check_version(commit, shard, rank)
+                self._vault.put_tensors(shard, commit.step, commit.tensors)
         self._vault.put_record(rank, commit.step, Held(commit.record, commit.digest, shard))
         record = PutRecord(
             generation=commit.generation,
@@ -130,6 +134,23 @@ class StateService:
         if new:
             self._committed.add(slot.index)
         self.on_committed(slot, commit, first=first)
+
+    def _check_version(self, commit: m.Commit, shard: int, rank: int) -> None:
+        """Raises BadVersionError, and tells, where what was written is not what the commit says."""
+        assert self._assignment is not None
+        assert commit.tensors is not None
+        try:
+            region = self._vault.region(commit.tensors.region)
+            if region is None or not region.has_slot(commit.tensors.offset, commit.tensors.nbytes):
+                raise BadVersionError("it lies in a place that was not allocated")
+            header = header_of(region, commit.tensors)
+            header.check(self._assignment.job, shard, commit.step, commit.generation)
+            if (header.generation, header.rank) != (commit.generation, rank):
+                raise BadVersionError(f"it is of generation {header.generation}, rank {header.rank}")
+        except BadVersionError as error:
+            text = f"of rank {rank}, shard {shard}, step {commit.step}: {error}"
+            self._replicas.on_event("commit-refused", text)
+            raise
 
     def _push_tensors(self, shard: int, commit: m.Commit, acked: Callable[[], None]) -> None:
         """Of the nodes that have a shard anyway, that of its lowest rank gives it to others."""
@@ -176,14 +197,16 @@ class StateService:
 
     def _fetch_tensors(self, shard: int, step: int) -> asyncio.Task[None] | None:
         assert self._assignment is not None
-        if self._vault.tensors(shard, step) is not None:
+        if self._replicas.soundness.seems(shard, step):
             return None
         nodes = self._assignment.holders_of(shard)
         return self._once(("tensors", shard), self._replicas.fetch_tensors(shard, step, nodes))
 
     def _once(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._fetches.get(key)
-        if task is not None:
+        # What came and is not here any more was bad: it is fetched again.
+        again = task is not None and task.done() and not task.cancelled() and task.exception() is None
+        if task is not None and not again:
             work.close()
             return task
         task = asyncio.create_task(work)
@@ -196,6 +219,9 @@ class StateService:
         rank, shard = self._rank(slot), slot.shard[1]
         if rank is None:
             return
+        if request.unsound is not None:
+            why = f"{request.why} (says rank {rank})"
+            self._replicas.soundness.drop(shard, request.step, request.unsound, why)
         try:
             self._check_shard(rank, shard)
             for task in (self._fetch_record(rank, request.step), self._fetch_tensors(shard, request.step)):

@@ -1,10 +1,12 @@
 """What an agent holds: its node's tensors, records of its own ranks, and both of other nodes' ranks.
 
-Nothing is given out that does not match its digest. The vault keeps the newest `KEEP` steps of each rank and
+A record is given out only if it matches its digest; tensors are verified by whoever gets them (soundness.py,
+for what lies here). The vault keeps the newest `KEEP` steps of each rank and
 shard; an older one is never asked for: a rank commits step s only after its copies of s-1 are held elsewhere.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +44,7 @@ class Vault:
         # Places that are being written to, by number of the region and offset.
         self._writing: set[tuple[int, int]] = set()
         self._count = 0
+        self.on_dropped: Callable[[], None] = lambda: None
 
     # ----------------------------------------------------------------------------------- records
 
@@ -118,6 +121,15 @@ class Vault:
         at = self._tensors.get(shard, {}).get(step)
         return (at, self._regions[at.region]) if at is not None else None
 
+    def drop_tensors(self, shard: int, step: int, at: TensorsAt) -> bool:
+        """Hold a step's tensors no more, if they lie there: they are bad. Whether they were held."""
+        steps = self._tensors.get(shard, {})
+        if steps.get(step) != at:
+            return False
+        del steps[step]
+        self.on_dropped()
+        return True
+
     def _free_regions(self, newest: Region) -> None:
         """Older regions of that shard that no step lies in: nobody writes to them any more."""
         used = {at.region for at in self._tensors[newest.shard].values()}
@@ -159,5 +171,7 @@ class Vault:
     def close(self) -> None:
         """Give everything back."""
         for region in self._regions.values():
-            region.close()
+            # A thread may still be reading it; then it goes with the process.
+            with contextlib.suppress(BufferError):
+                region.close()
         self._regions.clear()

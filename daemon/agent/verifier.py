@@ -1,22 +1,37 @@
-"""The digest of bytes that are still coming, computed in a thread while the rest comes."""
+"""A version that is still coming, verified in a thread while the rest of it comes."""
 
 import asyncio
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import xxhash
+from ckptless.daemon.api import version
+from ckptless.daemon.api.errors import BadVersionError
 
 # What is hashed at one go: enough that the way into the thread costs little; and not so much that the caches
 # have lost it, or that a transfer that is given up has to wait for it.
 STEP_MIN_NBYTES, STEP_MAX_NBYTES = 4 << 20, 16 << 20
 
 
-class Verifier:
-    """`vault.digest` of a view; to be used in `async with`, as long as which the view has to live."""
+@dataclass(frozen=True)
+class Told:
+    """What is to come, as its sender and this agent know it; `generation` is the newest that it may be of."""
 
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self._hash = xxhash.xxh3_128()
+    job: str
+    shard: int
+    step: int
+    generation: int
+    nbytes: int
+    digest: str
+
+
+class Verifier:
+    """Of the version that fills a view; in `async with`, as long as which the view has to live."""
+
+    def __init__(self, view: memoryview, told: Told) -> None:
+        self._view, self._told = view, told
+        self._checks = version.Verifier(told.nbytes, told.digest)
+        self._found: BadVersionError | None = None
         # Up to where the steps so far go, of which the newest may still run.
         self._begun = 0
         self._step: asyncio.Future[None] | None = None
@@ -34,27 +49,41 @@ class Verifier:
     def feed(self, nbytes: int) -> None:
         """So many bytes of the view, from its begin, are there by now."""
         if nbytes - self._begun >= STEP_MIN_NBYTES and (self._step is None or self._step.done()):
-            self._hash_on(nbytes)
+            self._check_on(nbytes)
 
-    async def hexdigest(self) -> str:
-        """Of all of the view, which is there by now."""
+    async def fault(self) -> BadVersionError | None:
+        """What is wrong with it, if something is: all of it is there by now."""
         while True:
             if self._step is not None:
                 # A thread cannot be cancelled, and is waited for on the way out.
                 await asyncio.shield(self._step)
             if self._begun == len(self._view):
-                return self._hash.hexdigest()
-            self._hash_on(len(self._view))
+                return self._found or self._end()
+            self._check_on(len(self._view))
 
-    def _hash_on(self, upto: int) -> None:
+    def _end(self) -> BadVersionError | None:
+        told = self._told
+        try:
+            self._checks.finish().check(told.job, told.shard, told.step, told.generation)
+        except BadVersionError as error:
+            return error
+        return None
+
+    def _check_on(self, upto: int) -> None:
         if self._step is not None:
             self._step.result()
         end = min(upto, self._begun + STEP_MAX_NBYTES)
         part = self._view[self._begun : end]
         self._begun = end
-        self._step = asyncio.get_running_loop().run_in_executor(None, _update, self._hash, part)
+        self._step = asyncio.get_running_loop().run_in_executor(None, self._check, part)
 
-
-def _update(running: xxhash.xxh3_128, part: memoryview) -> None:
-    with part:
-        running.update(part)
+    def _check(self, part: memoryview) -> None:
+        """In a thread."""
+        with part:
+            if self._found is not None:
+                return
+            try:
+                self._checks.feed(part)
+            except BadVersionError as error:
+                # Its frames have views of the memory, which could not be given back as long as it is kept.
+                self._found = error.with_traceback(None)

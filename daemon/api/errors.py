@@ -3,6 +3,7 @@
 CkptlessError
  +- UsageError          the user can mend it: one sentence that says what to change
  +- ProtocolError       a message or file that breaks its format, version or limits
+ |   +- BadVersionError        a version of the state that does not verify
  +- LedgerError         the ledger cannot be opened or written
  +- PeerError           another process cannot be reached, or is not who it should be
  +- StartError          a daemon or agent could not start
@@ -25,6 +26,14 @@ class UsageError(CkptlessError):
 
 class ProtocolError(CkptlessError):
     """A frame, message or file that breaks its format, its version or its limits."""
+
+
+class BadVersionError(ProtocolError):
+    """A version that does not verify, or is of something else; `chunk` is the wrong one, if one is."""
+
+    def __init__(self, text: str, chunk: int | None = None) -> None:
+        super().__init__(text)
+        self.chunk = chunk
 
 
 class LedgerError(CkptlessError):

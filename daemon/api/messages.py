@@ -330,7 +330,7 @@ class Allocated(Message, frozen=True, kw_only=True):
 
 
 class TensorsAt(Value, frozen=True, kw_only=True):
-    """Where a step's tensors lie: bytes in memfd `region`, with their xxh3_128 digest (hex)."""
+    """Where a version of a step's tensors lies: `nbytes` of header and payload; `digest` is the header's."""
 
     region: int
     offset: int
@@ -357,10 +357,12 @@ class Acked(Message, frozen=True, kw_only=True):
 
 
 class Fetch(Message, frozen=True, kw_only=True):
-    """Give me my record and my shard's tensors of `step`."""
+    """Give me my record and my shard's tensors of `step`; not `unsound` again, which is bad: see `why`."""
 
     generation: int
     step: int
+    unsound: TensorsAt | None = None
+    why: str = ""
 
 
 class Fetched(Message, frozen=True, kw_only=True):

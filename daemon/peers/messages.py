@@ -127,11 +127,11 @@ class PutTensors(Message, frozen=True, kw_only=True):
 
 
 class TensorsAnswer(Message, frozen=True, kw_only=True):
-    """Answer to both: verified and held; wanted; or not of the generation that this agent is in."""
+    """Answer to both: verified and held; wanted; not of this agent's generation; or they do not verify."""
 
     shard: int
     step: int
-    answer: Literal["held", "wanted", "stale"]
+    answer: Literal["held", "wanted", "stale", "unsound"]
 
 
 class Held(Message, frozen=True, kw_only=True):
@@ -159,10 +159,11 @@ class RecordReply(Message, frozen=True, kw_only=True):
 
 
 class GetTensors(Message, frozen=True, kw_only=True):
-    """Give me a shard's tensors of a step."""
+    """Give me a shard's tensors of a step; with `verify`, since what came did not, look at yours first."""
 
     shard: int
     step: int
+    verify: bool = False
 
 
 class TensorsReply(Message, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ with MSG_WAITALL and once without: the better of the two is what the ratio is of
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -24,7 +25,9 @@ from typing import Any
 
 from ckptless.daemon.agent.memory import Region
 from ckptless.daemon.agent.serving import receive_tensors
-from ckptless.daemon.agent.vault import Vault, digest
+from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.agent.verifier import Told
+from ckptless.daemon.api.version import Header, digest_of, header_nbytes, spans, write_header
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import KeyVouch
@@ -75,7 +78,11 @@ def answer_bare(sock: socket.socket, view: memoryview) -> None:
 async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
     """Until the other process hangs up."""
     with region.view(0, nbytes) as view:
-        told = digest(view)
+        payload = nbytes - header_nbytes(nbytes)
+        data = view[-payload:]
+        chunks = tuple(digest_of(data[start:end]) for start, end in spans(payload))
+        told = write_header(view, Header(JOB, 0, 0, 0, 1, "0" * 32, payload, chunks))
+        data.release()
     ended = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -107,26 +114,20 @@ class Links:
 
     def __init__(self, vault: Vault, links: list[AgentLink]) -> None:
         self._vault, self._links = vault, links
+        # A step of its own each time: so the region's slots are used in turn, as an agent does.
+        self._steps = itertools.count(1)
 
     async def get_all(self) -> None:
         """One transfer on each."""
-        await asyncio.gather(*(self._get(shard, link) for shard, link in enumerate(self._links)))
+        await asyncio.gather(*map(self._get, self._links))
 
-    async def _get(self, shard: int, link: AgentLink) -> None:
-        link.send(p.GetTensors(shard=shard, step=0))
+    async def _get(self, link: AgentLink) -> None:
+        link.send(p.GetTensors(shard=0, step=0))
         reply = await link.receive()
         assert isinstance(reply, p.TensorsReply)
-        # A step of its own each time: so the region's slots are used in turn, as an agent does.
-        step = max((step for _, steps in self._vault.holdings().tensors for step in steps), default=0) + 1
-
-        await receive_tensors(
-            link,
-            self._vault,
-            shard,
-            reply.nbytes,
-            reply.digest,
-            lambda at: self._vault.put_tensors(shard, step, at),
-        )
+        told = Told(JOB, 0, 0, 1, reply.nbytes, reply.digest)
+        step = next(self._steps)
+        await receive_tensors(link, self._vault, told, lambda at: self._vault.put_tensors(0, step, at))
 
 
 class Bare:

@@ -1,10 +1,11 @@
 """A small job, DDP or sharded, that injects faults into itself: `toy.py STEPS OUT [FAULTS as JSON]`.
 
 A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the step after `step` commits
-(or a phase of a recovery), `kind` is kill, stop (SIGSTOP), raise, exit, daemon (its node's), or node (agent,
-daemon and ranks of its node). Every fault strikes once, over all processes and generations, unless it is
-"often". Without "step" it strikes at any; with "after" (the number of another fault) only in the recovery
-from that one or later.
+(or a phase of a recovery), `kind` is kill, stop (SIGSTOP), raise, exit, daemon (its node's), node (agent,
+daemon and ranks of its node), or one that spoils versions of the rank's shard before it kills: rot-own,
+rot-replica, rot-newest (see rot.py; in DDP all have shard 0). Every fault strikes once, over all processes
+and generations, unless it is "often". Without "step" it strikes at any; with "after" (the number of another
+fault) only in the recovery from that one or later.
 """
 
 import hashlib
@@ -24,6 +25,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptless
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rot import rot
 
 WHERE = (
     *("import", "enter", "build", "restore", "recovered", "forward", "backward", "update", "commit"),
@@ -50,7 +55,7 @@ def strike(where: str, rank: int, step: int, generation: int) -> None:
         if "after" in fault and not follows(fault, generation):
             continue
         if fault.get("often") or first_time(number, generation):
-            inject(fault["kind"])
+            inject(fault["kind"], 0 if PARALLEL == "ddp" else rank)
 
 
 def follows(fault: dict[str, Any], generation: int) -> bool:
@@ -72,7 +77,10 @@ def first_time(number: int, generation: int) -> bool:
     return True
 
 
-def inject(kind: str) -> None:
+def inject(kind: str, shard: int) -> None:
+    if kind.startswith("rot-"):
+        count = rot(kind.removeprefix("rot-"), shard)
+        print(f"{kind}: {count} versions of shard {shard}", flush=True)
     if kind == "raise":
         raise ValueError("the toy raises, as told")
     if kind == "exit":

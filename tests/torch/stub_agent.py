@@ -31,7 +31,7 @@ class Agent:
 
     def __init__(self, place: Place, ranks: int) -> None:
         self._place, self._ranks = place, ranks
-        self.welcome = SimpleNamespace(slot=0, host=HOST)
+        self.welcome = SimpleNamespace(slot=0, host=HOST, job="toy")
         self.kept: dict[int, Kept] = {}
         self._memory: int | None = None
         self._slot_nbytes = 0
@@ -75,7 +75,10 @@ class Agent:
         self._make(slot_nbytes, slots)
         return m.Allocated(region=REGION), os.dup(self._fd())
 
-    def fetch(self, _generation: int, step: int) -> tuple[m.Fetched, int]:
+    def fetch(
+        self, _generation: int, step: int, unsound: m.TensorsAt | None = None, why: str = ""
+    ) -> tuple[m.Fetched, int]:
+        assert unsound is None, why
         kept = self.kept[step]
         if self._memory is None:
             self._make(max(kept.at.nbytes, 4096), SLOTS)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.agent.memory import PAGE_NBYTES, Region
 from ckptless.daemon.agent.serving import receive_tensors
-from ckptless.daemon.agent.vault import Vault, digest
-from ckptless.daemon.agent.verifier import STEP_MAX_NBYTES, STEP_MIN_NBYTES, Verifier
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.agent.verifier import STEP_MAX_NBYTES, STEP_MIN_NBYTES, Told, Verifier
+from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.api.messages import TensorsAt
+from ckptless.daemon.api.version import Header, digest_of, header_nbytes, spans, write_header
 from ckptless.daemon.peers import link
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bucket import TokenBucket
@@ -95,11 +96,13 @@ def test_sizes(nbytes: int) -> None:
             other.view(0, nbytes) as view,
         ):
             source[:] = data
-            async with asyncio.TaskGroup() as group, Verifier(view) as verifier:
+            came: list[int] = []
+            async with asyncio.TaskGroup() as group:
                 group.create_task(sender.send_bulk(source))
-                await receiver.receive_bulk(view, verifier.feed)
-                assert await verifier.hexdigest() == digest(data)
+                await receiver.receive_bulk(view, came.append)
             assert view == data
+            assert came == sorted(came)
+            assert came[-1:] in ([nbytes], [])
 
     run(scenario)
 
@@ -264,24 +267,33 @@ def test_a_sender_nobody_reads_from_hears_that_the_link_is_closed() -> None:
 # ---------------------------------------------------------------------------------- what it checks
 
 
+def version(slot: memoryview, nbytes: int) -> Told:
+    """Make a version of what lies in a slot behind its header."""
+    data = slot[-nbytes:]
+    chunks = tuple(digest_of(data[start:end]) for start, end in spans(nbytes))
+    digest = write_header(slot, Header(JOB, 5, 0, 7, 1, "0" * 32, nbytes, chunks))
+    return Told(JOB, 5, 7, 1, len(slot), digest)
+
+
 @pytest.mark.parametrize("at", [0, STEP_MIN_NBYTES - 1, 3 * STEP_MAX_NBYTES, None])
 def test_a_changed_byte_is_found(at: int | None) -> None:
-    data = bytearray(os.urandom(3 * STEP_MAX_NBYTES + 1))
-    told = digest(memoryview(data))
+    nbytes = 3 * STEP_MAX_NBYTES + 1
+    data = bytearray(os.urandom(header_nbytes(nbytes) + nbytes))
+    told = version(memoryview(data), nbytes)
     if at is not None:
         data[at] ^= 1
 
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
         vault, put = Vault(), list[TensorsAt]()
         sending = asyncio.create_task(sender.send_bulk(memoryview(data)))
-        taking = receive_tensors(receiver, vault, 5, len(data), told, put.append)
+        taking = receive_tensors(receiver, vault, told, put.append)
         if at is None:
             await taking
         else:
-            with pytest.raises(ProtocolError, match="digest"):
+            with pytest.raises(BadVersionError):
                 await taking
         await sending
-        assert [found.digest for found in put] == ([told] if at is None else [])
+        assert [found.digest for found in put] == ([told.digest] if at is None else [])
         vault.close()
 
     run(scenario)
@@ -292,7 +304,8 @@ def test_a_region_that_is_received_into_can_be_given_back_after_a_cancellation()
         vault = Vault()
         data = bytes(LARGE)
         sending = asyncio.create_task(sender.send_bulk(memoryview(data)))
-        taking = asyncio.create_task(receive_tensors(receiver, vault, 5, LARGE + 1, "", lambda _at: None))
+        told = Told(JOB, 5, 7, 1, LARGE + 1, "")
+        taking = asyncio.create_task(receive_tensors(receiver, vault, told, lambda _at: None))
         await sending
         taking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -342,11 +355,12 @@ def test_others_get_their_turns_meanwhile() -> None:
                 await asyncio.sleep(0)
 
         source, view = (memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
+        told = version(source, nbytes - header_nbytes(nbytes))
         ticking = asyncio.create_task(ticker())
-        async with asyncio.TaskGroup() as group, Verifier(view) as verifier:
+        async with asyncio.TaskGroup() as group, Verifier(view, told) as verifier:
             group.create_task(sender.send_bulk(source))
             await receiver.receive_bulk(view, verifier.feed)
-            await verifier.hexdigest()
+            assert await verifier.fault() is None
         ticking.cancel()
         assert len(turns) >= 250
         longest = max(later - earlier for earlier, later in itertools.pairwise(turns))

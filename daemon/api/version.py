@@ -1,0 +1,269 @@
+"""A version as it lies in a slot and goes over the wire: a header in pages of its own, then the payload.
+
+Pure. The header binds job, shard, writer, step, generation and layout to the xxh3_64 of every chunk of the
+payload, and ends with an xxh3_128 of itself, by which it is known. Whoever writes a version invalidates what
+was in the slot first and writes the header last, so that a half written slot holds no version.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from ckptless.daemon.api.errors import BadVersionError
+
+MAGIC = b"ckptVERS"
+FORMAT = 1
+PAGE_NBYTES = 4096
+CHUNK_NBYTES = 16 << 20
+JOB_LIMIT = 256
+"""Bytes of a job's name in UTF-8."""
+PAYLOAD_LIMIT = 1 << 46
+HEADER_LIMIT = 64 << 20
+
+# magic, format, bytes of the job's name, of the header, of a chunk; shard, rank; step, generation, bytes of
+# the payload; layout, job. The chunks' digests follow; the header's own is the last thing in it.
+_FIXED = struct.Struct(f"<8sHHIIIIQQQ16s{JOB_LIMIT}s")
+_DIGEST_NBYTES = 16
+STEP_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a version is of. `layout` and `digest` are hex (32 digits), `nbytes` those of the payload.
+
+    `chunks` are xxh3_64, of `chunk_nbytes` bytes each; the last one may be shorter. `digest` is the header's
+    own, "" before it is encoded.
+    """
+
+    job: str
+    shard: int
+    rank: int
+    step: int
+    generation: int
+    layout: str
+    nbytes: int
+    chunks: tuple[int, ...]
+    chunk_nbytes: int = CHUNK_NBYTES
+    digest: str = ""
+
+    @property
+    def header_nbytes(self) -> int:
+        """Bytes before the payload."""
+        return header_nbytes(self.nbytes, self.chunk_nbytes)
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of header and payload."""
+        return self.header_nbytes + self.nbytes
+
+    def check(self, job: str, shard: int, step: int, newest: int) -> None:
+        """Raise BadVersionError unless it is this step of this shard, of generation `newest` at most."""
+        if (self.job, self.shard, self.step) != (job, shard, step):
+            raise BadVersionError(
+                f"a version of step {self.step}, shard {self.shard}, job {self.job}, "
+                f"in place of step {step}, shard {shard}, job {job}"
+            )
+        if self.generation > newest:
+            raise BadVersionError(
+                f"a version of generation {self.generation}, and the newest that there is is {newest}"
+            )
+
+
+def header_nbytes(nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
+    """Bytes of the header of a payload of `nbytes`: whole pages."""
+    count = -(-nbytes // chunk_nbytes)
+    return -(-(_FIXED.size + 8 * count + _DIGEST_NBYTES) // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def spans(nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> Iterator[tuple[int, int]]:
+    """Where each chunk of a payload begins and ends."""
+    for start in range(0, nbytes, chunk_nbytes):
+        yield start, min(start + chunk_nbytes, nbytes)
+
+
+def digest_of(chunk: memoryview | bytes) -> int:
+    """xxh3_64 of one chunk; the GIL is released meanwhile."""
+    return xxhash.xxh3_64_intdigest(chunk)
+
+
+def invalidate(slot: memoryview) -> None:
+    """Before a slot is written to: whatever lies there is no version any more."""
+    start = min(len(slot), _FIXED.size)
+    slot[:start] = bytes(start)
+
+
+def encode(header: Header) -> bytes:
+    """The header's bytes. Raises BadVersionError where a field is beyond its limits."""
+    job = header.job.encode()
+    total = header_nbytes(header.nbytes, header.chunk_nbytes)
+    if len(header.chunks) != -(-header.nbytes // header.chunk_nbytes):
+        raise BadVersionError(f"{len(header.chunks)} digests for a payload of {header.nbytes} bytes")
+    _check_fields(header, len(job), total)
+    fixed = _FIXED.pack(
+        *(MAGIC, FORMAT, len(job), total, header.chunk_nbytes, header.shard, header.rank),
+        *(header.step, header.generation, header.nbytes, bytes.fromhex(header.layout), job),
+    )
+    chunks = struct.pack(f"<{len(header.chunks)}Q", *header.chunks)
+    body = (fixed + chunks).ljust(total - _DIGEST_NBYTES, b"\0")
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def write_header(slot: memoryview, header: Header) -> str:
+    """Put the header where it belongs, when the payload is there; its digest, hex. Raises BadVersionError."""
+    encoded = encode(header)
+    slot[: len(encoded)] = encoded
+    return encoded[-_DIGEST_NBYTES:].hex()
+
+
+def decode(data: memoryview | bytes, told: str | None = None) -> Header:
+    """The header that `data` begins with, which must have the digest `told`. Raises BadVersionError."""
+    total = _length(data)
+    if len(data) < total:
+        raise BadVersionError(f"a header of {total} bytes is cut off after {len(data)}")
+    head = bytes(data[:total])
+    body, digest = head[:-_DIGEST_NBYTES], head[-_DIGEST_NBYTES:]
+    if xxhash.xxh3_128_digest(body) != digest:
+        raise BadVersionError("the header does not match its own digest")
+    if told is not None and digest.hex() != told:
+        raise BadVersionError("the header is sound, and is not the one that was told of")
+    (_, _, job_nbytes, _, chunk_nbytes, shard, rank, step, generation, nbytes, layout, job) = (
+        _FIXED.unpack_from(body)
+    )
+    count = -(-nbytes // chunk_nbytes)
+    end = _FIXED.size + 8 * count
+    if any(job[job_nbytes:]) or body[end:].strip(b"\0"):
+        raise BadVersionError("the header has something where it must be empty")
+    try:
+        name = job[:job_nbytes].decode()
+    except UnicodeDecodeError as error:
+        raise BadVersionError(f"the header's job is no text: {error}") from error
+    chunks = struct.unpack_from(f"<{count}Q", body, _FIXED.size)
+    found = Header(
+        name, shard, rank, step, generation, layout.hex(), nbytes, chunks, chunk_nbytes, digest.hex()
+    )
+    _check_fields(found, job_nbytes, total)
+    return found
+
+
+def _length(data: memoryview | bytes | bytearray) -> int:
+    """Bytes of the header that begins here, checked as far as the first fields go."""
+    if len(data) < _FIXED.size:
+        raise BadVersionError(f"a version of {len(data)} bytes has no header")
+    magic, form, job_nbytes, total, chunk_nbytes, _, _, _, _, nbytes, _, _ = _FIXED.unpack_from(data)
+    if magic != MAGIC:
+        raise BadVersionError("no version lies here, or it was not written to its end")
+    if form != FORMAT:
+        raise BadVersionError(f"a version of format {form}; this is {FORMAT}")
+    _check_sizes(nbytes, chunk_nbytes, job_nbytes)
+    if total != header_nbytes(nbytes, chunk_nbytes) or total > HEADER_LIMIT:
+        raise BadVersionError(f"a header of {total} bytes for a payload of {nbytes}")
+    return int(total)
+
+
+def _check_sizes(nbytes: int, chunk_nbytes: int, job_nbytes: int) -> None:
+    if not 0 <= nbytes <= PAYLOAD_LIMIT:
+        raise BadVersionError(f"a payload of {nbytes} bytes; the limit is {PAYLOAD_LIMIT}")
+    if not PAGE_NBYTES <= chunk_nbytes <= 1 << 30 or chunk_nbytes % PAGE_NBYTES:
+        raise BadVersionError(f"chunks of {chunk_nbytes} bytes")
+    if not 0 < job_nbytes <= JOB_LIMIT:
+        raise BadVersionError(f"a job's name of {job_nbytes} bytes; the limit is {JOB_LIMIT}")
+
+
+def _check_fields(header: Header, job_nbytes: int, total: int) -> None:
+    _check_sizes(header.nbytes, header.chunk_nbytes, job_nbytes)
+    if total > HEADER_LIMIT:
+        raise BadVersionError(f"a header of {total} bytes; the limit is {HEADER_LIMIT}")
+    if "\0" in header.job:
+        raise BadVersionError("the job's name has a NUL in it")
+    if not (0 <= header.shard < 1 << 32 and 0 <= header.rank < 1 << 32):
+        raise BadVersionError(f"a version of shard {header.shard}, rank {header.rank}")
+    if not (0 <= header.step < STEP_LIMIT and 0 <= header.generation < STEP_LIMIT):
+        raise BadVersionError(f"a version of step {header.step}, generation {header.generation}")
+
+
+class Verifier:
+    """Takes a version's bytes, header first, in pieces of any size, and raises at the first that is wrong.
+
+    `digest` is the one the header must have, `nbytes` those of header and payload; `header` is there once all
+    of it has come. One thread at a time.
+    """
+
+    def __init__(self, nbytes: int, digest: str) -> None:
+        self.header: Header | None = None
+        self._nbytes, self._digest = nbytes, digest
+        self._head = bytearray()
+        self._wanted = _FIXED.size
+        self._chunk = xxhash.xxh3_64()
+        self._index = 0
+        self._left = 0
+
+    def feed(self, data: memoryview) -> None:
+        """The next bytes. Raises BadVersionError."""
+        if self.header is None:
+            data = self._feed_header(data)
+        while len(data):
+            if not self._left:
+                raise BadVersionError("more bytes than the header says")
+            piece = data[: self._left]
+            self._chunk.update(piece)
+            self._left -= len(piece)
+            data = data[len(piece) :]
+            if not self._left:
+                self._end_chunk()
+
+    def finish(self) -> Header:
+        """That was all of it: the header. Raises BadVersionError where something is missing."""
+        if self.header is None or self._index < len(self.header.chunks):
+            raise BadVersionError("a version that is cut off", self._index if self.header else None)
+        return self.header
+
+    def _feed_header(self, data: memoryview) -> memoryview:
+        while len(self._head) < self._wanted and len(data):
+            piece = data[: self._wanted - len(self._head)]
+            self._head += piece
+            data = data[len(piece) :]
+            if len(self._head) == _FIXED.size:
+                self._wanted = _length(self._head)
+        if len(self._head) == self._wanted:
+            self.header = decode(bytes(self._head), self._digest)
+            if self.header.total_nbytes != self._nbytes:
+                raise BadVersionError(f"{self._nbytes} bytes; the header says {self.header.total_nbytes}")
+            self._next_chunk()
+        return data
+
+    def _next_chunk(self) -> None:
+        assert self.header is not None
+        self._chunk.reset()
+        start = self._index * self.header.chunk_nbytes
+        self._left = max(0, min(self.header.chunk_nbytes, self.header.nbytes - start))
+
+    def _end_chunk(self) -> None:
+        assert self.header is not None
+        if self._chunk.intdigest() != self.header.chunks[self._index]:
+            raise _bad_chunk(self.header, self._index)
+        self._index += 1
+        self._next_chunk()
+
+
+def verify(slot: memoryview, told: str) -> Header:
+    """Check a version that lies in `slot`, its header and every chunk. Raises BadVersionError.
+
+    `slot` is exactly the version. The GIL is released while a chunk is read.
+    """
+    header = decode(slot, told)
+    if header.total_nbytes != len(slot):
+        raise BadVersionError(f"{len(slot)} bytes; the header says {header.total_nbytes}")
+    payload = slot[header.header_nbytes :]
+    for index, (start, end) in enumerate(spans(header.nbytes, header.chunk_nbytes)):
+        if digest_of(payload[start:end]) != header.chunks[index]:
+            raise _bad_chunk(header, index)
+    return header
+
+
+def _bad_chunk(header: Header, index: int) -> BadVersionError:
+    text = (
+        f"chunk {index} of {len(header.chunks)} of step {header.step}, shard {header.shard}, does not match"
+    )
+    return BadVersionError(text, index)
