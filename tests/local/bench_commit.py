@@ -142,8 +142,10 @@ def main(run: Callable[[int, int], dict[str, float]] = measure) -> None:
     )
     parser.add_argument("--mib", type=int, default=256, help="size of the state")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each kind")
+    parser.add_argument("--threads", type=int, default=1, help="torch's own; ckptless-run gives a rank 1")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", category=UserWarning)
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     try:
