@@ -253,11 +253,12 @@ def wire(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next transfer arrives with one bit changed."""
     left = [1]
 
-    async def receive(self: Link[Any], into: memoryview) -> None:
+    async def receive(self: Link[Any], into: memoryview, came: Callable[[int], None]) -> None:
         await _receive(self, into)
         if left:
             left.pop()
             into[rng.randrange(len(into))] ^= 1 << rng.randrange(8)
+        came(len(into))
 
     monkeypatch.setattr(Link, "receive_bulk", receive)
 
