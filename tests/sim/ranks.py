@@ -161,6 +161,8 @@ class Process:
 
     def reduced(self) -> None:
         """Every rank was there. The next step may be committed once the copies of this one are held."""
+        if self._leaving:
+            return  # the others have its part; it has been called away before it had theirs
         ready = self._acked >= (self.generation, self.step)
         self._later(0.0, 0.02, lambda: self._wait("ack", ready or self._has_ack(), self._commit))
 

@@ -122,7 +122,14 @@ BUGS = (
     ),
     Bug("ranks stay on a lost node", plan, "_answer", "answers.bad.update(", "list("),
     Bug("a new leader believes old reports", Controller, "_elected", "view.state = None", "pass", rare=True),
-    Bug("agents are not told what they missed", Follower, "_tend", "if state is None or", "if True or"),
+    Bug(
+        "agents are not told what they missed",
+        Follower,
+        "_tend",
+        "if state is None or",
+        "if True or",
+        rare=True,
+    ),
     Bug(
         "orders said again are not answered",
         Follower,

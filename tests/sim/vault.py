@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 KEEP = 3
 COPIES = 2
+TENSORS_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,18 @@ class Replicas:
             return
         put = Put(self._generation, what, number, step, agent)
         self._waiting[put.key] = {info.node for info in targets}, acked
+        # Tensors are many bytes.
+        takes_s = agent.world.random.uniform(0.0, TENSORS_S) if what == "tensors" else 0.0
         for info in targets:
-            self._send(put, info.node)
+            if takes_s:
+                agent.world.events.after(takes_s, lambda node=info.node: self._send(put, node))  # type: ignore[misc]
+            else:
+                self._send(put, info.node)
 
     def _send(self, put: Put, node: int) -> None:
         agent = self._agent
+        if not agent.alive or put.generation != self._generation:
+            return
         other = agent.world.agents[node]
         if other.alive:
             link = self._links.get(node)
