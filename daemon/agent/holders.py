@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from msgspec import structs
+
 from ckptless.daemon.agent.memory import Region
 from ckptless.daemon.api.errors import CkptlessError, ProtocolError
 from ckptless.daemon.api.messages import NodeInfo, TensorsAt
@@ -142,27 +144,22 @@ class TensorHolder(Holder):
 
     async def _give(self, link: Peer, version: Version) -> str:
         at = version.at
-        link.send(
-            p.OfferTensors(
-                generation=version.generation,
-                shard=version.shard,
-                step=version.step,
-                nbytes=at.nbytes,
-                digest=at.digest,
-            )
+        offer = p.OfferTensors(
+            generation=version.generation,
+            shard=version.shard,
+            step=version.step,
+            nbytes=at.nbytes,
+            digest=at.digest,
         )
+        link.send(offer)
         answer = await self._answer_about(version)
         if answer == "wanted":
-            link.send(
-                p.PutTensors(
-                    generation=version.generation,
-                    shard=version.shard,
-                    step=version.step,
-                    nbytes=at.nbytes,
-                    digest=at.digest,
-                )
-            )
-            with version.region.view(at.offset, at.nbytes) as view:
+            try:
+                view = version.region.view(at.offset, at.nbytes)
+            except ValueError:
+                return "stale"  # its memory has been given back, as nobody will restore that step any more
+            with view:
+                link.send(p.PutTensors(**structs.asdict(offer)))
                 await link.send_bulk(view, self._pace)
             answer = await self._answer_about(version)
         if answer == "held":
