@@ -116,9 +116,9 @@ class Checks:
         awake_s = now - daemon.awake_since if daemon is not None and daemon.control is not None else 0.0
         return awake_s > (ASKED_OFTEN_S if stormy else RECENTLY_S)
 
-    def cut_off(self, side: set[int], voters: tuple[int, ...]) -> None:
-        """So long after a cut, nobody runs on without a quorum."""
-        for node in side:
+    def cut_off(self, side: set[int], voters: tuple[int, ...], steady: set[int]) -> None:
+        """So long after a cut, nobody runs on without a quorum, whose daemon was there all the time."""
+        for node in side & steady:
             agent = self._world.agents[node]
             begun = agent.sound and agent.assignment is not None
             if begun and not is_quorum(voters, side, self._world.witness.down):

@@ -47,6 +47,7 @@ class Daemon:
         self._orders: Channel[m.Order] | None = None
         self._written = 0.0
         self._awake_at = 0.0
+        self.born = world.events.now
         self._life = world.next_life()
         self._skew_s = world.random.uniform(-SKEW_S, SKEW_S)
         self._proposed: set[tuple[Ballot, int]] = set()

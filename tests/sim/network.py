@@ -8,9 +8,11 @@ if TYPE_CHECKING:
     from .world import World
 
 DARK_S = 0.6
-# The lease of the simulated jobs, and what it takes to notice and to end. A sign of life that came to one of
-# the cut off just before the cut may go on to another one that they only meet then.
-LEASE_OVER_S = 3.0 + 4 * DARK_S + 1.0
+# The lease of the simulated jobs, and what it takes to notice and to end.
+LEASE_OVER_S = 3.0 + 2 * DARK_S + 1.0
+# Where signs of life are passed on: one that came to one of the cut off just before the cut may go on to
+# another one that it only meets then.
+PASSED_ON_S = 2 * DARK_S
 
 
 class Network:
@@ -61,9 +63,10 @@ class Network:
         rest = set(world.agents) - side
         self.side = side
         self._block({(a, b) for a in side for b in rest} | {(b, a) for a in side for b in rest}, away_s)
-        if away_s > LEASE_OVER_S:
-            voters, faults = world.checks.voters, len(world.control_faults)
-            world.events.after(LEASE_OVER_S, lambda: self._look(side, voters, faults))
+        over_s = LEASE_OVER_S + (0.0 if world.graph.complete else PASSED_ON_S)
+        if away_s > over_s:
+            voters, cut_at = world.checks.voters, world.events.now
+            world.events.after(over_s, lambda: self._look(side, voters, cut_at))
 
     def block(self, pairs: set[tuple[int, int]], away_s: float) -> None:
         """Nothing gets from one node of each pair to the other; the other way it may."""
@@ -76,12 +79,14 @@ class Network:
         self.ever |= {node for pair in pairs for node in pair}
         self._world.events.after(away_s, self._heal)
 
-    def _look(self, side: frozenset[int], voters: tuple[int, ...], faults: int) -> None:
-        """A daemon that was started again since has another lease."""
+    def _look(self, side: frozenset[int], voters: tuple[int, ...], cut_at: float) -> None:
+        """A daemon that was started again since, or has been stopped, has another lease."""
         world = self._world
-        if self.side == side and len(world.control_faults) == faults and world.checks.outcome is None:
-            for half in (set(side), set(world.agents) - side):
-                world.checks.cut_off(half, voters)
+        if self.side != side or world.checks.outcome is not None:
+            return
+        steady = {n for n, daemon in world.daemons.items() if max(daemon.born, daemon.awake_since) <= cut_at}
+        for half in (set(side), set(world.agents) - side):
+            world.checks.cut_off(half, voters, steady)
 
     def _heal(self) -> None:
         world = self._world
