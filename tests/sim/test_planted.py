@@ -57,14 +57,6 @@ BUGS = (
     Bug("ranks inside are not waited for", Controller, "_replan", "if inside:", "if False:"),
     Bug("nobody is killed", Controller, "_replan", "self._kill(", "(lambda *_: None)("),
     Bug(
-        "a node that kills nothing is waited for",
-        Controller,
-        "_kill",
-        "self._killed.update(places)",
-        "pass",
-        rare=True,
-    ),
-    Bug(
         "a step of any rank is enough",
         sources,
         "_newest_common",
@@ -128,14 +120,6 @@ BUGS = (
         "_tend",
         "if state is None or",
         "if True or",
-        rare=True,
-    ),
-    Bug(
-        "orders said again are not answered",
-        Follower,
-        "_obey",
-        "if type(order) is self._obeyed and",
-        "if False and",
         rare=True,
     ),
     Bug(
