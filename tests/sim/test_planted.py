@@ -115,14 +115,6 @@ BUGS = (
     Bug("ranks stay on a lost node", plan, "_answer", "answers.bad.update(", "list("),
     Bug("a new leader believes old reports", Controller, "_elected", "view.state = None", "pass", rare=True),
     Bug(
-        "agents are not told what they missed",
-        Follower,
-        "_tend",
-        "if state is None or",
-        "if True or",
-        rare=True,
-    ),
-    Bug(
         "the news are not counted",
         Controller,
         "_count",
