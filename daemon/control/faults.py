@@ -24,7 +24,10 @@ CONSEQUENCES = 64
 
 @dataclass
 class NodeView:
-    """What the control plane knows of one node; `lost`: why it is; `dark`: nothing on it answers."""
+    """What the control plane knows of one node; `lost`: why it is; `dark`: nothing on it answers.
+
+    `told_s`: when `state` came, by this daemon's clock.
+    """
 
     node: int
     hello: AgentHello | Introduction | None = None
@@ -33,6 +36,7 @@ class NodeView:
     lost_age_s: float = 0.0
     lost_source: FaultSource = "membership"
     dark: bool = False
+    told_s: float = 0.0
 
     def slots(self) -> tuple[SlotState, ...]:
         """What its agent has told of its slots."""

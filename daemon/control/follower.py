@@ -103,7 +103,7 @@ class Follower(Elector):
         elif isinstance(message, m.AgentState):
             if view.state is not None and message.seq <= view.state.seq:
                 return
-            view.state = message
+            view.state, view.told_s = message, now
             self._news.add(report.node)
             if report.node == self.me:
                 self._tend()
@@ -221,4 +221,4 @@ class Follower(Elector):
         if len(views) > FEW:
             views = {node: views[node] for node in {self.me} | (self._news if self.leads else set())}
         self._news = set()
-        return story.snapshot(job, views, self.assignment, self.reachable, now)
+        return story.snapshot((job, self.me), views, self.assignment, self.reachable, now)

@@ -130,13 +130,17 @@ def describe(assignment: m.Assignment) -> str:
 
 
 def snapshot(
-    job: str,
+    whose: tuple[str, int],
     nodes: Mapping[int, NodeView],
     assignment: m.Assignment | None,
     reachable: Iterable[int],
     now: float,
 ) -> list[Record]:
-    """The nodes and slots as this daemon sees them now."""
+    """The nodes and slots as this daemon sees them now; `whose`: the job, and this daemon's node.
+
+    Slots of other nodes are as of when they were told of: their own daemons, and who leads, know better.
+    """
+    job, me = whose
     rows: list[Record] = []
     up = set(reachable)
     for node, view in sorted(nodes.items()):
@@ -157,11 +161,14 @@ def snapshot(
         )
         # Of a lost node's slots the last word stands.
         slots = view.state.slots if view.state is not None and view.lost is None else ()
-        rows += [_slot(job, node, slot, assignment, now) for slot in slots]
+        as_of = now if node == me else view.told_s
+        rows += [_slot(job, node, slot, assignment, as_of) for slot in slots]
     return rows
 
 
-def _slot(job: str, node: int, slot: m.SlotState, assignment: m.Assignment | None, now: float) -> SlotRecord:
+def _slot(
+    job: str, node: int, slot: m.SlotState, assignment: m.Assignment | None, as_of: float
+) -> SlotRecord:
     place = m.Place(node=node, slot=slot.slot)
     return SlotRecord(
         job=job,
@@ -173,5 +180,5 @@ def _slot(job: str, node: int, slot: m.SlotState, assignment: m.Assignment | Non
         phase=slot.phase,
         step=slot.step,
         loss=slot.loss,
-        updated_s=now,
+        updated_s=as_of,
     )

@@ -1,0 +1,44 @@
+"""What daemons write of a job: of each slot, whoever knows best is believed."""
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.records import SlotRecord
+from ckptless.daemon.control import story
+from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.ledger.merge import merge
+
+SPEC = m.JobSpec(
+    job="j",
+    command=("t",),
+    nodes=2,
+    spares=0,
+    slots_per_node=1,
+    limits=m.Limits(pong_s=1, leave_s=1, join_s=10, stall_s=10),
+)
+
+
+def _view(node: int, slot: m.SlotState, told_s: float) -> NodeView:
+    info = m.NodeInfo(
+        node=node, name=f"node-{node}", address="a", agent_port=1, store_address="a", store_port=2
+    )
+    hello = m.AgentHello(protocol=m.PROTOCOL, spec=SPEC, info=info, pid=1)
+    return NodeView(node, hello, m.AgentState(seq=1, slots=(slot,)), told_s=told_s)
+
+
+EMPTY = m.SlotState(slot=0, phase="empty", generation=0)
+TRAINS = m.SlotState(slot=0, phase="restored", generation=1, pid=77)
+
+
+def test_a_daemon_that_was_told_long_ago_does_not_cover_what_is_so() -> None:
+    own = story.snapshot(("j", 0), {0: _view(0, TRAINS, told_s=5.0)}, None, [0, 1], now=20.0)
+    # Written later, of what was said before: nobody tells a daemon that does not lead any more.
+    other = story.snapshot(("j", 1), {0: _view(0, EMPTY, told_s=2.0)}, None, [0, 1], now=20.5)
+    for ledgers in ((own, other), (other, own)):
+        assert [slot.pid for slot in merge(ledgers).slots] == [77]
+
+
+def test_of_a_daemon_that_is_gone_the_leader_knows_better() -> None:
+    own = story.snapshot(("j", 0), {0: _view(0, EMPTY, told_s=1.0)}, None, [0, 1], now=3.0)
+    leader = story.snapshot(("j", 1), {0: _view(0, TRAINS, told_s=4.0)}, None, [1], now=9.0)
+    found = merge((own, leader))
+    assert [(type(slot), slot.pid) for slot in found.slots] == [(SlotRecord, 77)]
+    assert [node.state for node in found.nodes] == ["daemon-away"]
