@@ -313,7 +313,12 @@ class Agent:
             self._daemon.send(m.AgentEvent(level=message.level, kind=message.kind, text=message.text))
             return
         if message.generation != slot.generation:
-            link.send(m.Refused(generation=message.generation, what=type(message).__name__))
+            what = type(message).__name__
+            self._event(
+                "stale-message",
+                f"{what} of slot {slot.index}, generation {message.generation}, here {slot.generation}",
+            )
+            link.send(m.Refused(generation=message.generation, what=what))
             return
         if isinstance(message, m.Twins | m.Commit | m.Fetch | m.Allocate):
             self._state.serve(slot, link, message, frozen=self._frozen is not None)

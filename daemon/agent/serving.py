@@ -131,6 +131,8 @@ class Serving:
             if self._present(message.generation):
                 self._vault.put_tensors(shard, step, at)
                 answer = "held"
+            elif message.generation != self._generation:
+                self._refuse(f"the tensors of shard {shard}", message.generation)
             link.send(p.TensorsAnswer(shard=shard, step=step, answer=answer))
 
         told = Told(self._job, shard, step, message.generation, message.nbytes, message.digest)
@@ -151,9 +153,12 @@ class Serving:
                 async with asyncio.timeout(CATCH_UP_DEADLINE_S), self._followed:
                     await self._followed.wait_for(lambda: generation <= self._generation)
         if generation != self._generation:
-            self.on_event("stale-record", f"{what}, generation {generation}, here {self._generation}")
+            self._refuse(what, generation)
             return False
         return self.accepting
+
+    def _refuse(self, what: str, generation: int) -> None:
+        self.on_event("stale-record", f"{what}, generation {generation}, here {self._generation}")
 
     # -------------------------------------------------------------------------------------- give
 

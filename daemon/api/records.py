@@ -121,6 +121,10 @@ class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_u
     outcome: str | None
 
 
+# Kinds of events that tell of something refused: it came from an older generation, or an older leader.
+REFUSALS = frozenset(("order-refused", "stale-message", "stale-record"))
+
+
 class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown_fields=True):
     """A line of the story. Key: event (its id, unique over all daemons of the job)."""
 

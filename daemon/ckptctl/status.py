@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import click
 
-from ckptless.daemon.api.records import FaultRecord, JobRecord, NodeRecord, SlotRecord
+from ckptless.daemon.api.records import REFUSALS, FaultRecord, JobRecord, NodeRecord, SlotRecord
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl.options import Asked, common
 from ckptless.daemon.ledger.merge import Snapshot
@@ -18,7 +18,8 @@ _LAST_FAULTS = 3
 def status(asked: Asked) -> None:
     """Show how a job stands, down to every slot.
 
-    Its state, its nodes and slots, what the last recovery took, and the last faults.
+    Its state, its nodes and slots, what the last recovery took, the last faults, and how often what came from
+    an older generation or leader was refused.
 
     A slot without a rank is a spare; "-" marks one whose rank now lives elsewhere. The age tells how long ago
     the slot was last heard of.
@@ -28,7 +29,7 @@ def status(asked: Asked) -> None:
         ckptctl status              the newest job
         watch -n1 ckptctl status    as it goes
     """
-    job, found = view.job_of(asked)
+    job, found = view.job_of(asked, events=REFUSALS)
     generation = found.generations[-1] if found.generations else None
     spares = view.spares_left(found.nodes, found.slots, generation)
     step = max((slot.step for slot in found.slots if slot.step is not None), default=None)
@@ -45,6 +46,7 @@ def status(asked: Asked) -> None:
             recovery=recovery,
             recovery_total_s=None if recovery is None else view.total_s(recovery),
             faults=faults,
+            refused=view.refused(found),
         )
         return
     number = "none" if generation is None else generation.generation
@@ -58,6 +60,9 @@ def status(asked: Asked) -> None:
         )
     for fault in faults:
         click.echo(f"fault: {_sentence(fault)}")
+    if refused := view.refused(found):
+        counts = ", ".join(f"{count} {kind}" for kind, count in refused.items())
+        click.echo(f"refused, of an older generation or leader: {counts} (ckptctl events)")
 
 
 _COLUMNS = ("node", "name", "state", "slot", "rank", "pid", "phase", "step", "loss", "age")

@@ -1,9 +1,19 @@
 """Reads the ledgers for a command: one snapshot, and in it the job that was asked for."""
 
+from collections import Counter
+from collections.abc import Collection
+
 import click
 
 from ckptless.daemon.api.errors import LedgerError, UsageError
-from ckptless.daemon.api.records import GenerationRecord, JobRecord, NodeRecord, RecoveryRecord, SlotRecord
+from ckptless.daemon.api.records import (
+    REFUSALS,
+    GenerationRecord,
+    JobRecord,
+    NodeRecord,
+    RecoveryRecord,
+    SlotRecord,
+)
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.ledger.merge import Snapshot, read_all
 
@@ -14,7 +24,7 @@ class NoSuchJobError(UsageError):
     exit_code = 4
 
 
-def snapshot(asked: Asked, *, events: bool = False) -> Snapshot:
+def snapshot(asked: Asked, *, events: bool | Collection[str] = False) -> Snapshot:
     """What the ledgers hold. Those that cannot be read are told on stderr; LedgerError if that is all."""
     found = read_all(asked.state_dir, events=events)
     if not found.sources:
@@ -26,7 +36,7 @@ def snapshot(asked: Asked, *, events: bool = False) -> Snapshot:
     return found
 
 
-def job_of(asked: Asked, *, events: bool = False) -> tuple[JobRecord, Snapshot]:
+def job_of(asked: Asked, *, events: bool | Collection[str] = False) -> tuple[JobRecord, Snapshot]:
     """The job asked for, or the newest, and all that is recorded of it. Raises NoSuchJobError."""
     found = snapshot(asked, events=events)
     wanted = [job for job in found.jobs if asked.job is None or job.job == asked.job]
@@ -35,6 +45,11 @@ def job_of(asked: Asked, *, events: bool = False) -> tuple[JobRecord, Snapshot]:
         raise NoSuchJobError(f"no ledger in {asked.state_dir} knows of {missing}: see `ckptctl jobs`")
     job = wanted[-1]
     return job, found.of_job(job.job)
+
+
+def refused(found: Snapshot) -> dict[str, int]:
+    """How often something of an older generation or an older leader was refused, by kind of event."""
+    return dict(sorted(Counter(event.kind for event in found.events if event.kind in REFUSALS).items()))
 
 
 def spares_left(

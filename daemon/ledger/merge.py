@@ -1,6 +1,6 @@
 """One picture from many ledgers: every node of a local run writes its own, a killed one's included."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,11 +65,11 @@ class Snapshot:
         )
 
 
-def read_all(state_dir: Path, *, events: bool = True) -> Snapshot:
+def read_all(state_dir: Path, *, events: bool | Collection[str] = True) -> Snapshot:
     """Read and merge every ledger of a state directory: its own `ledger.db` and each `*/ledger.db`.
 
     Each is read as of one moment. None there, or none readable: an empty snapshot without `sources`.
-    `events=False` leaves the events unread.
+    `events=False` leaves the events unread; or give the kinds that are wanted.
     """
     ledgers: list[tuple[Record, ...]] = []
     sources: list[Path] = []

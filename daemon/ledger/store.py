@@ -5,7 +5,7 @@ Everything raised is LedgerError, one sentence that names the file.
 """
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -176,13 +176,19 @@ class Ledger:
             records = tuple(_record(EventRecord, fields) for fields in found)
         return EventPage(records, found[-1].row if found else last)
 
-    def records(self, *, events: bool = True) -> tuple[Record, ...]:
-        """Everything, as of one moment. `events=False` leaves the events out: they are most of a ledger."""
+    def records(self, *, events: bool | Collection[str] = True) -> tuple[Record, ...]:
+        """Everything, as of one moment.
+
+        `events=False` leaves the events out, which are most of a ledger; or only those of some kinds come.
+        """
         found: list[Record] = []
         with self._reading() as connection:
             for kind in models.TABLES:
+                query = _SELECTS[kind]
+                if kind is EventRecord and not isinstance(events, bool):
+                    query = query.where(models.events.c.kind.in_(sorted(events)))
                 if events or kind is not EventRecord:
-                    found.extend(_rows(connection, kind, _SELECTS[kind]))
+                    found.extend(_rows(connection, kind, query))
         return tuple(found)
 
     def _read(self, kind: type[R], job: str | None = None) -> tuple[R, ...]:

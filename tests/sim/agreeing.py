@@ -96,7 +96,10 @@ class Room:
         self.daemons[receiver].hear(sender, say, self.now, content=False)
         self.collect(receiver)
 
-    def restart(self, node: int) -> None:
+    def restart(self, node: int, kept: int = 0) -> None:
+        """Its daemon died; so many of the writes under way got to the disk, and nobody was told."""
+        for save in self.writes[node][:kept]:
+            self.disks[node] = save.durable
         self.writes[node].clear()
         self.daemons[node] = Agreement(node, self.disks[node])
 
@@ -148,7 +151,7 @@ class Room:
                 self.write(node)
             case "restart":
                 self.injected["daemon"] += 1
-                self.restart(node)
+                self.restart(node, self.random.randrange(len(self.writes[node]) + 1))
             case "campaign":
                 self.injected["leader"] += 1
                 self.campaign(node)

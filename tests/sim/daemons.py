@@ -5,6 +5,7 @@ to the other daemons and to the agent, a disk, and what comes of knocking at a n
 """
 
 from collections.abc import Callable, Collection, Sequence
+from random import Random
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
@@ -29,8 +30,10 @@ TICK_S = 0.1
 TIMES = Timers(beat_s=0.1, dark_s=0.6)
 KNOCK_DEADLINE_S = 0.2
 FLUSH_S = 0.005
-# Clocks of daemons differ by up to so much.
+# Clocks of daemons differ by up to so much, anew with each life; each has a rate of its own (crystals err by
+# 100 millionths, NTP slews by 500). Within a life a daemon's clock never jumps: see daemon.clock.
 SKEW_S = 500.0
+DRIFT = 0.01
 
 
 class Daemon:
@@ -46,10 +49,14 @@ class Daemon:
         self._agent: Agent | None = None
         self._orders: Channel[m.Order] | None = None
         self._written = 0.0
+        self._writing: list[Durable] = []
         self._awake_at = 0.0
         self.born = world.events.now
         self._life = world.next_life()
         self._skew_s = world.random.uniform(-SKEW_S, SKEW_S)
+        # Drawn from the life: the seed's own draws stay what they are.
+        self._draws = Random(self._life)
+        self._rate = 1.0 + self._draws.uniform(-DRIFT, DRIFT)
         self._proposed: set[tuple[Ballot, int]] = set()
         self._tick()
 
@@ -65,7 +72,8 @@ class Daemon:
 
     def now(self) -> float:
         """What its clock shows."""
-        return self.world.wall_clock() + self._skew_s
+        lived = self.world.events.now - self.born
+        return self.world.wall_clock() + self._skew_s + (self._rate - 1.0) * lived
 
     def _tick(self) -> None:
         if not self.alive:
@@ -217,6 +225,7 @@ class Daemon:
     def die(self, *, dark: bool, lose: bool) -> None:
         """Killed. `lose`: what it had sent is lost; `dark`: nobody is told, and silence must do."""
         self.alive = False
+        self._tear()
         if self._orders is not None and lose:
             self._orders.cut()
         if self._agent is not None:
@@ -237,6 +246,12 @@ class Daemon:
                 self.world.soon(down)
             else:
                 link.finish(down)
+
+    def _tear(self) -> None:
+        """Of what was being written any beginning is on the disk, though nobody was told."""
+        kept = self._draws.randrange(len(self._writing) + 1)
+        if kept:
+            self.world.disks[self.node] = self._writing[kept - 1]
 
     # ----------------------------------------------------------------------- Outlets, for JobSession
 
@@ -294,12 +309,14 @@ class Daemon:
         """See jobs.Outlets: there is no cluster's manager here."""
 
     def save(self, durable: Durable, then: Callable[[], None]) -> None:
-        """See jobs.Outlets. A disk takes its time; what it has not got when the daemon dies is lost."""
+        """See jobs.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
+        self._writing.append(durable)
         self._written = max(self._written, self.world.events.now + self.world.disk_delay())
         self.world.events.at(self._written, lambda: self._save(durable, then))
 
     def _save(self, durable: Durable, then: Callable[[], None]) -> None:
         if self.alive and not self._sleeps(lambda: self._save(durable, then)):
+            self._writing.remove(durable)
             self.world.disks[self.node] = durable
             if durable.vote is not None:
                 self.world.stage_entered("voting")
