@@ -242,6 +242,10 @@ class Replicas:
         what = f"the tensors of step {step}, shard {shard}"
         await self._from_any((*nodes[start:], *nodes[:start]), what, ask)
 
+    async def knock(self, info: NodeInfo) -> None:
+        """Returns where another agent of the job answers. Raises as `_dial` does."""
+        (await self._dial(info)).close()
+
     async def _dial(self, info: NodeInfo) -> Peer:
         if self.vouch is None:
             raise PeerError("the daemon has not given the job's key yet")

@@ -13,6 +13,7 @@ from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.console import ConsoleOutput
 from ckptless.daemon.agent.crew import Crew
 from ckptless.daemon.agent.daemon_link import DaemonLink
+from ckptless.daemon.agent.orphan import Orphan
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
 from ckptless.daemon.agent.replicas import Replicas
@@ -70,6 +71,7 @@ class Agent:
         self._state.on_committed = self._committed
         self._vault.on_dropped = self._changed
         daemon: asyncio.Task[None] | None = None
+        lease: asyncio.Task[None] | None = None
         try:
             agent_port = await self._replicas.start(config.address)
             store_port = await self._store.start(config.store_address)
@@ -88,12 +90,33 @@ class Agent:
             self._crew.start()
             daemon = asyncio.create_task(self._daemon.run())
             await self._be_admitted(cancelled)
+            lease = asyncio.create_task(self._keep_lease())
             outcome = await self._wait(cancelled)
             if config.outcome_dir is not None and not self._here_only:
                 write_outcome(Path(config.outcome_dir), config.spec.job, outcome)
             return outcome.exit_code
         finally:
+            if lease is not None:
+                lease.cancel()
+                await asyncio.gather(lease, return_exceptions=True)
             await self._close(daemon)
+
+    async def _keep_lease(self) -> None:
+        """While the daemon is away: see `orphan`. Who is cut off ends, and the others go on without it."""
+        me = self._config.node
+        orphan = Orphan(
+            me,
+            self._config.spec.limits.lease_s,
+            has_daemon=lambda: self._daemon.connected,
+            nodes=lambda: self._assignment.nodes if self._assignment is not None else (),
+            knock=self._replicas.knock,
+        )
+        reason = f"node-{me} ends its ranks: {await orphan.over()}"
+        logger.error("fenced: %s", reason)
+        if not self._outcome.done():
+            outcome = m.Outcome(state="failed", exit_code=4, reason=reason, why="no-quorum")
+            self._outcome.set_result(outcome)
+            self._here_only = True
 
     async def _be_admitted(self, cancelled: "asyncio.Future[m.Cancel]") -> None:
         """The daemon's first answer, or the user's end of it. Raises StartError."""

@@ -45,6 +45,8 @@ class Follower(Elector):
 
     _obeyed: type[m.Order] | None = None
     _news: set[int] = field(default_factory=set)
+    # Lost nodes of which the story tells that they are heard again.
+    _returned: set[int] = field(default_factory=set)
 
     def handle(self, event: Input, now: float) -> list[Output]:
         """One input in, all outputs out."""
@@ -138,6 +140,11 @@ class Follower(Elector):
     def _on_peer_up(self, event: PeerUp, now: float) -> None:
         if event.direct:
             self.reachable.add(event.node)
+        if self.leads and event.node in self.losses and event.node not in self._returned:
+            self._returned.add(event.node)
+            reason = self.losses[event.node].reason
+            text = f"node-{event.node} is heard again; lost before ({reason}), it gets no rank of this job"
+            self._note(now, "warning", "node-returned", text)
         theirs = event.standing
         if self.has_a_say(event.node):
             for node, reason, source in theirs.lost:

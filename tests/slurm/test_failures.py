@@ -96,6 +96,12 @@ def test_a_cable_is_pulled_and_put_back(site: Cluster) -> None:
     # The node that is cut off ends its ranks by itself: nobody could tell it to.
     job.wait(lambda: not ranks_there(), "node04 has ended its ranks")
     site.plug("node04")
+
+    def returned() -> list[str]:
+        events = job.ledger().of_job(job.run_name).events
+        return [event.text.split(" ")[0] for event in events if event.kind == "node-returned"]
+
+    job.wait(lambda: returned() == ["node-3"], "its daemon is heard again")
     job.trains(2)
     job.ended()
     job.same_bits()
@@ -103,6 +109,23 @@ def test_a_cable_is_pulled_and_put_back(site: Cluster) -> None:
     assert len(fenced) == 1
     # Its daemon has lived through all of it, and takes the next job.
     assert site.service("node04", "ckptlessd").pid is not None
+
+
+def test_a_node_without_a_daemon_is_cut_off(site: Cluster) -> None:
+    """Nobody is left there to say so: its agent asks the others, and ends its ranks."""
+    job = Training(site).submit()
+    job.trains()
+    site.service_stop("node04", "ckptlessd")
+    site.unplug("node04")
+    job.trains(2)
+    job.wait(
+        lambda: not site.run("node04", "pgrep", "-u", USER, check=False).stdout, "it has ended its ranks"
+    )
+    site.plug("node04")
+    site.service_start("node04", "ckptlessd")
+    job.trains(2)
+    job.ended()
+    job.same_bits()
 
 
 def test_the_batch_host_loses_power(site: Cluster) -> None:

@@ -209,6 +209,16 @@ def test_it_ends_its_ranks_only_once_the_lease_is_over() -> None:
     assert not node.control.leads
 
 
+def test_a_node_that_comes_back_is_told_of_once_and_gets_nothing() -> None:
+    node = Node(0, NODES)
+    node.feed(lost_by(2, "dark", dark=True), e.PeerDown(2))
+    node.wait(1.0)
+    back = e.PeerUp(2, e.Standing(1, 0, "running", agreed(NODES)))
+    heard = [node.feed(back).events, node.feed(e.PeerDown(2), back).events]
+    assert [events.count("node-returned") for events in heard] == [1, 0]
+    assert node.control.nodes[2].lost is not None
+
+
 def test_no_lease_before_the_job_and_none_after_it() -> None:
     node = Node(0, NODES)
     node.feed(e.Report(0, m.Cancel(exit_code=143, reason="by the user")))
