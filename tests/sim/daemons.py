@@ -51,7 +51,8 @@ class Daemon:
         self._written = 0.0
         self._writing: list[Durable] = []
         self._awake_at = 0.0
-        self.born = world.events.now
+        # When its life began, and when the job did for it: until then everybody counts as heard.
+        self.born = self.began = world.events.now
         self._life = world.next_life()
         self._skew_s = world.random.uniform(-SKEW_S, SKEW_S)
         # Drawn from the life: the seed's own draws stay what they are.
@@ -123,6 +124,8 @@ class Daemon:
 
     def _moved(self, before: e.Stage) -> None:
         control = self.control
+        if control is not None and control.stage != before == "forming":
+            self.began = self.world.events.now
         if control is not None and control.stage != before and control.leads:
             self.world.stage_entered(control.stage)
 

@@ -80,11 +80,11 @@ class Network:
         self._world.events.after(away_s, self._heal)
 
     def _look(self, side: frozenset[int], voters: tuple[int, ...], cut_at: float) -> None:
-        """A daemon that was started again since, or has been stopped, has another lease."""
+        """A daemon that was started since, or stopped, or only then heard of the job's begin: another lease."""
         world = self._world
         if self.side != side or world.checks.outcome is not None:
             return
-        steady = {n for n, daemon in world.daemons.items() if max(daemon.born, daemon.awake_since) <= cut_at}
+        steady = {n for n, d in world.daemons.items() if max(d.born, d.began, d.awake_since) <= cut_at}
         for half in (set(side), set(world.agents) - side):
             world.checks.cut_off(half, voters, steady)
 
