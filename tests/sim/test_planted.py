@@ -176,6 +176,7 @@ def _cases() -> list[ParameterSet]:
     ]
 
 
+@pytest.mark.timeout(900)  # up to 900 seeds, on a machine that may be busy
 @pytest.mark.parametrize("bug", _cases())
 def test_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = seeds_until_found(bug, monkeypatch)
