@@ -16,11 +16,10 @@ PASSED_ON_S = 2 * DARK_S
 
 
 class Network:
-    """`side`: the nodes on one side of a cut, or none; `ever`: all that a cut or a mark has touched."""
+    """`ever`: all nodes that a cut or a mark has touched."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        self.side: frozenset[int] = frozenset()
         self.ever: set[int] = set()
         # Pairs (from, to) between which nothing gets through.
         self._blocked: frozenset[tuple[int, int]] = frozenset()
@@ -61,12 +60,12 @@ class Network:
         world = self._world
         world.story.tell("fault", f"the network is cut: {sorted(side)} and the others, for {away_s:.2f} s")
         rest = set(world.agents) - side
-        self.side = side
         self._block({(a, b) for a in side for b in rest} | {(b, a) for a in side for b in rest}, away_s)
         over_s = LEASE_OVER_S + (0.0 if world.graph.complete else PASSED_ON_S)
         if away_s > over_s:
             voters, cut_at = world.checks.voters, world.events.now
-            world.events.after(over_s, lambda: self._look(side, voters, cut_at))
+            for half in (set(side), rest):
+                world.events.after(over_s, lambda half=half: self._look(half, voters, cut_at))  # type: ignore[misc]
 
     def block(self, pairs: set[tuple[int, int]], away_s: float) -> None:
         """Nothing gets from one node of each pair to the other; the other way it may."""
@@ -79,20 +78,24 @@ class Network:
         self.ever |= {node for pair in pairs for node in pair}
         self._world.events.after(away_s, self._heal)
 
-    def _look(self, side: frozenset[int], voters: tuple[int, ...], cut_at: float) -> None:
-        """A daemon that was started since, or stopped, or only then heard of the job's begin: another lease."""
+    def _look(self, half: set[int], voters: tuple[int, ...], cut_at: float) -> None:
+        """A daemon that was started since, or stopped, or first heard of the job then: another lease."""
         world = self._world
-        if self.side != side or world.checks.outcome is not None:
+        if self.healed_at >= cut_at or self.broken_at != cut_at or world.checks.outcome is not None:
+            return
+        # One that was stopped passes signs of life from before the cut on when it goes on.
+        awake = max((d.awake_since for n, d in world.daemons.items() if n in half), default=0.0)
+        if awake > cut_at and awake + LEASE_OVER_S + PASSED_ON_S > world.events.now:
+            world.events.at(awake + LEASE_OVER_S + PASSED_ON_S, lambda: self._look(half, voters, cut_at))
             return
         steady = {n for n, d in world.daemons.items() if max(d.born, d.began, d.awake_since) <= cut_at}
-        for half in (set(side), set(world.agents) - side):
-            world.checks.cut_off(half, voters, steady)
+        world.checks.cut_off(half, voters, steady)
 
     def _heal(self) -> None:
         world = self._world
         world.story.tell("fault", "the network is whole again")
         world.faulted("cut")
-        self.side, self._blocked, self.healed_at = frozenset(), frozenset(), world.events.now
+        self._blocked, self.healed_at = frozenset(), world.events.now
         waiting, self._waiting = self._waiting, []
         for _, _, action in waiting:
             action()
