@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
+from ckptless.daemon.agent.claims import Claims
 from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.soundness import Soundness
 from ckptless.daemon.agent.vault import Held, Vault
@@ -50,6 +51,7 @@ class Serving:
         self.soundness = Soundness(job, vault)
         self._generation = 0
         self._followed = asyncio.Condition()
+        self._claims = Claims()
         self.accepting = True
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
 
@@ -79,6 +81,7 @@ class Serving:
         except (CkptlessError, OSError) as error:
             self.on_event("peer-refused", f"node-{link.node}: {error}")
         finally:
+            self._claims.release(link)
             link.close()
 
     def _node_in(self, job: str) -> int:
@@ -87,6 +90,8 @@ class Serving:
         return self._me
 
     async def _answer(self, link: Peer, message: p.AgentMessage) -> None:
+        if not isinstance(message, p.PutTensors):
+            self._claims.release(link)
         match message:
             case p.PutRecord():
                 await self._hold_record(link, message)
@@ -112,15 +117,23 @@ class Serving:
         link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step))
 
     async def _consider(self, link: Peer, offer: p.OfferTensors) -> None:
-        found = self._vault.tensors(offer.shard, offer.step)
-        answer: Literal["held", "wanted", "stale"]
-        if not await self._takes(offer.generation, f"the tensors of shard {offer.shard}"):
-            answer = "stale"
-        elif found is not None and (found[0].digest, found[0].nbytes) == (offer.digest, offer.nbytes):
-            answer = "held" if await self.soundness.holds(offer.shard, offer.step) else "wanted"
-        else:
-            answer = "wanted"
+        what = (offer.shard, offer.step, offer.digest)
+        answer = await self._answer_to(offer)
+        while answer == "wanted" and self._claims.taken(what):
+            # Another node is giving it: then it is here, or it is wanted from this one.
+            await self._claims.turn(what)
+            answer = await self._answer_to(offer)
+        if answer == "wanted":
+            self._claims.claim(what, link)
         link.send(p.TensorsAnswer(shard=offer.shard, step=offer.step, answer=answer))
+
+    async def _answer_to(self, offer: p.OfferTensors) -> Literal["held", "wanted", "stale"]:
+        if not await self._takes(offer.generation, f"the tensors of shard {offer.shard}"):
+            return "stale"
+        found = self._vault.tensors(offer.shard, offer.step)
+        if found is None or (found[0].digest, found[0].nbytes) != (offer.digest, offer.nbytes):
+            return "wanted"
+        return "held" if await self.soundness.holds(offer.shard, offer.step) else "wanted"
 
     async def _hold_tensors(self, link: Peer, message: p.PutTensors) -> None:
         shard, step = message.shard, message.step
