@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from ckptless.daemon.agent.fetching import TensorsFetch, Wanted
 from ckptless.daemon.agent.holders import Holder, Peer, RecordHolder, TensorHolder, Version
 from ckptless.daemon.agent.lost_copies import Key, LostCopies
-from ckptless.daemon.agent.serving import Serving, receive_tensors
+from ckptless.daemon.agent.serving import Serving
 from ckptless.daemon.agent.vault import Held, Vault
-from ckptless.daemon.agent.verifier import Told
-from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError
-from ckptless.daemon.api.messages import Assignment, NodeInfo, TensorsAt
+from ckptless.daemon.api.errors import CkptlessError, PeerError
+from ckptless.daemon.api.messages import Assignment, NodeInfo
 from ckptless.daemon.control.placement import holders, shard_holders
 from ckptless.daemon.control.remaking import Copies, Remake, remakes
 from ckptless.daemon.peers import messages as p
@@ -19,6 +19,7 @@ from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import Vouch
 
 DIAL_DEADLINE_S = 3.0
+# Of a record, which is small.
 FETCH_DEADLINE_S = 60.0
 
 
@@ -308,31 +309,23 @@ class Replicas:
         await self._from_any(nodes, f"the record of rank {rank}, step {step}", ask)
 
     async def fetch_tensors(self, shard: int, step: int, nodes: Sequence[int]) -> None:
-        """Get a shard's tensors of a step into the vault, verified. Raises PeerError."""
+        """Get a shard's tensors of a step into the vault, verified, from all nodes that have the same.
 
-        def put(at: TensorsAt) -> None:
-            self._vault.put_tensors(shard, step, at)
-
-        async def get(link: Peer, *, verify: bool) -> None:
-            link.send(p.GetTensors(shard=shard, step=step, verify=verify))
-            reply = await link.receive()
-            if not isinstance(reply, p.TensorsReply) or not reply.digest:
-                raise PeerError("it does not hold them soundly" if verify else "it does not hold them")
-            told = Told(self._job, shard, step, self._generation, reply.nbytes, reply.digest)
-            await receive_tensors(link, self._vault, told, put)
-
-        async def ask(link: Peer) -> None:
+        Raises PeerError, OSError.
+        """
+        infos = [info for info in self._nodes if info.node in nodes and info.node != self._me]
+        wanted = Wanted(self._job, shard, step, self._generation)
+        while True:
+            fetch = TensorsFetch(wanted, self._vault, self._dial, self.on_event)
             try:
-                await get(link, verify=False)
-            except BadVersionError as error:
-                self.on_event("refused-version", f"from node-{link.node}: {error}")
-                # Its copy is bad, which it finds then, or the way here was.
-                await get(link, verify=True)
-
-        # Not all who need it ask the same one first.
-        start = self._me % len(nodes) if nodes else 0
-        what = f"the tensors of step {step}, shard {shard}"
-        await self._from_any((*nodes[start:], *nodes[:start]), what, ask)
+                at = await fetch.run(infos)
+            except PeerError:
+                if not fetch.others:
+                    raise
+                infos = fetch.others
+            else:
+                self._vault.put_tensors(shard, step, at)
+                return
 
     async def _dial(self, info: NodeInfo) -> Peer:
         if self.vouch is None:

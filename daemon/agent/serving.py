@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ckptless.daemon.agent.claims import Claims
 from ckptless.daemon.agent.holders import Peer
-from ckptless.daemon.agent.soundness import Soundness
+from ckptless.daemon.agent.soundness import Soundness, header_of
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.agent.verifier import Told, Verifier
 from ckptless.daemon.api import version
@@ -103,7 +103,9 @@ class Serving:
                 held = self._vault.record(message.rank, message.step) or Held(b"", "")
                 link.send(p.RecordReply(record=held.record, digest=held.digest, shard=held.shard))
             case p.GetTensors():
-                await self._give_tensors(link, message)
+                link.send(self._describe_tensors(message))
+            case p.GetChunks():
+                await self._give_chunks(link, message)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is no request")
 
@@ -170,14 +172,28 @@ class Serving:
 
     # -------------------------------------------------------------------------------------- give
 
-    async def _give_tensors(self, link: Peer, wanted: p.GetTensors) -> None:
-        if wanted.verify:
-            await self.soundness.holds(wanted.shard, wanted.step)
+    def _describe_tensors(self, wanted: p.GetTensors) -> p.TensorsReply:
         found = self._vault.tensors(wanted.shard, wanted.step)
-        if found is None:
-            link.send(p.TensorsReply(nbytes=0, digest=""))
+        if found is None or not self.soundness.seems(wanted.shard, wanted.step):
+            return p.TensorsReply(nbytes=0, digest="")
+        at, region = found
+        header = header_of(region, at)
+        with region.view(at.offset, header.header_nbytes) as view:
+            return p.TensorsReply(nbytes=at.nbytes, digest=at.digest, header=bytes(view))
+
+    async def _give_chunks(self, link: Peer, wanted: p.GetChunks) -> None:
+        start, end = wanted.start, wanted.start + wanted.nbytes
+        if wanted.verify:
+            await self.soundness.holds_chunks(wanted.shard, wanted.step, start, end)
+        found = self._vault.tensors(wanted.shard, wanted.step)
+        same = found is not None and found[0].digest == wanted.digest
+        if found is None or not same or not self.soundness.seems(wanted.shard, wanted.step):
+            link.send(p.ChunksReply(nbytes=0))
             return
         at, region = found
-        link.send(p.TensorsReply(nbytes=at.nbytes, digest=at.digest))
-        with region.view(at.offset, at.nbytes) as view:
+        payload_at = at.offset + header_of(region, at).header_nbytes
+        if payload_at + end > at.offset + at.nbytes:
+            raise ProtocolError(f"bytes {start} to {end} are asked for of a version of {at.nbytes}")
+        link.send(p.ChunksReply(nbytes=wanted.nbytes))
+        with region.view(payload_at + start, wanted.nbytes) as view:
             await link.send_bulk(view, self._pace)
