@@ -4,27 +4,52 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from ckptless.daemon.agent.fetching import TensorsFetch, Wanted
 from ckptless.daemon.agent.holders import Holder, Peer, RecordHolder, TensorHolder, Version
-from ckptless.daemon.agent.serving import Serving, receive_tensors
+from ckptless.daemon.agent.lost_copies import Key, LostCopies
+from ckptless.daemon.agent.serving import Serving
 from ckptless.daemon.agent.vault import Held, Vault
-from ckptless.daemon.agent.verifier import Told
-from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError
-from ckptless.daemon.api.messages import Assignment, NodeInfo, TensorsAt
+from ckptless.daemon.api.errors import CkptlessError, PeerError
+from ckptless.daemon.api.messages import Assignment, NodeInfo
 from ckptless.daemon.control.placement import holders, shard_holders
+from ckptless.daemon.control.remaking import Copies, Remake, remakes
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import Vouch
 
 DIAL_DEADLINE_S = 3.0
+# Of a record, which is small.
 FETCH_DEADLINE_S = 60.0
 
 
-class _Pushed:
-    """Something that holders are given: who of them has not got it yet; then `acked` is called."""
+def _nothing() -> None:
+    """Nobody waits for it."""
 
-    def __init__(self, what: p.PutRecord | Version, targets: set[int], acked: Callable[[], None]) -> None:
-        self.what, self.missing, self.acked = what, targets, acked
+
+def _both(one: Callable[[], None], other: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        one()
+        other()
+
+    return call
+
+
+class _Pushed:
+    """Something that holders are given: who has it, and who has not got it yet; then `acked` is called.
+
+    `targets` finds out who is to hold it, of the nodes that can be reached.
+    """
+
+    def __init__(
+        self,
+        what: p.PutRecord | Version,
+        targets: Callable[[], Sequence[NodeInfo]],
+        acked: Callable[[], None],
+    ) -> None:
+        self.what, self.targets, self.acked = what, targets, acked
+        self.missing: set[int] = set()
+        self.held: set[int] = set()
 
 
 class Replicas:
@@ -44,8 +69,8 @@ class Replicas:
         domains: tuple[str, ...] = (),
         send_rate: float = 0,
     ) -> None:
-        self._me, self._job, self._copies, self._vault = node, job, copies, vault
-        self._domains = domains
+        self._me, self._job, self._vault = node, job, vault
+        self._copies, self._domains = Copies(copies, domains), domains
         self.vouch: Vouch | None = None
         self._pace = Pace(send_rate)
         self.serving = Serving(node, job, vault, self._pace)
@@ -56,9 +81,10 @@ class Replicas:
         self._unreachable: set[int] = set()
         self._records: dict[int, RecordHolder] = {}
         self._tensors: dict[int, TensorHolder] = {}
-        self._waiting: dict[tuple[str, int, int], _Pushed] = {}
-        # The nodes that the twins of a shard are on, as of its newest push.
-        self._twins: dict[int, frozenset[int]] = {}
+        self._waiting: dict[Key, _Pushed] = {}
+        # Of each rank's record and shard's tensors the newest that its holders have.
+        self._newest: dict[tuple[str, int], tuple[Key, _Pushed]] = {}
+        self._lost_copies = LostCopies()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.on_acked: Callable[[int, int], None] = lambda _rank, _step: None
@@ -66,7 +92,7 @@ class Replicas:
 
     async def start(self, address: str) -> int:
         """Serve other agents; the port. Raises OSError."""
-        self.serving.on_event = self.soundness.on_event = self.on_event
+        self.serving.on_event = self.soundness.on_event = self._lost_copies.on_event = self.on_event
         self._server, port = await serve(address, 0, self._came)
         return port
 
@@ -84,11 +110,13 @@ class Replicas:
     # -------------------------------------------------------------------------------------- push
 
     def follow(self, assignment: Assignment) -> None:
-        """A new generation: other holders, and nothing of the old one is waited for."""
+        """A new generation: other holders, and nothing of the old one is waited for.
+
+        What they lack of the restored step they are given at once.
+        """
         self._nodes, self._generation = assignment.nodes, assignment.generation
         self._unreachable.clear()
-        self._waiting.clear()
-        self._twins.clear()
+        self._forget_pushed()
         self._ranked = frozenset(place.node for place in assignment.places)
         self._spawn(self.serving.follow(assignment.generation))
         here = {info.node for info in self._nodes}
@@ -98,42 +126,98 @@ class Replicas:
                 known.pop(node).close()
         for holder in self._tensors.values():
             holder.forget()
+        for lost in remakes(assignment, self._copies):
+            if lost.giver == self._me:
+                self._remake(assignment, lost)
 
     def release(self) -> None:
         """Training is over: nobody has to hold anything any more, and may hang up."""
         self._nodes = ()
+        self._forget_pushed()
+
+    def _forget_pushed(self) -> None:
         self._waiting.clear()
+        self._newest.clear()
+        self._lost_copies.clear()
+
+    def _remake(self, assignment: Assignment, lost: Remake) -> None:
+        """Give to others what this node holds of the restored step, without a rank that commits it."""
+        assert assignment.restore_step is not None
+        number, step = lost.number, assignment.restore_step
+        key: Key = (lost.what, number, step)
+        self._lost_copies.begin(key)
+        pushed = self._remade_record(assignment, key) if lost.what == "record" else None
+        if lost.what == "tensors" and (found := self._vault.tensors(number, step)) is not None:
+            version = Version(assignment.generation, number, step, *found)
+            targets = lambda: self._copies.of_tensors(assignment, number, self._unreachable)  # noqa: E731
+            pushed = _Pushed(version, targets, lambda: self._lost_copies.end(key))
+        if pushed is None:
+            self._lost_copies.fail(key, "this node has lost it, too")
+            return
+        # Who is said to hold it is not asked again.
+        pushed.held = {info.node for info in pushed.targets()} - set(lost.takers)
+        self._push(key, pushed)
+
+    def _remade_record(self, assignment: Assignment, key: Key) -> _Pushed | None:
+        _, rank, step = key
+        held = self._vault.record(rank, step)
+        if held is None:
+            return None
+        record = p.PutRecord(
+            generation=assignment.generation,
+            rank=rank,
+            shard=held.shard,
+            step=step,
+            record=held.record,
+            digest=held.digest,
+        )
+        targets = lambda: self._copies.of_record(assignment, rank, self._unreachable)  # noqa: E731
+        return _Pushed(record, targets, lambda: self._lost_copies.end(key))
 
     def push(self, record: p.PutRecord) -> None:
         """Send a record to its holders. With nobody to hold it, it counts as held, and that is an event."""
-        targets = holders(self._nodes, self._me, self._copies, self._unreachable, self._domains)
         acked = lambda: self.on_acked(record.rank, record.step)  # noqa: E731
-        self._push(("record", record.rank, record.step), record, targets, acked)
+        self._push(("record", record.rank, record.step), _Pushed(record, self._holders, acked))
+
+    def _holders(self) -> tuple[NodeInfo, ...]:
+        return holders(self._nodes, self._me, self._copies.count, self._unreachable, self._domains)
 
     def push_tensors(self, version: Version, twins: frozenset[int], acked: Callable[[], None]) -> None:
         """Send a shard's tensors to so many others that, with its twins' nodes, there are enough of them."""
-        self._twins[version.shard] = twins
-        # Where every node with ranks has it, copies beside them could only outlive the whole job.
-        copies = 0 if twins == self._ranked and len(twins) > 1 else self._copies
-        targets = shard_holders(self._nodes, self._me, copies, twins, self._unreachable, self._domains)
-        self._push(("tensors", version.shard, version.step), version, targets, acked)
+        count = self._copies.beside(twins, self._ranked)
 
-    def _push(
-        self,
-        key: tuple[str, int, int],
-        what: p.PutRecord | Version,
-        targets: Sequence[NodeInfo],
-        acked: Callable[[], None],
-    ) -> None:
-        if not targets:
-            acked()
+        def targets() -> tuple[NodeInfo, ...]:
+            return shard_holders(self._nodes, self._me, count, twins, self._unreachable, self._domains)
+
+        self._push(("tensors", version.shard, version.step), _Pushed(version, targets, acked))
+
+    def _push(self, key: Key, pushed: _Pushed) -> None:
+        """To all that are to hold it and have not been sent it."""
+        before = self._waiting.pop(key, None)
+        if before is not None and before is not pushed:
+            pushed.acked = _both(before.acked, pushed.acked)
+        infos = {info.node: info for info in pushed.targets() if info.node not in pushed.held}
+        fresh = infos.keys() - pushed.missing
+        pushed.missing = set(infos)
+        if not infos:
+            self._all_have(key, pushed)
             return
-        self._waiting[key] = _Pushed(what, {info.node for info in targets}, acked)
-        for info in targets:
-            if isinstance(what, Version):
-                self._tensor_holder(info).send(what)
+        self._waiting[key] = pushed
+        for node in infos:
+            if node not in fresh:
+                continue
+            if isinstance(pushed.what, Version):
+                self._tensor_holder(infos[node]).send(pushed.what)
             else:
-                self._record_holder(info).send(what)
+                self._record_holder(infos[node]).send(pushed.what)
+
+    def _all_have(self, key: Key, pushed: _Pushed) -> None:
+        self._waiting.pop(key, None)
+        known = self._newest.get(key[:2])
+        if known is None or known[0][2] <= key[2]:
+            self._newest[key[:2]] = (key, pushed)
+        acked, pushed.acked = pushed.acked, _nothing
+        acked()
 
     def _record_holder(self, info: NodeInfo) -> RecordHolder:
         known = self._records.get(info.node)
@@ -169,17 +253,18 @@ class Replicas:
         if pushed is not None and pushed.what == version:
             del self._waiting[("tensors", version.shard, version.step)]
             self.on_event("unprotected", f"shard {version.shard}, step {version.step}, is held nowhere else")
+            self._lost_copies.fail(("tensors", version.shard, version.step), "what is here is bad")
             pushed.acked()
         return False
 
-    def _has(self, node: int, key: tuple[str, int, int]) -> None:
+    def _has(self, node: int, key: Key) -> None:
         pushed = self._waiting.get(key)
         if pushed is None:
             return
         pushed.missing.discard(node)
+        pushed.held.add(node)
         if not pushed.missing:
-            del self._waiting[key]
-            pushed.acked()
+            self._all_have(key, pushed)
 
     def _lost(self, node: int, why: str) -> None:
         """A holder cannot be reached: the next on the ring takes its place for all that waits on it."""
@@ -191,15 +276,23 @@ class Replicas:
             return
         self._unreachable.add(node)
         self.on_event("holder-lost", f"node-{node} cannot hold records any more: {why}")
-        if not holders(self._nodes, self._me, self._copies, self._unreachable, self._domains):
+        if not self._holders():
             self.on_event("unprotected", "no other node can hold this node's records")
         for key, pushed in list(self._waiting.items()):
-            if node in pushed.missing:
-                del self._waiting[key]
-                if isinstance(pushed.what, Version):
-                    self.push_tensors(pushed.what, self._twins[pushed.what.shard], pushed.acked)
-                else:
-                    self.push(pushed.what)
+            if node in pushed.missing | pushed.held:
+                pushed.held.discard(node)
+                self._push(key, pushed)
+        for key, pushed in list(self._newest.values()):
+            if node in pushed.held and key not in self._waiting:
+                pushed.held.discard(node)
+                self._replace(key, pushed)
+
+    def _replace(self, key: Key, pushed: _Pushed) -> None:
+        """It was held by all, one of whom is gone: another gets it, not only the next step."""
+        if any(info.node not in pushed.held for info in pushed.targets()):
+            pushed.acked = lambda: self._lost_copies.end(key)
+            self._lost_copies.begin(key)
+            self._push(key, pushed)
 
     # ------------------------------------------------------------------------------------- fetch
 
@@ -216,31 +309,23 @@ class Replicas:
         await self._from_any(nodes, f"the record of rank {rank}, step {step}", ask)
 
     async def fetch_tensors(self, shard: int, step: int, nodes: Sequence[int]) -> None:
-        """Get a shard's tensors of a step into the vault, verified. Raises PeerError."""
+        """Get a shard's tensors of a step into the vault, verified, from all nodes that have the same.
 
-        def put(at: TensorsAt) -> None:
-            self._vault.put_tensors(shard, step, at)
-
-        async def get(link: Peer, *, verify: bool) -> None:
-            link.send(p.GetTensors(shard=shard, step=step, verify=verify))
-            reply = await link.receive()
-            if not isinstance(reply, p.TensorsReply) or not reply.digest:
-                raise PeerError("it does not hold them soundly" if verify else "it does not hold them")
-            told = Told(self._job, shard, step, self._generation, reply.nbytes, reply.digest)
-            await receive_tensors(link, self._vault, told, put)
-
-        async def ask(link: Peer) -> None:
+        Raises PeerError, OSError.
+        """
+        infos = [info for info in self._nodes if info.node in nodes and info.node != self._me]
+        wanted = Wanted(self._job, shard, step, self._generation)
+        while True:
+            fetch = TensorsFetch(wanted, self._vault, self._dial, self.on_event)
             try:
-                await get(link, verify=False)
-            except BadVersionError as error:
-                self.on_event("refused-version", f"from node-{link.node}: {error}")
-                # Its copy is bad, which it finds then, or the way here was.
-                await get(link, verify=True)
-
-        # Not all who need it ask the same one first.
-        start = self._me % len(nodes) if nodes else 0
-        what = f"the tensors of step {step}, shard {shard}"
-        await self._from_any((*nodes[start:], *nodes[:start]), what, ask)
+                at = await fetch.run(infos)
+            except PeerError:
+                if not fetch.others:
+                    raise
+                infos = fetch.others
+            else:
+                self._vault.put_tensors(shard, step, at)
+                return
 
     async def knock(self, info: NodeInfo) -> None:
         """Returns where another agent of the job answers. Raises as `_dial` does."""

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
+from ckptless.daemon.agent.claims import Claims
 from ckptless.daemon.agent.holders import Peer
-from ckptless.daemon.agent.soundness import Soundness
+from ckptless.daemon.agent.soundness import Soundness, header_of
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.agent.verifier import Told, Verifier
 from ckptless.daemon.api import version
@@ -50,6 +51,7 @@ class Serving:
         self.soundness = Soundness(job, vault)
         self._generation = 0
         self._followed = asyncio.Condition()
+        self._claims = Claims()
         self.accepting = True
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
 
@@ -79,6 +81,7 @@ class Serving:
         except (CkptlessError, OSError) as error:
             self.on_event("peer-refused", f"node-{link.node}: {error}")
         finally:
+            self._claims.release(link)
             link.close()
 
     def _node_in(self, job: str) -> int:
@@ -87,6 +90,8 @@ class Serving:
         return self._me
 
     async def _answer(self, link: Peer, message: p.AgentMessage) -> None:
+        if not isinstance(message, p.PutTensors):
+            self._claims.release(link)
         match message:
             case p.PutRecord():
                 await self._hold_record(link, message)
@@ -98,7 +103,9 @@ class Serving:
                 held = self._vault.record(message.rank, message.step) or Held(b"", "")
                 link.send(p.RecordReply(record=held.record, digest=held.digest, shard=held.shard))
             case p.GetTensors():
-                await self._give_tensors(link, message)
+                link.send(self._describe_tensors(message))
+            case p.GetChunks():
+                await self._give_chunks(link, message)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is no request")
 
@@ -112,15 +119,23 @@ class Serving:
         link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step))
 
     async def _consider(self, link: Peer, offer: p.OfferTensors) -> None:
-        found = self._vault.tensors(offer.shard, offer.step)
-        answer: Literal["held", "wanted", "stale"]
-        if not await self._takes(offer.generation, f"the tensors of shard {offer.shard}"):
-            answer = "stale"
-        elif found is not None and (found[0].digest, found[0].nbytes) == (offer.digest, offer.nbytes):
-            answer = "held" if await self.soundness.holds(offer.shard, offer.step) else "wanted"
-        else:
-            answer = "wanted"
+        what = (offer.shard, offer.step, offer.digest)
+        answer = await self._answer_to(offer)
+        while answer == "wanted" and self._claims.taken(what):
+            # Another node is giving it: then it is here, or it is wanted from this one.
+            await self._claims.turn(what)
+            answer = await self._answer_to(offer)
+        if answer == "wanted":
+            self._claims.claim(what, link)
         link.send(p.TensorsAnswer(shard=offer.shard, step=offer.step, answer=answer))
+
+    async def _answer_to(self, offer: p.OfferTensors) -> Literal["held", "wanted", "stale"]:
+        if not await self._takes(offer.generation, f"the tensors of shard {offer.shard}"):
+            return "stale"
+        found = self._vault.tensors(offer.shard, offer.step)
+        if found is None or (found[0].digest, found[0].nbytes) != (offer.digest, offer.nbytes):
+            return "wanted"
+        return "held" if await self.soundness.holds(offer.shard, offer.step) else "wanted"
 
     async def _hold_tensors(self, link: Peer, message: p.PutTensors) -> None:
         shard, step = message.shard, message.step
@@ -162,14 +177,28 @@ class Serving:
 
     # -------------------------------------------------------------------------------------- give
 
-    async def _give_tensors(self, link: Peer, wanted: p.GetTensors) -> None:
-        if wanted.verify:
-            await self.soundness.holds(wanted.shard, wanted.step)
+    def _describe_tensors(self, wanted: p.GetTensors) -> p.TensorsReply:
         found = self._vault.tensors(wanted.shard, wanted.step)
-        if found is None:
-            link.send(p.TensorsReply(nbytes=0, digest=""))
+        if found is None or not self.soundness.seems(wanted.shard, wanted.step):
+            return p.TensorsReply(nbytes=0, digest="")
+        at, region = found
+        header = header_of(region, at)
+        with region.view(at.offset, header.header_nbytes) as view:
+            return p.TensorsReply(nbytes=at.nbytes, digest=at.digest, header=bytes(view))
+
+    async def _give_chunks(self, link: Peer, wanted: p.GetChunks) -> None:
+        start, end = wanted.start, wanted.start + wanted.nbytes
+        if wanted.verify:
+            await self.soundness.holds_chunks(wanted.shard, wanted.step, start, end)
+        found = self._vault.tensors(wanted.shard, wanted.step)
+        same = found is not None and found[0].digest == wanted.digest
+        if found is None or not same or not self.soundness.seems(wanted.shard, wanted.step):
+            link.send(p.ChunksReply(nbytes=0))
             return
         at, region = found
-        link.send(p.TensorsReply(nbytes=at.nbytes, digest=at.digest))
-        with region.view(at.offset, at.nbytes) as view:
+        payload_at = at.offset + header_of(region, at).header_nbytes
+        if payload_at + end > at.offset + at.nbytes:
+            raise ProtocolError(f"bytes {start} to {end} are asked for of a version of {at.nbytes}")
+        link.send(p.ChunksReply(nbytes=wanted.nbytes))
+        with region.view(payload_at + start, wanted.nbytes) as view:
             await link.send_bulk(view, self._pace)

@@ -48,6 +48,20 @@ class Soundness:
         # It may have been written over meanwhile.
         return self._vault.tensors(shard, step) == found
 
+    async def holds_chunks(self, shard: int, step: int, start: int, end: int) -> bool:
+        """As `holds`, of some chunks of it, which are bytes `start` to `end` of the payload."""
+        if not self.seems(shard, step):
+            return False
+        found = self._vault.tensors(shard, step)
+        assert found is not None
+        at, region = found
+        header = header_of(region, at)
+        with region.view(at.offset, at.nbytes) as view:
+            bad = await asyncio.to_thread(version.bad_chunk, view, header, start, end)
+        if bad is not None:
+            self.drop(shard, step, at, f"chunk {bad} of {len(header.chunks)} does not match")
+        return self._vault.tensors(shard, step) == found
+
     def seems(self, shard: int, step: int) -> bool:
         """Whether a version of a step is here, as far as its header tells."""
         found = self._vault.tensors(shard, step)

@@ -262,6 +262,20 @@ def verify(slot: memoryview, told: str) -> Header:
     return header
 
 
+def bad_chunk(slot: memoryview, header: Header, start: int, end: int) -> int | None:
+    """The first chunk of bytes `start` to `end` of the payload, which are whole chunks, that does not match.
+
+    `slot` is exactly the version. The GIL is released while a chunk is read.
+    """
+    base, size = header.header_nbytes, header.chunk_nbytes
+    for index in range(start // size, -(-end // size)):
+        first, last = index * size, min((index + 1) * size, header.nbytes)
+        with slot[base + first : base + last] as chunk:
+            if digest_of(chunk) != header.chunks[index]:
+                return index
+    return None
+
+
 def _bad_chunk(header: Header, index: int) -> BadVersionError:
     text = (
         f"chunk {index} of {len(header.chunks)} of step {header.step}, shard {header.shard}, does not match"

@@ -21,6 +21,8 @@ SEND_NBYTES, RECEIVE_NBYTES = 1 << 20, 2 << 20
 LOW_WATER_NBYTES = 1 << 20
 # Under a limit, a chunk is what may be sent in so many seconds, within these bounds.
 CHUNK_S = 0.05
+# So long a transfer waits for the next byte, however long all of it takes.
+PATIENCE_S = 15.0
 CHUNK_MIN_NBYTES, CHUNK_MAX_NBYTES = 16 << 10, 4 << 20
 
 
@@ -68,10 +70,13 @@ class Pace:
 
 
 class Pump:
-    """Moves bytes through one connection's socket; `stop` ends what is on its way."""
+    """Moves bytes through one connection's socket; `stop` ends what is on its way.
 
-    def __init__(self, sock: Any) -> None:
-        self._sock = sock
+    A transfer in which nothing moves for `patience_s` ends with TimeoutError.
+    """
+
+    def __init__(self, sock: Any, patience_s: float = PATIENCE_S) -> None:
+        self._sock, self._patience_s = sock, patience_s
         self._open: set[socket.socket] = set()
 
     def stop(self) -> None:
@@ -93,7 +98,7 @@ class Pump:
 
             while sent < len(data):
                 upto = sent + await pace.turn(len(data) - sent)
-                await _each_time(loop.add_writer, loop.remove_writer, sock, step)
+                await self._each_time(loop.add_writer, loop.remove_writer, sock, step)
 
     async def receive(self, into: memoryview, came: Callable[[int], None]) -> None:
         """Fill `into`, and take not a byte more; `came(so many)` as it goes. Raises OSError."""
@@ -115,7 +120,7 @@ class Pump:
 
             try:
                 _wake_at(sock, len(into))
-                await _each_time(loop.add_reader, loop.remove_reader, sock, step)
+                await self._each_time(loop.add_reader, loop.remove_reader, sock, step)
             finally:
                 # It is a setting of the connection, not of this descriptor.
                 _wake_at(sock, 1)
@@ -130,25 +135,39 @@ class Pump:
             finally:
                 self._open.discard(sock)
 
+    async def _each_time(
+        self,
+        watch: Callable[..., object],
+        unwatch: Callable[[int], object],
+        sock: socket.socket,
+        step: Callable[[], bool],
+    ) -> None:
+        """`step` each time that the socket is ready, until it says that it was the last.
+
+        Raises TimeoutError, which is an OSError, where it is not ready for long.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        try:
+            async with asyncio.timeout(self._patience_s) as limit:
+
+                def and_go_on() -> bool:
+                    last = step()
+                    limit.reschedule(loop.time() + self._patience_s)
+                    return last
+
+                watch(sock.fileno(), _step, and_go_on, done)
+                try:
+                    await done
+                finally:
+                    unwatch(sock.fileno())
+        except TimeoutError:
+            raise TimeoutError(f"nothing more has moved for {self._patience_s:.0f} s") from None
+
 
 def _wake_at(sock: socket.socket, nbytes: int) -> None:
     """The socket is readable when so much has come, or the low-water mark; the end always wakes."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, min(nbytes, LOW_WATER_NBYTES)))
-
-
-async def _each_time(
-    watch: Callable[..., object],
-    unwatch: Callable[[int], object],
-    sock: socket.socket,
-    step: Callable[[], bool],
-) -> None:
-    """`step` each time that the socket is ready, until it says that it was the last."""
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    watch(sock.fileno(), _step, step, done)
-    try:
-        await done
-    finally:
-        unwatch(sock.fileno())
 
 
 def _step(step: Callable[[], bool], done: asyncio.Future[None]) -> None:

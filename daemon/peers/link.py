@@ -145,6 +145,7 @@ class Link(Generic[T]):
     async def receive(self) -> T:
         """The next message. Raises ProtocolError, and ConnectionError at the end of the connection."""
         assert self._in is not None, "the handshake comes first"
+        self._read_on()
         try:
             head = await self._reader.readexactly(handshake.HEAD_BYTES)
             length, mac = handshake.Sealer.parse_head(head, self._limit)
@@ -216,17 +217,22 @@ class Link(Generic[T]):
             raise
 
     async def _receive_rest(self, into: memoryview, came: Callable[[int], None]) -> None:
-        """The stream has nothing left, and gets nothing while this goes past it."""
+        """The stream has nothing left, and gets nothing while this goes past it, up to the next `receive`.
+
+        What comes meanwhile may be the next transfer's, which would take the long way.
+        """
         transport = self._writer.transport
         assert isinstance(transport, asyncio.Transport)
         if self._reader.at_eof() or transport.is_closing():
             raise ConnectionResetError("the connection ended in the middle of a transfer")
         transport.pause_reading()
-        try:
-            with into:
-                await self._pump.receive(into, came)
-        finally:
-            transport.resume_reading()
+        with into:
+            await self._pump.receive(into, came)
+
+    def _read_on(self) -> None:
+        transport = self._writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.resume_reading()
 
     def close(self) -> None:
         """End the connection; whoever receives on it gets ConnectionError."""

@@ -159,18 +159,38 @@ class RecordReply(Message, frozen=True, kw_only=True):
 
 
 class GetTensors(Message, frozen=True, kw_only=True):
-    """Give me a shard's tensors of a step; with `verify`, since what came did not, look at yours first."""
+    """What have you of a shard's tensors of a step?"""
 
     shard: int
     step: int
-    verify: bool = False
 
 
 class TensorsReply(Message, frozen=True, kw_only=True):
-    """Answer to GetTensors: so many bytes follow as bulk; `nbytes` is 0 where they are not held."""
+    """Answer to GetTensors: bytes of header and payload, and the header; `nbytes` 0 where it is not held."""
 
     nbytes: Nbytes
     digest: str
+    header: bytes = b""
+
+
+class GetChunks(Message, frozen=True, kw_only=True):
+    """Give me these bytes of the payload, whole chunks, of the version with this digest.
+
+    With `verify`, since what came did not, look at yours first.
+    """
+
+    shard: int
+    step: int
+    digest: str
+    start: Nbytes
+    nbytes: Nbytes
+    verify: bool = False
+
+
+class ChunksReply(Message, frozen=True, kw_only=True):
+    """Answer to GetChunks: so many bytes follow as bulk; 0 where that version is not held (any more)."""
+
+    nbytes: Nbytes
 
 
 AgentMessage: TypeAlias = (
@@ -183,4 +203,6 @@ AgentMessage: TypeAlias = (
     | RecordReply
     | GetTensors
     | TensorsReply
+    | GetChunks
+    | ChunksReply
 )

@@ -1,8 +1,9 @@
 """Measures verified transfers between two agents' regions, against a bare socket: `bench_bulk.py`.
 
-Two processes over loopback, in turn: the bytes over a Link with its handshake, as an agent gets tensors, to a
-region and with the digest verified; and the same bytes from memory to memory by sendall and recv_into, once
-with MSG_WAITALL and once without: the better of the two is what the ratio is of.
+Two processes over loopback, in turn: the bytes over a Link with its handshake, as a holder is given them, to
+a region and with the digest verified; one version as a newcomer fetches it, in chunks from as many sources as
+there are streams, dialled anew each time; and the same bytes from memory to memory by sendall and recv_into,
+once with MSG_WAITALL and once without: the better of the two is what the ratio is of.
 """
 
 import argparse
@@ -23,12 +24,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ckptless.daemon.agent.fetching import TensorsFetch, Wanted
 from ckptless.daemon.agent.memory import Region
-from ckptless.daemon.agent.serving import receive_tensors
+from ckptless.daemon.agent.serving import Serving, receive_tensors
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.agent.verifier import Told
+from ckptless.daemon.api.messages import NodeInfo, TensorsAt
 from ckptless.daemon.api.version import Header, digest_of, header_nbytes, spans, write_header
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import KeyVouch
 
@@ -76,13 +80,18 @@ def answer_bare(sock: socket.socket, view: memoryview) -> None:
 
 
 async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
-    """Until the other process hangs up."""
+    """Until the other process hangs up: whole versions on one port, chunks on the other."""
+    vault = Vault()
+    vault._regions[region.number] = region
     with region.view(0, nbytes) as view:
         payload = nbytes - header_nbytes(nbytes)
         data = view[-payload:]
         chunks = tuple(digest_of(data[start:end]) for start, end in spans(payload))
         told = write_header(view, Header(JOB, 0, 0, 0, 1, "0" * 32, payload, chunks))
         data.release()
+    vault.put_tensors(0, 0, TensorsAt(region=region.number, offset=0, nbytes=nbytes, digest=told))
+    serving = Serving(0, JOB, vault, Pace())
+    serving.follow(1).close()
     ended = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -99,8 +108,12 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
         link.close()
         ended.set()
 
+    def give_chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.create_task(serving.serve((reader, writer), KeyVouch(JOB.encode() * 8))))
+
     server, port = await serve(HOST, 0, lambda *streams: tasks.add(asyncio.create_task(give(*streams))))
-    sys.stdout.write(f"{port} {bare_port}\n")
+    _, chunks_port = await serve(HOST, 0, give_chunks)
+    sys.stdout.write(f"{port} {chunks_port} {bare_port}\n")
     sys.stdout.flush()
     await ended.wait()
     server.close()
@@ -128,6 +141,30 @@ class Links:
         told = Told(JOB, 0, 0, 1, reply.nbytes, reply.digest)
         step = next(self._steps)
         await receive_tensors(link, self._vault, told, lambda at: self._vault.put_tensors(0, step, at))
+
+
+class Fetches:
+    """One version, from so many sources at once."""
+
+    def __init__(self, vault: Vault, port: int, sources: int) -> None:
+        self._vault, self._port = vault, port
+        self._infos = [
+            NodeInfo(node=n, name=f"n{n}", address=HOST, agent_port=port, store_address=HOST, store_port=1)
+            for n in range(sources)
+        ]
+        self._steps = itertools.count(1 << 20)
+
+    async def get(self) -> None:
+        """All of it, dialled anew."""
+        fetch = TensorsFetch(Wanted(JOB, 0, 0, 1), self._vault, self._dial, self._refuse)
+        self._vault.put_tensors(0, next(self._steps), await fetch.run(self._infos))
+
+    async def _dial(self, info: NodeInfo) -> AgentLink:
+        vouch = KeyVouch(JOB.encode() * 8)
+        return await Link.dial((HOST, info.agent_port), (JOB, 1), vouch, p.AgentMessage, DIAL_S)
+
+    def _refuse(self, kind: str, text: str) -> None:
+        raise RuntimeError(f"{kind}: {text}")
 
 
 class Bare:
@@ -164,14 +201,14 @@ def seconds(work: Callable[[], Any]) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def other_process(nbytes: int, streams: int) -> Iterator[tuple[int, int]]:
+def other_process(nbytes: int, streams: int) -> Iterator[tuple[int, int, int]]:
     """The sender, which ends when its links do."""
     command = [sys.executable, __file__, "--sender", "--nbytes", str(nbytes), "--streams", str(streams)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sender:
         assert sender.stdout is not None
-        link_port, bare_port = sender.stdout.readline().split()
+        link_port, chunks_port, bare_port = map(int, sender.stdout.readline().split())
         try:
-            yield int(link_port), int(bare_port)
+            yield link_port, chunks_port, bare_port
         finally:
             sender.terminate()
 
@@ -179,14 +216,15 @@ def other_process(nbytes: int, streams: int) -> Iterator[tuple[int, int]]:
 def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
     """Both ways by turns."""
     vault = Vault()
-    times: dict[str, list[tuple[float, float]]] = {"link": [], "bare": [], "bare_waitall": []}
-    with other_process(nbytes, streams) as (link_port, bare_port), asyncio.Runner() as runner:
+    times: dict[str, list[tuple[float, float]]] = {"link": [], "fetch": [], "bare": [], "bare_waitall": []}
+    with other_process(nbytes, streams) as (link_port, chunks_port, bare_port), asyncio.Runner() as runner:
 
         async def dial() -> AgentLink:
             vouch = KeyVouch(JOB.encode() * 8)
             return await Link.dial((HOST, link_port), (JOB, 1), vouch, p.AgentMessage, DIAL_S)
 
         links = Links(vault, [runner.run(dial()) for _ in range(streams)])
+        fetches = Fetches(vault, chunks_port, streams)
         bare = Bare(bare_port, streams, nbytes)
         cold = [seconds(lambda: runner.run(links.get_all())) for _ in range(COLD)]
         bare.get_all()
@@ -194,9 +232,14 @@ def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
             times["bare"].append(seconds(bare.get_all))
             times["bare_waitall"].append(seconds(lambda: bare.get_all(socket.MSG_WAITALL)))
             times["link"].append(seconds(lambda: runner.run(links.get_all())))
+            times["fetch"].append(seconds(lambda: runner.run(fetches.get())))
     vault.close()
     total = nbytes * streams / 1e9
-    rates = {name: total / statistics.median(wall for wall, _ in found) for name, found in times.items()}
+    # Of a fetch the sources give a part each, not all of it.
+    moved = {name: total / streams if name == "fetch" else total for name in times}
+    rates = {
+        name: moved[name] / statistics.median(wall for wall, _ in found) for name, found in times.items()
+    }
     best = max(rates["bare"], rates["bare_waitall"])
     return {
         "nbytes": nbytes,
@@ -205,9 +248,10 @@ def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
         "gb_per_s": rates,
         "best_bare_gb_per_s": best,
         "ratio": rates["link"] / best,
+        "fetch_ratio": rates["fetch"] / best,
         "link_into_new_memory_gb_per_s": total / statistics.median(wall for wall, _ in cold),
         "receiver_cpu_s_per_gb": {
-            name: statistics.median(cpu for _, cpu in found) / total for name, found in times.items()
+            name: statistics.median(cpu for _, cpu in found) / moved[name] for name, found in times.items()
         },
         "seconds": {name: [wall for wall, _ in found] for name, found in times.items()},
         "load": os.getloadavg()[0],
@@ -233,7 +277,8 @@ def main() -> None:
     sys.stdout.write(
         f"{found['streams']} x {found['nbytes'] >> 20} MiB, median of {found['rounds']}, in GB/s: "
         f"link, verified {found['gb_per_s']['link']:.2f}, bare socket {found['best_bare_gb_per_s']:.2f}, "
-        f"ratio {found['ratio']:.2f}, at load {found['load']:.1f}; "
+        f"ratio {found['ratio']:.2f}; fetch in chunks {found['gb_per_s']['fetch']:.2f}, "
+        f"ratio {found['fetch_ratio']:.2f}, at load {found['load']:.1f}; "
         f"link into new memory {found['link_into_new_memory_gb_per_s']:.2f}\n"
     )
 

@@ -30,6 +30,7 @@ STEPS = 170
 
 # In the environment of everything that a run starts, whatever becomes of its parents.
 MARK = "CKPTLESS_TEST_RUN"
+LAUNCHER = ("-m", "ckptless.daemon.launch.main")
 LEAVE_DEADLINE_S = 15.0
 POLL_S = 0.03
 FAULTY_DEADLINE_S = 200.0
@@ -62,6 +63,7 @@ class Job:
         *,
         state_dir: Path | None = None,
         cwd: Path | None = None,
+        launcher: Sequence[str] = LAUNCHER,
     ) -> None:
         self.home = home
         self.state_dir = state_dir or home / "state"
@@ -69,7 +71,7 @@ class Job:
         home.mkdir(parents=True, exist_ok=True)
         self._out, self._err = home / "stdout.txt", home / "stderr.txt"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TOY_", "CKPTLESS_"))}
-        command = [sys.executable, "-m", "ckptless.daemon.launch.main", "--local"]
+        command = [sys.executable, *launcher, "--local"]
         command += ["--state-dir", str(self.state_dir), *map(str, options), *map(str, script)]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.launcher = subprocess.Popen(
@@ -239,12 +241,13 @@ def toy(
     steps: int = STEPS,
     options: Sequence[object] = (),
     env: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = LAUNCHER,
 ) -> Iterator[Job]:
     """A running toy; every time limit follows from --max-stall 60 (a stopped process is seen in 2 s)."""
     words = ["--nodes", nodes, "--spares", spares, "--nproc-per-node", per_node, "--max-stall", 60]
     words += ["--tee", "none", *options]
     script = [TOY, steps, home / "out", json.dumps(list(faults))]
-    with Job(home, words, script, env) as job:
+    with Job(home, words, script, env, launcher=launcher) as job:
         yield job
 
 

@@ -3,7 +3,8 @@
 A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the step after `step` commits
 (or a phase of a recovery), `kind` is kill, stop (SIGSTOP), raise, exit, daemon (its node's), node (agent,
 daemon and ranks of its node), or one that spoils versions of the rank's shard before it kills: rot-own,
-rot-replica, rot-newest (see rot.py; in DDP all have shard 0). Every fault strikes once, over all processes
+rot-replica, rot-newest (see rot.py; in DDP all have shard 0), or hold, which waits as long as there is a file
+OUT/hold. Every fault strikes once, over all processes
 and generations, unless it is "often". Without "step" it strikes at any; with "after" (the number of another
 fault) only in the recovery from that one or later.
 """
@@ -34,6 +35,8 @@ WHERE = (
     *("import", "enter", "build", "restore", "recovered", "forward", "backward", "update", "commit"),
     *("committed", "leave", "finish"),
 )
+
+HOLD_DEADLINE_S = 60.0
 
 STEPS = int(sys.argv[1])
 OUT = Path(sys.argv[2])
@@ -81,6 +84,9 @@ def inject(kind: str, shard: int) -> None:
     if kind.startswith("rot-"):
         count = rot(kind.removeprefix("rot-"), shard)
         print(f"{kind}: {count} versions of shard {shard}", flush=True)
+    if kind == "hold":
+        hold()
+        return
     if kind == "raise":
         raise ValueError("the toy raises, as told")
     if kind == "exit":
@@ -93,6 +99,14 @@ def inject(kind: str, shard: int) -> None:
         # The daemon went first, so that nobody can say goodbye; the agent's death takes its ranks.
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+
+def hold() -> None:
+    limit = time.monotonic() + HOLD_DEADLINE_S
+    while (OUT / "hold").exists():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"nobody has removed {OUT / 'hold'}")
+        time.sleep(0.02)
 
 
 def kill_daemon() -> None:

@@ -80,7 +80,7 @@ def test_seeds_reach_what_they_are_for() -> None:
     assert outcomes["done 0"] > len(worlds) / 2
     assert outcomes["failed 4"] > 0
     assert outcomes["failed 1"] > 0
-    assert max(world.generation for world in worlds) > 4
+    assert max(world.generation for world in worlds) > 3
     assert {fault.kind for world in worlds for fault in world.job.faults} >= {
         "leader",
         "link",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.placement import holders, shard_holders
+from ckptless.daemon.control.remaking import Copies, remakes
 
 from .events import Channel
 
@@ -99,6 +100,20 @@ class Replicas:
         early, self._early = self._early, []
         for put in early:
             self.take(put)
+        self._remake(assignment)
+
+    def _remake(self, assignment: m.Assignment) -> None:
+        """Copies that went with their holders are given to others without waiting for a commit."""
+        agent = self._agent
+        if assignment.restore_step is None:
+            return
+        for lost in remakes(assignment, Copies(COPIES)):
+            put = Put(self._generation, lost.what, lost.number, assignment.restore_step, agent)
+            if lost.giver != agent.node or not agent.vault.has(*put.key):
+                continue
+            takes_s = agent.world.random.uniform(0.0, TENSORS_S)
+            for node in lost.takers:
+                agent.world.events.after(takes_s, lambda put=put, node=node: self._send(put, node))  # type: ignore[misc]
 
     def push(self, what: str, number: int, step: int, acked: Callable[[], None]) -> None:
         """Send it to its holders; with nobody to hold it, it counts as held."""

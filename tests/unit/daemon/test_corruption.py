@@ -264,6 +264,7 @@ def wire(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_thousand_corruptions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = 0
     for seed in range(CASES):
         rng = random.Random(seed)
         world.begin()
@@ -280,12 +281,19 @@ def test_a_thousand_corruptions(world: World, monkeypatch: pytest.MonkeyPatch) -
         assert restore(world) == case.payload, f"seed {seed}"
         for number in bad:
             told = [text for kind, text in world.nodes[number].events if kind == "bad-version"]
-            assert len(told) == 1, f"seed {seed}: {[n.events for n in world.nodes]}"
-            assert f"shard {SHARD}, step {STEP}" in told[0]
-        # Node 0 has a sound one again; the other bad one is held no more.
-        assert [bool(world.nodes[n].steps) for n in range(NODES)] == [True, False, True], f"seed {seed}"
+            # Node 2 may have given all of it before node 1 was asked for anything.
+            assert len(told) == 1 or (number == 1 and not told), (
+                f"seed {seed}: {[n.events for n in world.nodes]}"
+            )
+            assert all(f"shard {SHARD}, step {STEP}" in text for text in told)
+            # Node 0 has a sound one again; another that was found bad is held no more.
+            assert bool(world.nodes[number].steps) == (number == 0 or not told), f"seed {seed}"
+            found += bool(told)
+        assert world.nodes[0].steps
+        assert world.nodes[2].steps
         if over_wire:
             monkeypatch.undo()
+    assert found > CASES * 3 // 4
 
 
 def test_nobody_has_a_sound_one(world: World) -> None:

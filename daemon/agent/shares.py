@@ -1,0 +1,102 @@
+"""Pure: which chunks of a version are asked of which holder, and who gives what a bad one does not."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+# What is asked for at once is as many chunks as make up so much.
+PIECE_NBYTES = 16 << 20
+# An idle holder takes over what another has owed for so long, plus so many times what it needs itself.
+SLOW_S, SLOW_TIMES = 1.0, 4.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `start` to `end` of the payload: whole chunks; `verify`: its holder is to look at them first."""
+
+    start: int
+    end: int
+    verify: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes."""
+        return self.end - self.start
+
+
+@dataclass
+class _Source:
+    asked: dict[Piece, float] = field(default_factory=dict)
+    nbytes: int = 0
+    busy_s: float = 0.0
+
+
+class Shares:
+    """Every piece is open, asked of one source, or done. Whoever is fast asks for more of them.
+
+    Times are in seconds, by whatever clock the caller has.
+    """
+
+    def __init__(self, nbytes: int, chunk_nbytes: int) -> None:
+        step = max(1, PIECE_NBYTES // chunk_nbytes) * chunk_nbytes
+        self._open = deque(Piece(start, min(start + step, nbytes)) for start in range(0, nbytes, step))
+        self._left = len(self._open)
+        self._sources: dict[int, _Source] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is there."""
+        return self._left == 0
+
+    def ask(self, source: int, now: float) -> Piece | None:
+        """The next piece for a source; None where all are there or asked of others."""
+        known = self._sources.setdefault(source, _Source())
+        if not self._open:
+            return None
+        piece = self._open.popleft()
+        known.asked[piece] = now
+        return piece
+
+    def came(self, source: int, piece: Piece, now: float, began: float) -> None:
+        """It has been received, and is not verified yet."""
+        known = self._sources[source]
+        known.nbytes += piece.nbytes
+        known.busy_s += max(0.0, now - began)
+
+    def done(self, source: int, piece: Piece) -> None:
+        """It is there and verified."""
+        if self._sources[source].asked.pop(piece, None) is not None:
+            self._left -= 1
+
+    def again(self, source: int, piece: Piece, now: float) -> Piece:
+        """It did not verify: what to ask of the same source, which is to look at its own."""
+        known = self._sources[source]
+        del known.asked[piece]
+        anew = Piece(piece.start, piece.end, verify=True)
+        known.asked[anew] = now
+        return anew
+
+    def back(self, source: int) -> None:
+        """Nothing more comes from a source: what it was asked for is open for the others."""
+        known = self._sources.pop(source, None)
+        for piece in known.asked if known is not None else ():
+            self._open.appendleft(Piece(piece.start, piece.end))
+
+    def slow(self, idle: int, now: float) -> int | None:
+        """A source that keeps an idle one waiting for much longer than that would need for the same."""
+        me = self._sources.get(idle)
+        if me is None or not me.nbytes or not me.busy_s:
+            return None
+        rate = me.nbytes / me.busy_s
+        for source, known in self._sources.items():
+            # Its oldest piece: those behind that were only asked for ahead of time.
+            owed = _first(known.asked.items())
+            if source != idle and owed is not None:
+                piece, since = owed
+                if now - since > SLOW_S + SLOW_TIMES * piece.nbytes / rate:
+                    return source
+        return None
+
+
+def _first(items: Iterable[tuple[Piece, float]]) -> tuple[Piece, float] | None:
+    return next(iter(items), None)

@@ -1,0 +1,75 @@
+"""Lost copies are made again at once: the next node may be lost before anybody has committed another step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from localrun import Fault, Job, fault, recovered, same_as_reference, toy, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 40
+DEADLINE_S = 200.0
+SOON_S = 60.0
+
+
+def lose(job: Job, node: int) -> None:
+    """The daemon goes first, so that nobody can say goodbye; the agent's death takes its ranks."""
+    for what in ("daemon", "agent"):
+        pid = job.pid_of(node, what)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+
+def given(job: Job, lost: list[int], givers: set[int]) -> int | None:
+    """The generation without these nodes in which these agents have given away what had been lost."""
+    ledger = job.ledger()
+    newest = max((g.generation for g in ledger.generations), default=0)
+    found = [e for e in ledger.events if e.kind == "copies-remade" and e.generation == newest]
+    gone = {f.node for f in ledger.faults if f.kind == "node-lost"}
+    return newest if {event.node for event in found} >= givers and gone >= set(lost) else None
+
+
+@pytest.mark.parametrize(
+    ("copies", "first", "givers", "then"),
+    [
+        # Of shard 0 there is one copy left on node 0, of shard 1 on node 2.
+        pytest.param(1, [1], {0, 2}, [0], id="one copy"),
+        # Each has had two others; shard 0 is left on node 0 only, and shard 1 on node 3.
+        pytest.param(2, [1, 2], {0, 3}, [0], id="two copies, any two nodes"),
+    ],
+)
+def test_more_nodes_are_lost_before_the_next_step(
+    tmp_path: Path, copies: int, first: list[int], givers: set[int], then: list[int]
+) -> None:
+    """The new ranks are still building: no rank has restored anything, let alone committed it again."""
+    faults: list[Fault] = [
+        *(fault("commit", "node", node, 12) for node in first),
+        fault("build", "hold", first[0], after=0),
+    ]
+    hold = tmp_path / "out" / "hold"
+    hold.parent.mkdir(parents=True)
+    hold.touch()
+    options = ["--copies", copies]
+    spares = len(first) + len(then)
+    with toy(
+        tmp_path, faults, spares=spares, steps=STEPS, options=options, env={"TOY_PARALLEL": "fsdp"}
+    ) as job:
+        wait_until(lambda: given(job, first, givers), SOON_S, job)
+        before = given(job, first, givers) or 0
+        for node in then:
+            lose(job, node)
+        wait_until(lambda: any(g.generation > before for g in job.ledger().generations), SOON_S, job)
+        hold.unlink()
+        job.ended(0, DEADLINE_S)
+        ledger = same_as_reference(job, faults, STEPS, parallel="fsdp")
+    assert recovered(ledger)
+    restored = [g.restore_step for g in ledger.generations[1:]]
+    assert len({step for step in restored if step is not None}) == 1, "nothing was committed in between"

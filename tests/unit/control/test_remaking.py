@@ -1,0 +1,97 @@
+"""Which copies of the restored step are made again, and who gives them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
+from ckptless.daemon.control.remaking import Copies, Remake, remakes
+
+STEP = 7
+
+
+def assignment(
+    places: list[int],
+    nodes: list[int],
+    tensors: dict[int, list[int]],
+    records: list[list[int]],
+    shards: list[int] | None = None,
+) -> Assignment:
+    """Rank r on node places[r]; `tensors` and `records`: who holds the restored step."""
+    return Assignment(
+        job="job",
+        generation=2,
+        term=1,
+        leader=0,
+        places=tuple(Place(node=node, slot=places[:rank].count(node)) for rank, node in enumerate(places)),
+        nodes=tuple(
+            NodeInfo(node=n, name=f"n{n}", address="a", agent_port=1, store_address="a", store_port=2)
+            for n in nodes
+        ),
+        store_node=nodes[0],
+        restore_step=STEP,
+        shards=tuple(shards if shards is not None else range(len(places))),
+        tensor_nodes=tuple((shard, tuple(holders)) for shard, holders in sorted(tensors.items())),
+        record_nodes=tuple(map(tuple, records)),
+    )
+
+
+def test_a_node_is_lost_and_a_spare_has_its_rank() -> None:
+    """FSDP on 0 to 3, two copies each; node 1 is gone, node 4 has rank 1 and gets its state for it anyway."""
+    held = [[0, 2], [2, 3], [2, 3, 0], [3, 0]]
+    now = assignment([0, 4, 2, 3], [0, 2, 3, 4], dict(enumerate(held)), held)
+    assert remakes(now, Copies(2)) == (
+        Remake("tensors", 0, 0, (3,)),
+        # Its home has not got it yet: one of those gives it that hold it.
+        Remake("tensors", 1, 2, (0,)),
+        Remake("tensors", 2, 2, (4,)),
+        Remake("tensors", 3, 3, (4,)),
+        Remake("record", 0, 0, (3,)),
+        Remake("record", 1, 3, (0,)),
+        Remake("record", 2, 2, (4,)),
+        Remake("record", 3, 3, (4,)),
+    )
+
+
+def test_nothing_where_a_process_was_lost_or_nothing_is_restored() -> None:
+    held = [[0, 1, 2], [1, 2, 3], [2, 3, 0], [3, 0, 1]]
+    now = assignment([0, 1, 2, 3], [0, 1, 2, 3], dict(enumerate(held)), held)
+    assert remakes(now, Copies(2)) == ()
+    first = assignment([0, 1], [0, 1, 2], {}, [], shards=[])
+    assert remakes(replace(first, restore_step=None), Copies(2)) == ()
+
+
+def test_twins_are_copies_of_the_tensors_and_not_of_the_record() -> None:
+    """HSDP of two replicas, DDP: who has a shard for its rank is given none."""
+    records = [[0, 1, 2], [1, 2, 3], [2, 3, 0], [3, 0, 1]]
+    hsdp = assignment(
+        [0, 1, 2, 3], [0, 1, 2, 3], {0: [0, 2], 1: [1, 3, 2]}, records=records, shards=[0, 1, 0, 1]
+    )
+    assert remakes(hsdp, Copies(2)) == (Remake("tensors", 0, 0, (1,)),)
+    ddp = assignment([0, 1, 2, 3], [0, 1, 2, 3], {0: [0, 1, 2, 3]}, records=records, shards=[0] * 4)
+    assert remakes(ddp, Copies(2)) == ()
+
+
+@given(st.data(), st.integers(1, 3), st.integers(2, 6), st.integers(0, 3))
+def test_then_it_is_held_as_a_new_step_would_be(
+    data: st.DataObject, copies: int, ranks: int, spares: int
+) -> None:
+    nodes = list(range(ranks + spares))
+    places = data.draw(st.permutations(nodes))[:ranks]
+    some = st.sets(st.sampled_from(nodes), min_size=1).map(sorted)
+    held = data.draw(st.lists(some, min_size=ranks, max_size=ranks))
+    now = assignment(list(places), nodes, dict(enumerate(held)), held)
+    have = {("tensors", n): {places[n], *held[n]} for n in range(ranks)}
+    have |= {("record", n): {places[n], *held[n]} for n in range(ranks)}
+    for remake in remakes(now, Copies(copies)):
+        known = have[remake.what, remake.number]
+        assert remake.giver in held[remake.number]
+        assert not known & set(remake.takers)
+        known |= set(remake.takers)
+    for (what, number), known in have.items():
+        wanted = Copies(copies)
+        found = wanted.of_tensors(now, number) if what == "tensors" else wanted.of_record(now, number)
+        assert {info.node for info in found} <= known
+        assert len(known) >= min(copies + 1, len(nodes))

@@ -1,0 +1,87 @@
+"""Which chunks are asked of whom: everything once, and what one does not give by another."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptless.daemon.agent.shares import PIECE_NBYTES, SLOW_S, Piece, Shares
+
+CHUNK = PIECE_NBYTES
+NBYTES = 4 * CHUNK + 5
+
+
+def test_pieces_are_whole_chunks_and_all_of_it() -> None:
+    for chunk_nbytes in (4096, 3 << 20, PIECE_NBYTES, 3 * PIECE_NBYTES):
+        shares, end = Shares(NBYTES, chunk_nbytes), 0
+        while (piece := shares.ask(0, 0.0)) is not None:
+            assert piece.start == end
+            assert piece.start % chunk_nbytes == 0
+            end = piece.end
+        assert end == NBYTES
+    assert Shares(0, CHUNK).complete
+
+
+def test_what_one_does_not_give_another_does() -> None:
+    shares = Shares(2 * CHUNK, CHUNK)
+    one, other = shares.ask(0, 0.0), shares.ask(1, 0.0)
+    assert one is not None
+    assert other is not None
+    shares.done(1, other)
+    assert shares.ask(1, 0.0) is None
+    shares.back(0)
+    assert shares.ask(1, 0.0) == one
+    shares.done(1, one)
+    assert shares.complete
+
+
+def test_a_bad_piece_is_asked_for_again_with_a_look_at_it() -> None:
+    shares = Shares(CHUNK, CHUNK)
+    piece = shares.ask(0, 0.0)
+    assert piece is not None
+    anew = shares.again(0, piece, 1.0)
+    assert anew == Piece(0, CHUNK, verify=True)
+    shares.back(0)
+    assert shares.ask(1, 0.0) == piece, "whoever else gives it need not look first"
+
+
+def test_a_slow_one_is_known_by_the_rate_of_the_idle() -> None:
+    shares = Shares(2 * CHUNK, CHUNK)
+    mine, theirs = shares.ask(0, 0.0), shares.ask(1, 0.0)
+    assert mine is not None
+    assert theirs is not None
+    assert shares.slow(0, 1000.0) is None, "the idle one has given nothing yet itself"
+    shares.came(0, mine, 2.0, 0.0)
+    shares.done(0, mine)
+    assert shares.slow(0, 2.0 * 4 + SLOW_S) is None
+    assert shares.slow(0, 2.0 * 4 + SLOW_S + 0.1) == 1
+    assert shares.slow(1, 1000.0) is None, "what is done is owed no more"
+
+
+@given(st.integers(0, 40), st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["done", "again", "back"]))))
+def test_whatever_happens_nothing_is_forgotten_or_counted_twice(
+    chunks: int, story: list[tuple[int, str]]
+) -> None:
+    shares = Shares(chunks * CHUNK, CHUNK)
+    asked: dict[int, list[Piece]] = {n: [] for n in range(4)}
+    there: list[int] = []
+    for source, what in story:
+        if (piece := shares.ask(source, 0.0)) is not None:
+            asked[source].append(piece)
+        if what == "back":
+            shares.back(source)
+            asked[source].clear()
+        elif asked[source]:
+            piece = asked[source].pop(0)
+            if what == "again":
+                piece = shares.again(source, piece, 0.0)
+            shares.done(source, piece)
+            there.append(piece.start)
+    for source in range(4):
+        shares.back(source)
+    while (piece := shares.ask(9, 0.0)) is not None:
+        assert not shares.complete
+        shares.done(9, piece)
+        there.append(piece.start)
+    assert shares.complete
+    assert sorted(there) == [n * CHUNK for n in range(chunks)]
