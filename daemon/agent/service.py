@@ -68,7 +68,7 @@ class Agent:
         self._crew.on_event = self._replicas.on_event = self._event
         self._crew.on_hello = self._rank_hello
         self._state.on_committed = self._committed
-        self._vault.on_dropped = self._changed
+        self._vault.on_dropped, self._vault.on_held = self._changed, self._progressed
         daemon: asyncio.Task[None] | None = None
         try:
             agent_port = await self._replicas.start(config.address)
@@ -151,6 +151,7 @@ class Agent:
             assigned=self._assignment.generation if self._assignment is not None else None,
             frozen=self._frozen,
             holdings=self._vault.holdings() if self._frozen is not None else None,
+            copies=self._vault.copies(),
             daemon_pid=self._daemon.daemon_pid,
         )
 

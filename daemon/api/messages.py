@@ -10,6 +10,8 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from ckptless.daemon.api.model import Assignment as Assignment
+from ckptless.daemon.api.model import Copies as Copies
+from ckptless.daemon.api.model import Holdings as Holdings
 from ckptless.daemon.api.model import JobSpec as JobSpec
 from ckptless.daemon.api.model import Limits as Limits
 from ckptless.daemon.api.model import NodeInfo as NodeInfo
@@ -64,16 +66,6 @@ class SlotState(Value, frozen=True, kw_only=True):
     age_s: float = 0.0
 
 
-class Holdings(Value, frozen=True, kw_only=True):
-    """What a frozen agent could give: (shard, steps) of tensors, and (rank, shard, steps) of records.
-
-    A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks.
-    """
-
-    tensors: tuple[tuple[int, tuple[int, ...]], ...]
-    records: tuple[tuple[int, int, tuple[int, ...]], ...]
-
-
 class AgentHello(Message, frozen=True, kw_only=True):
     """First message of an agent to its daemon; `identity` is what an earlier Admitted said."""
 
@@ -95,8 +87,8 @@ class AgentState(Message, frozen=True, kw_only=True):
     """All that an agent knows of its slots; sent on every change.
 
     `assigned` is the generation of the newest assignment that it has accepted. `frozen` is the generation it
-    has stopped (no commit of it is taken any more), and `holdings` what it holds then. `daemon_pid` is the
-    daemon it talks to.
+    has stopped (no commit of it is taken any more), and `holdings` what it holds then. `copies` is what it
+    holds at any time, for people: nothing is decided by it. `daemon_pid` is the daemon it talks to.
     """
 
     seq: int
@@ -104,6 +96,7 @@ class AgentState(Message, frozen=True, kw_only=True):
     assigned: int | None = None
     frozen: int | None = None
     holdings: Holdings | None = None
+    copies: Copies | None = None
     daemon_pid: int | None = None
 
 

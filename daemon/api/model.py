@@ -95,6 +95,27 @@ class NodeInfo(Value, frozen=True, kw_only=True):
     store_port: int
 
 
+class Holdings(Value, frozen=True, kw_only=True):
+    """What a frozen agent could give: (shard, steps) of tensors, and (rank, shard, steps) of records.
+
+    A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks.
+    """
+
+    tensors: tuple[tuple[int, tuple[int, ...]], ...]
+    records: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+class Copies(Value, frozen=True, kw_only=True):
+    """What an agent holds now: (shard, steps, bytes) of tensors, and (rank, shard, steps, bytes) of records.
+
+    Bytes are those of all these steps; `nbytes` is the memory that is taken for them, used or not.
+    """
+
+    tensors: tuple[tuple[int, tuple[int, ...], int], ...]
+    records: tuple[tuple[int, int, tuple[int, ...], int], ...]
+    nbytes: int
+
+
 class Tries(Value, frozen=True, kw_only=True):
     """How often one cause has come in a row without progress; `step` is where the job stood then."""
 

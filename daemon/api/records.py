@@ -71,6 +71,22 @@ class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_f
     updated_s: float
 
 
+class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unknown_fields=True):
+    """What a node's agent holds. Key: job, node. A later `seq`, the agent's own count, replaces.
+
+    `tensors` are (shard, steps, bytes), `records` are (rank, shard, steps, bytes), where bytes are those of
+    all these steps; `nbytes` is the memory taken for them. `updated_s`: when the agent told it.
+    """
+
+    job: str
+    node: int
+    tensors: tuple[tuple[int, tuple[int, ...], int], ...]
+    records: tuple[tuple[int, int, tuple[int, ...], int], ...]
+    nbytes: int
+    seq: int
+    updated_s: float
+
+
 class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forbid_unknown_fields=True):
     """One agreed assignment of ranks to slots. Key: job, generation.
 
@@ -135,5 +151,12 @@ class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown
 
 
 Record: TypeAlias = (
-    JobRecord | NodeRecord | SlotRecord | GenerationRecord | FaultRecord | RecoveryRecord | EventRecord
+    JobRecord
+    | NodeRecord
+    | SlotRecord
+    | HoldingRecord
+    | GenerationRecord
+    | FaultRecord
+    | RecoveryRecord
+    | EventRecord
 )

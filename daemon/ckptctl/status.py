@@ -7,6 +7,7 @@ import click
 
 from ckptless.daemon.api.records import FaultRecord, JobRecord, NodeRecord, SlotRecord
 from ckptless.daemon.ckptctl import render, view
+from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.options import Asked, common
 from ckptless.daemon.ledger.merge import Snapshot
 
@@ -18,7 +19,8 @@ _LAST_FAULTS = 3
 def status(asked: Asked) -> None:
     """Show how a job stands, down to every slot.
 
-    Its state, its nodes and slots, what the last recovery took, and the last faults.
+    Its state, its nodes and slots, what could be restored now and which nodes' failure would lose what, what
+    the last recovery took, and the last faults.
 
     A slot without a rank is a spare; "-" marks one whose rank now lives elsewhere. The age tells how long ago
     the slot was last heard of.
@@ -34,12 +36,14 @@ def status(asked: Asked) -> None:
     step = max((slot.step for slot in found.slots if slot.step is not None), default=None)
     recovery = found.recoveries[-1] if found.recoveries else None
     faults = found.faults[-_LAST_FAULTS:]
+    safety = safe.safety(job, found)
     if asked.as_json:
         render.show_json(
             job=job,
             generation=generation,
             step=step,
             spares_left=spares,
+            safety=safe.as_json(safety),
             nodes=found.nodes,
             slots=found.slots,
             recovery=recovery,
@@ -50,6 +54,8 @@ def status(asked: Asked) -> None:
     number = "none" if generation is None else generation.generation
     click.echo(_headline(job, number, step, spares))
     render.show_table(_COLUMNS, _rows(found), words=("name", "state", "phase"))
+    for line in safe.sentences(safety) if safety is not None else ():
+        click.echo(render.harmless(line))
     if recovery is not None:
         took = f"{render.ms(view.total_s(recovery))} ms"
         click.echo(

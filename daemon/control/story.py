@@ -8,6 +8,7 @@ from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
+    HoldingRecord,
     JobRecord,
     JobState,
     NodeRecord,
@@ -164,6 +165,20 @@ def snapshot(
         as_of = now if node == me else view.told_s
         rows += [_slot(job, node, slot, assignment, as_of) for slot in slots]
     return rows
+
+
+def holding(job: str, node: int, held: tuple[m.Copies, int, float]) -> HoldingRecord:
+    """The row of what a node holds: `held` as in NodeView."""
+    copies, seq, told_s = held
+    return HoldingRecord(
+        job=job,
+        node=node,
+        tensors=copies.tensors,
+        records=copies.records,
+        nbytes=copies.nbytes,
+        seq=seq,
+        updated_s=told_s,
+    )
 
 
 def _slot(
