@@ -18,7 +18,7 @@ from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.cursor import Cursor
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, read, restore
-from ckptless.pytorch_hooks.state.objects import parts_of, tree_of
+from ckptless.pytorch_hooks.state.objects import parts_of, tree_of, watch_of
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
@@ -196,7 +196,8 @@ class Run:
         self._join()
         self._fabric.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
-        stale = newcomer or self._dirty or self._step != step
+        # A forward pass may have been the first to write a buffer: its value before is with the tensors.
+        stale = newcomer or self._dirty or self._step != step or watch_of(self._state).is_ahead()
         found = self._versions.fetch(self.generation, step, self._shard, self._tensors, read_payload=stale)
         record, at, view = found.record, found.at, read(found.record)
         if view.step != step:
