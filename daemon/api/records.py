@@ -56,7 +56,8 @@ class NodeRecord(Struct, frozen=True, kw_only=True, tag="node", forbid_unknown_f
 class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_fields=True):
     """A slot and the process in it. Key: job, node, slot. A later `updated_s` replaces.
 
-    `rank` is None for a spare; `phase` is the agent's word (see `messages.Phase`).
+    `rank` is None for a spare; `phase` is the agent's word (see `messages.Phase`). Each `every`-th step is
+    committed, which takes `share` of its rank's time; None where that is not known.
     """
 
     job: str
@@ -69,6 +70,8 @@ class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_f
     step: int | None
     loss: float | None
     updated_s: float
+    every: int | None = None
+    share: float | None = None
 
 
 class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unknown_fields=True):

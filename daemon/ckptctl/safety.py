@@ -53,7 +53,37 @@ def safety_of(job: JobRecord, found: Snapshot) -> Safety:
     )
 
 
+@dataclass(frozen=True)
+class Commits:
+    """How often the ranks commit, in steps, and which part of the slowest one's time that takes."""
+
+    every: int
+    share: float | None
+    rank: int | None
+
+
+def commits(job: JobRecord, found: Snapshot) -> Commits | None:
+    """None where nothing is committed: before the first time, and when the job is over."""
+    slots = [slot for slot in found.slots if slot.rank is not None and slot.every is not None]
+    if job.state in ENDED or not slots:
+        return None
+    # Slots of an older generation have a rank that lives elsewhere by now.
+    newest = max(slot.generation for slot in slots)
+    present = [slot for slot in slots if slot.generation == newest]
+    slowest = max(present, key=lambda slot: slot.share or 0.0)
+    every = max(present, key=lambda slot: slot.step or 0).every or 1
+    return Commits(every, slowest.share, slowest.rank if slowest.share is not None else None)
+
+
 # ------------------------------------------------------------------------------------------ for people
+
+
+def said_of(commits: Commits) -> str:
+    """One line: how often, and what it costs."""
+    often = "every step" if commits.every == 1 else f"every {commits.every} steps"
+    if commits.share is None:
+        return f"commits: {often}"
+    return f"commits: {often}, {commits.share:.2%} of the time of rank {commits.rank}, which it costs most"
 
 
 def sentences(safety: Safety) -> list[str]:

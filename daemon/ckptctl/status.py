@@ -36,7 +36,7 @@ def status(asked: Asked) -> None:
     step = max((slot.step for slot in found.slots if slot.step is not None), default=None)
     recovery = found.recoveries[-1] if found.recoveries else None
     faults = found.faults[-_LAST_FAULTS:]
-    safety = safe.safety(job, found)
+    safety, commits = safe.safety(job, found), safe.commits(job, found)
     if asked.as_json:
         render.show_json(
             job=job,
@@ -44,6 +44,7 @@ def status(asked: Asked) -> None:
             step=step,
             spares_left=spares,
             safety=safe.as_json(safety),
+            commits=commits,
             nodes=found.nodes,
             slots=found.slots,
             recovery=recovery,
@@ -56,6 +57,8 @@ def status(asked: Asked) -> None:
     render.show_table(_COLUMNS, _rows(found), words=("name", "state", "phase"))
     for line in safe.sentences(safety) if safety is not None else ():
         click.echo(render.harmless(line))
+    if commits is not None:
+        click.echo(safe.said_of(commits))
     if recovery is not None:
         took = f"{render.ms(view.total_s(recovery))} ms"
         click.echo(

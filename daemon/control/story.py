@@ -196,4 +196,6 @@ def _slot(
         step=slot.step,
         loss=slot.loss,
         updated_s=as_of,
+        every=slot.every,
+        share=slot.share,
     )

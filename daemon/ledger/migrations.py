@@ -67,6 +67,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (job, node)
         ) WITHOUT ROWID""",
     ),
+    # How often a rank commits, and what that costs it.
+    ("ALTER TABLE slots ADD COLUMN every INTEGER", "ALTER TABLE slots ADD COLUMN share REAL"),
 )
 
 

@@ -96,6 +96,8 @@ slots = Table(
     Column("step", Integer),
     Column("loss", FloatText),
     Column("updated_s", Float),
+    Column("every", Integer),
+    Column("share", Float),
 )
 
 holdings = Table(

@@ -235,7 +235,7 @@ def test_status_json(run: Run, state_dir: Path) -> None:
     found = document(run("status", "--json"))
     assert set(found) == {
         *("meta", "job", "generation", "step", "spares_left", "nodes", "slots"),
-        *("recovery", "recovery_total_s", "faults", "safety"),
+        *("recovery", "recovery_total_s", "faults", "safety", "commits"),
     }
     assert found["job"]["job"] == "7"
     assert found["generation"]["places"] == [[0, 0], [2, 0]]
@@ -278,6 +278,22 @@ def test_status_says_what_could_be_lost_now(run: Run, state_dir: Path) -> None:
     assert "held: no step could be restored: nobody has the record of rank 1" in lines(run("status"))
     write(path, msgspec.structs.replace(JOB, state="failed", ended_s=70.0))
     assert document(run("status", "--json"))["safety"] is None
+
+
+def test_status_says_how_often_is_committed_and_what_that_costs(run: Run, state_dir: Path) -> None:
+    path = state_dir / "node-0" / "ledger.db"
+    assert document(run("status", "--json"))["commits"] is None
+    elsewhere = slot(1, 1, generation=1, every=9, share=0.9, updated_s=60.0)
+    write(path, slot(0, 0, every=1, updated_s=60.0), elsewhere)
+    assert "commits: every step" in lines(run("status"))
+    write(
+        path,
+        slot(0, 0, every=4, share=0.0071, updated_s=61.0),
+        slot(2, 1, every=4, share=0.0083, updated_s=61.0),
+    )
+    line = "commits: every 4 steps, 0.83% of the time of rank 1, which it costs most"
+    assert line in lines(run("status"))
+    assert document(run("status", "--json"))["commits"] == {"every": 4, "share": 0.0083, "rank": 1}
 
 
 def test_where_not_all_is_known_it_says_who_knows(run: Run, state_dir: Path) -> None:

@@ -53,6 +53,8 @@ SLOT = SlotRecord(
     step=None,
     loss=None,
     updated_s=5.0,
+    every=4,
+    share=0.0078125,
 )
 HOLDING = HoldingRecord(
     job="7",
@@ -379,6 +381,20 @@ def test_faults_of_a_file_that_knew_no_sources_have_none(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.write([msgspec.structs.replace(FAULT, fault="f2")])
         assert [(f.fault, f.source) for f in ledger.faults("7")] == [("f1", None), ("f2", "process")]
+
+
+def test_slots_of_a_file_that_knew_no_intervals_have_none(path: Path) -> None:
+    engine = writing_engine(path)
+    try:
+        migrations.migrate(engine, migrations.STEPS[:4])
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "INSERT INTO slots VALUES ('7', 0, 1, NULL, 1, 9, 'ready', NULL, NULL, 5.0)"
+            )
+    finally:
+        engine.dispose()
+    with Ledger.open(path) as ledger:
+        assert ledger.slots("7") == (changed(SLOT, every=None, share=None),)
 
 
 def test_a_file_that_knew_no_holdings_keeps_all_else(path: Path) -> None:
