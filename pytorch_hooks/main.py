@@ -4,11 +4,13 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import StateUnavailableError
 from ckptless.pytorch_hooks import env, plain
+from ckptless.pytorch_hooks.cadence import Meter, checked
+from ckptless.pytorch_hooks.cadence_agreement import Agreed, Fixed
 from ckptless.pytorch_hooks.comm.fabric import Fabric
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
 from ckptless.pytorch_hooks.session import Session
@@ -20,30 +22,45 @@ logger = logging.getLogger(__name__)
 CAUSE_LIMIT = 500
 
 
-def run(train: Callable[[Any], object]) -> None:
+def run(
+    train: Callable[[Any], object], *, commit_every: int | Literal["auto"] = 1, commit_budget: float = 0.01
+) -> None:
     """Call `train(run)`; under an agent, call it again in every living process after each fault.
 
     Returns when `train` has returned on every rank. Process groups are made before the first call and renewed
     after a fault: the script makes no init_process_group of its own. Without an agent around it (plain
     Python, torchrun) `train` is called once, and nothing is protected.
+
+    `commit_every`: of so many calls of `run.commit` one makes the step restorable, and a fault takes all
+    ranks back to the newest such step. With "auto" as often as commits take no more than `commit_budget` of
+    the time, and at least once in 100 steps. Both must be the same on all ranks. Raises UsageError.
     """
+    cadence = checked(commit_every, commit_budget)
     socket_name = env.read().agent_socket
     if socket_name is None:
         plain.run(train)
         return
-    _Worker(socket_name, train).run()
+    _Worker(socket_name, train, cadence, commit_budget).run()
 
 
 class _Worker:
     """A rank's life: generation after generation, until all ranks have finished."""
 
-    def __init__(self, socket_name: str, train: Callable[[Any], object]) -> None:
+    def __init__(
+        self, socket_name: str, train: Callable[[Any], object], commit_every: int | str, commit_budget: float
+    ) -> None:
         self._train = train
         self._random = rng.capture()
         self._session = Session(socket_name)
         self._fabric = Fabric(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken)
         self._session.on_stop = self._fabric.abort
-        self._run = Run(self._session, self._fabric)
+        meter = Meter()
+        cadence = (
+            Fixed(commit_every)
+            if isinstance(commit_every, int)
+            else Agreed(self._fabric, meter, commit_budget)
+        )
+        self._run = Run(self._session, self._fabric, cadence, meter)
 
     def _broken(self, text: str) -> None:
         """A collective failed: say so at once, from whichever thread saw it."""

@@ -201,6 +201,15 @@ def store_clone(store: Store) -> Store:
     return cast("Store", store.clone())  # type: ignore[attr-defined]
 
 
+def store_get(store: Store, key: str) -> bytes:
+    """The value of a key, for which it waits: for good, where the connection is not cut."""
+    while True:
+        try:
+            return store.get(key)
+        except dist.DistStoreError:  # nobody has set it within the store's own timeout
+            continue
+
+
 def store_port(store: Store) -> int:
     """The port that a store's server listens on; 0 where it has none (then nothing is ever matched by it)."""
     while isinstance(store, PrefixStore):

@@ -1,6 +1,7 @@
 """`Run`: what a training function is given, under an agent."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,13 +13,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
 from ckptless.pytorch_hooks import env, torch_private
+from ckptless.pytorch_hooks.cadence import Meter
+from ckptless.pytorch_hooks.cadence_agreement import Cadence, Fixed
 from ckptless.pytorch_hooks.comm import ddp
 from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
 from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.cursor import Cursor
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, read, restore
-from ckptless.pytorch_hooks.state.objects import parts_of, tree_of
+from ckptless.pytorch_hooks.state.objects import parts_of, tree_of, watch_of
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
@@ -28,13 +31,20 @@ logger = logging.getLogger(__name__)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(seconds=60)
 WAIT_WORTH_A_NOTE_S = 1.0
+# Of steps that are not committed the agent is told so often.
+TELL_INTERVAL_S = 0.2
 
 
 class Run:
     """One rank's part of a job, over all generations. Main thread only."""
 
-    def __init__(self, session: Session, fabric: Fabric) -> None:
+    def __init__(
+        self, session: Session, fabric: Fabric, cadence: Cadence | None = None, meter: Meter | None = None
+    ) -> None:
         self._session, self._fabric = session, fabric
+        self._cadence: Cadence = cadence or Fixed(1)
+        self._meter = meter or Meter()
+        self._told_at = 0.0
         self._versions = Versions(session)
         self._part: m.Assigned | None = None
         self._state: State | None = None
@@ -45,7 +55,8 @@ class Run:
         # writes them.
         self._twins: tuple[int, ...] = ()
         self._writes = False
-        self._step = 0
+        # The newest step that is done, and the newest that is committed.
+        self._step = self._saved = 0
         # Whether an optimizer has moved the living parameters since the committed step.
         self._dirty = False
         self._ddp: list[tuple[str, DistributedDataParallel]] = []
@@ -97,7 +108,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The newest committed step; 0 right after `keep` built the state."""
+        """The newest step that is done; 0 right after `keep` built the state."""
         return self._step
 
     @property
@@ -124,7 +135,7 @@ class Run:
         env.become(part.rank, part.world_size, part.group_rank, part.store)
         if part.restore_step is None:
             self._state = self._tensors = None
-            self._cursor, self._step, self._dirty = Cursor(), 0, False
+            self._cursor, self._step, self._saved, self._dirty = Cursor(), 0, 0, False
             self._layouts = {}
             self._join()
             self._open(self._store())
@@ -182,6 +193,7 @@ class Run:
             self._writes = self._session.wait_writes(part.generation)
             self._kept = True
             self._save(0)
+            self._begin(0)
         else:
             self._recover(part.restore_step, newcomer=newcomer)
             self._kept = True
@@ -196,7 +208,8 @@ class Run:
         self._join()
         self._fabric.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
-        stale = newcomer or self._dirty or self._step != step
+        # A forward pass may have been the first to write a buffer: its value before is with the tensors.
+        stale = newcomer or self._dirty or self._step != step or watch_of(self._state).is_ahead()
         found = self._versions.fetch(self.generation, step, self._shard, self._tensors, read_payload=stale)
         record, at, view = found.record, found.at, read(found.record)
         if view.step != step:
@@ -211,6 +224,7 @@ class Run:
         restore(record, self._state)
         self._cursor.restore(view.cursor)
         self._step, self._dirty, self._aftermath = step, False, True
+        self._begin(step)
         self._session.send(m.Restored(generation=self.generation))
         # Its copies on other nodes may have gone with them: commit it again.
         self._versions.send(self._commit_of(step, record, at if self._writes else None, None))
@@ -234,12 +248,45 @@ class Run:
     def commit(self, loss: float | torch.Tensor | None = None) -> int:
         """The step is done: from here on it can be restored. Its number.
 
-        Call it after optimizer, scheduler and scaler have stepped. It waits only when the copies of the step
-        before are not yet held elsewhere. `loss` is shown by `ckptctl status`. Raises GenerationEnded.
+        Call it after optimizer, scheduler and scaler have stepped. It waits only when the copies of the one
+        before are not yet held elsewhere. With `commit_every` of `ckptless.run` only some of the calls make
+        their step restorable. `loss` is shown by `ckptctl status`. Raises GenerationEnded.
         """
         self._need_state("commit")
-        self._save(self._step + 1, loss)
-        return self._step
+        step = self._step + 1
+        due = self._cadence.is_due(step)
+        self._meter.enter(time.monotonic())
+        if due:
+            self._save(step, loss)
+        else:
+            self._pass(step, loss)
+        self._meter.leave(time.monotonic(), committed=due)
+        if due:
+            self._cadence.committed(step)
+        if self._aftermath and step > (self._assigned.restore_step or 0):
+            # Off the critical path of the recovery: take down what the old generation left.
+            self._aftermath = self._fabric.sweep() > 0
+        return step
+
+    def _begin(self, step: int) -> None:
+        """All ranks are at this step, which is committed."""
+        self._saved = step
+        self._meter.begin()
+        self._cadence.begin(step, self.rank, self.world_size)
+        self._told_at = 0.0
+
+    def _pass(self, step: int, loss: float | torch.Tensor | None) -> None:
+        """A step that is not committed; of the first one it is told at once, of others now and then."""
+        self._fabric.check()
+        self._settle()
+        self._step = step
+        now = time.monotonic()
+        if now - self._told_at >= TELL_INTERVAL_S:
+            self._told_at = now
+            every, share = self._cadence.every, self._meter.share
+            generation, number = self.generation, _number(loss)
+            told = m.Stepped(generation=generation, step=step, loss=number, every=every, share=share)
+            self._session.send(told)
 
     def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         assert self._state is not None
@@ -253,10 +300,7 @@ class Run:
             written = self._versions.write(self._tensors, step, self.generation, self._shard, self.rank)
         record = capture(self._state, step, self._cursor.committed(), self._layouts, self._tensors)
         self._versions.send(self._commit_of(step, record, None, _number(loss)), written)
-        self._step, self._dirty = step, False
-        if self._aftermath and step > (self._assigned.restore_step or 0):
-            # Off the critical path of the recovery: take down what the old generation left.
-            self._aftermath = self._fabric.sweep() > 0
+        self._step, self._saved, self._dirty = step, step, False
 
     def _commit_of(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> m.Commit:
         return m.Commit(
@@ -266,15 +310,17 @@ class Run:
             digest=record_digest(record),
             tensors=at,
             loss=loss,
+            every=self._cadence.every,
+            share=self._meter.share,
         )
 
     def _wait_for_copies(self) -> None:
         """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
         self._versions.wait()
-        waited_s = self._session.wait_acked(self.generation, self._step)
+        waited_s = self._session.wait_acked(self.generation, self._saved)
         self.waited_s += waited_s
         if waited_s > WAIT_WORTH_A_NOTE_S:
-            text = f"rank {self.rank} waited {waited_s:.2f} s for the copies of step {self._step}"
+            text = f"rank {self.rank} waited {waited_s:.2f} s for the copies of step {self._saved}"
             self._session.send(m.Note(level="warning", kind="commit-waited", text=text))
 
     def _settle(self) -> None:

@@ -68,8 +68,8 @@ class Agent:
         self._crew.on_change = self._changed
         self._crew.on_event = self._replicas.on_event = self._event
         self._crew.on_hello = self._rank_hello
-        self._state.on_committed = self._committed
-        self._vault.on_dropped = self._changed
+        self._state.on_step = self._stepped
+        self._vault.on_dropped, self._vault.on_held = self._changed, self._progressed
         daemon: asyncio.Task[None] | None = None
         lease: asyncio.Task[None] | None = None
         try:
@@ -174,6 +174,7 @@ class Agent:
             assigned=self._assignment.generation if self._assignment is not None else None,
             frozen=self._frozen,
             holdings=self._vault.holdings() if self._frozen is not None else None,
+            copies=self._vault.copies(),
             daemon_pid=self._daemon.daemon_pid,
         )
 
@@ -343,7 +344,7 @@ class Agent:
             )
             link.send(m.Refused(generation=message.generation, what=what))
             return
-        if isinstance(message, m.Twins | m.Commit | m.Fetch | m.Allocate):
+        if isinstance(message, m.Twins | m.Commit | m.Stepped | m.Fetch | m.Allocate):
             self._state.serve(slot, link, message, frozen=self._frozen is not None)
             return
         self._advance(slot, message)
@@ -359,12 +360,15 @@ class Agent:
             case m.Joined():
                 slot.enter("joined", message.generation)
             case m.Restored():
+                # A step that was made before the fault is none of this generation's.
+                slot.step = self._assignment.restore_step if self._assignment is not None else None
                 slot.enter("restored", message.generation)
             case m.Finished():
                 slot.enter("finished", message.generation)
 
-    def _committed(self, slot: Slot, commit: m.Commit, *, first: bool) -> None:
-        slot.step, slot.loss = commit.step, commit.loss
+    def _stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
+        slot.step, slot.loss = message.step, message.loss
+        slot.every, slot.share = message.every, message.share
         if first:
             self._changed()
         else:

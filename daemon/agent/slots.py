@@ -36,6 +36,8 @@ class Slot:
     generation: int = 0
     step: int | None = None
     loss: float | None = None
+    every: int | None = None
+    share: float | None = None
     cause: Cause | None = None
     exit_code: int | None = None
     hooked: bool = False
@@ -66,6 +68,8 @@ class Slot:
             hooked=self.hooked,
             step=self.step,
             loss=self.loss,
+            every=self.every,
+            share=self.share,
             cause=self.cause,
             exit_code=self.exit_code,
             age_s=asyncio.get_running_loop().time() - self.since,

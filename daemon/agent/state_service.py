@@ -19,10 +19,10 @@ from ckptless.daemon.peers.messages import PutRecord
 logger = logging.getLogger(__name__)
 
 
-class OnCommitted(Protocol):
-    """Told of every commit; `first`: the slot's first in its generation."""
+class OnStep(Protocol):
+    """Told of every step and commit; `first`: the slot's first in its generation."""
 
-    def __call__(self, slot: Slot, commit: m.Commit, *, first: bool) -> None:
+    def __call__(self, slot: Slot, step: m.Commit | m.Stepped, *, first: bool) -> None:
         """See the class."""
 
 
@@ -34,12 +34,12 @@ class StateService:
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._committed: set[int] = set()
+        self._moved: set[int] = set()
         self._twin_nodes: dict[int, frozenset[int]] = {}
         self._writers: dict[int, int] = {}
         # What a rank's newest commit still waits for: it is held once both of it are.
         self._waiting: dict[tuple[int, int], set[str]] = {}
-        self.on_committed: Callable[..., None] = lambda *_args, **_kw: None
+        self.on_step: Callable[..., None] = lambda *_args, **_kw: None
         replicas.on_acked = lambda rank, step: self._acked(rank, step, "record")
 
     def follow(self, assignment: m.Assignment) -> None:
@@ -47,7 +47,7 @@ class StateService:
         for task in self._fetches.values():
             task.cancel()
         self._fetches.clear()
-        self._committed.clear()
+        self._moved.clear()
         self._twin_nodes.clear()
         self._writers.clear()
         self._waiting.clear()
@@ -72,7 +72,12 @@ class StateService:
     # ----------------------------------------------------------------------------------- commits
 
     def serve(
-        self, slot: Slot, link: RankLink, message: m.Twins | m.Commit | m.Fetch | m.Allocate, *, frozen: bool
+        self,
+        slot: Slot,
+        link: RankLink,
+        message: m.Twins | m.Commit | m.Stepped | m.Fetch | m.Allocate,
+        *,
+        frozen: bool,
     ) -> None:
         """A rank's request; its generation is the slot's. Raises ProtocolError."""
         if frozen:
@@ -83,6 +88,8 @@ class StateService:
             raise ProtocolError(f"{type(message).__name__} before Twins")
         elif isinstance(message, m.Commit):
             self._commit(slot, message)
+        elif isinstance(message, m.Stepped):
+            self._tell(slot, message)
         elif isinstance(message, m.Allocate):
             region = self._vault.allocate(slot.shard[1], message.slot_nbytes, message.slots)
             link.send(m.Allocated(region=region.number), region.fd)
@@ -128,12 +135,16 @@ class StateService:
         self._replicas.push(record)
         if commit.tensors is not None:
             self._push_tensors(shard, commit, lambda: self._acked(*key, "tensors"))
+        self._tell(slot, commit)
+
+    def _tell(self, slot: Slot, message: m.Commit | m.Stepped) -> None:
+        assert self._assignment is not None
         # The step that was restored is committed again, to have its copies in the new generation.
-        new = commit.step > (self._assignment.restore_step or 0)
-        first = new and slot.index not in self._committed
+        new = message.step > (self._assignment.restore_step or 0)
+        first = new and slot.index not in self._moved
         if new:
-            self._committed.add(slot.index)
-        self.on_committed(slot, commit, first=first)
+            self._moved.add(slot.index)
+        self.on_step(slot, message, first=first)
 
     def _check_version(self, commit: m.Commit, shard: int, rank: int) -> None:
         """Raises BadVersionError, and tells, where what was written is not what the commit says."""

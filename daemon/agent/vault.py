@@ -15,7 +15,7 @@ import xxhash
 
 from ckptless.daemon.agent.memory import SLOTS, Region, round_up
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.messages import Holdings, TensorsAt
+from ckptless.daemon.api.messages import Copies, Holdings, TensorsAt
 
 KEEP = 3
 
@@ -45,6 +45,7 @@ class Vault:
         self._writing: set[tuple[int, int]] = set()
         self._count = 0
         self.on_dropped: Callable[[], None] = lambda: None
+        self.on_held: Callable[[], None] = lambda: None
 
     # ----------------------------------------------------------------------------------- records
 
@@ -56,6 +57,7 @@ class Vault:
         steps[step] = held
         for old in sorted(steps)[:-KEEP]:
             del steps[old]
+        self.on_held()
 
     def record(self, rank: int, step: int) -> Held | None:
         """A record that matches its digest, or None."""
@@ -115,6 +117,7 @@ class Vault:
         for old in sorted(steps)[:-KEEP]:
             del steps[old]
         self._free_regions(region)
+        self.on_held()
 
     def tensors(self, shard: int, step: int) -> tuple[TensorsAt, Region] | None:
         """Where a shard's tensors of a step lie, if they are here. Whoever reads them checks the digest."""
@@ -154,6 +157,20 @@ class Vault:
         tensors = tuple((shard, tuple(sorted(steps))) for shard, steps in sorted(self._tensors.items()))
         return Holdings(tensors=tensors, records=records)
 
+    def copies(self) -> Copies:
+        """What is held, and in how much memory."""
+        records = tuple(
+            (rank, next(iter(steps.values())).shard, tuple(sorted(steps)), _sum(steps))
+            for rank, steps in sorted(self._records.items())
+            if steps
+        )
+        tensors = tuple(
+            (shard, tuple(sorted(steps)), sum(at.nbytes for at in steps.values()))
+            for shard, steps in sorted(self._tensors.items())
+            if steps
+        )
+        return Copies(tensors=tensors, records=records, nbytes=self.nbytes)
+
     def drop_after(self, step: int | None) -> None:
         """A new generation goes on from `step` (None: from nothing): what is newer never happened."""
         limit = -1 if step is None else step
@@ -165,7 +182,7 @@ class Vault:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        records = sum(len(held.record) for steps in self._records.values() for held in steps.values())
+        records = sum(_sum(steps) for steps in self._records.values())
         return records + sum(region.slot_nbytes * region.slots for region in self._regions.values())
 
     def close(self) -> None:
@@ -175,3 +192,7 @@ class Vault:
             with contextlib.suppress(BufferError):
                 region.close()
         self._regions.clear()
+
+
+def _sum(steps: dict[int, Held]) -> int:
+    return sum(len(held.record) for held in steps.values())

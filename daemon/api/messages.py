@@ -10,13 +10,20 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from ckptless.daemon.api.model import Assignment as Assignment
+from ckptless.daemon.api.model import Cause as Cause
+from ckptless.daemon.api.model import Copies as Copies
+from ckptless.daemon.api.model import Holdings as Holdings
 from ckptless.daemon.api.model import JobSpec as JobSpec
 from ckptless.daemon.api.model import Limits as Limits
 from ckptless.daemon.api.model import NodeInfo as NodeInfo
+from ckptless.daemon.api.model import Outcome as Outcome
+from ckptless.daemon.api.model import Phase as Phase
 from ckptless.daemon.api.model import Place as Place
 from ckptless.daemon.api.model import Replaced as Replaced
+from ckptless.daemon.api.model import SlotState as SlotState
 from ckptless.daemon.api.model import Tries as Tries
 from ckptless.daemon.api.model import Value as Value
+from ckptless.daemon.api.model import Why as Why
 
 PROTOCOL = 1
 
@@ -26,52 +33,6 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
 
 # ------------------------------------------------------------------------------- agent and daemon
-
-# What an agent knows of the process in a slot:
-#   empty     no process                         left      out of its training function, waiting
-#   starting  forked; has not said Hello         joined    ready for the generation's groups
-#   waiting   said Hello; a spare or replacement restored  groups and state are there, training
-#   assigned  told its rank                      finished  training function returned
-#   exited    ended; see `exit_code`
-Phase = Literal[
-    "empty", "starting", "waiting", "assigned", "left", "joined", "restored", "finished", "exited"
-]
-
-
-class Cause(Value, frozen=True, kw_only=True):
-    """Why a rank left or ended. kind: "stop", "raised", "no-state", "broken", "hung", "died", "renewed"."""
-
-    kind: str
-    text: str = ""
-
-
-class SlotState(Value, frozen=True, kw_only=True):
-    """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
-
-    `step` is the newest committed one. `exit_code` is negative for a signal. `hooked` tells whether the
-    process speaks to the agent (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
-    """
-
-    slot: int
-    phase: Phase
-    generation: int
-    pid: int | None = None
-    hooked: bool = False
-    step: int | None = None
-    loss: float | None = None
-    cause: Cause | None = None
-    exit_code: int | None = None
-    age_s: float = 0.0
-
-
-class Holdings(Value, frozen=True, kw_only=True):
-    """What a frozen agent could give: (shard, steps) of tensors, and (rank, shard, steps) of records.
-
-    A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks.
-    """
-
-    tensors: tuple[tuple[int, tuple[int, ...]], ...]
-    records: tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 class AgentHello(Message, frozen=True, kw_only=True):
@@ -95,8 +56,8 @@ class AgentState(Message, frozen=True, kw_only=True):
     """All that an agent knows of its slots; sent on every change.
 
     `assigned` is the generation of the newest assignment that it has accepted. `frozen` is the generation it
-    has stopped (no commit of it is taken any more), and `holdings` what it holds then. `daemon_pid` is the
-    daemon it talks to.
+    has stopped (no commit of it is taken any more), and `holdings` what it holds then. `copies` is what it
+    holds at any time, for people: nothing is decided by it. `daemon_pid` is the daemon it talks to.
     """
 
     seq: int
@@ -104,6 +65,7 @@ class AgentState(Message, frozen=True, kw_only=True):
     assigned: int | None = None
     frozen: int | None = None
     holdings: Holdings | None = None
+    copies: Copies | None = None
     daemon_pid: int | None = None
 
 
@@ -171,36 +133,6 @@ class Release(Message, frozen=True, kw_only=True):
     """Every rank's training function has returned: the processes may go on to their end."""
 
     generation: int
-
-
-# Why a job ended, for scripts: these words stay, whatever the sentence beside them says.
-#   done            every rank ended by itself     no-spare        a rank has no slot left
-#   script          it raised or ended, each time  no-common-step  no step that every rank could give
-#   cancelled       somebody wanted it             no-progress     broken or stalled again and again
-#   never-formed    too few nodes came up          after-training  a rank failed when training was over
-#   ""              for this node alone: the job goes on without it
-Why = Literal[
-    "",
-    "done",
-    "script",
-    "cancelled",
-    "never-formed",
-    "no-spare",
-    "no-common-step",
-    "no-progress",
-    "after-training",
-    "no-quorum",
-    "node-lost",
-]
-
-
-class Outcome(Value, frozen=True, kw_only=True):
-    """How a job ended. `reason` is for people, `why` for scripts."""
-
-    state: Literal["done", "failed", "stopped"]
-    exit_code: int
-    reason: str
-    why: Why = ""
 
 
 class End(Message, frozen=True, kw_only=True):
@@ -339,7 +271,10 @@ class TensorsAt(Value, frozen=True, kw_only=True):
 
 
 class Commit(Message, frozen=True, kw_only=True):
-    """Step `step` is done: my record, and the tensors if I write them. `digest` is the record's xxh3_128."""
+    """Step `step` is done: my record, and the tensors if I write them. `digest` is the record's xxh3_128.
+
+    Each `every`-th step is committed for now, which takes `share` of the time.
+    """
 
     generation: int
     step: int
@@ -347,6 +282,18 @@ class Commit(Message, frozen=True, kw_only=True):
     digest: str
     tensors: TensorsAt | None
     loss: float | None
+    every: int = 1
+    share: float | None = None
+
+
+class Stepped(Message, frozen=True, kw_only=True):
+    """Step `step` is done, and is not to be restored. `every` and `share` as in Commit."""
+
+    generation: int
+    step: int
+    loss: float | None
+    every: int
+    share: float | None
 
 
 class Acked(Message, frozen=True, kw_only=True):
@@ -403,7 +350,19 @@ class Note(Message, frozen=True, kw_only=True):
 
 
 FromRank: TypeAlias = (
-    Hello | Left | Broken | Joined | Restored | Finished | Twins | Allocate | Commit | Fetch | Pong | Note
+    Hello
+    | Left
+    | Broken
+    | Joined
+    | Restored
+    | Finished
+    | Twins
+    | Allocate
+    | Commit
+    | Stepped
+    | Fetch
+    | Pong
+    | Note
 )
 ToRank: TypeAlias = (
     Welcome | Assigned | Stop | Go | Release | Writes | Allocated | Acked | Fetched | Refused | Ping

@@ -1,4 +1,6 @@
-"""What the control plane speaks about: jobs, slots, limits, assignments."""
+"""What the control plane speaks about: jobs, slots, limits, assignments, outcomes."""
+
+from typing import Literal
 
 from msgspec import Struct
 
@@ -95,6 +97,67 @@ class NodeInfo(Value, frozen=True, kw_only=True):
     store_port: int
 
 
+# What an agent knows of the process in a slot:
+#   empty     no process                         left      out of its training function, waiting
+#   starting  forked; has not said Hello         joined    ready for the generation's groups
+#   waiting   said Hello; a spare or replacement restored  groups and state are there, training
+#   assigned  told its rank                      finished  training function returned
+#   exited    ended; see `exit_code`
+Phase = Literal[
+    "empty", "starting", "waiting", "assigned", "left", "joined", "restored", "finished", "exited"
+]
+
+
+class Cause(Value, frozen=True, kw_only=True):
+    """Why a rank left or ended. kind: "stop", "raised", "no-state", "broken", "hung", "died", "renewed"."""
+
+    kind: str
+    text: str = ""
+
+
+class SlotState(Value, frozen=True, kw_only=True):
+    """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
+
+    `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
+    `exit_code` is negative for a signal. `hooked` tells whether the process speaks to the agent
+    (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
+    """
+
+    slot: int
+    phase: Phase
+    generation: int
+    pid: int | None = None
+    hooked: bool = False
+    step: int | None = None
+    loss: float | None = None
+    every: int | None = None
+    share: float | None = None
+    cause: Cause | None = None
+    exit_code: int | None = None
+    age_s: float = 0.0
+
+
+class Holdings(Value, frozen=True, kw_only=True):
+    """What a frozen agent could give: (shard, steps) of tensors, and (rank, shard, steps) of records.
+
+    A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks.
+    """
+
+    tensors: tuple[tuple[int, tuple[int, ...]], ...]
+    records: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+class Copies(Value, frozen=True, kw_only=True):
+    """What an agent holds now: (shard, steps, bytes) of tensors, and (rank, shard, steps, bytes) of records.
+
+    Bytes are those of all these steps; `nbytes` is the memory that is taken for them, used or not.
+    """
+
+    tensors: tuple[tuple[int, tuple[int, ...], int], ...]
+    records: tuple[tuple[int, int, tuple[int, ...], int], ...]
+    nbytes: int
+
+
 class Tries(Value, frozen=True, kw_only=True):
     """How often one cause has come in a row without progress; `step` is where the job stood then."""
 
@@ -151,3 +214,33 @@ class Assignment(Value, frozen=True, kw_only=True):
     def ranks_on(self, node: int) -> tuple[int, ...]:
         """Ranks of one node, ascending."""
         return tuple(rank for rank, place in enumerate(self.places) if place.node == node)
+
+
+# Why a job ended, for scripts: these words stay, whatever the sentence beside them says.
+#   done            every rank ended by itself     no-spare        a rank has no slot left
+#   script          it raised or ended, each time  no-common-step  no step that every rank could give
+#   cancelled       somebody wanted it             no-progress     broken or stalled again and again
+#   never-formed    too few nodes came up          after-training  a rank failed when training was over
+#   ""              for this node alone: the job goes on without it
+Why = Literal[
+    "",
+    "done",
+    "script",
+    "cancelled",
+    "never-formed",
+    "no-spare",
+    "no-common-step",
+    "no-progress",
+    "after-training",
+    "no-quorum",
+    "node-lost",
+]
+
+
+class Outcome(Value, frozen=True, kw_only=True):
+    """How a job ended. `reason` is for people, `why` for scripts."""
+
+    state: Literal["done", "failed", "stopped"]
+    exit_code: int
+    reason: str
+    why: Why = ""

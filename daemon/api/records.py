@@ -56,7 +56,8 @@ class NodeRecord(Struct, frozen=True, kw_only=True, tag="node", forbid_unknown_f
 class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_fields=True):
     """A slot and the process in it. Key: job, node, slot. A later `updated_s` replaces.
 
-    `rank` is None for a spare; `phase` is the agent's word (see `messages.Phase`).
+    `rank` is None for a spare; `phase` is the agent's word (see `messages.Phase`). Each `every`-th step is
+    committed, which takes `share` of its rank's time; None where that is not known.
     """
 
     job: str
@@ -68,6 +69,24 @@ class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_f
     phase: str
     step: int | None
     loss: float | None
+    updated_s: float
+    every: int | None = None
+    share: float | None = None
+
+
+class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unknown_fields=True):
+    """What a node's agent holds. Key: job, node. A later `seq`, the agent's own count, replaces.
+
+    `tensors` are (shard, steps, bytes), `records` are (rank, shard, steps, bytes), where bytes are those of
+    all these steps; `nbytes` is the memory taken for them. `updated_s`: when the agent told it.
+    """
+
+    job: str
+    node: int
+    tensors: tuple[tuple[int, tuple[int, ...], int], ...]
+    records: tuple[tuple[int, int, tuple[int, ...], int], ...]
+    nbytes: int
+    seq: int
     updated_s: float
 
 
@@ -139,5 +158,12 @@ class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown
 
 
 Record: TypeAlias = (
-    JobRecord | NodeRecord | SlotRecord | GenerationRecord | FaultRecord | RecoveryRecord | EventRecord
+    JobRecord
+    | NodeRecord
+    | SlotRecord
+    | HoldingRecord
+    | GenerationRecord
+    | FaultRecord
+    | RecoveryRecord
+    | EventRecord
 )

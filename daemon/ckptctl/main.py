@@ -11,6 +11,7 @@ from ckptless.daemon.ckptctl.events import events
 from ckptless.daemon.ckptctl.evict import evict
 from ckptless.daemon.ckptctl.jobs import jobs
 from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.replicas import replicas
 from ckptless.daemon.ckptctl.status import status
 from ckptless.daemon.ckptctl.timeline import timeline
 
@@ -55,13 +56,14 @@ def ckptctl(_asked: Asked) -> None:
     Examples:
         ckptctl jobs                  all jobs
         ckptctl status                the newest job, down to every slot
+        ckptctl replicas              who holds what of its state
         ckptctl events -f             its story, as it goes
         ckptctl timeline              where the time of each recovery went
         ckptctl evict 4711 node02     take a node out of a job, for a spare
     """
 
 
-for _command in (jobs, status, events, timeline, evict, config):
+for _command in (jobs, status, replicas, events, timeline, evict, config):
     ckptctl.add_command(_command)
 
 

@@ -7,6 +7,7 @@ import click
 
 from ckptless.daemon.api.records import REFUSALS, FaultRecord, JobRecord, NodeRecord, SlotRecord
 from ckptless.daemon.ckptctl import render, view
+from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.options import Asked, common
 from ckptless.daemon.ledger.merge import Snapshot
 
@@ -18,8 +19,9 @@ _LAST_FAULTS = 3
 def status(asked: Asked) -> None:
     """Show how a job stands, down to every slot.
 
-    Its state, its nodes and slots, what the last recovery took, the last faults, and how often what came from
-    an older generation or leader was refused.
+    Its state, its nodes and slots, what could be restored now and which nodes' failure would lose what, what
+    the last recovery took, the last faults, and how often what came from an older generation or leader was
+    refused.
 
     A slot without a rank is a spare; "-" marks one whose rank now lives elsewhere. The age tells how long ago
     the slot was last heard of.
@@ -35,12 +37,15 @@ def status(asked: Asked) -> None:
     step = max((slot.step for slot in found.slots if slot.step is not None), default=None)
     recovery = found.recoveries[-1] if found.recoveries else None
     faults = found.faults[-_LAST_FAULTS:]
+    safety, commits = safe.safety(job, found), safe.commits(job, found)
     if asked.as_json:
         render.show_json(
             job=job,
             generation=generation,
             step=step,
             spares_left=spares,
+            safety=safe.as_json(safety),
+            commits=commits,
             nodes=found.nodes,
             slots=found.slots,
             recovery=recovery,
@@ -52,6 +57,10 @@ def status(asked: Asked) -> None:
     number = "none" if generation is None else generation.generation
     click.echo(_headline(job, number, step, spares))
     render.show_table(_COLUMNS, _rows(found), words=("name", "state", "phase"))
+    for line in safe.sentences(safety) if safety is not None else ():
+        click.echo(render.harmless(line))
+    if commits is not None:
+        click.echo(safe.said_of(commits))
     if recovery is not None:
         took = f"{render.ms(view.total_s(recovery))} ms"
         click.echo(

@@ -8,6 +8,7 @@ from ckptless.daemon.api.messages import (
     AgentHello,
     AgentState,
     Assignment,
+    Copies,
     Introduction,
     Place,
     SlotState,
@@ -26,7 +27,8 @@ CONSEQUENCES = 64
 class NodeView:
     """What the control plane knows of one node; `lost`: why it is; `dark`: nothing on it answers.
 
-    `told_s`: when `state` came, by this daemon's clock.
+    `told_s`: when `state` came, by this daemon's clock. `copies`: the newest that its agent has told of what
+    it holds, with the `seq` of that state and when it came; in jobs of many nodes not every state has it.
     """
 
     node: int
@@ -37,10 +39,18 @@ class NodeView:
     lost_source: FaultSource = "membership"
     dark: bool = False
     told_s: float = 0.0
+    copies: tuple[Copies, int, float] | None = None
 
     def slots(self) -> tuple[SlotState, ...]:
         """What its agent has told of its slots."""
         return self.state.slots if self.state is not None else ()
+
+    def take_copies(self, state: AgentState, now: float) -> bool:
+        """Whether a state has news of what is held."""
+        if state.copies is None or (self.copies is not None and state.seq <= self.copies[1]):
+            return False
+        self.copies = state.copies, state.seq, now
+        return True
 
     def slot(self, index: int) -> SlotState | None:
         """State of a slot, if its agent has told."""

@@ -7,6 +7,8 @@ another generation, is refused.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.control import story
@@ -34,9 +36,9 @@ from ckptless.daemon.control.edges import (
 from ckptless.daemon.control.elector import Elector
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.control.knowledge import NOBODY
+from ckptless.daemon.control.protection import FEW_NODES as FEW
 
 REPORT_INTERVAL_S = 1.0
-FEW = 64
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Follower(Elector):
     _news: set[int] = field(default_factory=set)
     # Lost nodes of which the story tells that they are heard again.
     _returned: set[int] = field(default_factory=set)
+    # Of each node, what was last written of what it holds.
+    _written: dict[int, m.Copies] = field(default_factory=dict)
 
     def handle(self, event: Input, now: float) -> list[Output]:
         """One input in, all outputs out."""
@@ -103,6 +107,8 @@ class Follower(Elector):
         if isinstance(message, m.AgentHello | m.Introduction):
             self._on_hello(view, message, now)
         elif isinstance(message, m.AgentState):
+            if view.take_copies(message, now):
+                self._news.add(report.node)
             if view.state is not None and message.seq <= view.state.seq:
                 return
             view.state, view.told_s = message, now
@@ -114,9 +120,16 @@ class Follower(Elector):
         elif report.node == self.me:
             self._note(now, message.level, message.kind, message.text, message.generation)
         if report.node == self.me and self.leader not in (NOBODY, self.me):
-            if isinstance(message, m.AgentHello):
-                report = Report(self.me, m.Introduction(info=message.info, pid=message.pid))
-            self._out.append(Forward(self.leader, report))
+            self._pass_on(report)
+
+    def _pass_on(self, report: Report) -> None:
+        message = report.message
+        if isinstance(message, m.AgentHello):
+            report = Report(self.me, m.Introduction(info=message.info, pid=message.pid))
+        elif isinstance(message, m.AgentState) and len(self.nodes) > FEW:
+            # What is held changes with every step: one ear hears that of many when it is reminded.
+            report = Report(self.me, structs.replace(message, copies=None))
+        self._out.append(Forward(self.leader, report))
 
     def _on_hello(self, view: NodeView, hello: m.AgentHello | m.Introduction, now: float) -> None:
         if isinstance(hello, m.AgentHello):
@@ -228,4 +241,11 @@ class Follower(Elector):
         if len(views) > FEW:
             views = {node: views[node] for node in {self.me} | (self._news if self.leads else set())}
         self._news = set()
-        return story.snapshot((job, self.me), views, self.assignment, self.reachable, now)
+        rows = story.snapshot((job, self.me), views, self.assignment, self.reachable, now)
+        # What is held elsewhere only the leader is told of all the time.
+        for node in sorted(views) if self.leads else (self.me,):
+            held = views[node].copies
+            if held is not None and held[0] != self._written.get(node):
+                self._written[node] = held[0]
+                rows.append(story.holding(job, node, held))
+        return rows

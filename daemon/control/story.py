@@ -8,6 +8,7 @@ from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
+    HoldingRecord,
     JobRecord,
     JobState,
     NodeRecord,
@@ -166,6 +167,20 @@ def snapshot(
     return rows
 
 
+def holding(job: str, node: int, held: tuple[m.Copies, int, float]) -> HoldingRecord:
+    """The row of what a node holds: `held` as in NodeView."""
+    copies, seq, told_s = held
+    return HoldingRecord(
+        job=job,
+        node=node,
+        tensors=copies.tensors,
+        records=copies.records,
+        nbytes=copies.nbytes,
+        seq=seq,
+        updated_s=told_s,
+    )
+
+
 def _slot(
     job: str, node: int, slot: m.SlotState, assignment: m.Assignment | None, as_of: float
 ) -> SlotRecord:
@@ -181,4 +196,6 @@ def _slot(
         step=slot.step,
         loss=slot.loss,
         updated_s=as_of,
+        every=slot.every,
+        share=slot.share,
     )

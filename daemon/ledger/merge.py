@@ -12,6 +12,7 @@ from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
+    HoldingRecord,
     JobRecord,
     NodeRecord,
     Record,
@@ -43,6 +44,7 @@ class Snapshot:
     jobs: tuple[JobRecord, ...] = ()
     nodes: tuple[NodeRecord, ...] = ()
     slots: tuple[SlotRecord, ...] = ()
+    holdings: tuple[HoldingRecord, ...] = ()
     generations: tuple[GenerationRecord, ...] = ()
     faults: tuple[FaultRecord, ...] = ()
     recoveries: tuple[RecoveryRecord, ...] = ()
@@ -56,6 +58,7 @@ class Snapshot:
             jobs=tuple(r for r in self.jobs if r.job == job),
             nodes=tuple(r for r in self.nodes if r.job == job),
             slots=tuple(r for r in self.slots if r.job == job),
+            holdings=tuple(r for r in self.holdings if r.job == job),
             generations=tuple(r for r in self.generations if r.job == job),
             faults=tuple(r for r in self.faults if r.job == job),
             recoveries=tuple(r for r in self.recoveries if r.job == job),
@@ -102,6 +105,7 @@ def merge(
         jobs=_sorted(kept, JobRecord, lambda r: (r.started_s, r.job)),
         nodes=_sorted(kept, NodeRecord, key),
         slots=_sorted(kept, SlotRecord, key),
+        holdings=_sorted(kept, HoldingRecord, key),
         generations=_sorted(kept, GenerationRecord, key),
         faults=_sorted(kept, FaultRecord, lambda r: (r.seen_s, r.job, r.fault)),
         recoveries=_sorted(kept, RecoveryRecord, key),

@@ -59,6 +59,16 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ),
     # Who said that something was broken; nobody knows it of older faults.
     ("ALTER TABLE faults ADD COLUMN source TEXT",),
+    (
+        # What each node's agent holds of the job's state.
+        """CREATE TABLE holdings (
+            job TEXT NOT NULL, node INTEGER NOT NULL, tensors TEXT NOT NULL, records TEXT NOT NULL,
+            nbytes INTEGER NOT NULL, seq INTEGER NOT NULL, updated_s REAL NOT NULL,
+            PRIMARY KEY (job, node)
+        ) WITHOUT ROWID""",
+    ),
+    # How often a rank commits, and what that costs it.
+    ("ALTER TABLE slots ADD COLUMN every INTEGER", "ALTER TABLE slots ADD COLUMN share REAL"),
 )
 
 

@@ -14,6 +14,7 @@ from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
+    HoldingRecord,
     JobRecord,
     NodeRecord,
     Record,
@@ -95,6 +96,20 @@ slots = Table(
     Column("step", Integer),
     Column("loss", FloatText),
     Column("updated_s", Float),
+    Column("every", Integer),
+    Column("share", Float),
+)
+
+holdings = Table(
+    "holdings",
+    _metadata,
+    Column("job", Text, primary_key=True),
+    Column("node", Integer, primary_key=True),
+    Column("tensors", JsonText),
+    Column("records", JsonText),
+    Column("nbytes", Integer),
+    Column("seq", Integer),
+    Column("updated_s", Float),
 )
 
 generations = Table(
@@ -166,6 +181,7 @@ TABLES: dict[type[Record], Table] = {
     JobRecord: jobs,
     NodeRecord: nodes,
     SlotRecord: slots,
+    HoldingRecord: holdings,
     GenerationRecord: generations,
     FaultRecord: faults,
     RecoveryRecord: recoveries,

@@ -6,6 +6,7 @@ from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
+    HoldingRecord,
     JobRecord,
     NodeRecord,
     Record,
@@ -18,6 +19,7 @@ KEYS: dict[type[Record], tuple[str, ...]] = {
     JobRecord: ("job",),
     NodeRecord: ("job", "node"),
     SlotRecord: ("job", "node", "slot"),
+    HoldingRecord: ("job", "node"),
     GenerationRecord: ("job", "generation"),
     FaultRecord: ("job", "fault"),
     RecoveryRecord: ("job", "generation"),
@@ -50,6 +52,8 @@ def precedence(record: Record, freshness: Freshness = (0, 0.0)) -> tuple[Any, ..
             return (False, freshness, record.started_s, text)
         case NodeRecord() | SlotRecord():
             return (record.updated_s, text)
+        case HoldingRecord():
+            return (record.seq, record.updated_s, text)
         case GenerationRecord():
             return (record.agreed_s, text)
         case RecoveryRecord():

@@ -21,6 +21,7 @@ from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
+    HoldingRecord,
     JobRecord,
     NodeRecord,
     Record,
@@ -101,9 +102,10 @@ class Ledger:
     def write(self, records: Sequence[Record]) -> None:
         """Record all of them or none. Writing the same again changes nothing.
 
-        By key: an older `updated_s` never replaces a newer one, a job that ended never runs again, an event
-        stays as first told; anything else is replaced. A batch with a generation, fault or recovery in it is
-        on the disk when this returns; another one may be lost with the node's power, never with the process.
+        By key: an older `updated_s` (of holdings: `seq`) never replaces a newer one, a job that ended never
+        runs again, an event stays as first told; anything else is replaced. A batch with a generation, fault
+        or recovery in it is on the disk when this returns; another one may be lost with the node's power,
+        never with the process.
         """
         batches: dict[type[Record], list[dict[str, Any]]] = {}
         for record in records:
@@ -147,6 +149,10 @@ class Ledger:
     def slots(self, job: str) -> tuple[SlotRecord, ...]:
         """The job's slots, by node and number."""
         return self._read(SlotRecord, job)
+
+    def holdings(self, job: str) -> tuple[HoldingRecord, ...]:
+        """What the job's nodes hold, by node."""
+        return self._read(HoldingRecord, job)
 
     def generations(self, job: str) -> tuple[GenerationRecord, ...]:
         """The job's generations, the newest last."""
@@ -230,6 +236,8 @@ def _upsert(kind: type[Any]) -> Insert:
     condition = None
     if kind in (NodeRecord, SlotRecord):
         condition = told.updated_s >= table.c.updated_s
+    elif kind is HoldingRecord:
+        condition = told.seq >= table.c.seq
     elif kind is JobRecord:
         condition = or_(not_(_ended(table.c.state)), _ended(told.state))
     return insert.on_conflict_do_update(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from ckptless.pytorch_hooks.comm.group import NAME, Group
 from ckptless.pytorch_hooks.comm.sockets import Opened
 from ckptless.pytorch_hooks.comm.work import Scope
 from ckptless.pytorch_hooks.errors import GenerationEnded
+
+T = TypeVar("T")
 
 # A worker of an aborted backend is out in a millisecond or two, or else stuck without touching a tensor
 # until its timeout. New state is written into the same tensors after configure(): give it that long.
@@ -156,16 +159,37 @@ class Fabric:
 
     def _connect(self, scope: Scope, members: list[_Member], link: _Link) -> None:
         """Put a connected backend under each group; anything that goes wrong leaves them without."""
+        with self._waiting_in(scope, link):
+            scope.run(lambda: self._build(scope, members, link.own))
+
+    @contextmanager
+    def _waiting_in(self, scope: Scope, link: _Link) -> Iterator[None]:
         with scope.lock:
             scope.opened.append(link.opened)
         try:
-            scope.run(lambda: self._build(scope, members, link.own))
+            yield
         finally:
             # At other times nobody waits in the store, and its connection outlives the generation.
             with scope.lock:
                 scope.opened.remove(link.opened)
             if scope.error() is not None and self._link is link:
                 self._link = None  # it may have been cut, and the thread that was left may still be in it
+
+    def in_store(self, call: Callable[[torch_private.Store], T]) -> T:
+        """What `call` gets from the generation's key-value store, where it may wait as long as that lasts.
+
+        In a helper thread. Raises GenerationEnded and CollectiveFailed.
+        """
+        scope, link = self._scope, self._link
+        if scope is None or link is None:
+            raise RuntimeError("the fabric has no store")
+        try:
+            with self._waiting_in(scope, link):
+                return scope.run(lambda: call(link.own))
+        except RuntimeError as error:
+            scope.breaks(f"its key-value store failed: {error}")
+            scope.check()
+            raise
 
     def _build(self, scope: Scope, members: list[_Member], store: torch_private.Store) -> None:
         """In a helper thread. Left alone when the scope ends, it must leave nothing connected behind."""

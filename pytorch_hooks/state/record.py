@@ -75,7 +75,7 @@ def capture(
         requires_grad=_flags(p.requires_grad for p in parameters),
         grads=_flags(p.grad is not None for p in parameters),
         buffers=codec.pack(
-            {b.name: private.local(b.tensor).detach() for b in watch_of(state).changed()}, name="buffers"
+            {b.name: private.local(b.tensor).detach() for b in watch_of(state).record()}, name="buffers"
         ),
         optimizers={
             name: codec.pack(msgspec.structs.asdict(optim.split(one)), name=f"state.{name}")

@@ -95,6 +95,7 @@ class BufferWatch:
         self._tree = tree
         self._known: dict[str, tuple[torch.Tensor, int]] = {}
         self._changed: set[str] = set()
+        self._recorded: set[str] = set()
         self.rebase(set())
 
     def changed(self) -> list[Owned]:
@@ -112,7 +113,17 @@ class BufferWatch:
                 self._changed.add(name)
         return [item for item in buffers if item.name in self._changed]
 
+    def record(self) -> list[Owned]:
+        """Give the buffers that have changed, which a record is made of now."""
+        changed = self.changed()
+        self._recorded = {item.name for item in changed}
+        return changed
+
+    def is_ahead(self) -> bool:
+        """Whether a buffer has changed for the first time since the newest record: that does not have it."""
+        return any(item.name not in self._recorded for item in self.changed())
+
     def rebase(self, changed: set[str]) -> None:
         """Take the buffers as they stand for unchanged, but for those named."""
-        self._changed = set(changed)
+        self._changed, self._recorded = set(changed), set(changed)
         self._known = {b.name: (b.tensor, private.version(b.tensor)) for b in self._tree.buffers()}

@@ -46,6 +46,8 @@ SLEEP_WHILE = os.environ.get("TOY_SLEEP_WHILE")
 NAN_FROM = int(os.environ.get("TOY_NAN_FROM", "0"))
 WATCH = "TOY_WATCH" in os.environ
 PARALLEL = os.environ.get("TOY_PARALLEL", "ddp")
+EVERY: Any = os.environ.get("TOY_COMMIT_EVERY", "1")
+BUDGET = float(os.environ.get("TOY_COMMIT_BUDGET", "0.01"))
 WIDTH = int(os.environ.get("TOY_WIDTH", "48"))
 
 
@@ -264,4 +266,4 @@ def digest(state: Any) -> str:
 
 OUT.mkdir(parents=True, exist_ok=True)
 strike("import", int(os.environ.get("RANK", "0")), 0, 0)
-ckptless.run(train)
+ckptless.run(train, commit_every=EVERY if EVERY == "auto" else int(EVERY), commit_budget=BUDGET)

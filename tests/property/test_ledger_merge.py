@@ -10,6 +10,7 @@ from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
+    HoldingRecord,
     JobRecord,
     NodeRecord,
     Record,
@@ -60,6 +61,16 @@ slots = st.builds(
     loss=st.none() | times,
     updated_s=times,
 )
+holdings = st.builds(
+    HoldingRecord,
+    **common,
+    node=few,
+    tensors=st.sampled_from(((), ((0, (1,), 8),))),
+    records=st.just(()),
+    nbytes=few,
+    seq=few,
+    updated_s=times,
+)
 generations = st.builds(
     GenerationRecord,
     **common,
@@ -105,7 +116,7 @@ events = st.builds(
     generation=st.none(),
     text=words,
 )
-records = st.one_of(jobs, nodes, slots, generations, faults, recoveries, events)
+records = st.one_of(jobs, nodes, slots, holdings, generations, faults, recoveries, events)
 ledgers = st.lists(st.lists(records, max_size=6), max_size=4)
 
 
@@ -114,6 +125,7 @@ def everything(found: Snapshot) -> list[Record]:
         *found.jobs,
         *found.nodes,
         *found.slots,
+        *found.holdings,
         *found.generations,
         *found.faults,
         *found.recoveries,

@@ -23,12 +23,14 @@ from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
+    HoldingRecord,
     JobRecord,
     NodeRecord,
     Record,
     RecoveryRecord,
     SlotRecord,
 )
+from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ckptctl.timeline import p99
 from ckptless.daemon.ledger.store import Ledger
@@ -85,6 +87,18 @@ def fault(number: int, detail: str = "SIGKILL") -> FaultRecord:
         detail=detail,
         seen_s=30.0 + number,
         source="process" if number > 1 else None,
+    )
+
+
+def holding(number: int, tensors: dict[int, tuple[int, ...]], records: dict[int, int]) -> HoldingRecord:
+    return HoldingRecord(
+        job="7",
+        node=number,
+        tensors=tuple((shard, steps, 1500 * len(steps)) for shard, steps in tensors.items()),
+        records=tuple((rank, rank, (step - 1, step), 700) for rank, step in records.items()),
+        nbytes=6000,
+        seq=number,
+        updated_s=50.0,
     )
 
 
@@ -221,7 +235,7 @@ def test_status_json(run: Run, state_dir: Path) -> None:
     found = document(run("status", "--json"))
     assert set(found) == {
         *("meta", "job", "generation", "step", "spares_left", "nodes", "slots"),
-        *("recovery", "recovery_total_s", "faults", "refused"),
+        *("recovery", "recovery_total_s", "faults", "refused", "safety", "commits"),
     }
     assert found["job"]["job"] == "7"
     assert found["generation"]["places"] == [[0, 0], [2, 0]]
@@ -233,10 +247,134 @@ def test_status_json(run: Run, state_dir: Path) -> None:
     assert document(run("status", "--json", "-j", "6"))["recovery"] is None
 
 
+def test_status_says_what_could_be_lost_now(run: Run, state_dir: Path) -> None:
+    path = state_dir / "node-0" / "ledger.db"
+    assert not [line for line in lines(run("status")) if line.startswith(("held", "at risk"))]
+    write(path, *HELD)
+    held, risk = [line for line in lines(run("status")) if line.startswith(("held", "at risk"))]
+    assert held == "held: step 41 can be restored, the newest; 40 after any one node's loss"
+    assert risk == "at risk: only nodes 0 and 2 have shard 1 and the record of rank 1"
+    found = document(run("status", "--json"))["safety"]
+    nothing: dict[str, list[int]] = {"shards": [], "records_of_ranks": []}
+    assert found == {
+        "complete": True,
+        "unknown_nodes": [],
+        "watermark": 41,
+        "newest_step": 41,
+        "behind": 0,
+        "after_one_node": 40,
+        "after_two_nodes": None,
+        "gone": nothing,
+        "lost_with_one": [],
+        "lost_with_two": [{"nodes": [0, 2], "shards": [1], "records_of_ranks": [1]}],
+    }
+    assert document(run("replicas", "--json"))["safety"] == found
+    write(path, node(2, state="lost", updated_s=60.0), holding(5, {0: (42,)}, {0: 42}))
+    assert lines(run("status"))[7:9] == [
+        "held: step 40 can be restored, 2 behind the newest",
+        "at risk: node 0 alone has shard 1 and the record of rank 1",
+    ]
+    write(path, node(0, state="lost", updated_s=60.0))
+    assert "held: no step could be restored: nobody has the record of rank 1" in lines(run("status"))
+    write(path, msgspec.structs.replace(JOB, state="failed", ended_s=70.0))
+    assert document(run("status", "--json"))["safety"] is None
+
+
+def test_status_says_how_often_is_committed_and_what_that_costs(run: Run, state_dir: Path) -> None:
+    path = state_dir / "node-0" / "ledger.db"
+    assert document(run("status", "--json"))["commits"] is None
+    elsewhere = slot(1, 1, generation=1, every=9, share=0.9, updated_s=60.0)
+    write(path, slot(0, 0, every=1, updated_s=60.0), elsewhere)
+    assert "commits: every step" in lines(run("status"))
+    write(
+        path,
+        slot(0, 0, every=4, share=0.0071, updated_s=61.0),
+        slot(2, 1, every=4, share=0.0083, updated_s=61.0),
+    )
+    line = "commits: every 4 steps, 0.83% of the time of rank 1, which it costs most"
+    assert line in lines(run("status"))
+    assert document(run("status", "--json"))["commits"] == {"every": 4, "share": 0.0083, "rank": 1}
+
+
+def test_where_not_all_is_known_it_says_who_knows(run: Run, state_dir: Path) -> None:
+    write(state_dir / "node-0" / "ledger.db", HELD[0], node(5, updated_s=60.0))
+    assert "held: it is not known here what nodes 2-5 hold: ask on node 0, whose daemon leads" in lines(
+        run("status")
+    )
+    found = document(run("status", "--json"))["safety"]
+    assert (found["complete"], found["unknown_nodes"]) == (False, [2, 3, 4, 5])
+
+
 def test_a_jobs_words_do_not_drive_the_terminal(run: Run, state_dir: Path) -> None:
     write(state_dir / "node-0" / "ledger.db", fault(9, "\x1b[2J[red]two\nlines"), event(9, "\x1b]0;x\x07[b]"))
     assert lines(run("status"))[-1].endswith("rank 1: \\x1b[2J[red]two\\nlines")
     assert lines(run("events"))[-1].endswith("\\x1b]0;x\\x07[b]")
+
+
+# replicas
+
+# Shard 0 is on nodes 0, 2 and 3; of rank 1's there is one copy beside its own, and what lost node 1 had.
+HELD: tuple[Record, ...] = (
+    holding(0, {0: (39, 40, 41), 1: (38, 39, 40)}, {0: 41, 1: 40}),
+    holding(1, {0: (38, 39), 1: (38, 39)}, {0: 39, 1: 39}),
+    holding(2, {1: (39, 40, 41), 0: (39, 40)}, {1: 41, 0: 40}),
+    holding(3, {0: (38, 39, 40)}, {0: 40}),
+    holding(4, {}, {}),
+)
+
+
+def test_replicas(run: Run, state_dir: Path) -> None:
+    write(state_dir / "node-0" / "ledger.db", *HELD)
+    head, *table = lines(run("replicas"))[:6]
+    assert head.split() == ["shard", "ranks", "node", "name", "as", "steps", "bytes", "records", "age"]
+    assert [row.split()[:9] for row in table] == [
+        ["0", "0", "0", "n0", "owner", "39-41", "4.5", "kB", "1"],
+        ["2", "n2", "copy", "39,", "40", "3.0", "kB", "1", table[1].split()[-2]],
+        ["3", "n3", "copy", "38-40", "4.5", "kB", "1", *table[2].split()[-2:]],
+        ["1", "1", "0", "n0", "copy", "38-40", "4.5", "kB", "1"],
+        ["2", "n2", "owner", "39-41", "4.5", "kB", "1", *table[4].split()[-2:]],
+    ]
+    assert lines(run("replicas"))[6] == "memory: 24.0 kB on 4 nodes"
+    assert run("replicas").stdout == run("replicas", "7").stdout == run("-j", "7", "replicas").stdout
+
+
+def test_replicas_json(run: Run, state_dir: Path) -> None:
+    write(state_dir / "node-0" / "ledger.db", *HELD)
+    found = document(run("replicas", "--json"))
+    assert set(found) == {"meta", "job", "safety", "shards", "nodes"}
+    assert [(s["shard"], s["ranks"]) for s in found["shards"]] == [(0, [0]), (1, [1])]
+    assert [[h["node"] for h in shard["holders"]] for shard in found["shards"]] == [[0, 2, 3], [0, 2]]
+    own = found["shards"][1]["holders"][1]
+    assert own.pop("age_s") > 0
+    assert own == {
+        "node": 2,
+        "name": "n2",
+        "as": "owner",
+        "step": 41,
+        "steps": [39, 40, 41],
+        "nbytes": 4500,
+        "records": [{"rank": 1, "old": False, "step": 41, "steps": [40, 41], "nbytes": 700}],
+        "updated_s": 50.0,
+    }
+    assert [node["node"] for node in found["nodes"]] == [0, 2, 3, 4]
+
+
+def test_replicas_of_two_jobs_or_of_none(run: Run) -> None:
+    assert run("replicas", "7", "-j", "6").exit_code == 2
+    assert run("replicas", "8").exit_code == 4
+    result = run("replicas", "7")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "nothing is held yet\n")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        *((0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_949, "99.9 kB"), (99_951, "100 kB")),
+        *((999_499, "999 kB"), (999_500, "1.0 MB"), (268_435_456, "268 MB"), (1e18, "1000000 TB")),
+    ],
+)
+def test_bytes_are_told_in_words(nbytes: float, text: str) -> None:
+    assert render.size(nbytes) == text
 
 
 # events

@@ -17,6 +17,7 @@ from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
+    HoldingRecord,
     JobRecord,
     NodeRecord,
     Record,
@@ -51,6 +52,17 @@ SLOT = SlotRecord(
     phase="ready",
     step=None,
     loss=None,
+    updated_s=5.0,
+    every=4,
+    share=0.0078125,
+)
+HOLDING = HoldingRecord(
+    job="7",
+    node=0,
+    tensors=((0, (5, 6), 2048), (2, (), 0)),
+    records=((0, 0, (5, 6), 20), (3, 2, (6,), 10)),
+    nbytes=4096,
+    seq=17,
     updated_s=5.0,
 )
 GENERATION = GenerationRecord(
@@ -88,7 +100,7 @@ RECOVERY = RecoveryRecord(
 EVENT = EventRecord(
     event="e1", job="7", node=0, at_s=2.0, level="warning", kind="fault", generation=1, text="rank 1 died"
 )
-ALL: tuple[Record, ...] = (JOB, NODE, SLOT, GENERATION, FAULT, RECOVERY, EVENT)
+ALL: tuple[Record, ...] = (JOB, NODE, SLOT, HOLDING, GENERATION, FAULT, RECOVERY, EVENT)
 
 
 def changed(record: Any, **fields: object) -> Any:
@@ -113,6 +125,7 @@ def test_every_kind_comes_back_as_it_went_in(path: Path) -> None:
         assert ledger.job("8") is None
         assert ledger.nodes("7") == (NODE,)
         assert ledger.slots("7") == (SLOT,)
+        assert ledger.holdings("7") == (HOLDING,)
         assert ledger.generations("7") == (GENERATION,)
         assert ledger.faults("7") == (FAULT,)
         assert ledger.recoveries("7") == (RECOVERY,)
@@ -146,6 +159,17 @@ def test_an_older_update_never_replaces_a_newer(path: Path, record: Any) -> None
         ledger.write([record, newer, older])
         ledger.write([record])
         assert ledger.records() == (newer,)
+
+
+def test_of_holdings_the_agents_own_count_says_what_is_newer(path: Path) -> None:
+    # By a clock that is behind, and of which something that was held is gone.
+    newer = changed(HOLDING, seq=18, tensors=(), updated_s=4.0)
+    with Ledger.open(path) as ledger:
+        ledger.write([HOLDING, newer])
+        ledger.write([HOLDING])
+        assert ledger.holdings("7") == (newer,)
+    for ledgers in (([HOLDING], [newer]), ([newer], [HOLDING])):
+        assert merge(ledgers).holdings == (newer,)
 
 
 def test_a_job_that_ended_never_runs_again(path: Path) -> None:
@@ -357,6 +381,35 @@ def test_faults_of_a_file_that_knew_no_sources_have_none(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.write([msgspec.structs.replace(FAULT, fault="f2")])
         assert [(f.fault, f.source) for f in ledger.faults("7")] == [("f1", None), ("f2", "process")]
+
+
+def test_slots_of_a_file_that_knew_no_intervals_have_none(path: Path) -> None:
+    engine = writing_engine(path)
+    try:
+        migrations.migrate(engine, migrations.STEPS[:4])
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "INSERT INTO slots VALUES ('7', 0, 1, NULL, 1, 9, 'ready', NULL, NULL, 5.0)"
+            )
+    finally:
+        engine.dispose()
+    with Ledger.open(path) as ledger:
+        assert ledger.slots("7") == (changed(SLOT, every=None, share=None),)
+
+
+def test_a_file_that_knew_no_holdings_keeps_all_else(path: Path) -> None:
+    engine = writing_engine(path)
+    try:
+        migrations.migrate(engine, migrations.STEPS[:3])
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "INSERT INTO nodes VALUES ('7', 0, 'n0', '127.0.0.2:1', 'up', NULL, 3, 5.0)"
+            )
+    finally:
+        engine.dispose()
+    with Ledger.open(path) as ledger:
+        ledger.write([HOLDING])
+        assert (ledger.nodes("7"), ledger.holdings("7")) == ((NODE,), (HOLDING,))
 
 
 def set_version(path: Path, version: int) -> None:

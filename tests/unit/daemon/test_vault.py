@@ -48,6 +48,22 @@ def test_records(vault: Vault) -> None:
     assert vault.nbytes == 9
 
 
+def test_copies_say_how_many_bytes_and_each_change_is_told(vault: Vault) -> None:
+    told: list[int] = []
+    vault.on_held = lambda: told.append(1)
+    put(vault, 0, 1, 2)
+    region = vault.allocate(0, PAGE, 3)
+    vault.put_tensors(0, 1, at(region.number, 0, nbytes=10))
+    vault.put_tensors(0, 2, at(region.number, 1, nbytes=30))
+    copies = vault.copies()
+    assert copies.records == ((0, 0, (1, 2), 6),)
+    assert copies.tensors == ((0, (1, 2), 40),)
+    assert copies.nbytes == vault.nbytes == 6 + 3 * PAGE
+    assert len(told) == 4
+    vault.drop_after(None)
+    assert (vault.copies().records, vault.copies().tensors) == ((), ())
+
+
 def test_a_record_that_does_not_match_is_refused(vault: Vault) -> None:
     put(vault, 0, 1)
     with pytest.raises(ProtocolError, match="rank 0, step 1"):

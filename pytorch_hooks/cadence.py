@@ -1,0 +1,208 @@
+"""Pure: at which steps a job commits, so that this takes no more than its share of the time.
+
+A *plan* says it for some time ahead, and ends with a commit: whoever has the same plans commits the same
+steps. That all ranks have the same ones is the business of cadence_agreement.py.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ckptless.daemon.api.errors import UsageError
+
+# However dear a commit is: a fault takes no more steps back than this.
+MAX_STEPS = 100
+# Measured before anything is decided; the first commits write to memory that nobody has touched before.
+FIRST_COMMITS = 8
+WARM_UP = 4
+# How long a plan holds, in seconds: it is looked at soon again where something has changed.
+SHORT_S, LONG_S = 2.0, 32.0
+MIN_COMMITS, MAX_COMMITS = 2, 1000
+# A new interval is to take this part of the budget, and is only made shorter where it can be by this factor.
+AIM = 0.8
+WORTH = 1.5
+# In plans: how long there has to be room before the interval is made shorter, at first and at most; and how
+# soon after that a longer one counts as an answer to it.
+PATIENCE, MAX_PATIENCE = 2, 64
+SOON = 8
+# What the newest plan's costs count, beside those before.
+NEWEST = 0.5
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """After step `after`, which is committed, each `every`-th step is, until there are `commits` of them."""
+
+    after: int
+    every: int
+    commits: int
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is to be committed."""
+        return (step - self.after) % self.every == 0
+
+    def left(self, step: int) -> int:
+        """How many commits come after this step."""
+        return self.commits - (step - self.after) // self.every
+
+
+def first_plan(step: int) -> Plan:
+    """What every rank begins with at a step that is restored, or at 0."""
+    return Plan(after=step, every=1, commits=FIRST_COMMITS)
+
+
+class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds that a commit has held up the training, and that a step has taken besides, on average."""
+
+    commit_s: float
+    step_s: float
+
+    def share(self, every: int) -> float:
+        """The part of the time that commits take at this interval."""
+        whole = every * self.step_s + self.commit_s
+        return self.commit_s / whole if whole > 0 else 0.0
+
+    def interval(self, share: float) -> int:
+        """The shortest at which they take no more than this part."""
+        if self.commit_s <= 0:
+            return 1
+        if self.step_s <= 0:
+            return MAX_STEPS
+        wanted = self.commit_s * (1 - share) / (share * self.step_s)
+        return max(1, min(MAX_STEPS, math.ceil(wanted - 1e-9)))
+
+
+def together(mine: Costs, others: Sequence[Costs], every: int) -> Costs:
+    """Of ranks that wait for each other: the slowest commit is everybody's; the rest of the time is steps."""
+    commit_s = max([mine.commit_s, *(one.commit_s for one in others)])
+    cycle_s = mine.commit_s + every * mine.step_s
+    return Costs(commit_s, max(0.0, cycle_s - commit_s) / every)
+
+
+@dataclass
+class Meter:
+    """What commits cost this rank; times are in seconds by any clock that does not go back.
+
+    `share` is the part of the time that they take, over the last some dozen seconds; None before it is known.
+    """
+
+    share: float | None = None
+    _told_s: float = 0.0
+    _warm: int = 0
+    _entered: float | None = None
+    _left: float | None = None
+    _commits: list[float] = field(default_factory=list)
+    _steps: list[float] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A generation begins: what lies between the steps is no step."""
+        self._warm, self._left, self._entered = 0, None, None
+        self._commits.clear()
+        self._steps.clear()
+
+    def enter(self, now: float) -> None:
+        """The training has made a step, and waits from here on."""
+        self._entered = now
+
+    def leave(self, now: float, *, committed: bool) -> None:
+        """It goes on."""
+        entered, left, self._left = self._entered, self._left, now
+        self._warm += committed
+        if entered is None or left is None or self._warm <= WARM_UP:
+            return
+        self._steps.append(entered - left)
+        if committed:
+            self._commits.append(now - entered)
+        else:
+            self._steps[-1] += now - entered
+        self._follow(now - entered if committed else 0.0, now - left)
+
+    def _follow(self, held_up_s: float, whole_s: float) -> None:
+        """What is older fades."""
+        self._told_s = min(self._told_s + whole_s, LONG_S)
+        if self._told_s > 0:
+            known = self.share or 0.0
+            self.share = known + (held_up_s - known * whole_s) / max(self._told_s, whole_s)
+
+    def take(self) -> Costs | None:
+        """Since this was called last; None where there was nothing."""
+        commits, steps = _typical(self._commits), _typical(self._steps)
+        self._commits.clear()
+        self._steps.clear()
+        return None if commits is None or steps is None else Costs(commits, steps)
+
+
+def _typical(values: Sequence[float]) -> float | None:
+    """The mean; of more than three without the largest, which may be a stranger's."""
+    if len(values) > 3:
+        values = sorted(values)[:-1]
+    return sum(values) / len(values) if values else None
+
+
+@dataclass
+class Tuner:
+    """Chooses plans so that commits take `budget` of the time at most.
+
+    A longer interval comes at once. A shorter one only once there has been room for some time, by a half at
+    most; where that turns out to have been wrong, the next time takes twice the patience. So costs that
+    depend on the interval itself (copies that are waited for) do not make it swing.
+    """
+
+    budget: float
+    _known: Costs | None = None
+    _calm: int = 0
+    _patience: int = PATIENCE
+    _since_shorter: int = SOON + 1
+    _hold_s: float = SHORT_S
+
+    def next(self, plan: Plan, costs: Costs | None) -> Plan:
+        """The plan that follows `plan`, under which `costs` were measured."""
+        every = plan.every
+        if costs is not None:
+            known = self._known = self._smooth(costs)
+            every = self._interval(known, plan.every)
+            self._hold_s = SHORT_S if every != plan.every else min(2 * self._hold_s, LONG_S)
+        return Plan(plan.after + plan.every * plan.commits, every, self._commits(every))
+
+    def _smooth(self, costs: Costs) -> Costs:
+        old = self._known or costs
+        return Costs(
+            old.commit_s + NEWEST * (costs.commit_s - old.commit_s),
+            old.step_s + NEWEST * (costs.step_s - old.step_s),
+        )
+
+    def _interval(self, costs: Costs, every: int) -> int:
+        self._since_shorter += 1
+        wanted = costs.interval(AIM * self.budget)
+        if costs.share(every) > self.budget and wanted > every:
+            hasty = self._since_shorter <= SOON
+            self._patience = min(2 * self._patience, MAX_PATIENCE) if hasty else PATIENCE
+            self._calm = 0
+            return wanted
+        if wanted * WORTH > every:
+            self._calm = 0
+            return every
+        self._calm += 1
+        if self._calm < self._patience:
+            return every
+        self._calm = self._since_shorter = 0
+        return max(wanted, math.ceil(every / 2))
+
+    def _commits(self, every: int) -> int:
+        if self._known is None:
+            return FIRST_COMMITS
+        cycle_s = self._known.commit_s + every * self._known.step_s
+        wanted = math.ceil(self._hold_s / cycle_s) if cycle_s > 0 else MAX_COMMITS
+        return max(MIN_COMMITS, min(MAX_COMMITS, wanted))
+
+
+def checked(every: object, budget: float) -> "int | str":
+    """What the user has said of it. Raises UsageError."""
+    if not 0 < budget < 1:
+        raise UsageError(f"commit_budget={budget!r}: give the part of the time, such as 0.01")
+    if every == "auto":
+        return "auto"
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise UsageError(f'commit_every={every!r}: give a number of steps from 1, or "auto"')
+    return every

@@ -1,0 +1,62 @@
+"""Jobs that do not commit every step: what a fault makes them do again has the same bits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from localrun import FAULTY_DEADLINE_S, RANKS, Fault, fault, recovered, same_as_reference, toy
+
+from ckptless.daemon.ledger.merge import Snapshot
+
+# A run has several recoveries; the first test of a kind also makes the reference run.
+pytestmark = pytest.mark.timeout(400)
+
+STEPS = 120
+
+FAULTS = [
+    # Of what was begun anew before the first commit there is only step 0.
+    fault("backward", "kill", 2, 0),
+    fault("update", "kill", 1, 17),
+    fault("forward", "raise", 3, 36),
+    fault("commit", "node", 3, 53),
+    # Of the leader, and of who writes the plans.
+    fault("update", "node", 0, 78),
+    fault("recovered", "kill", 1, after=4),
+    fault("committed", "kill", 2, 99),
+]
+
+
+def run(home: Path, faults: Sequence[Fault], parallel: str, **env: str) -> Snapshot:
+    """Has the losses of a run that commits every step and sees no fault."""
+    words = {"TOY_PARALLEL": parallel, **env}
+    with toy(home, faults, spares=2, steps=STEPS, env=words) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = same_as_reference(job, faults, STEPS, RANKS, parallel)
+    assert recovered(ledger)
+    assert not [f for f in ledger.faults if f.kind == "stall"]
+    return ledger
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
+def test_a_fixed_interval(tmp_path: Path, parallel: str) -> None:
+    ledger = run(tmp_path, FAULTS, parallel, TOY_COMMIT_EVERY="10")
+    restored = [one.restore_step for one in ledger.generations if one.restore_step is not None]
+    assert len(restored) >= 5
+    assert all(step % 10 == 0 or step == 1 for step in restored)
+    assert {slot.every for slot in ledger.slots if slot.step} == {10}
+
+
+def test_as_often_as_the_budget_allows(tmp_path: Path) -> None:
+    # So little is allowed that it goes to the longest interval as soon as it has measured.
+    ledger = run(
+        tmp_path, FAULTS, "fsdp", TOY_COMMIT_EVERY="auto", TOY_COMMIT_BUDGET="0.0005", TOY_SLEEP_S="0.01"
+    )
+    assert len(ledger.generations) >= 5
+    made = len((tmp_path / "out" / "loss-2.txt").read_text().splitlines())
+    assert made > STEPS + 3 * len(FAULTS), "every step was committed: nothing was agreed on"
