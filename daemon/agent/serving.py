@@ -52,6 +52,7 @@ class Serving:
         self._followed = asyncio.Condition()
         self.accepting = True
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
+        self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
 
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
         """A new generation: what belongs to another is not taken any more. To be awaited soon."""
@@ -99,6 +100,8 @@ class Serving:
                 link.send(p.RecordReply(record=held.record, digest=held.digest, shard=held.shard))
             case p.GetTensors():
                 await self._give_tensors(link, message)
+            case p.SaveAsk():
+                link.send(self.on_save_ask(message))
             case _:
                 raise ProtocolError(f"{type(message).__name__} is no request")
 

@@ -173,6 +173,19 @@ class TensorsReply(Message, frozen=True, kw_only=True):
     digest: str
 
 
+class SaveAsk(Message, frozen=True, kw_only=True):
+    """How far are your ranks? With `step`: save that one, too, when they have it."""
+
+    generation: int
+    step: int | None = None
+
+
+class SaveReply(Message, frozen=True, kw_only=True):
+    """Answer to SaveAsk; None where none has committed anything, or it is another generation."""
+
+    newest: int | None
+
+
 AgentMessage: TypeAlias = (
     PutRecord
     | Held
@@ -183,4 +196,6 @@ AgentMessage: TypeAlias = (
     | RecordReply
     | GetTensors
     | TensorsReply
+    | SaveAsk
+    | SaveReply
 )
