@@ -242,7 +242,7 @@ class Replicas:
         what = f"the tensors of step {step}, shard {shard}"
         await self._from_any((*nodes[start:], *nodes[:start]), what, ask)
 
-    async def ask_save(self, info: NodeInfo, ask: p.SaveAsk) -> int | None:
+    async def ask_save(self, info: NodeInfo, ask: p.SaveAsk) -> p.SaveReply:
         """What another agent answers to it. Raises CkptlessError, OSError, TimeoutError."""
         link = await self._dial(info)
         try:
@@ -253,7 +253,7 @@ class Replicas:
             link.close()
         if not isinstance(reply, p.SaveReply):
             raise PeerError(f"{type(reply).__name__} is no answer to SaveAsk")
-        return reply.newest
+        return reply
 
     async def _dial(self, info: NodeInfo) -> Peer:
         if self.vouch is None:

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptless.daemon.agent import last_save, save_plan
@@ -16,7 +17,7 @@ from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import saved
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.api.messages import Assignment, NodeInfo
-from ckptless.daemon.api.saving import Saved, SaveNow
+from ckptless.daemon.api.saving import Saved, SaveDone, SaveNow
 from ckptless.daemon.peers.messages import SaveAsk, SaveReply
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class SaveService:
         self._agent, self._vault, self._replicas = config, vault, replicas
         self._assignment: Assignment | None = None
         self._ending = False
+        self._tasks: set[asyncio.Task[None]] = set()
         replicas.serving.on_save_ask = self._asked
 
     def learn_key(self, key: bytes) -> None:
@@ -82,7 +84,17 @@ class SaveService:
             return SaveReply(newest=None)
         if ask.step is not None:
             self.saver.want(ask.step)
-        return SaveReply(newest=self.saver.newest)
+        return SaveReply(newest=self.saver.newest, steps_per_s=self.saver.steps_per_s)
+
+    def save_soon(self, order: SaveNow, answer: Callable[[SaveDone], None]) -> None:
+        """The daemon wants it; it gets its answer when it is done."""
+
+        async def do() -> None:
+            answer(SaveDone(number=order.number, answer=await self.save_now(order)))
+
+        task = asyncio.create_task(do())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def save_now(self, order: SaveNow) -> Saved:
         """Have all nodes save one step, and wait until it is there, or the deadline is over."""
@@ -114,15 +126,16 @@ class SaveService:
         assignment = self._assignment
         generation, nodes = assignment.generation, save_plan.nodes_of(assignment)
         infos = [info for info in assignment.nodes if info.node in nodes]
-        newest = await asyncio.gather(*(self._ask(info, SaveAsk(generation=generation)) for info in infos))
-        if any(step is None for step in newest):
+        told = await asyncio.gather(*(self._ask(info, SaveAsk(generation=generation)) for info in infos))
+        newest = [reply.newest for reply in told if reply.newest is not None]
+        if len(newest) < len(infos):
             return None
-        step = save_plan.step_ahead([step for step in newest if step is not None], self.saver.steps_per_s)
+        step = save_plan.step_ahead(newest, max(reply.steps_per_s for reply in told))
         target = directory / saved.step_name(step)
         order = SaveAsk(generation=generation, step=step)
         self.saver.failed.pop(step, None)
-        newest = await asyncio.gather(*(self._ask(info, order) for info in infos))
-        if any(here is None or here > step + 1 for here in newest):
+        told = await asyncio.gather(*(self._ask(info, order) for info in infos))
+        if any(reply.newest is None or reply.newest > step + 1 for reply in told):
             return None  # one is further already than it was to be
         while not self._ending and self._assignment.generation == generation:
             if await asyncio.to_thread(saved.is_whole, target):
@@ -133,7 +146,7 @@ class SaveService:
             await asyncio.sleep(POLL_S)
         return None
 
-    async def _ask(self, info: NodeInfo, ask: SaveAsk) -> int | None:
+    async def _ask(self, info: NodeInfo, ask: SaveAsk) -> SaveReply:
         if info.node == self._agent.node:
-            return self._asked(ask).newest
+            return self._asked(ask)
         return await self._replicas.ask_save(info, ask)

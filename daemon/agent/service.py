@@ -24,7 +24,7 @@ from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import ProtocolError, StartError
 from ckptless.daemon.api.outcome import write_outcome
-from ckptless.daemon.api.saving import FromWriter, WriterHello, Written
+from ckptless.daemon.api.saving import FromWriter, SaveNow, WriterHello, Written
 from ckptless.daemon.peers.vouch import KeyVouch
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class Agent:
         generation = self._assignment.generation if self._assignment is not None else None
         self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
 
-    def _hear(self, message: m.ToAgent) -> None:
+    def _hear(self, message: m.ToAgent | SaveNow) -> None:
         if isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
             self._saving.learn_key(message.key)
@@ -192,6 +192,8 @@ class Agent:
                 self._hello = replace(self._hello, identity=self._hello.identity or message.identity)
             if not self._answer.done():
                 self._answer.set_result(message)
+        elif isinstance(message, SaveNow):
+            self._saving.save_soon(message, self._daemon.send)
         else:
             self._obey(message)
 

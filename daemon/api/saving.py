@@ -81,9 +81,10 @@ ToWriter: TypeAlias = WriteShard | WriteRecord | WritePart
 
 # ---------------------------------------------------------------------------------- ckptctl save
 
-# saved   it is on the disk            refused  not with this job, or not by this user
-# failed  it came to nothing, or late  unknown  there is no such job here
-SaveVerdict = Literal["saved", "failed", "refused", "unknown"]
+# saved   it is on the disk                      unknown    there is no such job here
+# failed  it came to nothing, or not in time     elsewhere  this node is out of the job: ask on another one
+# refused not with this job, or not in this state
+SaveVerdict = Literal["saved", "failed", "refused", "unknown", "elsewhere"]
 DeadlineS: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)]
 
 

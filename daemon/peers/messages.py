@@ -184,6 +184,7 @@ class SaveReply(Message, frozen=True, kw_only=True):
     """Answer to SaveAsk; None where none has committed anything, or it is another generation."""
 
     newest: int | None
+    steps_per_s: float = 0.0
 
 
 AgentMessage: TypeAlias = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -220,3 +221,50 @@ def test_plain_dcp_reads_it_without_ckptless(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     finals = read_toy(tmp_path / "out").finals
     assert done.stdout.split() == [finals[rank].split()[0] for rank in range(RANKS)]
+
+
+def asked_to_save(job: Job, *words: object) -> tuple[int, Any]:
+    """`ckptctl save`: its exit code, and the answer."""
+    (row,) = job.ledger().jobs
+    program = "from ckptless.daemon.ckptctl.main import main; main()"
+    command = [sys.executable, "-c", program, "--state-dir", str(job.state_dir), "--json"]
+    command += ["save", *map(str, words), row.job]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)["saved"]
+
+
+@pytest.mark.parametrize("pause_s", ["0", "0.05", "0.8"])
+def test_it_is_saved_when_somebody_asks_for_it(tmp_path: Path, pause_s: str) -> None:
+    """Of fast steps one that is to come, of slow ones what there is; and from there it goes on."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    env = {"TOY_SLEEP_S": pause_s, "TOY_SLEEP_WHILE": str(slow), "TOY_PARALLEL": "fsdp"}
+    many = 100_000
+    words: Any = {"nodes": RANKS, "spares": 1, "steps": many, "options": options(tmp_path, 0), "env": env}
+    with toy(tmp_path, **words) as job:
+        wait_until(lambda: newest_loss(tmp_path) > 3, DEADLINE_S, job)
+        code, answer = asked_to_save(job, "--deadline", 60)
+        assert (code, answer["verdict"]) == (0, "saved"), f"{answer}\n{job.story()}"
+        folder = tmp_path / "save" / saved.step_name(answer["step"])
+        assert answer["path"] == str(folder)
+        assert saved.read_manifest(folder).step == answer["step"]
+        assert newest_loss(tmp_path) >= answer["step"] > 0
+
+
+def test_without_a_place_it_is_refused_and_late_is_told(tmp_path: Path) -> None:
+    slow = {"TOY_SLEEP_S": "0.1", "TOY_PARALLEL": "ddp"}
+    with toy(tmp_path, nodes=1, steps=STEPS, env=slow) as job:
+        wait_until(lambda: newest_loss(tmp_path) > 1, DEADLINE_S, job)
+        code, answer = asked_to_save(job)
+        assert (code, answer["verdict"]) == (1, "refused")
+        assert "without --save-dir" in answer["text"]
+    home = tmp_path / "stopped"
+    with toy(home, nodes=1, steps=STEPS, options=options(home, 0), env=slow) as job:
+        wait_until(lambda: newest_loss(home) > 1, DEADLINE_S, job)
+        agent = job.pid_of(0, "agent")
+        assert agent is not None
+        os.kill(agent, signal.SIGSTOP)
+        code, answer = asked_to_save(job, "--deadline", 1)
+        assert (code, answer["verdict"]) == (1, "failed")
+        assert "has said nothing in 1 s" in answer["text"]
