@@ -7,6 +7,7 @@ run. Who sees all of them, or has waited for the rest, decides; the first decisi
 import asyncio
 import contextlib
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +41,13 @@ async def agree(
         if decision is not None:
             return decision.task
         await asyncio.sleep(POLL_S)
+
+
+def leave(folder: Path, me: int) -> None:
+    """This node needs it no more; the last one removes it. Raises OSError."""
+    (folder / f"node-{me}.json").unlink(missing_ok=True)
+    if not any(folder.glob("node-*.json")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tell(folder: Path, me: int, holdings: Holdings) -> None:

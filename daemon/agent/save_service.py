@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ logger = logging.getLogger(__name__)
 # At the end so long is waited for what other nodes hold: they end at the same moment, or not at all.
 GATHER_S = 5.0
 POLL_S = 0.05
+SETTLE_S = 10.0
 ENDING = ".ending-"
 
 
@@ -57,7 +57,8 @@ class SaveService:
         if config is None or assignment is None:
             return
         deadline = asyncio.get_running_loop().time() + config.end_s
-        await self.saver.settle(config.end_s)
+        # What is being written may wait for a node that is lost; what is saved here is newer, anyway.
+        await self.saver.settle(SETTLE_S)
         # A part of the job that was cut off ends in a generation of its own.
         run = f"{self._agent.spec.job}-{self.saver.tag}-{assignment.generation}"
         folder = Path(config.directory) / f"{ENDING}{run}"
@@ -65,16 +66,14 @@ class SaveService:
         try:
             holdings, world = self._vault.holdings(), len(assignment.places)
             task = await last_save.agree(folder, self._agent.node, nodes, holdings, world, GATHER_S)
-            if task is None:
+            if task is None or not task.step:
                 logger.info("there is no step to save")
             elif self._agent.node in task.nodes:
                 left_s = max(1.0, deadline - asyncio.get_running_loop().time())
                 await self.saver.save_last(task, left_s)
-                if self._agent.node == task.nodes[0]:
-                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(last_save.leave, folder, self._agent.node)
         except (CkptlessError, OSError) as error:
             self.saver.on_event("error", "save-failed", f"the last step: {error or type(error).__name__}")
-        await self.saver.close()
 
     # ------------------------------------------------------------------------------ when asked to
 
@@ -104,7 +103,7 @@ class SaveService:
             return Saved(verdict="refused", text=text)
         if self._assignment is None:
             return Saved(verdict="refused", text=f"job {job} has not begun yet")
-        why = "no rank has committed anything"
+        why = "no step has been made"
         try:
             async with asyncio.timeout(order.deadline_s):
                 while not self._ending:
@@ -128,7 +127,7 @@ class SaveService:
         infos = [info for info in assignment.nodes if info.node in nodes]
         told = await asyncio.gather(*(self._ask(info, SaveAsk(generation=generation)) for info in infos))
         newest = [reply.newest for reply in told if reply.newest is not None]
-        if len(newest) < len(infos):
+        if len(newest) < len(infos) or not min(newest):
             return None
         step = save_plan.step_ahead(newest, max(reply.steps_per_s for reply in told))
         target = directory / saved.step_name(step)

@@ -294,15 +294,13 @@ class Saver:
         task.add_done_callback(self._tasks.discard)
 
     async def settle(self, deadline_s: float) -> None:
-        """Wait for what is being written, at most so long."""
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=deadline_s)
-
-    async def close(self) -> None:
-        """Give up what is being written."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Wait for what is being written, at most so long; then it is given up."""
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(list(self._tasks), timeout=deadline_s)
+        if late and self._writer is not None:
+            self._writer.kill()
+            await asyncio.wait(late, timeout=deadline_s)
 
 
 def _copy_all(held: Sequence[Taken]) -> list[Taken]:

@@ -106,10 +106,14 @@ def test_at_sigterm_the_newest_step_is_saved(tmp_path: Path, parallel: str) -> N
     as_if_nothing_had_been(tmp_path, parallel)
 
 
-def test_no_spare_is_left_and_the_lost_nodes_shard_is_saved_from_its_copies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [0, 41])
+def test_no_spare_is_left_and_the_lost_nodes_shard_is_saved_from_its_copies(
+    tmp_path: Path, every: int
+) -> None:
+    """Also where a save is under way that waits for the part of the node that is lost."""
     fault = {"where": "commit", "kind": "node", "rank": 1, "step": 40}
     env = {"TOY_PARALLEL": "fsdp"}
-    with toy(tmp_path, [fault], nodes=RANKS, steps=STEPS, options=options(tmp_path, 0), env=env) as job:
+    with toy(tmp_path, [fault], nodes=RANKS, steps=STEPS, options=options(tmp_path, every), env=env) as job:
         job.ended(4, DEADLINE_S)
         story = job.story()
     (resumed,) = steps(tmp_path)
