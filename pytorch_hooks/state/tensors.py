@@ -51,8 +51,7 @@ class TensorSet:
 
     @property
     def catalog(self) -> bytes:
-        """What the layout's tensors are in the whole model, packed; made once for each layout."""
-        self.refresh()
+        """What the tensors of the layout last looked at are in the whole model, packed; made once for it."""
         if self._catalog is None:
             optimizers = parts_of(self._state).optimizers
             self._catalog = catalog.make(self._named, optimizers, tree_of(self._state).modules())

@@ -70,7 +70,7 @@ def as_if_nothing_had_been(home: Path, parallel: str) -> None:
     assert found.finals == clean.finals
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
 def test_a_job_that_is_killed_wholly_goes_on_from_its_newest_saved_step(
     tmp_path: Path, parallel: str
 ) -> None:
