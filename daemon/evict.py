@@ -17,7 +17,7 @@ def evict(jobs: Iterable[JobRuntime], asked: Evict, uid: int) -> Evicted:
         return Evicted(verdict="refused", text=text)
     if not asked.reason.isprintable():
         return Evicted(verdict="refused", text="the reason holds what cannot be printed: leave it out")
-    run = _find(jobs, asked.job)
+    run = find_run(jobs, asked.job)
     if run is None or not eviction.may_say("operator", uid, run.uid, os.getuid()):
         # Of other users' jobs nobody learns so much as that they are here.
         text = f"no job {asked.job!r} that uid {uid} may touch runs here"
@@ -28,7 +28,7 @@ def evict(jobs: Iterable[JobRuntime], asked: Evict, uid: int) -> Evicted:
     return _evict(run, asked, uid)
 
 
-def _find(jobs: Iterable[JobRuntime], name: str) -> JobRuntime | None:
+def find_run(jobs: Iterable[JobRuntime], name: str) -> JobRuntime | None:
     """The run of this name, if it goes on; else the only one that does of the Slurm job of this number."""
     known = {job.job: job for job in jobs}
     going_on = {name: job for name, job in known.items() if job.session.control.outcome is None}

@@ -10,6 +10,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import encode
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.saving import Saved, SaveDone, SaveNow
 from ckptless.daemon.config import Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.decree import Decided, Durable
@@ -30,6 +31,8 @@ LOOK_PART = 1 / 3
 FLUSH_S = 0.005
 # A daemon that was away asks the others how the job ended.
 LINGER_S = 120.0
+# An agent keeps to the deadline of a save itself.
+SAVE_GRACE_S = 2.0
 CUT_SHORT_CODE = 128 + signal.SIGTERM
 
 
@@ -67,6 +70,8 @@ class JobRuntime:
         self._mesh = Mesh(job, roster, host.vouch)
         self._peering = Peering(roster, self.session, self, host.timers, host.now)
         self._agent: asyncio.StreamWriter | None = None
+        self._saves: dict[int, asyncio.Future[Saved]] = {}
+        self._save_count = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._key: bytes | None = None
         self._begun_at = host.now()
@@ -206,8 +211,11 @@ class JobRuntime:
         if self._key is not None:
             self._send_agent(m.JobKey(key=self._key))
 
-    def agent_says(self, message: m.FromAgent) -> None:
+    def agent_says(self, message: m.FromAgent | SaveDone) -> None:
         """A message of it."""
+        if isinstance(message, SaveDone):
+            self._saved(message)
+            return
         self.session.feed(e.Report(self.roster.me, message))
 
     def agent_gone(self, writer: asyncio.StreamWriter) -> None:
@@ -215,10 +223,35 @@ class JobRuntime:
         if self._agent is not writer:
             return
         self._agent = None
+        for number in list(self._saves):
+            gone = Saved(verdict="failed", text=f"the agent of job {self.job} on this node has ended")
+            self._saved(SaveDone(number=number, answer=gone))
         if self.session.control.outcome is None:
             self.lose(e.NodeLost(self.roster.me, "its agent is gone", 0.0, source="agent"))
 
-    def _send_agent(self, message: m.ToAgent) -> None:
+    async def save_state(self, deadline_s: float) -> Saved:
+        """Have the agents save the job's state; what came of it."""
+        if self._agent is None:
+            return Saved(verdict="elsewhere", text=f"job {self.job} has no agent on this node")
+        self._save_count += 1
+        number = self._save_count
+        answer = self._saves[number] = asyncio.get_running_loop().create_future()
+        self._send_agent(SaveNow(number=number, deadline_s=deadline_s))
+        try:
+            async with asyncio.timeout(deadline_s + SAVE_GRACE_S):
+                said: Saved = await answer
+                return said
+        except TimeoutError:
+            return Saved(verdict="failed", text=f"the agent has said nothing in {deadline_s:.0f} s")
+        finally:
+            del self._saves[number]
+
+    def _saved(self, done: SaveDone) -> None:
+        answer = self._saves.get(done.number)
+        if answer is not None and not answer.done():
+            answer.set_result(done.answer)
+
+    def _send_agent(self, message: m.ToAgent | SaveNow) -> None:
         if self._agent is not None:
             self._agent.write(encode(message))
 

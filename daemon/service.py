@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
@@ -15,6 +15,7 @@ from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, Pr
 from ckptless.daemon.api.eviction import Evict
 from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.saving import Save, SaveDone
 from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.cluster import Cluster
@@ -29,12 +30,14 @@ from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import Vouch
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.runtime import JobRuntime
+from ckptless.daemon.save import save
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
 READ_NBYTES = 1 << 16
+_Heard: TypeAlias = m.FromAgent | m.Notice | Evict | Save | SaveDone
 VOTE_DEADLINE_S = 10.0
 
 
@@ -157,13 +160,12 @@ class Service:
     async def _agent_connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """An agent, from its hello to the end of its connection."""
         pid, uid = peer_credentials(writer.get_extra_info("socket"))
-        heard = m.FromAgent | m.Notice | Evict
-        decoder: Decoder[m.FromAgent | m.Notice | Evict] = Decoder(heard, CONTROL_LIMIT)
+        decoder: Decoder[_Heard] = Decoder(_Heard, CONTROL_LIMIT)
         job: JobRuntime | None = None
         try:
             while data := await reader.read(READ_NBYTES):
                 for message in decoder.feed(data):
-                    if isinstance(message, m.JobStarted | m.JobEnded | Evict):
+                    if isinstance(message, m.JobStarted | m.JobEnded | Evict | Save):
                         self._aside(message, uid, writer)
                         continue
                     if isinstance(message, m.AgentHello):
@@ -184,12 +186,19 @@ class Service:
             if job is not None:
                 job.agent_gone(writer)
 
-    def _aside(self, message: m.Notice | Evict, uid: int, writer: asyncio.StreamWriter) -> None:
+    def _aside(self, message: m.Notice | Evict | Save, uid: int, writer: asyncio.StreamWriter) -> None:
         """What others than agents say: prolog, epilog, ckptctl. Raises PeerError."""
         if isinstance(message, Evict):
             writer.write(encode(evict(self.jobs, message, uid)))
+        elif isinstance(message, Save):
+            self._spawn(self._save(message, uid, writer))
         else:
             self._notice(message, uid)
+
+    async def _save(self, message: Save, uid: int, writer: asyncio.StreamWriter) -> None:
+        answer = await save(self.jobs, message, uid)
+        if not writer.is_closing():
+            writer.write(encode(answer))
 
     def _notice(self, message: m.JobStarted | m.JobEnded, uid: int) -> None:
         """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""

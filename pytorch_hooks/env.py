@@ -4,17 +4,22 @@ import os
 from dataclasses import dataclass
 
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
+RESUME = "CKPTLESS_RESUME"
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What torchrun's variables say; a process that nobody launched is a world of one."""
+    """What torchrun's variables say; a process that nobody launched is a world of one.
+
+    `resume`: the folder of a saved step to go on from, "" for none.
+    """
 
     agent_socket: str | None
     rank: int
     local_rank: int
     world_size: int
     launched: bool
+    resume: str
 
 
 def read() -> Environment:
@@ -24,6 +29,7 @@ def read() -> Environment:
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        resume=os.environ.get(RESUME, ""),
         launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
     )
 

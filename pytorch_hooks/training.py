@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from ckptless.pytorch_hooks.comm import ddp
 from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
 from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.cursor import Cursor
+from ckptless.pytorch_hooks.durable.load import load
 from ckptless.pytorch_hooks.session import Session
-from ckptless.pytorch_hooks.state import State, TensorSet, capture, read, restore
+from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, read, restore
 from ckptless.pytorch_hooks.state.objects import parts_of, tree_of, watch_of
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
@@ -189,15 +191,43 @@ class Run:
             newcomer = False
         self._session.send(m.Twins(generation=part.generation, ranks=self._twins))
         if part.restore_step is None:
+            if resume := env.read().resume:
+                self._resume(Path(resume))
             self._session.send(m.Restored(generation=part.generation))
             self._writes = self._session.wait_writes(part.generation)
             self._kept = True
-            self._save(0)
-            self._begin(0)
+            self._put(self._step)
+            self._begin(self._step)
         else:
             self._recover(part.restore_step, newcomer=newcomer)
             self._kept = True
         return self._state
+
+    def _resume(self, folder: Path) -> None:
+        """Memory has nothing: go on from a step on the disk, into what was built just now."""
+        assert self._state is not None
+        assert self._tensors is not None
+        found = load(folder, self.rank, self.world_size)
+        if found.shard != self._shard:
+            raise RecoveryError(
+                f"rank {self.rank} is built as a twin of rank {self._shard}; in {folder} it was one of "
+                f"rank {found.shard}"
+            )
+        view = read(found.record)
+        self._tensors.unpack(found.payload, view.layout)
+        self._take(found.record, view)
+        self._step = found.step
+        for function in self._on_recovery:
+            function(self)
+
+    def _take(self, record: bytes, view: RecordView) -> None:
+        """What is not in the tensors' buffer, once they are there."""
+        assert self._state is not None
+        self._layouts = view.ddp_layouts
+        for name, module in self._ddp:
+            ddp.renew(module, self._layouts.get(name))
+        restore(record, self._state)
+        self._cursor.restore(view.cursor)
 
     def _recover(self, step: int, *, newcomer: bool) -> None:
         """Groups of the new generation, then the state of `step`."""
@@ -218,11 +248,7 @@ class Run:
             raise StateUnavailableError(f"record and tensors of step {step} are not of one layout")
         if stale:
             self._tensors.unpack(found.payload, view.layout)
-        self._layouts = view.ddp_layouts
-        for name, module in self._ddp:
-            ddp.renew(module, self._layouts.get(name))
-        restore(record, self._state)
-        self._cursor.restore(view.cursor)
+        self._take(record, view)
         self._step, self._dirty, self._aftermath = step, False, True
         self._begin(step)
         self._session.send(m.Restored(generation=self.generation))
@@ -289,12 +315,15 @@ class Run:
             self._session.send(told)
 
     def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
+        self._fabric.check()
+        self._settle()
+        self._wait_for_copies()
+        self._put(step, loss)
+
+    def _put(self, step: int, loss: float | torch.Tensor | None = None) -> None:
+        """Commit a step, of which nothing is to be waited for."""
         assert self._state is not None
         assert self._tensors is not None
-        self._fabric.check()
-        if step:
-            self._settle()
-            self._wait_for_copies()
         written = None
         if self._writes:
             written = self._versions.write(self._tensors, step, self.generation, self._shard, self.rank)

@@ -10,6 +10,7 @@ import msgspec
 
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
+from ckptless.daemon.api.saving import SaveConfig
 
 # The environment variable that carries a SharedConfig (base64 of JSON) to the agents of a Slurm job.
 AGENT_CONFIG = "CKPTLESS_AGENT_CONFIG"
@@ -21,7 +22,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `argv` is the script (or, with `module`, the module) and its arguments. `tee`: ranks whose output is shown
     on the console as well, by rank; None for all. `copies` is how many other nodes hold each record.
     `start_s`: seconds in which the node's daemon must have taken the agent. `outcome_dir`: where the agent
-    writes how the job ended, if anywhere.
+    writes how the job ended, if anywhere. `save`: where steps are saved, if anywhere.
     """
 
     spec: JobSpec
@@ -36,6 +37,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     zygote_deadline_s: float = 300.0
     start_s: float = 30.0
     outcome_dir: str | None = None
+    save: SaveConfig | None = None
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.console import ConsoleOutput, RankOutput, rank_log_path
-from ckptless.daemon.agent.environment import AGENT_SOCKET, rank_env
+from ckptless.daemon.agent.environment import AGENT_SOCKET, RESUME, rank_env
 from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.slots import Slot, Tenant
@@ -36,6 +36,7 @@ class Crew:
         self._early: dict[int, RankLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._resume = config.save.resume if config.save is not None else ""
         self.store = ("", 0)
         self.on_change: Callable[[], None] = lambda: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
@@ -68,7 +69,7 @@ class Crew:
         spec = SpawnSpec(
             argv=self._config.argv,
             module=self._config.module,
-            env={**self._config.env, **own, AGENT_SOCKET: self._config.rank_socket},
+            env={**self._config.env, **own, AGENT_SOCKET: self._config.rank_socket, RESUME: self._resume},
             cwd=Path(self._config.cwd),
             stdout="pipe",
         )

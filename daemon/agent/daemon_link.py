@@ -8,6 +8,7 @@ from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.messages import FromAgent, ToAgent
 from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.api.saving import SaveDone, SaveNow
 from ckptless.daemon.api.unixpath import unix_address
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,10 @@ class DaemonLink:
     """`greet` gives what a daemon must hear first; `on_message` gets what it says."""
 
     def __init__(
-        self, name: str, greet: Callable[[], list[FromAgent]], on_message: Callable[[ToAgent], None]
+        self,
+        name: str,
+        greet: Callable[[], list[FromAgent]],
+        on_message: Callable[[ToAgent | SaveNow], None],
     ) -> None:
         self._name, self._greet, self._on_message = name, greet, on_message
         self._writer: asyncio.StreamWriter | None = None
@@ -31,7 +35,7 @@ class DaemonLink:
         """Whether a daemon listens."""
         return self._writer is not None
 
-    def send(self, message: FromAgent) -> None:
+    def send(self, message: FromAgent | SaveDone) -> None:
         """Tell the daemon; without one nothing is lost, since `greet` tells the whole state again."""
         if self._writer is not None:
             self._writer.write(encode(message))
@@ -59,7 +63,7 @@ class DaemonLink:
             self._hang_up()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        decoder: Decoder[ToAgent] = Decoder(ToAgent, CONTROL_LIMIT)
+        decoder: Decoder[ToAgent | SaveNow] = Decoder(ToAgent | SaveNow, CONTROL_LIMIT)
         try:
             while data := await reader.read(READ_NBYTES):
                 for message in decoder.feed(data):

@@ -3,6 +3,8 @@
 from ckptless.daemon.api.messages import Assignment, JobSpec, Place
 
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
+# The folder of a saved step that the job goes on from where memory has nothing; empty for none.
+RESUME = "CKPTLESS_RESUME"
 SPARE_RANK = -1
 
 

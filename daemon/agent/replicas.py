@@ -331,6 +331,19 @@ class Replicas:
         """Returns where another agent of the job answers. Raises as `_dial` does."""
         (await self._dial(info)).close()
 
+    async def ask_save(self, info: NodeInfo, ask: p.SaveAsk) -> p.SaveReply:
+        """What another agent answers to it. Raises CkptlessError, OSError, TimeoutError."""
+        link = await self._dial(info)
+        try:
+            async with asyncio.timeout(DIAL_DEADLINE_S):
+                link.send(ask)
+                reply = await link.receive()
+        finally:
+            link.close()
+        if not isinstance(reply, p.SaveReply):
+            raise PeerError(f"{type(reply).__name__} is no answer to SaveAsk")
+        return reply
+
     async def _dial(self, info: NodeInfo) -> Peer:
         if self.vouch is None:
             raise PeerError("the daemon has not given the job's key yet")

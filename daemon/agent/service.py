@@ -17,6 +17,7 @@ from ckptless.daemon.agent.orphan import Orphan
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
 from ckptless.daemon.agent.replicas import Replicas
+from ckptless.daemon.agent.save_service import SaveService
 from ckptless.daemon.agent.slots import Slot
 from ckptless.daemon.agent.state_service import StateService
 from ckptless.daemon.agent.store_server import StoreServer
@@ -24,6 +25,7 @@ from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import ProtocolError, StartError
 from ckptless.daemon.api.outcome import write_outcome
+from ckptless.daemon.api.saving import FromWriter, SaveNow, WriterHello, Written
 from ckptless.daemon.peers.vouch import KeyVouch
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Agent:
             config.node, config.spec.job, config.copies, self._vault, config.spec.domains
         )
         self._state = StateService(config.node, self._vault, self._replicas, self._crew)
+        self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._store = StoreServer()
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
         self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._hear)
@@ -67,6 +70,7 @@ class Agent:
         config = self._config
         self._crew.on_change = self._changed
         self._crew.on_event = self._replicas.on_event = self._event
+        self._saving.saver.on_event = self._tell_of
         self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
         self._vault.on_dropped, self._vault.on_held = self._changed, self._progressed
@@ -145,6 +149,8 @@ class Agent:
 
     async def _close(self, daemon: "asyncio.Task[None] | None") -> None:
         await self._crew.close()
+        if not self._here_only:
+            await self._saving.at_end()
         self._ranks.close()
         await self._state.close()
         await self._replicas.close()
@@ -194,19 +200,24 @@ class Agent:
             self._progress = loop.call_later(due, self._changed)
 
     def _event(self, kind: str, text: str) -> None:
+        self._tell_of("warning", kind, text)
+
+    def _tell_of(self, level: Literal["info", "warning", "error"], kind: str, text: str) -> None:
         logger.info("%s: %s", kind, text)
-        level: Literal["warning"] = "warning"
         generation = self._assignment.generation if self._assignment is not None else None
         self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
 
-    def _hear(self, message: m.ToAgent) -> None:
+    def _hear(self, message: m.ToAgent | SaveNow) -> None:
         if isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
+            self._saving.learn_key(message.key)
         elif isinstance(message, m.Admitted | m.Denied):
             if isinstance(message, m.Admitted) and self._hello is not None:
                 self._hello = replace(self._hello, identity=self._hello.identity or message.identity)
             if not self._answer.done():
                 self._answer.set_result(message)
+        elif isinstance(message, SaveNow):
+            self._saving.save_soon(message, self._daemon.send)
         else:
             self._obey(message)
 
@@ -272,6 +283,7 @@ class Agent:
         info = next(info for info in assignment.nodes if info.node == assignment.store_node)
         self._crew.store = (info.store_address, info.store_port)
         self._state.follow(assignment)
+        self._saving.follow(assignment)
         for slot in self._crew.slots:
             self._settle(slot, assignment)
         self._changed()
@@ -323,7 +335,10 @@ class Agent:
     def _rank_hung_up(self, link: RankLink) -> None:
         logger.debug("process %d hung up", link.pid)
 
-    def _rank_says(self, link: RankLink, message: m.FromRank) -> None:
+    def _rank_says(self, link: RankLink, message: m.FromRank | FromWriter) -> None:
+        if isinstance(message, WriterHello | Written):
+            self._saving.saver.says(link, message)
+            return
         self._crew.heard(link)
         if isinstance(message, m.Hello):
             if message.protocol != m.PROTOCOL:
@@ -369,6 +384,8 @@ class Agent:
     def _stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
         slot.step, slot.loss = message.step, message.loss
         slot.every, slot.share = message.every, message.share
+        if isinstance(message, m.Commit):
+            self._saving.saver.committed(message.step)
         if first:
             self._changed()
         else:

@@ -349,6 +349,8 @@ def main() -> None:
     if os.getppid() != agent:
         return
     set_process_name("ckptless-zygote")
+    # At a time limit Slurm signals all there is in the step; the last step is saved by a process from here.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     state = preload(options.preload)
     connection.send(wire.encode(state))
     if isinstance(state, wire.PreloadFailed):

@@ -3,17 +3,20 @@
 import socket
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.api.messages import Denied
+from ckptless.daemon.api.saving import Save, Saved
 from ckptless.daemon.api.unixpath import unix_address
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.config import LocalConfig, load
 from ckptless.daemon.settings import load_settings
 
 DEADLINE_S = 10.0
+A = TypeVar("A", Evicted, Saved)
 _READ_NBYTES = 1 << 16
 # Another daemon of this machine may know better.
 _NOT_HERE = ("unknown", "elsewhere")
@@ -30,16 +33,18 @@ def sockets(asked: Asked, given: str | None) -> tuple[str, ...]:
     return (*found, load_settings().daemon.socket)
 
 
-def ask_any(names: Sequence[str], question: Evict) -> tuple[Evicted, str]:
+def ask_any(
+    names: Sequence[str], question: Evict | Save, kind: type[A], deadline_s: float = DEADLINE_S
+) -> tuple[A, str]:
     """The answer of the first daemon that can say, or the best of those that cannot, and whose it is.
 
     Raises PeerError where none answers.
     """
-    best: tuple[Evicted, str] | None = None
+    best: tuple[A, str] | None = None
     silent: PeerError | None = None
     for name in names:
         try:
-            answer = ask(name, question)
+            answer = ask(name, question, kind, deadline_s)
         except PeerError as error:
             silent = error
             continue
@@ -52,10 +57,10 @@ def ask_any(names: Sequence[str], question: Evict) -> tuple[Evicted, str]:
     return best
 
 
-def ask(name: str, question: Evict, deadline_s: float = DEADLINE_S) -> Evicted:
+def ask(name: str, question: Evict | Save, kind: type[A], deadline_s: float = DEADLINE_S) -> A:
     """One daemon's answer, within `deadline_s` seconds. Raises PeerError where there is none."""
     limit = time.monotonic() + deadline_s
-    decoder: Decoder[Evicted | Denied] = Decoder(Evicted | Denied, CONTROL_LIMIT)
+    decoder: Decoder[A | Denied] = Decoder(kind | Denied, CONTROL_LIMIT)
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(deadline_s)

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ckptless.daemon.api.errors import CkptlessError, UsageError
-from ckptless.daemon.api.eviction import MAX_NAME, MAX_REASON, Evict, EvictionSource
+from ckptless.daemon.api.eviction import MAX_NAME, MAX_REASON, Evict, Evicted, EvictionSource
 from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.ask import ask_any, sockets
@@ -61,7 +61,7 @@ def evict(asked: Asked, run: str, node: str, given_socket: str | None, yes: bool
     where = sockets(asked, given_socket)
     if not yes:
         _confirm(run, node)
-    answer, by = ask_any(where, question)
+    answer, by = ask_any(where, question, Evicted)
     if asked.as_json:
         render.show_json(job=run, node=node, socket=by, evicted=answer)
     elif answer.verdict in _DONE:

@@ -12,6 +12,7 @@ from ckptless.daemon.ckptctl.evict import evict
 from ckptless.daemon.ckptctl.jobs import jobs
 from ckptless.daemon.ckptctl.options import Asked, common
 from ckptless.daemon.ckptctl.replicas import replicas
+from ckptless.daemon.ckptctl.save import save
 from ckptless.daemon.ckptctl.status import status
 from ckptless.daemon.ckptctl.timeline import timeline
 
@@ -49,7 +50,7 @@ def ckptctl(_asked: Asked) -> None:
     """See what ckptless does for your jobs: how they stand, what broke, how long every recovery took.
 
     It reads the ledgers that the daemons write (config: the cluster's settings): it works while they run,
-    after they ended, and after they were killed. Only evict changes something, and asks a daemon to do it.
+    after they ended, and after they were killed. Only evict and save do something, and ask a daemon for it.
     Options may stand before or behind the command.
 
     \b
@@ -60,10 +61,11 @@ def ckptctl(_asked: Asked) -> None:
         ckptctl events -f             its story, as it goes
         ckptctl timeline              where the time of each recovery went
         ckptctl evict 4711 node02     take a node out of a job, for a spare
+        ckptctl save 4711             save its state to its directory now
     """
 
 
-for _command in (jobs, status, replicas, events, timeline, evict, config):
+for _command in (jobs, status, replicas, events, timeline, evict, save, config):
     ckptctl.add_command(_command)
 
 

@@ -23,6 +23,7 @@ from ckptless.daemon.agent.prctl import set_child_subreaper, set_pdeathsig
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome
+from ckptless.daemon.api.saving import SaveConfig
 from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
@@ -65,6 +66,7 @@ class LocalOptions:
     port: int
     verbose: bool
     domains: tuple[str, ...] = ()
+    save: SaveConfig | None = None
 
 
 @dataclass
@@ -197,6 +199,7 @@ class LocalRun:
             preload=options.preload,
             tee=options.tee,
             copies=options.copies,
+            save=options.save,
         )
 
     # ------------------------------------------------------------------------------------- start
@@ -258,7 +261,8 @@ class LocalRun:
             if self._interrupted and not told:
                 told = True
                 self._signal_agents()
-                deadline = asyncio.get_running_loop().time() + TERM_DEADLINE_S
+                save_s = self._options.save.end_s if self._options.save is not None else 0.0
+                deadline = asyncio.get_running_loop().time() + TERM_DEADLINE_S + save_s
             if told and asyncio.get_running_loop().time() > deadline:
                 return
             if not told:

@@ -123,6 +123,21 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     type=click.IntRange(min=0),
     help="In a Slurm job: so often it goes back into the queue where it cannot go on.  [default: 0]",
 )
+@click.option(
+    "--save-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Save steps below this folder, which all nodes see, in the format of torch.distributed.checkpoint; "
+    "and go on from the newest one there.",
+)
+@click.option(
+    "--save-every",
+    type=click.IntRange(min=0),
+    metavar="STEPS",
+    help="Steps between two saves; 0: only at the end, and by ckptctl save.  [default: 0]",
+)
+@click.option(
+    "--save-total-limit", type=click.IntRange(min=1), metavar="N", help="Saved steps to keep.  [default: 3]"
+)
 @click.option("--job", default=None, help="The job's name in the ledger.  [default: made up]")
 @click.option(
     "--state-dir",

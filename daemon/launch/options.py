@@ -12,6 +12,7 @@ from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.local import ALWAYS_PRELOADED, LocalOptions
+from ckptless.daemon.launch.saving import save_config
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.ledger.paths import LATEST
@@ -52,6 +53,7 @@ def local_options(script: str, script_args: tuple[str, ...], options: Options) -
         state_dir=state_dir if isinstance(state_dir, Path) else None,
         port=_number(options, "port") or 0,
         verbose=bool(options["verbose"]),
+        save=save_config(options, nodes * (_number(options, "nproc_per_node") or 1)),
     )
 
 
@@ -100,6 +102,7 @@ def slurm_run(
         tee=tee,
         copies=copies,
         outcome_dir=str(log_dir),
+        save=save_config(options, spec.world_size),
     )
     verbose = bool(options["verbose"])
     if found.step is None:

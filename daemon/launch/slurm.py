@@ -145,7 +145,8 @@ class SlurmRun:
             follower.pass_on()
             if self._stop.done() and deadline is None:
                 logger.warning("%s: ending the job", self._stop.result().name)
-                deadline = loop.time() + TERM_DEADLINE_S
+                save_s = self.config.save.end_s if self.config.save is not None else 0.0
+                deadline = loop.time() + TERM_DEADLINE_S + save_s
                 self._signal(signal.SIGTERM)
             if deadline is not None and loop.time() > deadline:
                 break

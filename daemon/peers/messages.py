@@ -193,6 +193,20 @@ class ChunksReply(Message, frozen=True, kw_only=True):
     nbytes: Nbytes
 
 
+class SaveAsk(Message, frozen=True, kw_only=True):
+    """How far are your ranks? With `step`: save that one, too, when they have it."""
+
+    generation: int
+    step: int | None = None
+
+
+class SaveReply(Message, frozen=True, kw_only=True):
+    """Answer to SaveAsk; None where none has committed anything, or it is another generation."""
+
+    newest: int | None
+    steps_per_s: float = 0.0
+
+
 AgentMessage: TypeAlias = (
     PutRecord
     | Held
@@ -205,4 +219,6 @@ AgentMessage: TypeAlias = (
     | TensorsReply
     | GetChunks
     | ChunksReply
+    | SaveAsk
+    | SaveReply
 )

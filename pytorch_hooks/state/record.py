@@ -7,7 +7,8 @@ import msgspec
 import torch
 
 from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
-from ckptless.pytorch_hooks.state import codec, layout, optim, private, rng
+from ckptless.pytorch_hooks.state import catalog, codec, layout, optim, private, rng
+from ckptless.pytorch_hooks.state.catalog import Catalog
 from ckptless.pytorch_hooks.state.layout import Layout
 from ckptless.pytorch_hooks.state.objects import Parts, State, every_parameter, parts_of, tree_of, watch_of
 from ckptless.pytorch_hooks.state.tensors import TensorSet
@@ -25,6 +26,14 @@ class RecordView(msgspec.Struct, frozen=True):
     layout: Layout
 
 
+class Described(msgspec.Struct, frozen=True):
+    """What a record says of its tensors, and of each optimizer but its tensors."""
+
+    layout: Layout
+    catalog: Catalog
+    optimizers: dict[str, optim.Saved]
+
+
 class _Flags(msgspec.Struct, forbid_unknown_fields=True):
     """One bit for each of `count` things, least significant first."""
 
@@ -33,12 +42,13 @@ class _Flags(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """The bytes fields are `codec.pack`ed trees, but for `layout`, which is `Layout.packed`."""
+    """The bytes fields are `codec.pack`ed trees, but for `layout` and `catalog` (`TensorSet.catalog`)."""
 
     step: int
     cursor: bytes
     ddp_layouts: DdpLayouts
     layout: bytes
+    catalog: bytes
     training: _Flags
     requires_grad: _Flags
     grads: _Flags
@@ -66,11 +76,13 @@ def capture(
         if private.scaler_busy(scaler):
             raise UsageError(f"commit after state.{name}.update(), not between step() and update()")
     parameters = [tensor for _name, tensor in every_parameter(state)]
+    tensors = tensors or TensorSet(state)
     made = _Record(
         step=step,
         cursor=codec.pack(cursor, name="cursor"),
         ddp_layouts=ddp_layouts or {},
-        layout=(tensors or TensorSet(state)).layout.packed,
+        layout=tensors.layout.packed,
+        catalog=tensors.catalog,
         training=_flags(module.training for _prefix, module in tree_of(state).modules()),
         requires_grad=_flags(p.requires_grad for p in parameters),
         grads=_flags(p.grad is not None for p in parameters),
@@ -93,6 +105,13 @@ def capture(
 def read(data: bytes | bytearray | memoryview) -> RecordView:
     """Read what a record says of itself, changing nothing; ProtocolError if it is malformed."""
     return _view(_parse(data))
+
+
+def describe(data: bytes | bytearray | memoryview) -> Described:
+    """Read what a record says of tensors and optimizers; ProtocolError if it is malformed."""
+    record = _parse(data)
+    optimizers = {name: _saved(record, name) for name in record.optimizers}
+    return Described(layout.unpack(record.layout), catalog.read(record.catalog), optimizers)
 
 
 def restore(data: bytes | bytearray | memoryview, state: State) -> RecordView:
@@ -172,10 +191,7 @@ def _check_fit(record: _Record, state: State) -> dict[str, optim.Saved]:
             raise RecoveryError(f"the record holds {sorted(there)} where the State has {sorted(here)}")
     saved: dict[str, optim.Saved] = {}
     for name, optimizer in parts.optimizers.items():
-        try:
-            saved[name] = msgspec.convert(codec.unpack(record.optimizers[name]), optim.Saved)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f"record: the state of {name} is malformed: {error}") from error
+        saved[name] = _saved(record, name)
         optim.fits(name, saved[name], optimizer)
     modules = len(tree_of(state).modules())
     parameters = sum(1 for _ in every_parameter(state))
@@ -189,6 +205,13 @@ def _check_fit(record: _Record, state: State) -> dict[str, optim.Saved]:
                 f"the record is of a model with {flags.count} modules or parameters, not {count}"
             )
     return saved
+
+
+def _saved(record: _Record, name: str) -> optim.Saved:
+    try:
+        return msgspec.convert(codec.unpack(record.optimizers[name]), optim.Saved)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"record: the state of {name} is malformed: {error}") from error
 
 
 # ---- buffers, flags and gradients

@@ -7,8 +7,8 @@ import torch
 import xxhash
 
 from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.pytorch_hooks.state import catalog, optim, private, raw
 from ckptless.pytorch_hooks.state import layout as layouts
-from ckptless.pytorch_hooks.state import optim, private, raw
 from ckptless.pytorch_hooks.state.layout import Entry, Layout, Named
 from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of, watch_of
 
@@ -38,6 +38,7 @@ class TensorSet:
         self._scanned = False
         self._named: list[Named] = []
         self._layout = layouts.plan(())
+        self._catalog: bytes | None = None
         self._forms: list[tuple[torch.dtype, torch.Size]] = []
         self._views: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}
         self._scan()
@@ -47,6 +48,14 @@ class TensorSet:
         """The layout that the next `pack` would use; looks for changes first."""
         self.refresh()
         return self._layout
+
+    @property
+    def catalog(self) -> bytes:
+        """What the tensors of the layout last looked at are in the whole model, packed; made once for it."""
+        if self._catalog is None:
+            optimizers = parts_of(self._state).optimizers
+            self._catalog = catalog.make(self._named, optimizers, tree_of(self._state).modules())
+        return self._catalog
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Give (name, tensor): this rank's parts, detached, sharing memory with the living ones."""
@@ -151,7 +160,7 @@ class TensorSet:
         fresh = layouts.plan(self._named)
         self._forms = [(p.dtype, p.shape) for p in (private.local(n.tensor) for n in self._named)]
         if fresh.digest != self._layout.digest:
-            self._layout = fresh
+            self._layout, self._catalog = fresh, None
         self._scanned = True
 
     def _watch(self, container: Any) -> None:

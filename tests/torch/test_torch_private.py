@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import _utils as dtensor_utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptless.pytorch_hooks import torch_fsdp, torch_private
+from ckptless.pytorch_hooks import torch_dcp, torch_fsdp, torch_private
 from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.errors import TorchMismatch
 
@@ -89,3 +93,41 @@ def test_a_gathered_module_that_has_run_nothing_is_sharded_again() -> None:
         assert torch_fsdp.switches(state)[0] is True
     finally:
         dist.destroy_process_group()
+
+
+def test_a_part_of_dcp_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_dcp.storage("__0_0.distcp", 3, 4) == filesystem._StorageInfo("__0_0.distcp", 3, 4)
+    monkeypatch.delattr(filesystem, "_StorageInfo")
+    with pytest.raises(TorchMismatch, match=r"_StorageInfo.__init__ is gone"):
+        torch_dcp.storage("__0_0.distcp", 3, 4)
+
+
+def test_where_a_part_of_a_dtensor_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DCP itself is told; uneven, so that the last rank has nothing."""
+    for rank, start in ((0, (0, 0)), (1, (2, 0)), (3, (0, 0))):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (4,))
+            part: Any = distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)])
+            assert torch_dcp.part_of(part) == start
+            if part.to_local().numel():
+                assert tuple(part.__create_chunk_list__()[0].offsets) == start
+            assert torch_dcp.part_of(torch.zeros(3)) is None
+            if not rank:
+                monkeypatch.delattr(dtensor_utils, "compute_local_shape_and_global_offset")
+                with pytest.raises(TorchMismatch, match="compute_local_shape_and_global_offset is gone"):
+                    torch_dcp.part_of(part)
+                monkeypatch.undo()
+        finally:
+            dist.destroy_process_group()
+            torch_fsdp.forget_meshes()
+
+
+def test_what_wraps_a_module_is_known() -> None:
+    inner = nn.Linear(2, 2)
+    both: list[Any] = [torch.compile(inner), checkpoint_wrapper(inner)]
+    for wrapped in both:
+        name = torch_dcp.wrapped_under(wrapped)
+        assert name is not None
+        assert getattr(wrapped, name) is inner
+    assert torch_dcp.wrapped_under(inner) is None

@@ -205,7 +205,7 @@ def test_a_daemon_that_hangs(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         sock.bind(str(home / "hangs.sock"))
         sock.listen()
         with pytest.raises(PeerError, match="did not answer in 0 s"):
-            ask_module.ask(str(home / "hangs.sock"), question, deadline_s=0.1)
+            ask_module.ask(str(home / "hangs.sock"), question, Evicted, deadline_s=0.1)
 
 
 def test_what_the_daemon_says_does_not_drive_the_terminal(daemons: Daemons) -> None:

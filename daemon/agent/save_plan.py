@@ -1,0 +1,95 @@
+"""Pure: which node writes what of a step that is saved."""
+
+from collections.abc import Mapping, Sequence
+
+from ckptless.daemon.api.messages import Assignment, Holdings
+from ckptless.daemon.api.model import Value
+
+# What `ckptctl save` asks for lies so far ahead that every node hears of it in time.
+LEAD_S = 2.0
+
+
+class Task(Value, frozen=True, kw_only=True):
+    """(shard or rank, node that writes it) of a step. The node that has the first shard's finishes it."""
+
+    step: int
+    shards: tuple[tuple[int, int], ...]
+    records: tuple[tuple[int, int], ...]
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Those that have something to write."""
+        return tuple(sorted({node for _, node in (*self.shards, *self.records)}))
+
+    def shards_of(self, node: int) -> tuple[int, ...]:
+        """What a node writes."""
+        return tuple(shard for shard, where in self.shards if where == node)
+
+    def records_of(self, node: int) -> tuple[int, ...]:
+        """What a node writes."""
+        return tuple(rank for rank, where in self.records if where == node)
+
+
+def is_due(step: int, before: int, every: int) -> bool:
+    """Whether a committed step is to be saved; `before`: the one committed before it; `every` 0: none is.
+
+    The first from each multiple of `every` on, as not every step need be committed. All nodes find the same.
+    """
+    return bool(every and step) and (step % every == 0 or step // every > before // every)
+
+
+def nodes_of(assignment: Assignment) -> tuple[int, ...]:
+    """The nodes that write while the job runs: each writes of its own ranks, the first finishes."""
+    return tuple(sorted({place.node for place in assignment.places}))
+
+
+def own_shards(assignment: Assignment, node: int, shards: Mapping[int, int]) -> tuple[int, ...]:
+    """Of the shards of a node's ranks (by rank) those that it writes: where the lowest twin is."""
+    return tuple(sorted({s for s in shards.values() if assignment.places[s].node == node}))
+
+
+def last_step(held: Mapping[int, Holdings], world_size: int) -> Task | None:
+    """The newest step that these nodes (by number) have everything of, and who writes it; else None.
+
+    A shard is written by a node that has a record of one of its ranks, too: that describes the tensors.
+    """
+    records: dict[int, dict[int, list[int]]] = {}
+    tensors: dict[int, dict[int, list[int]]] = {}
+    described: dict[tuple[int, int], set[int]] = {}
+    shards: dict[int, int] = {}
+    for node, holdings in sorted(held.items()):
+        for rank, shard, steps in holdings.records:
+            if rank < world_size and steps:
+                shards[rank] = shard
+            for step in steps:
+                records.setdefault(step, {}).setdefault(rank, []).append(node)
+                described.setdefault((shard, step), set()).add(node)
+        for shard, steps in holdings.tensors:
+            for step in steps:
+                tensors.setdefault(step, {}).setdefault(shard, []).append(node)
+    for step in sorted(records, reverse=True):
+        ranks = records[step]
+        if any(rank not in ranks for rank in range(world_size)):
+            continue
+        writers = {
+            shard: [n for n in tensors.get(step, {}).get(shard, ()) if n in described[shard, step]]
+            for shard in sorted({shards[rank] for rank in range(world_size)})
+            if (shard, step) in described
+        }
+        if len(writers) == len({shards[rank] for rank in range(world_size)}) and all(writers.values()):
+            return Task(
+                step=step,
+                shards=tuple((shard, nodes[0]) for shard, nodes in writers.items()),
+                records=tuple((rank, ranks[rank][0]) for rank in range(world_size)),
+            )
+    return None
+
+
+def step_ahead(newest: Sequence[int], steps_per_s: float) -> int:
+    """A step that every node can save when it is told now; `newest` are what they have committed.
+
+    Where steps are fast it is one to come. Where they are slow it is the newest that all have, which is not
+    written over before two more were made.
+    """
+    lead = int(steps_per_s * LEAD_S)
+    return max(newest) + lead if lead else min(newest)

@@ -1,0 +1,55 @@
+"""Saved steps on real Slurm: of a cancelled job the newest step is saved, and another goes on from there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
+
+from cluster.api import Cluster
+from conftest import require_slurm
+from localrun import reference
+from training import STEPS, USER, Training, make_site
+
+from ckptless.daemon.api import saved
+
+pytestmark = pytest.mark.timeout(300)
+
+NODES = 5
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require_slurm()
+    place = tmp_path_factory.mktemp("site") / "cluster"
+    with make_site(place, tmp_path_factory.mktemp("spank"), NODES) as up:
+        yield up
+
+
+def test_scancel_and_another_job_goes_on(site: Cluster) -> None:
+    """scancel signals every process of the steps, and a time limit does it in the same way."""
+    options = ("--save-dir", "/shared/saved")
+    job = Training(site, run_options=options).submit()
+    job.trains()
+    site.run("ctl", "scancel", str(job.job_id), user=USER)
+    job.wait(lambda: job.slurm("JobState") == "CANCELLED", "Slurm has ended it", 60.0)
+    job.nothing_left()
+    newest = job.newest()
+    ((step, folder),) = saved.steps_in(site.shared / "saved")
+    assert newest - 1 <= step <= newest + 1, job.story()
+    assert saved.read_manifest(folder).world_size == 4
+
+    site.wait_idle()
+    again = Training(site, run_options=options).submit()
+    again.ended()
+    clean, found = reference(STEPS), again.result()
+    assert set(found.losses) == {(rank, n) for rank in range(4) for n in range(step + 1, STEPS + 1)}
+    wrong = {at: lines for at, lines in found.losses.items() if lines != clean.losses[at]}
+    assert not wrong, f"other losses: {sorted(wrong.items())[:6]}\n{again.story()}"
+    assert found.finals == clean.finals
+    assert saved.steps_in(site.shared / "saved")[0][0] == STEPS

@@ -1,0 +1,48 @@
+"""At a job's end its agents agree on the last step to save, whoever of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from ckptless.daemon.agent.last_save import agree, leave
+from ckptless.daemon.agent.save_plan import Task
+from ckptless.daemon.api.messages import Holdings
+
+LONG_S = 30.0
+
+
+def holds(*ranks: int, steps: tuple[int, ...] = (4, 5)) -> Holdings:
+    """Records and shards of these ranks."""
+    return Holdings(
+        tensors=tuple((rank, steps) for rank in ranks), records=tuple((rank, rank, steps) for rank in ranks)
+    )
+
+
+def test_all_come_to_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "ending"
+    held = [holds(0, 1), holds(1, steps=(3, 4)), holds()]
+
+    async def all_of_them() -> list[Task | None]:
+        return await asyncio.gather(
+            *(agree(folder, node, (0, 1, 2), held[node], 2, LONG_S) for node in range(3))
+        )
+
+    tasks = asyncio.run(all_of_them())
+    assert tasks == [Task(step=5, shards=((0, 0), (1, 0)), records=((0, 0), (1, 0)))] * 3
+    for node in range(3):
+        assert folder.exists()
+        leave(folder, node)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_does_not_come_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    task = asyncio.run(agree(tmp_path / "e", 0, (0, 1), holds(0, 1), 2, gather_s=0.05))
+    assert task is not None
+    assert task.step == 5
+    # Whoever comes later, with more, follows: there is one decision.
+    assert asyncio.run(agree(tmp_path / "e", 1, (0, 1), holds(0, 1, steps=(6,)), 2, LONG_S)) == task
+
+
+def test_nothing_to_save_is_a_decision_too(tmp_path: Path) -> None:
+    assert asyncio.run(agree(tmp_path / "e", 0, (0,), holds(), 1, LONG_S)) is None
