@@ -72,6 +72,9 @@ class _Worker:
         generation = 0
         while True:
             part = self._session.wait_assigned(after=generation)
+            if part is None:
+                self._run.close()
+                return
             generation = part.generation
             cause = self._generation(part)
             if cause is None:

@@ -136,12 +136,18 @@ class Session:
         """Whether a generation is over."""
         return self._ended >= generation
 
-    def wait_assigned(self, after: int) -> m.Assigned:
-        """The newest assignment beyond generation `after`; a spare may wait for as long as the job lasts."""
+    def wait_assigned(self, after: int) -> m.Assigned | None:
+        """The newest assignment beyond generation `after`; a spare may wait for as long as the job lasts.
+
+        None where none comes: every rank had finished in `after`. Then its STOP was that of a leader which
+        did not know yet that another one leads.
+        """
         with self._news:
-            self._news.wait_for(lambda: self._assigned is not None and self._assigned.generation > after)
-            assert self._assigned is not None
-            return self._assigned
+            self._news.wait_for(lambda: self._is_new(after) or 0 < after <= self._released)
+            return self._assigned if self._is_new(after) else None
+
+    def _is_new(self, after: int) -> bool:
+        return self._assigned is not None and self._assigned.generation > after
 
     def _wait(self, generation: int, done: Callable[[], bool], what: str) -> None:
         """Wait for word of the agent; the control plane's deadlines end a generation that hangs here."""

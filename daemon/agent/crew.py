@@ -168,7 +168,7 @@ class Crew:
             await output.finish(OUTPUT_DEADLINE_S)
 
     def _died(self, slot: Slot, tenant: Tenant, code: int) -> None:
-        well = code == 0 and (slot.phase == "finished" or not tenant.hooked)
+        well = code == 0 and (slot.phase == "finished" or tenant.released or not tenant.hooked)
         cause: m.Cause | None
         if tenant.retired:
             cause = m.Cause(kind="stop")

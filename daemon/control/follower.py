@@ -86,7 +86,9 @@ class Follower(Elector):
                 self.reachable.discard(event.node)
                 self.answering.discard(event.node)
             case AgentAnswers():
-                (self.answering.add if event.answers else self.answering.discard)(event.node)
+                # Of a lost node it is an answer to a question of before.
+                answers = event.answers and self.nodes[event.node].lost is None
+                (self.answering.add if answers else self.answering.discard)(event.node)
             case Pulsing():
                 self.pulsing = event.nodes
             case NodeLost():

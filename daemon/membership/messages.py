@@ -1,12 +1,13 @@
 """What daemons say to each other about who lives."""
 
 from ckptless.daemon.api.messages import Message
+from ckptless.daemon.membership.pulses import Pulse
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """The sender lives. `pulses`: the newest known sign of life of each voter, as (node, its clock in ms)."""
+    """The sender lives. `pulses`: the newest known sign of life of each voter, see `pulses`."""
 
-    pulses: tuple[tuple[int, int], ...] = ()
+    pulses: tuple[Pulse, ...] = ()
 
 
 class Suspect(Message, frozen=True, kw_only=True):

@@ -1,10 +1,16 @@
 """Pure: who of the voters is alive, for daemons that have no connection to them.
 
-Every beat carries the newest sign of life that is known of each voter; the newer one is kept and goes on with
-the next beat, so that it is everywhere after a few. What a daemon has seen grow lately it hears.
+Every beat carries the newest sign of life that is known of each voter, and how long ago the first who saw it
+did; the newer one is kept and goes on with the next beat, so that it is everywhere after a few. What a
+daemon has seen grow lately it hears. Without its age an old sign would pass for a new one where none came
+before.
 """
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+# (node, its clock in ms, ms since the first who saw it saw it)
+Pulse: TypeAlias = tuple[int, int, int]
 
 # More than the voters of two decrees: what else a beat brings is not kept.
 MOST = 32
@@ -18,22 +24,26 @@ class Pulses:
     _newest: dict[int, int] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
 
-    def beat(self, voters: tuple[int, ...], now: float) -> tuple[tuple[int, int], ...]:
+    def beat(self, voters: tuple[int, ...], now: float) -> tuple[Pulse, ...]:
         """What the next beat carries; `now` in seconds of a clock that also grows from life to life."""
         if self.me in voters:
             self._newest[self.me] = max(int(now * 1000), self._newest.get(self.me, 0) + 1)
         for gone in self._newest.keys() - set(voters):
             del self._newest[gone]
             self._seen.pop(gone, None)
-        return tuple(sorted(self._newest.items()))
+        return tuple((node, pulse, self._age_ms(node, now)) for node, pulse in sorted(self._newest.items()))
 
-    def hear(self, pulses: tuple[tuple[int, int], ...], now: float) -> list[int]:
+    def _age_ms(self, node: int, now: float) -> int:
+        return 0 if node == self.me else max(0, int((now - self._seen[node]) * 1000))
+
+    def hear(self, pulses: tuple[Pulse, ...], now: float) -> list[int]:
         """What a beat has brought; of whom it was news."""
-        news = [(node, pulse) for node, pulse in pulses[:MOST] if pulse > self._newest.get(node, 0)]
-        for node, pulse in news:
+        news = [one for one in pulses[:MOST] if one[1] > self._newest.get(one[0], 0)]
+        for node, pulse, age_ms in news:
             # Of itself: a former life of this daemon had a faster clock.
-            self._newest[node], self._seen[node] = pulse, now
-        return [node for node, _ in news]
+            self._newest[node] = pulse
+            self._seen[node] = max(now - max(0, age_ms) / 1000, self._seen.get(node, float("-inf")))
+        return [node for node, _, _ in news]
 
     def seen_since(self, when: float) -> set[int]:
         """Voters that have given a new sign of life since then."""

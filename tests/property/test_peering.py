@@ -143,7 +143,7 @@ messages = st.one_of(
     said,
     relayed,
     st.builds(p.Bundle, job=st.just(JOB), relayed=st.lists(relayed, max_size=4).map(tuple)),
-    st.builds(Beat, pulses=st.lists(st.tuples(numbers, numbers), max_size=50).map(tuple)),
+    st.builds(Beat, pulses=st.lists(st.tuples(numbers, numbers, numbers), max_size=50).map(tuple)),
     st.builds(Suspect, node=nodes, incarnation=numbers),
     st.builds(Saw, node=nodes, lives=st.booleans()),
     st.builds(Have, origin=numbers, serial=numbers),

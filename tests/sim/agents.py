@@ -267,7 +267,7 @@ class Agent:
         cause: m.Cause | None = m.Cause(kind="died", text=f"ended with {code}")
         if process.retired:
             cause = m.Cause(kind="stop")
-        elif code == 0 and (slot.phase == "finished" or not process.linked):
+        elif code == 0 and (slot.phase == "finished" or process.released or not process.linked):
             cause = None
         elif process.hung:
             cause = m.Cause(kind="hung", text="did not answer and was killed")

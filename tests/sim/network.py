@@ -10,9 +10,6 @@ if TYPE_CHECKING:
 DARK_S = 0.6
 # The lease of the simulated jobs, and what it takes to notice and to end.
 LEASE_OVER_S = 3.0 + 2 * DARK_S + 1.0
-# Where signs of life are passed on: one that came to one of the cut off just before the cut may go on to
-# another one that it only meets then.
-PASSED_ON_S = 2 * DARK_S
 
 
 class Network:
@@ -61,11 +58,10 @@ class Network:
         world.story.tell("fault", f"the network is cut: {sorted(side)} and the others, for {away_s:.2f} s")
         rest = set(world.agents) - side
         self._block({(a, b) for a in side for b in rest} | {(b, a) for a in side for b in rest}, away_s)
-        over_s = LEASE_OVER_S + (0.0 if world.graph.complete else PASSED_ON_S)
-        if away_s > over_s:
+        if away_s > LEASE_OVER_S:
             voters, cut_at = world.checks.voters, world.events.now
             for half in (set(side), rest):
-                world.events.after(over_s, lambda half=half: self._look(half, voters, cut_at))  # type: ignore[misc]
+                world.events.after(LEASE_OVER_S, lambda half=half: self._look(half, voters, cut_at))  # type: ignore[misc]
 
     def block(self, pairs: set[tuple[int, int]], away_s: float) -> None:
         """Nothing gets from one node of each pair to the other; the other way it may."""
@@ -85,8 +81,8 @@ class Network:
             return
         # One that was stopped passes signs of life from before the cut on when it goes on.
         awake = max((d.awake_since for n, d in world.daemons.items() if n in half), default=0.0)
-        if awake > cut_at and awake + LEASE_OVER_S + PASSED_ON_S > world.events.now:
-            world.events.at(awake + LEASE_OVER_S + PASSED_ON_S, lambda: self._look(half, voters, cut_at))
+        if awake > cut_at and awake + LEASE_OVER_S > world.events.now:
+            world.events.at(awake + LEASE_OVER_S, lambda: self._look(half, voters, cut_at))
             return
         steady = {n for n, d in world.daemons.items() if max(d.born, d.began, d.awake_since) <= cut_at}
         world.checks.cut_off(half, voters, steady)

@@ -27,6 +27,7 @@ class Process:
         self.alive, self.linked, self.lived = True, False, False
         self.retired = self.hung = self.stuck = self.stopped = self.released = False
         self.inside = self._leaving = self._built = False
+        self._finished = 0
         self.part: m.Assignment | None = None
         self._next: m.Assignment | None = None
         self.generation, self._ended, self._went, self.rank, self.step = 0, 0, 0, -1, -1
@@ -96,9 +97,13 @@ class Process:
             self._heard("ack")
 
     def release(self, generation: int) -> None:
-        """Every rank has finished."""
-        if self.inside and generation == self.generation:
-            self._heard("release")
+        """Every rank has finished. One that was stopped meanwhile has, too: see `Session.wait_assigned`."""
+        if generation == self.generation:
+            self._finished = generation
+            if self.inside:
+                self._heard("release")
+            else:
+                self._end_unless_assigned()
 
     # ------------------------------------------------------------------------------ its own life
 
@@ -199,6 +204,12 @@ class Process:
         self.agent.says(self, "left", cause)
         if self._next is not None:
             self._enter()
+        elif self._finished == self.generation:
+            self._end_unless_assigned()
+
+    def _end_unless_assigned(self) -> None:
+        if self._next is None:
+            self._later(0.0, 0.2, lambda: self.die(0))
 
     def die(self, code: int) -> None:
         """The process ends; its agent hears of it."""

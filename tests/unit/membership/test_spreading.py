@@ -107,12 +107,23 @@ def test_a_pulse_gets_to_whoever_has_no_connection() -> None:
 
 def test_an_old_pulse_that_goes_round_keeps_nobody_alive() -> None:
     one, other = Pulses(1), Pulses(2)
-    one.hear(((0, 1000),), 1.0)
+    one.hear(((0, 1000, 0),), 1.0)
     for at in range(2, 20):
         other.hear(one.beat(VOTERS, float(at)), float(at))
         one.hear(other.beat(VOTERS, float(at)), float(at))
     assert one.fresh(20.0, within_s=3.0) == frozenset()
     assert other.fresh(20.0, within_s=3.0) == frozenset()
+
+
+def test_an_old_pulse_that_comes_late_is_old() -> None:
+    """Over a connection that is new, or by way of a daemon that was stopped."""
+    one, other, third = Pulses(1), Pulses(2), Pulses(3)
+    one.hear(((0, 1000, 0),), 1.0)
+    other.hear(one.beat(VOTERS, 4.0), 504.0)  # its clock shows something else
+    third.hear(other.beat(VOTERS, 505.0), 5.0)
+    assert third.seen_since(3.0) == set()
+    assert third.fresh(5.0, within_s=3.0) == frozenset()
+    assert third.seen_since(0.5) == {0}
 
 
 def test_a_daemon_whose_clock_went_back_is_heard_again() -> None:
@@ -127,7 +138,7 @@ def test_a_daemon_whose_clock_went_back_is_heard_again() -> None:
 
 def test_who_votes_no_more_has_no_pulse() -> None:
     pulses = Pulses(1)
-    pulses.hear(tuple((node, 1) for node in range(2, 100)), 1.0)
+    pulses.hear(tuple((node, 1, 0) for node in range(2, 100)), 1.0)
     assert len(pulses.fresh(1.0, 1.0)) == MOST
-    assert pulses.beat((1, 2), 2.0) == ((1, 2000), (2, 1))
+    assert pulses.beat((1, 2), 2.0) == ((1, 2000, 0), (2, 1, 1000))
     assert pulses.fresh(2.0, 5.0) == {2}

@@ -1,0 +1,72 @@
+"""A rank's connection to its agent: what it waits for, and when it has nothing more to wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.codec import encode
+from ckptless.pytorch_hooks.session import Session
+
+DEADLINE_S = 20.0
+
+
+@contextlib.contextmanager
+def connected(folder: Path) -> Iterator[tuple[Session, socket.socket]]:
+    """A rank's end, and the agent's."""
+    path = str(folder / "agent.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server, ThreadPoolExecutor(1) as pool:
+        server.bind(path)
+        server.listen()
+        server.settimeout(DEADLINE_S)
+        session = pool.submit(Session, path)
+        agent, _ = server.accept()
+        with agent:
+            agent.sendall(encode(m.Welcome(job="7", slot=0, host="127.0.0.1", pong_s=1.0)))
+            found = session.result(DEADLINE_S)
+            yield found, agent
+            found.close()
+
+
+def assigned(generation: int) -> m.Assigned:
+    return m.Assigned(
+        generation=generation,
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        group_rank=0,
+        restore_step=None,
+        store=("127.0.0.1", 1),
+        peers=("127.0.0.1",),
+    )
+
+
+@pytest.mark.parametrize("released", [1, 2])
+def test_who_was_stopped_after_all_had_finished_waits_for_nothing(tmp_path: Path, released: int) -> None:
+    with connected(tmp_path) as (session, agent), ThreadPoolExecutor(1) as pool:
+        agent.sendall(encode(assigned(2)))
+        assert session.wait_assigned(after=0) == assigned(2)
+        agent.sendall(encode(m.Stop(generation=2, reason="")))
+        # A leader that did not know that another one led stopped this rank only; the other one releases all.
+        waits = pool.submit(session.wait_assigned, 2)
+        agent.sendall(encode(m.Release(generation=released)))
+        if released == 2:
+            assert waits.result(DEADLINE_S) is None
+        else:  # of a generation before: nothing follows from that
+            with pytest.raises(TimeoutError):
+                waits.result(0.3)
+            agent.sendall(encode(assigned(3)))
+            assert waits.result(DEADLINE_S) == assigned(3)
+
+
+def test_a_spare_is_not_sent_home_by_what_was_before_it(tmp_path: Path) -> None:
+    with connected(tmp_path) as (session, agent), ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(session.wait_assigned, 0)
+        agent.sendall(encode(m.Release(generation=1)) + encode(assigned(4)))
+        assert waits.result(DEADLINE_S) == assigned(4)
