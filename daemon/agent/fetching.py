@@ -71,6 +71,8 @@ class TensorsFetch:
         self._wanted, self._vault, self._dial, self._tell = wanted, vault, dial, tell
         self._coming: _Coming | None = None
         self._links: dict[int, Peer] = {}
+        # Of each node's own version: twins write the same, each with its rank in the header.
+        self._digests: dict[int, str] = {}
         self._given: dict[int, int] = {}
         self._slow: set[int] = set()
         self._tried: list[str] = []
@@ -144,17 +146,18 @@ class TensorsFetch:
         reply = await _answer(link)
         if not isinstance(reply, p.TensorsReply) or not reply.digest:
             raise PeerError("it does not hold them soundly")
+        wanted = self._wanted
+        header = version.decode(reply.header, reply.digest)
+        header.check(wanted.job, wanted.shard, wanted.step, wanted.generation)
+        self._digests[info.node] = header.digest
         if self._coming is None:
-            wanted = self._wanted
-            header = version.decode(reply.header, reply.digest)
-            header.check(wanted.job, wanted.shard, wanted.step, wanted.generation)
             region, offset = self._room.enter_context(self._vault.room(wanted.shard, header.total_nbytes))
             slot = region.view(offset, header.total_nbytes)
             version.invalidate(slot)
             shares = Shares(header.nbytes, header.chunk_nbytes)
             encoded = reply.header[: header.header_nbytes]
             self._coming = _Coming(header, encoded, region, offset, slot, shares)
-        if reply.digest != self._coming.header.digest:
+        if not header.is_like(self._coming.header):
             self.others.append(info)
             raise PeerError("it holds another version of them than others do")
         return self._coming
@@ -165,7 +168,7 @@ class TensorsFetch:
         try:
             while not shares.complete:
                 while len(asked) < AHEAD and (piece := shares.ask(node, _now())) is not None:
-                    self._ask(link, coming, piece, asked)
+                    self._ask(node, link, piece, asked)
                 if asked:
                     piece = asked.popleft()
                     await self._receive(node, link, coming, piece)
@@ -174,7 +177,7 @@ class TensorsFetch:
                     again = await self._checked(node, coming, checks[0])
                     checks.popleft()
                     if again is not None:
-                        self._ask(link, coming, again, asked)
+                        self._ask(node, link, again, asked)
                 elif not asked and not checks:
                     await self._idle(node, coming)
         finally:
@@ -182,13 +185,13 @@ class TensorsFetch:
                 # A thread reads the memory, and cannot be cancelled.
                 await asyncio.wait([future for _, future in checks])
 
-    def _ask(self, link: Peer, coming: _Coming, piece: Piece, asked: deque[Piece]) -> None:
+    def _ask(self, node: int, link: Peer, piece: Piece, asked: deque[Piece]) -> None:
         asked.append(piece)
         link.send(
             p.GetChunks(
                 shard=self._wanted.shard,
                 step=self._wanted.step,
-                digest=coming.header.digest,
+                digest=self._digests[node],
                 start=piece.start,
                 nbytes=piece.nbytes,
                 verify=piece.verify,

@@ -7,6 +7,7 @@ run. Who sees all of them, or has waited for the rest, decides; the first decisi
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,6 @@ def _decide(folder: Path, nodes: Sequence[int], world_size: int, *, late: bool) 
 
 
 def _whole(folder: Path, name: str, data: bytes) -> Path:
-    partial = folder / f".{name}.{os.uname().nodename}.{os.getpid()}"
+    partial = folder / f".{name}.{secrets.token_hex(8)}"
     partial.write_bytes(data)
     return partial

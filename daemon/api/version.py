@@ -58,6 +58,12 @@ class Header:
         """Bytes of header and payload."""
         return self.header_nbytes + self.nbytes
 
+    def is_like(self, other: "Header") -> bool:
+        """Whether it heads the same payload: a twin's version, of the same step of the same shard."""
+        mine = (self.job, self.shard, self.step, self.layout, self.nbytes, self.chunk_nbytes, self.chunks)
+        theirs = (other.job, other.shard, other.step, other.layout, other.nbytes, other.chunk_nbytes)
+        return mine == (*theirs, other.chunks)
+
     def check(self, job: str, shard: int, step: int, newest: int) -> None:
         """Raise BadVersionError unless it is this step of this shard, of generation `newest` at most."""
         if (self.job, self.shard, self.step) != (job, shard, step):

@@ -85,7 +85,7 @@ def test_a_node_is_power_cycled_before_slurm_notices(site: Cluster) -> None:
 
 
 def test_a_cable_is_pulled_and_put_back(site: Cluster) -> None:
-    job = Training(site).submit()
+    job = Training(site, steps=100).submit()
     job.trains()
     site.unplug("node04")
     job.trains(2)
@@ -102,7 +102,6 @@ def test_a_cable_is_pulled_and_put_back(site: Cluster) -> None:
         return [event.text.split(" ")[0] for event in events if event.kind == "node-returned"]
 
     job.wait(lambda: returned() == ["node-3"], "its daemon is heard again")
-    job.trains(2)
     job.ended()
     job.same_bits()
     fenced = [e for e in job.ledger().events if e.kind == "fenced" and e.job == job.run_name]
@@ -113,7 +112,7 @@ def test_a_cable_is_pulled_and_put_back(site: Cluster) -> None:
 
 def test_a_node_without_a_daemon_is_cut_off(site: Cluster) -> None:
     """Nobody is left there to say so: its agent asks the others, and ends its ranks."""
-    job = Training(site).submit()
+    job = Training(site, steps=100).submit()
     job.trains()
     site.service_stop("node04", "ckptlessd")
     site.unplug("node04")
@@ -123,7 +122,6 @@ def test_a_node_without_a_daemon_is_cut_off(site: Cluster) -> None:
     )
     site.plug("node04")
     site.service_start("node04", "ckptlessd")
-    job.trains(2)
     job.ended()
     job.same_bits()
 

@@ -37,11 +37,11 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def world() -> AsyncIterator[Nodes]:
-    """Node 0 has nothing, the others all of it."""
+async def world(*, twins: bool = False) -> AsyncIterator[Nodes]:
+    """Node 0 has nothing, the others all of it; `twins`: each has made its own version of it."""
     async with Nodes(4) as nodes:
         for number in HOLDERS:
-            nodes[number].hold(0, STEP, PAYLOAD)
+            nodes[number].hold(0, STEP, PAYLOAD, rank=number if twins else 0)
         nodes.follow(nodes.assignment([0], STEP))
         yield nodes
 
@@ -70,9 +70,10 @@ async def nothing(_link: Any, _count: int) -> None:
     """Goes on as ever."""
 
 
-def test_all_of_them_give_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("twins", [False, True])
+def test_all_of_them_give_a_part(monkeypatch: pytest.MonkeyPatch, twins: bool) -> None:
     async def play() -> None:
-        async with world() as nodes:
+        async with world(twins=twins) as nodes:
             counts = dict.fromkeys(HOLDERS, 0)
             give = Serving._give_chunks
 
