@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+import msgspec
+
 from ckptless.daemon.api.messages import AgentEvent
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.jobs import JobSession
@@ -99,8 +101,8 @@ class Peering:
         self._member.heard(node, self._now())
         match message:
             case Beat():
-                for voter in self._pulses.hear(message.pulses, self._now()):
-                    self._router.learn(voter, node)
+                for voter, clock_ms, _ in self._pulses.hear(message.pulses, self._now()):
+                    self._router.learn(voter, node, clock_ms)
             case Suspect() | Saw():
                 self._member.hear(node, message, self._now())
             case Have() | Want():
@@ -192,9 +194,14 @@ class Peering:
         return set(self._voters) - {self._me} if control.leads else {control.leader} - {self._me, -1}
 
     def _relayed(self, to: int | None, message: p.Said) -> p.Relayed:
-        serial = self._router.next_serial()
         return p.Relayed(
-            job=self._session.job, origin=self._me, to=to, serial=serial, hops=MOST_HOPS, said=message
+            job=self._session.job,
+            origin=self._me,
+            to=to,
+            serial=self._router.next_serial(),
+            clock_ms=self._pulses.clock_ms(self._now()),
+            hops=MOST_HOPS,
+            said=message,
         )
 
     def _queue(self, way: int, message: p.Relayed) -> None:
@@ -205,7 +212,7 @@ class Peering:
     def _pass_on(self, sender: int, relayed: tuple[p.Relayed, ...]) -> None:
         batch: list[tuple[int, p.Said]] = []
         for one in relayed:
-            if not self._router.heard(sender, one.origin, one.serial):
+            if not self._router.heard(sender, one.origin, one.serial, one.clock_ms):
                 continue
             if one.to is None or one.to == self._me:
                 batch.append((one.origin, one.said))
@@ -217,14 +224,7 @@ class Peering:
                 self._said(origin, said, direct=False)
 
     def _forward(self, sender: int, message: p.Relayed) -> None:
-        onward = p.Relayed(
-            job=message.job,
-            origin=message.origin,
-            to=message.to,
-            serial=message.serial,
-            hops=message.hops - 1,
-            said=message.said,
-        )
+        onward = msgspec.structs.replace(message, hops=message.hops - 1)
         if message.to is None:
             self._spread(onward, but=(sender, message.origin))
             return

@@ -27,23 +27,27 @@ class Pulses:
     def beat(self, voters: tuple[int, ...], now: float) -> tuple[Pulse, ...]:
         """What the next beat carries; `now` in seconds of a clock that also grows from life to life."""
         if self.me in voters:
-            self._newest[self.me] = max(int(now * 1000), self._newest.get(self.me, 0) + 1)
+            self._newest[self.me] = max(self.clock_ms(now), self._newest.get(self.me, 0) + 1)
         for gone in self._newest.keys() - set(voters):
             del self._newest[gone]
             self._seen.pop(gone, None)
         return tuple((node, pulse, self._age_ms(node, now)) for node, pulse in sorted(self._newest.items()))
 
+    def clock_ms(self, now: float) -> int:
+        """That of this daemon; no less than a former life of it has said."""
+        return max(int(now * 1000), self._newest.get(self.me, 0))
+
     def _age_ms(self, node: int, now: float) -> int:
         return 0 if node == self.me else max(0, int((now - self._seen[node]) * 1000))
 
-    def hear(self, pulses: tuple[Pulse, ...], now: float) -> list[int]:
-        """What a beat has brought; of whom it was news."""
+    def hear(self, pulses: tuple[Pulse, ...], now: float) -> list[Pulse]:
+        """What a beat has brought; what of it was news."""
         news = [one for one in pulses[:MOST] if one[1] > self._newest.get(one[0], 0)]
         for node, pulse, age_ms in news:
             # Of itself: a former life of this daemon had a faster clock.
             self._newest[node] = pulse
             self._seen[node] = max(now - max(0, age_ms) / 1000, self._seen.get(node, float("-inf")))
-        return [node for node, _, _ in news]
+        return news
 
     def seen_since(self, when: float) -> set[int]:
         """Voters that have given a new sign of life since then."""

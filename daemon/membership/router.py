@@ -1,8 +1,10 @@
 """Pure: how a message gets to a daemon that is no neighbour, or to all of them.
 
-To all: everybody passes it on to all neighbours, once. To one: by the neighbour over whom something of that
-one came last, as an Ethernet bridge does it; whoever does not know passes it to nobody, and it is said again.
-To voters, of whom one leads, there is always a way: their signs of life come with every beat (`pulses`).
+To all: everybody passes it on to all neighbours, once. To one: by the neighbour over whom the newest of that
+one came first, a message or, of voters, a sign of life in a beat (`pulses`); whoever knows no way passes it
+to nobody, and it is said again. What is newest its own clock says, which is remembered also where the way is
+gone: so each on a way knows something newer than the one before, or knew it earlier, and no way goes round
+(as with the sequence numbers of AODV, RFC 3561).
 """
 
 from collections import OrderedDict
@@ -44,7 +46,8 @@ class Router:
     life: int
     _serial: int = 0
     _origins: dict[int, OrderedDict[int, _Life]] = field(default_factory=dict)
-    _routes: dict[int, int] = field(default_factory=dict)
+    _newest_ms: dict[int, int] = field(default_factory=dict)
+    _ways: dict[int, int] = field(default_factory=dict)
 
     def next_serial(self) -> int:
         """For a message of this daemon."""
@@ -57,29 +60,33 @@ class Router:
         known = lives.get(serial // LIFE_SERIALS) if lives is not None else None
         return origin == self.me or (known is not None and (serial <= known.floor or serial in known.above))
 
-    def heard(self, sender: int, origin: int, serial: int) -> bool:
-        """A message of `origin` came over `sender`; False where it had come before."""
+    def heard(self, sender: int, origin: int, serial: int, clock_ms: int) -> bool:
+        """A message of `origin`, said at that time of its clock, came over `sender`; False if again."""
         if origin == self.me:
             return False
         lives = self._origins.setdefault(origin, OrderedDict())
-        life = lives.setdefault(serial // LIFE_SERIALS, _Life())
+        number = serial // LIFE_SERIALS
+        if lives and number not in lives:
+            # Its clock may have been set back.
+            self._newest_ms.pop(origin, None)
+        lives.setdefault(number, _Life())
         if len(lives) > LIVES:
             lives.popitem(last=False)
-        if not life.add(serial):
+        if not lives[number].add(serial):
             return False
-        self._routes[origin] = sender
+        self.learn(origin, sender, clock_ms)
         return True
 
-    def learn(self, node: int, neighbour: int) -> None:
-        """A sign of life of a daemon came by way of a neighbour."""
-        if node != self.me:
-            self._routes[node] = neighbour
+    def learn(self, node: int, neighbour: int, clock_ms: int) -> None:
+        """Something that a daemon said at that time of its clock came by way of a neighbour."""
+        if node != self.me and clock_ms > self._newest_ms.get(node, -1):
+            self._newest_ms[node], self._ways[node] = clock_ms, neighbour
 
     def toward(self, node: int) -> int | None:
-        """The neighbour over whom something of that node came last."""
-        return self._routes.get(node)
+        """The neighbour over whom the newest of that node came."""
+        return self._ways.get(node)
 
     def forget(self, neighbour: int) -> None:
         """The connection to a neighbour is gone: nothing goes that way."""
-        for origin in [origin for origin, way in self._routes.items() if way == neighbour]:
-            del self._routes[origin]
+        for node in [node for node, way in self._ways.items() if way == neighbour]:
+            del self._ways[node]

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.control.decree import Decided, Decree, Promise, Propose
-from ckptless.daemon.membership.messages import Alive, Saw, Suspect
+from ckptless.daemon.membership.messages import Alive, Beat, Saw, Suspect
 from ckptless.daemon.peers import messages as p
 
 
@@ -19,6 +19,8 @@ def _named(message: p.DaemonMessage) -> Iterator[int]:
     match message:
         case Suspect() | Saw() | Alive() | p.Gone():
             yield message.node
+        case Beat():
+            yield from (node for node, _, _ in message.pulses)
         case p.Forwarded():
             yield message.report.node
         case p.Meeting():

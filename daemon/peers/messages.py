@@ -72,12 +72,14 @@ Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Rows | Gone | Alive
 class Relayed(PeerMessage, frozen=True, kw_only=True):
     """What the daemon of node `origin` says, passed on: to that of node `to`, or with None to all.
 
-    `serial` grows with every message of an origin; `hops` is how often it may still be passed on.
+    `serial` grows with every message of an origin, `clock_ms` is its clock; `hops` is how often it may still
+    be passed on.
     """
 
     origin: int
     to: int | None
     serial: int
+    clock_ms: int
     hops: int
     said: Said
 

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptless.daemon.membership.offers import ASK_AGAIN_S, KEPT, Offers
@@ -16,47 +16,88 @@ from ckptless.daemon.membership.router import LIFE_SERIALS, WINDOW, Router
 def test_each_message_counts_once(serials: list[int]) -> None:
     router = Router(me=0, life=0)
     for at, serial in enumerate(serials):
-        assert router.heard(1, 7, serial) is (serial not in serials[:at])
+        assert router.heard(1, 7, serial, serial) is (serial not in serials[:at])
         assert router.has(7, serial)
 
 
 def test_what_is_older_than_the_window_has_come() -> None:
     router = Router(me=0, life=0)
     for serial in range(1, WINDOW + 11):
-        assert router.heard(1, 7, serial)
-    assert not any(router.heard(1, 7, serial) for serial in range(1, 11))
-    assert router.heard(1, 7, WINDOW + 11)
+        assert router.heard(1, 7, serial, serial)
+    assert not any(router.heard(1, 7, serial, serial) for serial in range(1, 11))
+    assert router.heard(1, 7, WINDOW + 11, 99)
 
 
 def test_the_way_back_is_the_way_it_came() -> None:
     router = Router(me=0, life=0)
     assert router.toward(7) is None
-    router.heard(1, 7, 1)
-    router.heard(2, 7, 1)
+    router.heard(1, 7, 1, 100)
+    router.heard(2, 7, 1, 100)
     assert router.toward(7) == 1
-    router.heard(2, 7, 2)
+    router.heard(2, 7, 2, 101)
     assert router.toward(7) == 2
     router.forget(2)
     assert router.toward(7) is None
 
 
-def test_own_messages_come_back_to_nobody() -> None:
-    router = Router(me=0, life=5)
-    own = [router.next_serial(), router.next_serial()]
-    assert own == [5 * LIFE_SERIALS + 1, 5 * LIFE_SERIALS + 2]
-    assert not router.heard(1, 0, own[1] + 1)
-    assert router.has(0, own[0])
-
-
-@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=9, unique=True))
-def test_each_life_begins_anew(lives: list[int]) -> None:
-    """Whatever the clock says: nothing is taken for old that a daemon says after it was started again."""
+def test_what_was_said_earlier_shows_no_way() -> None:
+    """Over a slow connection, or by a neighbour to whom the way leads by way of this daemon."""
     router = Router(me=0, life=0)
-    for life in lives:
-        daemon = Router(me=7, life=life)
-        said = [daemon.next_serial() for _ in range(WINDOW + 3)]
-        assert all(router.heard(1, 7, serial) for serial in said)
-        assert not any(router.heard(1, 7, serial) for serial in said)
+    router.heard(1, 7, 2, 200)
+    router.heard(2, 7, 1, 199)
+    router.learn(7, 3, 200)
+    assert router.toward(7) == 1
+    router.forget(1)
+    router.learn(7, 2, 200)
+    assert router.toward(7) is None
+    router.learn(7, 2, 201)
+    assert router.toward(7) == 2
+
+
+def test_a_daemon_whose_clock_was_set_back_is_found_again() -> None:
+    router = Router(me=0, life=0)
+    router.heard(1, 7, 5 * LIFE_SERIALS + 1, 9000)
+    router.heard(2, 7, 6 * LIFE_SERIALS + 1, 100)
+    assert router.toward(7) == 2
+
+
+ends = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda both: both[0] != both[1])
+steps = st.one_of(
+    st.tuples(st.just("say"), st.just((0, 0))),
+    st.tuples(st.just("deliver"), st.tuples(st.integers(0, 9), st.just(0))),
+    st.tuples(st.sampled_from(("beat", "beat", "beat", "cut")), ends),
+)
+
+
+@given(st.lists(steps, min_size=20, max_size=60))
+@settings(max_examples=500)
+def test_no_way_goes_round(story: list[tuple[str, tuple[int, int]]]) -> None:
+    """Node 0 says things to all and gives signs of life; they pass in any order, connections come and go."""
+    routers = [Router(me=node, life=node) for node in range(4)]
+    pulses = [Pulses(me=node) for node in range(4)]
+    wires: list[tuple[int, int, int, int]] = []
+    for now, (what, (one, other)) in enumerate(story, start=1):
+        match what:
+            case "say":
+                serial, clock_ms = routers[0].next_serial(), pulses[0].clock_ms(float(now))
+                wires += [(0, node, serial, clock_ms) for node in range(1, 4)]
+            case "deliver" if wires:
+                sender, node, serial, clock_ms = wires.pop(one % len(wires))
+                if routers[node].heard(sender, 0, serial, clock_ms):
+                    onward = {1, 2, 3} - {sender, node}
+                    wires += [(node, neighbour, serial, clock_ms) for neighbour in sorted(onward)]
+            case "beat":
+                for node, clock_ms, _ in pulses[other].hear(pulses[one].beat((0,), float(now)), float(now)):
+                    routers[other].learn(node, one, clock_ms)
+            case "cut":
+                routers[one].forget(other)
+                routers[other].forget(one)
+        for begin in range(1, 4):
+            way, passed = routers[begin].toward(0), [begin]
+            while way is not None:
+                assert way not in passed, f"{passed} leads back to {way}"
+                passed.append(way)
+                way = routers[way].toward(0)
 
 
 # --------------------------------------------------------------------------------------------- offers
