@@ -2,18 +2,22 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from msgspec import structs
-
+from ckptless.daemon.agent.deltas import Span, missing
 from ckptless.daemon.agent.memory import Region
-from ckptless.daemon.api.errors import CkptlessError, ProtocolError
+from ckptless.daemon.agent.soundness import header_of
+from ckptless.daemon.api.errors import BadVersionError, CkptlessError, ProtocolError
 from ckptless.daemon.api.messages import NodeInfo, TensorsAt
+from ckptless.daemon.api.version import Header
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link
+
+# A longer one than fits into a message: a terabyte of tensors and more.
+MOST_HEAD_NBYTES = 1 << 20
 
 Peer: TypeAlias = Link[p.AgentMessage]
 Dial: TypeAlias = Callable[[NodeInfo], Awaitable[Peer]]
@@ -144,34 +148,69 @@ class TensorHolder(Holder):
 
     async def _give(self, link: Peer, version: Version) -> str:
         at = version.at
+        try:
+            head = _head_of(version)
+        except ValueError:
+            return "stale"  # its memory has been given back, as nobody will restore that step any more
         offer = p.OfferTensors(
             generation=version.generation,
             shard=version.shard,
             step=version.step,
             nbytes=at.nbytes,
             digest=at.digest,
+            header=head[0] if head is not None else b"",
         )
         link.send(offer)
         answer = await self._answer_about(version)
-        if answer == "wanted":
-            try:
-                view = version.region.view(at.offset, at.nbytes)
-            except ValueError:
-                return "stale"  # its memory has been given back, as nobody will restore that step any more
-            with view:
-                link.send(p.PutTensors(**structs.asdict(offer)))
-                await link.send_bulk(view, self._pace)
+        if answer.answer == "wanted":
+            spans = missing(head[1], answer.have) if head is not None else [(0, at.nbytes)]
+            if not await self._send(link, version, spans):
+                return "stale"
             answer = await self._answer_about(version)
-        if answer == "held":
+        if answer.answer == "held":
             self._on_held(self._info.node, version)
-        elif answer == "wanted":
+        elif answer.answer == "wanted":
             raise ProtocolError("it wants what it has been sent")
-        return answer
+        return answer.answer
 
-    async def _answer_about(self, version: Version) -> str:
+    async def _send(self, link: Peer, version: Version, spans: Sequence[Span]) -> bool:
+        """Those bytes of it; False where it is not there any more."""
+        at = version.at
+        try:
+            view = version.region.view(at.offset, at.nbytes)
+        except ValueError:
+            return False
+        with view:
+            put = p.PutTensors(
+                generation=version.generation,
+                shard=version.shard,
+                step=version.step,
+                nbytes=at.nbytes,
+                digest=at.digest,
+            )
+            link.send(put)
+            for start, end in spans:
+                with view[start:end] as part:
+                    await link.send_bulk(part, self._pace)
+        return True
+
+    async def _answer_about(self, version: Version) -> p.TensorsAnswer:
         answer = await self._answers.get()
         if not isinstance(answer, p.TensorsAnswer):
             raise ProtocolError(f"{type(answer).__name__} is no answer to tensors")
         if (answer.shard, answer.step) != (version.shard, version.step):
             raise ProtocolError("an answer about other tensors than those that were sent")
-        return answer.answer
+        return answer
+
+
+def _head_of(version: Version) -> tuple[bytes, Header] | None:
+    """The header, packed and not, where there are chunks to choose from. Raises ValueError: it is gone."""
+    region, at = version.region, version.at
+    try:
+        header = header_of(region, at)
+    except BadVersionError:
+        return None  # whoever is sent it says so
+    if len(header.chunks) < 2 or header.header_nbytes > MOST_HEAD_NBYTES:
+        return None
+    with region.view(at.offset, header.header_nbytes) as view:
+        return bytes(view), header

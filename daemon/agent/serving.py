@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from ckptless.daemon.agent.claims import Claims
+from ckptless.daemon.agent.deltas import Base, base_of, missing
 from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.soundness import Soundness, header_of
 from ckptless.daemon.agent.vault import Held, Vault
@@ -24,16 +25,24 @@ logger = logging.getLogger(__name__)
 CATCH_UP_DEADLINE_S = 10.0
 
 
-async def receive_tensors(link: Peer, vault: Vault, told: Told, put: Callable[[TensorsAt], None]) -> None:
+async def receive_tensors(
+    link: Peer, vault: Vault, told: Told, put: Callable[[TensorsAt], None], base: Base | None = None
+) -> None:
     """Receive a version into the vault, verify it, and `put` it. Raises BadVersionError and OSError.
 
-    With BadVersionError all of it has been received, and the connection can be used further.
+    What `base` has of it is not sent. With BadVersionError all of it has been received, and the connection
+    can be used further.
     """
     with vault.room(told.shard, told.nbytes) as (region, offset):
         with region.view(offset, told.nbytes) as view:
             try:
                 async with Verifier(view, told) as verifier:
-                    await link.receive_bulk(view, verifier.feed)
+                    if base is not None:
+                        await base.copy(view)
+                    spans = missing(base.header, base.runs) if base is not None else [(0, told.nbytes)]
+                    for start, end in spans:
+                        with view[start:end] as part:
+                            await link.receive_bulk(part, _beyond(start, verifier.feed))
                     fault = await verifier.fault()
                 if fault is not None:
                     raise fault
@@ -41,6 +50,10 @@ async def receive_tensors(link: Peer, vault: Vault, told: Told, put: Callable[[T
                 version.invalidate(view)
                 raise
         put(TensorsAt(region=region.number, offset=offset, nbytes=told.nbytes, digest=told.digest))
+
+
+def _beyond(start: int, feed: Callable[[int], None]) -> Callable[[int], None]:
+    return lambda came: feed(start + came)
 
 
 class Serving:
@@ -52,6 +65,8 @@ class Serving:
         self._generation = 0
         self._followed = asyncio.Condition()
         self._claims = Claims()
+        # What each connection has been told of in the answer to its last offer.
+        self._bases: dict[Peer, Base] = {}
         self.accepting = True
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
@@ -83,6 +98,7 @@ class Serving:
             self.on_event("peer-refused", f"node-{link.node}: {error}")
         finally:
             self._claims.release(link)
+            self._bases.pop(link, None)
             link.close()
 
     def _node_in(self, job: str) -> int:
@@ -128,9 +144,24 @@ class Serving:
             # Another node is giving it: then it is here, or it is wanted from this one.
             await self._claims.turn(what)
             answer = await self._answer_to(offer)
+        base = self._base_of(offer) if answer == "wanted" else None
+        self._bases.pop(link, None)
+        if base is not None:
+            self._bases[link] = base
         if answer == "wanted":
             self._claims.claim(what, link)
-        link.send(p.TensorsAnswer(shard=offer.shard, step=offer.step, answer=answer))
+        have = base.runs if base is not None else ()
+        link.send(p.TensorsAnswer(shard=offer.shard, step=offer.step, answer=answer, have=have))
+
+    def _base_of(self, offer: p.OfferTensors) -> Base | None:
+        """Raises BadVersionError where its header is none."""
+        if not offer.header:
+            return None
+        header = version.decode(offer.header, offer.digest)
+        header.check(self._job, offer.shard, offer.step, offer.generation)
+        if header.total_nbytes != offer.nbytes:
+            raise BadVersionError(f"{offer.nbytes} bytes; the header says {header.total_nbytes}")
+        return base_of(self._vault, offer, header)
 
     async def _answer_to(self, offer: p.OfferTensors) -> Literal["held", "wanted", "stale"]:
         if not await self._takes(offer.generation, f"the tensors of shard {offer.shard}"):
@@ -154,9 +185,15 @@ class Serving:
             link.send(p.TensorsAnswer(shard=shard, step=step, answer=answer))
 
         told = Told(self._job, shard, step, message.generation, message.nbytes, message.digest)
+        base = self._bases.pop(link, None)
+        if base is not None and base.header.digest != message.digest:
+            raise ProtocolError("other tensors than those that were offered")
         try:
-            await receive_tensors(link, self._vault, told, put)
+            await receive_tensors(link, self._vault, told, put, base)
         except BadVersionError as error:
+            if base is not None:
+                # So that it is not taken again, if that was it.
+                await self.soundness.holds(shard, base.step)
             self.on_event("refused-version", f"from node-{link.node}: {error}")
             link.send(p.TensorsAnswer(shard=shard, step=step, answer="unsound"))
 

@@ -124,6 +124,10 @@ class Vault:
         at = self._tensors.get(shard, {}).get(step)
         return (at, self._regions[at.region]) if at is not None else None
 
+    def steps(self, shard: int) -> tuple[int, ...]:
+        """Those of which a shard's tensors are here."""
+        return tuple(self._tensors.get(shard, ()))
+
     def drop_tensors(self, shard: int, step: int, at: TensorsAt) -> bool:
         """Hold a step's tensors no more, if they lie there: they are bad. Whether they were held."""
         steps = self._tensors.get(shard, {})

@@ -108,18 +108,24 @@ class PutRecord(Message, frozen=True, kw_only=True):
 Nbytes: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
 
 
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
+# So many runs of chunks are left out of a transfer at most.
+MOST_RUNS = 4096
+
+
 class OfferTensors(Message, frozen=True, kw_only=True):
-    """Hold a shard's tensors of a step; you may have them."""
+    """Hold a shard's tensors of a step; you may have them. `header`: where there is more than one chunk."""
 
     generation: int
     shard: int
     step: int
     nbytes: Nbytes
     digest: str
+    header: bytes = b""
 
 
 class PutTensors(Message, frozen=True, kw_only=True):
-    """Hold what I have offered: so many bytes follow as bulk."""
+    """Hold what I have offered: its bytes follow as bulk, but for what the answer said is there."""
 
     generation: int
     shard: int
@@ -129,11 +135,15 @@ class PutTensors(Message, frozen=True, kw_only=True):
 
 
 class TensorsAnswer(Message, frozen=True, kw_only=True):
-    """Answer to both: verified and held; wanted; not of this agent's generation; or they do not verify."""
+    """Answer to both: verified and held; wanted; not of this agent's generation; or they do not verify.
+
+    `have`: (first, count) of chunks that are here, with the digests that the offer's header has for them.
+    """
 
     shard: int
     step: int
     answer: Literal["held", "wanted", "stale", "unsound"]
+    have: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MOST_RUNS)] = ()
 
 
 class Held(Message, frozen=True, kw_only=True):

@@ -28,7 +28,8 @@ class TensorSet:
     """Parameters, buffers and optimizer state of a State, in one order, and where each lies when packed.
 
     Names: `p:model:layers.0.weight`, `b:model:bn.running_mean`, `o:optimizer:0.3:exp_avg` (group 0, parameter
-    3). Of a DTensor only this rank's part counts. One thread at a time.
+    3). Of a DTensor only this rank's part counts. Parameters that need no gradient come first, so that what
+    does not change from step to step lies together. One thread at a time.
     """
 
     def __init__(self, state: State) -> None:
@@ -39,7 +40,7 @@ class TensorSet:
         self._named: list[Named] = []
         self._layout = layouts.plan(())
         self._catalog: bytes | None = None
-        self._forms: list[tuple[torch.dtype, torch.Size]] = []
+        self._forms: list[tuple[torch.dtype, torch.Size, bool]] = []
         self._views: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}
         self._scan()
 
@@ -65,7 +66,7 @@ class TensorSet:
     def refresh(self) -> bool:
         """Look whether tensors came, went or were replaced since the last look; True if the layout changed.
 
-        The usual answer, no, costs about a quarter of a microsecond for each tensor.
+        The usual answer, no, costs about 0.3 microseconds for each tensor.
         """
         before = self._layout.digest
         if self._nested or not self._scanned or self._stale():
@@ -146,9 +147,9 @@ class TensorSet:
         for container, ids, known in self._watched:
             if ids(container) != known:
                 return True
-        for named, (dtype, shape) in zip(self._named, self._forms, strict=True):
+        for named, (dtype, shape, trained) in zip(self._named, self._forms, strict=True):
             part = private.local(named.tensor)
-            if part.dtype is not dtype or part.shape != shape:
+            if part.dtype is not dtype or part.shape != shape or named.tensor.requires_grad is not trained:
                 return True
         return False
 
@@ -156,9 +157,10 @@ class TensorSet:
         # Until this has succeeded the next look must come here again.
         self._watched, self._nested, self._scanned = [], False, False
         # Strong references: an id in the watch list cannot come back as another tensor's.
-        self._named = [*self._scan_modules(), *self._scan_optimizers()]
+        self._named = sorted([*self._scan_modules(), *self._scan_optimizers()], key=_is_trained)
         fresh = layouts.plan(self._named)
-        self._forms = [(p.dtype, p.shape) for p in (private.local(n.tensor) for n in self._named)]
+        parts = [(n, private.local(n.tensor)) for n in self._named]
+        self._forms = [(part.dtype, part.shape, n.tensor.requires_grad) for n, part in parts]
         if fresh.digest != self._layout.digest:
             self._layout, self._catalog = fresh, None
         self._scanned = True
@@ -268,6 +270,10 @@ class TensorSet:
                 if entry.sharding == "other":
                     raise RecoveryError(f"the optimizer state {path} is a DTensor that cannot be made anew")
         return states
+
+
+def _is_trained(named: Named) -> bool:
+    return named.tensor.requires_grad or not named.name.startswith("p:")
 
 
 def _check_buffer(buffer: torch.Tensor, nbytes: int) -> None:

@@ -126,8 +126,8 @@ def send(original: Any, message: Any) -> None:
 async def answer_about(original: Any, version: Any) -> Any:
     """Whether it is wanted, and that it is held."""
     answer = await original(version)
-    if answer in ("wanted", "held"):
-        reached(Point.WANTED_HEARD if answer == "wanted" else Point.ACK_HEARD)
+    if answer.answer in ("wanted", "held"):
+        reached(Point.WANTED_HEARD if answer.answer == "wanted" else Point.ACK_HEARD)
     return answer
 
 

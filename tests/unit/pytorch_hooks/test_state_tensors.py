@@ -107,6 +107,23 @@ def test_names_in_order() -> None:
     assert len(names) == 9 + 18
 
 
+def test_what_is_not_trained_comes_first() -> None:
+    """So that whole chunks of it stay as they are, and go to the holders once."""
+    state = make()
+    state.model[2].requires_grad_(False)
+    tensors = TensorSet(state)
+    before = tensors.layout
+    names = [name for name, _ in tensors.named()]
+    assert names[:3] == ["p:model:2.weight", "p:model:2.bias", "p:model:0.weight"]
+    state.model[2].requires_grad_(True)
+    assert tensors.refresh()
+    assert [name for name, _ in tensors.named()][:2] == ["p:model:0.weight", "p:model:0.bias"]
+    # A new process sees the same, before and after.
+    assert tensors.layout == TensorSet(state).layout
+    state.model[2].requires_grad_(False)
+    assert tensors.layout == before
+
+
 def test_values_of_every_kind() -> None:
     module = nn.Module()
     kinds = {
