@@ -369,35 +369,6 @@ def measure(count: int) -> Scale:
     return Scale(count, start_s, peace, agent_lost_s, agent_lost, dark_s, dark, cpu_s, rss)
 
 
-def plot(found: list[Scale], path: Path) -> None:
-    """Messages and seconds by the number of nodes."""
-    from matplotlib import pyplot
-
-    nodes = [one.nodes for one in found]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    lines = (
-        ("recovery, the leader", [one.agent_lost.leader for one in found], "C3o-"),
-        ("recovery, the busiest other", [one.agent_lost.most for one in found], "C1s-"),
-        ("recovery, half of them at most", [one.agent_lost.median for one in found], "C0^-"),
-        ("peace, half of them at most, per second", [one.peace.median for one in found], "C7v--"),
-    )
-    for label, values, style in lines:
-        left.plot(nodes, values, style, label=label)
-    left.set(xscale="log", xlabel="nodes", ylabel="messages sent", title="What a daemon says")
-    left.set_ylim(0, 240)
-    right.plot(nodes, [one.agent_lost_s * 1000 for one in found], "C0^-", label="an agent is gone")
-    right.plot(nodes, [one.dark_s * 1000 for one in found], "C3o-", label="a node is dark (1.5 s to be sure)")
-    right.set(xscale="log", yscale="log", xlabel="nodes", ylabel="virtual ms until all train again")
-    right.set_title("A recovery, 1 ms links")
-    for axes in (left, right):
-        axes.set_xticks(nodes, [str(count) for count in nodes])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, loc="upper left" if axes is left else "center left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def _after(option: str) -> Path | None:
     return Path(sys.argv[sys.argv.index(option) + 1]) if option in sys.argv else None
 
@@ -413,6 +384,8 @@ def main() -> None:
     if numbers is not None:
         numbers.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
     if picture is not None:
+        from .scale_plot import plot
+
         plot(found, picture)
 
 
