@@ -412,7 +412,9 @@ def test_following_tells_each_event_once_and_ends_in_peace(
 
 
 def test_ctrl_c_ends_following_with_0(state_dir: Path) -> None:
-    code = "from ckptless.daemon.ckptctl.main import main; main()"
+    # A shell that starts something in the background has it ignore Ctrl-C: maybe these tests.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heed}; from ckptless.daemon.ckptctl.main import main; main()"
     command = [sys.executable, "-c", code, "--state-dir", str(state_dir), "events", "-f"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
         assert follower.stdout is not None
