@@ -19,6 +19,20 @@ Peer: TypeAlias = Link[p.AgentMessage]
 Dial: TypeAlias = Callable[[NodeInfo], Awaitable[Peer]]
 
 
+@dataclass(frozen=True)
+class Network:
+    """`source`: the address of this node that connections to others come from; None: as the kernel likes.
+
+    `send_rate`: bytes per second that all transfers of tensors together may send, 0 for no limit.
+    """
+
+    source: str | None = None
+    send_rate: float = 0
+
+
+ANY_NETWORK = Network()
+
+
 class Holder(ABC):
     """One connection to one holder, dialled once; `on_lost(node, why)` when it is gone, or never came."""
 
