@@ -15,6 +15,9 @@ from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link
 
+# So long a holder is waited for that says nothing; one that takes its time says so every few seconds.
+ANSWER_DEADLINE_S = 15.0
+
 Peer: TypeAlias = Link[p.AgentMessage]
 Dial: TypeAlias = Callable[[NodeInfo], Awaitable[Peer]]
 
@@ -75,6 +78,8 @@ class RecordHolder(Holder):
         super().__init__(info, on_lost)
         self._on_held = on_held
         self._early: list[p.PutRecord] | None = []
+        self._unanswered = 0
+        self._limit: asyncio.Timeout | None = None
 
     def send(self, record: p.PutRecord) -> None:
         """Soon."""
@@ -82,16 +87,37 @@ class RecordHolder(Holder):
             self._early.append(record)
         elif self._link is not None:
             self._link.send(record)
+            self._unanswered += 1
+            if self._unanswered == 1:
+                self._wait_anew()
+
+    def _wait_anew(self) -> None:
+        """The deadline of the next answer, if one is to come."""
+        if self._limit is not None and not self._limit.expired():
+            now = asyncio.get_running_loop().time()
+            self._limit.reschedule(now + ANSWER_DEADLINE_S if self._unanswered else None)
 
     async def _talk(self, link: Peer) -> None:
-        for record in self._early or ():
-            link.send(record)
-        self._early = None
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                early, self._early = self._early or (), None
+                for record in early:
+                    self.send(record)
+                await self._hear(link)
+        except TimeoutError:
+            raise _silent() from None
+        finally:
+            self._limit = None
+
+    async def _hear(self, link: Peer) -> None:
         while True:
             message = await link.receive()
             if not isinstance(message, p.Held):
                 raise ProtocolError(f"{type(message).__name__} is no answer to a record")
-            self._on_held(self._info.node, message)
+            self._unanswered = max(0, self._unanswered - 1)
+            self._wait_anew()
+            if message.held:
+                self._on_held(self._info.node, message)
 
 
 @dataclass(frozen=True)
@@ -183,9 +209,23 @@ class TensorHolder(Holder):
         return answer
 
     async def _answer_about(self, version: Version) -> str:
-        answer = await self._answers.get()
+        """Raises TimeoutError where none comes, ProtocolError."""
+        while (answer := await self._next_about(version)) == "later":
+            pass
+        return answer
+
+    async def _next_about(self, version: Version) -> str:
+        try:
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                answer = await self._answers.get()
+        except TimeoutError:
+            raise _silent() from None
         if not isinstance(answer, p.TensorsAnswer):
             raise ProtocolError(f"{type(answer).__name__} is no answer to tensors")
         if (answer.shard, answer.step) != (version.shard, version.step):
             raise ProtocolError("an answer about other tensors than those that were sent")
         return answer.answer
+
+
+def _silent() -> TimeoutError:
+    return TimeoutError(f"it has not answered for {ANSWER_DEADLINE_S:.0f} s")

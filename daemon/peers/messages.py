@@ -129,19 +129,23 @@ class PutTensors(Message, frozen=True, kw_only=True):
 
 
 class TensorsAnswer(Message, frozen=True, kw_only=True):
-    """Answer to both: verified and held; wanted; not of this agent's generation; or they do not verify."""
+    """Answer to both: verified and held; wanted; not of this agent's generation; or they do not verify.
+
+    "later" is no answer yet, and says that one will come: another node is giving them, or they are read.
+    """
 
     shard: int
     step: int
-    answer: Literal["held", "wanted", "stale", "unsound"]
+    answer: Literal["held", "wanted", "stale", "unsound", "later"]
 
 
 class Held(Message, frozen=True, kw_only=True):
-    """The record is verified and held."""
+    """Answer to PutRecord: the record is verified and held, or not taken."""
 
     generation: int
     rank: int
     step: int
+    held: bool = True
 
 
 class GetRecord(Message, frozen=True, kw_only=True):
