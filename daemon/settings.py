@@ -4,8 +4,6 @@ The defaults are chosen so that `version: 1` alone is a working file. Every time
 `max_stall`; one that is set by hand must fit the others, or the file is refused.
 """
 
-import ipaddress
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +15,7 @@ from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.model import Limits
 from ckptless.daemon.config import Timers
 from ckptless.daemon.control.domains import check_name
+from ckptless.daemon.settings_bind import is_bind, is_shared_bind
 from ckptless.daemon.settings_file import Source, duration
 from ckptless.daemon.slurm.hostlist import expand
 
@@ -27,6 +26,8 @@ SLURM_PORTS = range(6817, 6821)  # slurmctld, slurmd, slurmdbd, and slurmrestd's
 AbsolutePath = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f]*$", max_length=4096)]
 SocketPath = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f]*$", max_length=107)]
 Port = Annotated[int, Meta(ge=1024, le=65535)]
+# Below the first, what a transfer sends at once would take longer than a moment.
+Rate = Annotated[float, Meta(ge=1e6, le=1e12)]
 Timeout = Annotated[float, Meta(ge=0.01, le=86400)]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -93,6 +94,17 @@ class MungeSettings(_Part, frozen=True):
     socket: SocketPath | None = None
 
 
+class ReplicationSettings(_Part, frozen=True):
+    """How copies of the state go from agent to agent, where a job says nothing else.
+
+    `bandwidth_rate`: bytes per second that each agent sends at most; None for no limit. `interface`: an
+    interface or a network that each node has an address of; None is the address of the node's name.
+    """
+
+    bandwidth_rate: Rate | None = field(default=None, name="bandwidth")
+    interface: str | None = None
+
+
 class SettingsFile(_Part, frozen=True):
     """The file. `max_stall` is 5 minutes as ckptless-run has it: longer than a slow step or an evaluation.
 
@@ -107,6 +119,7 @@ class SettingsFile(_Part, frozen=True):
     daemon: DaemonSettings = DaemonSettings()
     slurm: SlurmSettings = SlurmSettings()
     munge: MungeSettings = MungeSettings()
+    replication: ReplicationSettings = ReplicationSettings()
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
@@ -160,6 +173,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     daemon: DaemonSettings
     slurm: SlurmSettings
     munge: MungeSettings
+    replication: ReplicationSettings
 
     def limits(self, max_stall_s: float | None = None, start_tries: int = 0) -> Limits:
         """Deadlines of a job: from the knob of its own (seconds) where it has one, else the site's.
@@ -217,6 +231,8 @@ WANTED = {
     "slurm.on_node_lost": "down, drain or none",
     "slurm.bin_dir": "the absolute path of the folder with scontrol, or null",
     "munge.socket": f"{_SOCKET}, or null",
+    "replication.bandwidth": "a rate with its unit from 1MB/s to 1000GB/s, such as 500MB/s, or null",
+    "replication.interface": "a network such as 10.1.0.0/16, an interface such as ib0, or null",
 }
 
 # These are read once; a reload takes over all others.
@@ -256,14 +272,19 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
         daemon=found.daemon,
         slurm=found.slurm,
         munge=found.munge,
+        replication=found.replication,
     )
     if found.daemon.port in SLURM_PORTS:
         raise source.mistake(
             "daemon.port", f"daemon.port is {found.daemon.port}, which is one of Slurm's own"
         )
-    if found.daemon.bind is not None and not _is_bind(found.daemon.bind):
+    if found.daemon.bind is not None and not is_bind(found.daemon.bind):
         text = f"daemon.bind is {found.daemon.bind}: it must be {WANTED['daemon.bind']}"
         raise source.mistake("daemon.bind", text)
+    interface = found.replication.interface
+    if interface is not None and not is_shared_bind(interface):
+        text = f"replication.interface is {interface}: it must be {WANTED['replication.interface']}"
+        raise source.mistake("replication.interface", text)
     _check_timeouts(source, timeouts, found)
     return settings
 
@@ -300,15 +321,6 @@ def _given(source: Source, timeouts: Overrides) -> frozenset[str]:
 def _overridden(derived: Timeouts, own: Overrides) -> Timeouts:
     by_hand = {name: value for name, value in structs.asdict(own).items() if value is not None}
     return structs.replace(derived, **by_hand)
-
-
-def _is_bind(text: str) -> bool:
-    try:
-        ipaddress.ip_network(text)  # an address is a network of one
-    except ValueError:
-        # An interface: 15 bytes in Linux; not digits and dots alone, which is a mistyped address.
-        return re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9_.:@-]{1,15}", text) is not None
-    return True
 
 
 def _check_timeouts(source: Source, times: Timeouts, found: SettingsFile) -> None:

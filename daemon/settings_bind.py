@@ -1,8 +1,9 @@
-"""Which address a daemon listens on for the others: from `daemon.bind`, an address, network or interface."""
+"""Which address of a node is meant by an address, a network or an interface, as in `daemon.bind`."""
 
 import ctypes
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,10 +20,28 @@ class Interface(NamedTuple):
     address: Address
 
 
-def choose(bind: str, found: Sequence[Interface]) -> str:
+def is_bind(text: str) -> bool:
+    """Whether it may be an address, a network or an interface."""
+    try:
+        ipaddress.ip_network(text)  # an address is a network of one
+    except ValueError:
+        # An interface: 15 bytes in Linux; not digits and dots alone, which is a mistyped address.
+        return re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9_.:@-]{1,15}", text) is not None
+    return True
+
+
+def is_shared_bind(text: str) -> bool:
+    """Whether many nodes can have one: a network of more than one address, or an interface."""
+    try:
+        return ipaddress.ip_network(text).num_addresses > 1
+    except ValueError:
+        return is_bind(text)
+
+
+def choose(bind: str, found: Sequence[Interface], name: str = "daemon.bind") -> str:
     """The address of this node that `bind` means; IPv4 before IPv6, as the kernel lists them.
 
-    Raises UsageError where the node has none.
+    Raises UsageError where the node has none; `name` is what it calls the setting.
     """
     try:
         network = ipaddress.ip_network(bind)
@@ -35,7 +54,7 @@ def choose(bind: str, found: Sequence[Interface]) -> str:
     fitting.sort(key=lambda one: one.address.version)
     if not fitting:
         here = ", ".join(f"{one.name} {one.address}" for one in found) or "none"
-        raise UsageError(f"daemon.bind is {bind}, and this node has no such address; it has {here}")
+        raise UsageError(f"{name} is {bind}, and this node has no such address; it has {here}")
     return str(fitting[0].address)
 
 

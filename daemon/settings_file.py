@@ -19,6 +19,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h)", re.ASCII)
+_RATE_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_RATE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s?(k|M|G|Ki|Mi|Gi|)B/s", re.ASCII)
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 
@@ -93,6 +95,7 @@ def parse(source: Source, kind: type[T], wanted: Mapping[str, str]) -> T:
     """The struct that a file describes; `wanted` says in words what each key's value must be.
 
     A field `name_s` whose key is `name` is a duration: text with a unit in the file, seconds in the struct.
+    A field `name_rate` is the same in bytes per second.
     Raises UsageError.
     """
     values = _prepared(source, source.values, kind, "", wanted)
@@ -148,8 +151,8 @@ def _prepared(
             if not isinstance(value, Mapping):
                 raise source.mistake(path, f"{path} is a section: write its keys under it, indented")
             ready[key] = _prepared(source, value, section, f"{path}.", wanted)
-        elif field.name == f"{key}_s" and value is not None:
-            ready[key] = seconds(value)
+        elif value is not None and field.name in (f"{key}_s", f"{key}_rate"):
+            ready[key] = seconds(value) if field.name == f"{key}_s" else rate(value)
             if ready[key] is None:
                 raise _unfit(source, path, wanted)
         else:
@@ -177,3 +180,16 @@ def duration(value_s: float) -> str:
     if value_s >= 1 or value_s == 0:
         return f"{value_s:.15g}s"
     return f"{round(value_s * 1000, 6):.15g}ms"
+
+
+def rate(written: object) -> float | None:
+    """A rate as it is written, "200MB/s" or "1.5GiB/s", in bytes per second; None where it is not one."""
+    match = _RATE.fullmatch(written) if isinstance(written, str) else None
+    return None if match is None else round(float(match.group(1)) * _RATE_UNITS[match.group(2)], 3)
+
+
+def rate_text(value: float) -> str:
+    """Bytes per second as a file has them, in the largest unit that gives a whole number."""
+    fits = [unit for unit, factor in _RATE_UNITS.items() if value % factor == 0]
+    unit = max(fits, key=lambda unit: _RATE_UNITS[unit], default="")
+    return f"{value / _RATE_UNITS[unit]:.15g}{unit}B/s"

@@ -7,16 +7,19 @@ import yaml
 from msgspec import Struct, structs
 
 from ckptless.daemon.settings import Settings, SettingsFile
-from ckptless.daemon.settings_file import duration
+from ckptless.daemon.settings_file import duration, rate_text
 from ckptless.daemon.slurm.hostlist import compress
 
 DEFAULT = "default"
 FILE = "file"
 DERIVED = "derived"
+_UNITS = {"_s": "s", "_rate": "B/s"}
 
 
 class Shown(Struct, frozen=True, kw_only=True):
-    """One key. A duration's `value` is in seconds and its `unit` "s"; other values have no unit."""
+    """One key. A duration's `value` is in seconds and its `unit` "s",
+    a rate's in bytes per second and its `unit` "B/s"; other values have no unit.
+    """
 
     key: str
     value: str | int | float | bool | Mapping[str, str] | None
@@ -28,6 +31,8 @@ class Shown(Struct, frozen=True, kw_only=True):
         """The value as the file would have it."""
         if self.unit == "s" and isinstance(self.value, float):
             return duration(self.value)
+        if self.unit == "B/s" and isinstance(self.value, float):
+            return rate_text(self.value)
         # Its first line: behind a bare value, YAML would end the document with "...".
         # A mapping in one line too.
         plain = dict(self.value) if isinstance(self.value, Mapping) else self.value
@@ -60,7 +65,8 @@ def _one(
     source = FILE if key in settings.given else DEFAULT
     if key.startswith("timeouts.") and source == DEFAULT:
         source = DERIVED
-    return Shown(key=key, value=value, source=source, unit="s" if name.endswith("_s") else None)
+    unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), None)
+    return Shown(key=key, value=value, source=source, unit=unit)
 
 
 def as_yaml(settings: Settings) -> str:

@@ -8,12 +8,24 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.api.saving import SaveConfig
+from ckptless.daemon.settings_bind import choose, interfaces
 
 # The environment variable that carries a SharedConfig (base64 of JSON) to the agents of a Slurm job.
 AGENT_CONFIG = "CKPTLESS_AGENT_CONFIG"
+
+
+class ReplicationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How copies of the state go from agent to agent.
+
+    `bandwidth`: bytes per second that each agent sends at most, 0 for no limit. `interface`: an interface or
+    a network, of which each node uses its own address; None is the address of the node's name.
+    """
+
+    bandwidth: float = 0.0
+    interface: str | None = None
 
 
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,7 +34,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `argv` is the script (or, with `module`, the module) and its arguments. `tee`: ranks whose output is shown
     on the console as well, by rank; None for all. `copies` is how many other nodes hold each record.
     `start_s`: seconds in which the node's daemon must have taken the agent. `outcome_dir`: where the agent
-    writes how the job ended, if anywhere. `save`: where steps are saved, if anywhere.
+    writes how the job ended, if anywhere. `save`: where steps are saved, if anywhere. `replication`: how
+    copies of the state go to the other nodes.
     """
 
     spec: JobSpec
@@ -38,6 +51,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start_s: float = 30.0
     outcome_dir: str | None = None
     save: SaveConfig | None = None
+    replication: ReplicationConfig = ReplicationConfig()
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +59,8 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     `env` is the ranks' environment without torchrun's variables. `store_address` is where its key-value store
     listens (in local mode 127.0.0.1, which every resolver knows: torch looks the name of its store up).
+    `copies_address`: where other agents reach this one, and from where it connects to them; None: at
+    `address`, and from wherever the kernel likes.
     """
 
     node: int
@@ -53,10 +69,11 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     store_address: str
     env: dict[str, str]
     rank_socket: str
+    copies_address: str | None = None
 
 
 def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
-    """The configuration of the agent in a Slurm step. Raises UsageError."""
+    """The configuration of the agent in a Slurm step. Raises UsageError, StartError."""
     text = env.get(AGENT_CONFIG)
     if text is None:
         raise UsageError(f"{AGENT_CONFIG} is not set: agents are started by ckptless-run")
@@ -80,6 +97,7 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         store_address=address,
         env=own,
         rank_socket=rank_socket(shared.spec.job),
+        copies_address=_copies_address(shared.replication.interface),
     )
 
 
@@ -102,6 +120,17 @@ def _threads(env: Mapping[str, str], slots: int, cores: int) -> dict[str, str]:
     if "OMP_NUM_THREADS" not in env and mine < cores:
         return {"OMP_NUM_THREADS": str(max(1, mine // slots))}
     return thread_env(env, slots, mine)
+
+
+def _copies_address(interface: str | None) -> str | None:
+    """The node's address on the network that was chosen. Raises StartError where it has none."""
+    if interface is None:
+        return None
+    found = tuple(one for one in interfaces() if not one.address.is_loopback)
+    try:
+        return choose(interface, found, "the interface or network for copies (replication.interface)")
+    except UsageError as error:
+        raise StartError(str(error)) from error
 
 
 def _address(name: str) -> str:

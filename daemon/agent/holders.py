@@ -18,9 +18,25 @@ from ckptless.daemon.peers.link import Link
 
 # A longer one than fits into a message: a terabyte of tensors and more.
 MOST_HEAD_NBYTES = 1 << 20
+# So long a holder is waited for that says nothing; one that takes its time says so every few seconds.
+ANSWER_DEADLINE_S = 15.0
 
 Peer: TypeAlias = Link[p.AgentMessage]
 Dial: TypeAlias = Callable[[NodeInfo], Awaitable[Peer]]
+
+
+@dataclass(frozen=True)
+class Network:
+    """`source`: the address of this node that connections to others come from; None: as the kernel likes.
+
+    `send_rate`: bytes per second that all transfers of tensors together may send, 0 for no limit.
+    """
+
+    source: str | None = None
+    send_rate: float = 0
+
+
+ANY_NETWORK = Network()
 
 
 class Holder(ABC):
@@ -65,6 +81,8 @@ class RecordHolder(Holder):
         super().__init__(info, on_lost)
         self._on_held = on_held
         self._early: list[p.PutRecord] | None = []
+        self._unanswered = 0
+        self._limit: asyncio.Timeout | None = None
 
     def send(self, record: p.PutRecord) -> None:
         """Soon."""
@@ -72,16 +90,37 @@ class RecordHolder(Holder):
             self._early.append(record)
         elif self._link is not None:
             self._link.send(record)
+            self._unanswered += 1
+            if self._unanswered == 1:
+                self._wait_anew()
+
+    def _wait_anew(self) -> None:
+        """The deadline of the next answer, if one is to come."""
+        if self._limit is not None and not self._limit.expired():
+            now = asyncio.get_running_loop().time()
+            self._limit.reschedule(now + ANSWER_DEADLINE_S if self._unanswered else None)
 
     async def _talk(self, link: Peer) -> None:
-        for record in self._early or ():
-            link.send(record)
-        self._early = None
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                early, self._early = self._early or (), None
+                for record in early:
+                    self.send(record)
+                await self._hear(link)
+        except TimeoutError:
+            raise _silent() from None
+        finally:
+            self._limit = None
+
+    async def _hear(self, link: Peer) -> None:
         while True:
             message = await link.receive()
             if not isinstance(message, p.Held):
                 raise ProtocolError(f"{type(message).__name__} is no answer to a record")
-            self._on_held(self._info.node, message)
+            self._unanswered = max(0, self._unanswered - 1)
+            self._wait_anew()
+            if message.held:
+                self._on_held(self._info.node, message)
 
 
 @dataclass(frozen=True)
@@ -195,7 +234,17 @@ class TensorHolder(Holder):
         return True
 
     async def _answer_about(self, version: Version) -> p.TensorsAnswer:
-        answer = await self._answers.get()
+        """Raises TimeoutError where none comes, ProtocolError."""
+        while (answer := await self._next_about(version)).answer == "later":
+            pass
+        return answer
+
+    async def _next_about(self, version: Version) -> p.TensorsAnswer:
+        try:
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                answer = await self._answers.get()
+        except TimeoutError:
+            raise _silent() from None
         if not isinstance(answer, p.TensorsAnswer):
             raise ProtocolError(f"{type(answer).__name__} is no answer to tensors")
         if (answer.shard, answer.step) != (version.shard, version.step):
@@ -214,3 +263,7 @@ def _head_of(version: Version) -> tuple[bytes, Header] | None:
         return None
     with region.view(at.offset, header.header_nbytes) as view:
         return bytes(view), header
+
+
+def _silent() -> TimeoutError:
+    return TimeoutError(f"it has not answered for {ANSWER_DEADLINE_S:.0f} s")

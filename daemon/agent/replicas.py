@@ -5,7 +5,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ckptless.daemon.agent.fetching import TensorsFetch, Wanted
-from ckptless.daemon.agent.holders import Holder, Peer, RecordHolder, TensorHolder, Version
+from ckptless.daemon.agent.holders import (
+    ANY_NETWORK,
+    Holder,
+    Network,
+    Peer,
+    RecordHolder,
+    TensorHolder,
+    Version,
+)
 from ckptless.daemon.agent.lost_copies import Key, LostCopies
 from ckptless.daemon.agent.serving import Serving
 from ckptless.daemon.agent.vault import Held, Vault
@@ -15,7 +23,7 @@ from ckptless.daemon.control.placement import holders, shard_holders
 from ckptless.daemon.control.remaking import Copies, Remake, remakes
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
-from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.peers.link import Link, Route, serve
 from ckptless.daemon.peers.vouch import Vouch
 
 DIAL_DEADLINE_S = 3.0
@@ -55,8 +63,7 @@ class _Pushed:
 class Replicas:
     """Owned by the agent's event loop. `on_acked(rank, step)`: every holder has verified the record.
 
-    `domains` are the nodes' failure domains, see JobSpec. `send_rate`: bytes per second that all transfers of
-    tensors together may send, 0 for no limit.
+    `domains` are the nodes' failure domains, see JobSpec.
     `vouch` comes from the daemon; nothing is asked of other agents, and none of them is heard, before.
     """
 
@@ -67,12 +74,12 @@ class Replicas:
         copies: int,
         vault: Vault,
         domains: tuple[str, ...] = (),
-        send_rate: float = 0,
+        network: Network = ANY_NETWORK,
     ) -> None:
         self._me, self._job, self._vault = node, job, vault
         self._copies, self._domains = Copies(copies, domains), domains
         self.vouch: Vouch | None = None
-        self._pace = Pace(send_rate)
+        self._source, self._pace = network.source, Pace(network.send_rate)
         self.serving = Serving(node, job, vault, self._pace)
         self.soundness = self.serving.soundness
         self._nodes: tuple[NodeInfo, ...] = ()
@@ -347,8 +354,8 @@ class Replicas:
     async def _dial(self, info: NodeInfo) -> Peer:
         if self.vouch is None:
             raise PeerError("the daemon has not given the job's key yet")
-        address, me = (info.address, info.agent_port), (self._job, self._me)
-        return await Link.dial(address, me, self.vouch, p.AgentMessage, DIAL_DEADLINE_S)
+        route = Route((info.address, info.agent_port), self._source)
+        return await Link.dial(route, (self._job, self._me), self.vouch, p.AgentMessage, DIAL_DEADLINE_S)
 
     async def _from_any(
         self,

@@ -13,6 +13,7 @@ from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.console import ConsoleOutput
 from ckptless.daemon.agent.crew import Crew
 from ckptless.daemon.agent.daemon_link import DaemonLink
+from ckptless.daemon.agent.holders import Network
 from ckptless.daemon.agent.orphan import Orphan
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
@@ -45,7 +46,12 @@ class Agent:
         self._console = ConsoleOutput(1, self._event)
         self._crew = Crew(config, self._zygote, self._console)
         self._replicas = Replicas(
-            config.node, config.spec.job, config.copies, self._vault, config.spec.domains
+            config.node,
+            config.spec.job,
+            config.copies,
+            self._vault,
+            config.spec.domains,
+            Network(config.copies_address, config.replication.bandwidth),
         )
         self._state = StateService(config.node, self._vault, self._replicas, self._crew)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
@@ -77,14 +83,15 @@ class Agent:
         daemon: asyncio.Task[None] | None = None
         lease: asyncio.Task[None] | None = None
         try:
-            agent_port = await self._replicas.start(config.address)
+            address = config.copies_address or config.address
+            agent_port = await self._replicas.start(address)
             store_port = await self._store.start(config.store_address)
             self._ranks.start()
             await self._zygote.start(config.preload, config.env, config.zygote_deadline_s)
             info = m.NodeInfo(
                 node=config.node,
                 name=config.name,
-                address=config.address,
+                address=address,
                 agent_port=agent_port,
                 store_address=config.store_address,
                 store_port=store_port,

@@ -23,6 +23,8 @@ from ckptless.daemon.peers.vouch import Vouch
 logger = logging.getLogger(__name__)
 
 CATCH_UP_DEADLINE_S = 10.0
+# How often an agent that has offered something hears that its answer takes time; see ANSWER_DEADLINE_S.
+LATER_S = 3.0
 
 
 async def receive_tensors(
@@ -115,7 +117,9 @@ class Serving:
             case p.OfferTensors():
                 await self._consider(link, message)
             case p.PutTensors():
+                self._claims.begin(link)
                 await self._hold_tensors(link, message)
+                self._claims.release(link)
             case p.GetRecord():
                 held = self._vault.record(message.rank, message.step) or Held(b"", "")
                 link.send(p.RecordReply(record=held.record, digest=held.digest, shard=held.shard))
@@ -131,13 +135,20 @@ class Serving:
     # -------------------------------------------------------------------------------------- hold
 
     async def _hold_record(self, link: Peer, message: p.PutRecord) -> None:
-        if not await self._takes(message.generation, f"the record of rank {message.rank}"):
-            return
-        held = Held(message.record, message.digest, message.shard)
-        self._vault.put_record(message.rank, message.step, held)
-        link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step))
+        taken = await self._takes(message.generation, f"the record of rank {message.rank}")
+        if taken:
+            held = Held(message.record, message.digest, message.shard)
+            self._vault.put_record(message.rank, message.step, held)
+        link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step, held=taken))
 
     async def _consider(self, link: Peer, offer: p.OfferTensors) -> None:
+        saying = asyncio.create_task(_say_later(link, offer))
+        try:
+            await self._decide(link, offer)
+        finally:
+            saying.cancel()
+
+    async def _decide(self, link: Peer, offer: p.OfferTensors) -> None:
         what = (offer.shard, offer.step, offer.digest)
         answer = await self._answer_to(offer)
         while answer == "wanted" and self._claims.taken(what):
@@ -242,3 +253,10 @@ class Serving:
         link.send(p.ChunksReply(nbytes=wanted.nbytes))
         with region.view(payload_at + start, wanted.nbytes) as view:
             await link.send_bulk(view, self._pace)
+
+
+async def _say_later(link: Peer, offer: p.OfferTensors) -> None:
+    """Until it is cancelled, with the answer: it may take as long as another node's transfer."""
+    while True:
+        await asyncio.sleep(LATER_S)
+        link.send(p.TensorsAnswer(shard=offer.shard, step=offer.step, answer="later"))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import AgentConfig, thread_env
+from ckptless.daemon.agent.config import AgentConfig, ReplicationConfig, thread_env
 from ckptless.daemon.agent.prctl import set_child_subreaper, set_pdeathsig
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
@@ -67,6 +67,7 @@ class LocalOptions:
     verbose: bool
     domains: tuple[str, ...] = ()
     save: SaveConfig | None = None
+    replication: ReplicationConfig = field(default_factory=ReplicationConfig)
 
 
 @dataclass
@@ -200,6 +201,8 @@ class LocalRun:
             tee=options.tee,
             copies=options.copies,
             save=options.save,
+            replication=options.replication,
+            copies_address=node.peer.address,
         )
 
     # ------------------------------------------------------------------------------------- start

@@ -114,6 +114,18 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     "[default: 2, or what sbatch --ckptless said]",
 )
 @click.option(
+    "--replication-bandwidth",
+    metavar="RATE",
+    help="As 500MB/s: what each node sends to others of the state at most, or none for no limit.  "
+    "[default: what sbatch --ckptless or the site says]",
+)
+@click.option(
+    "--replication-interface",
+    metavar="NAME",
+    help="As ib0 or 10.1.0.0/16: the interface or network that the state is sent over.  "
+    "[default: what sbatch --ckptless or the site says, else that of the nodes' names]",
+)
+@click.option(
     "--domains",
     metavar="A,A,B",
     help="With --local: the failure domain of each node, the spares' last.  [default: none are known]",

@@ -12,11 +12,12 @@ from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.local import ALWAYS_PRELOADED, LocalOptions
+from ckptless.daemon.launch.replication import replication_config
 from ckptless.daemon.launch.saving import save_config
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.ledger.paths import LATEST
-from ckptless.daemon.settings import load_settings
+from ckptless.daemon.settings import ReplicationSettings, load_settings
 
 Options = Mapping[str, object]
 
@@ -36,6 +37,10 @@ def local_options(script: str, script_args: tuple[str, ...], options: Options) -
         )
     if options["requeue"]:
         raise UsageError("--requeue is for a Slurm job: leave it out with --local")
+    if options["replication_interface"]:
+        raise UsageError(
+            "--replication-interface is for a Slurm job: with --local each node has an address of its own"
+        )
     state_dir = options["state_dir"]
     return LocalOptions(
         argv=_argv(script, script_args, options),
@@ -54,6 +59,7 @@ def local_options(script: str, script_args: tuple[str, ...], options: Options) -
         port=_number(options, "port") or 0,
         verbose=bool(options["verbose"]),
         save=save_config(options, nodes * (_number(options, "nproc_per_node") or 1)),
+        replication=replication_config(options, {}, ReplicationSettings()),
     )
 
 
@@ -77,6 +83,7 @@ def slurm_run(
         raise UsageError(f"{slurm.MAX_STALL} is {max_stall_s:g}: it must be at least {LEAST_MAX_STALL_S:g}")
     tee, copies = _ranks(str(options["tee"])), _number(options, "copies")
     copies = copies or slurm.whole_number(env, slurm.REPLICAS) or 2
+    replication = replication_config(options, env, settings.replication)
     parent = options["log_dir"] if isinstance(options["log_dir"], Path) else Path()
     if found.step is None:
         log_dir, job = make_log_dir(parent, found.job_id)
@@ -103,6 +110,7 @@ def slurm_run(
         copies=copies,
         outcome_dir=str(log_dir),
         save=save_config(options, spec.world_size),
+        replication=replication,
     )
     verbose = bool(options["verbose"])
     if found.step is None:

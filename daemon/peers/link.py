@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -30,6 +30,13 @@ class GreetingCutError(PeerError):
     """Refused without a word; ordinary where the other end has not heard of the job yet."""
 
 
+class Route(NamedTuple):
+    """Where to connect to, and from which address of this node; None: as the kernel likes."""
+
+    address: tuple[str, int]
+    source: str | None = None
+
+
 class Link(Generic[T]):
     """A connection to the process of node `node`, whose messages are of union type `kind`.
 
@@ -52,11 +59,11 @@ class Link(Generic[T]):
 
     @classmethod
     async def dial(
-        cls, address: tuple[str, int], me: tuple[str, int], vouch: Vouch, kind: Any, deadline_s: float
+        cls, to: "tuple[str, int] | Route", me: tuple[str, int], vouch: Vouch, kind: Any, deadline_s: float
     ) -> Self:
         """Connect and prove who is who; `me`: (job, node). Raises OSError, TimeoutError, CkptlessError."""
         async with asyncio.timeout(deadline_s):
-            reader, writer = await _connect(address)
+            reader, writer = await _connect(to if isinstance(to, Route) else Route(to))
             link = cls(reader, writer, kind, CONTROL_LIMIT)
             try:
                 mine, secret = await _vouched(handshake.opening(*me), vouch)
@@ -253,12 +260,13 @@ async def _vouched(
     return msgspec.structs.replace(opening, credential=credential), secret
 
 
-async def _connect(address: tuple[str, int]) -> tuple[CountingReader, asyncio.StreamWriter]:
+async def _connect(route: Route) -> tuple[CountingReader, asyncio.StreamWriter]:
     """As asyncio.open_connection. Raises OSError."""
     loop = asyncio.get_running_loop()
     reader = CountingReader(READ_BUFFER_BYTES, loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    transport, _ = await loop.create_connection(lambda: protocol, *address)
+    source = None if route.source is None else (route.source, 0)
+    transport, _ = await loop.create_connection(lambda: protocol, *route.address, local_addr=source)
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 

@@ -138,20 +138,22 @@ class TensorsAnswer(Message, frozen=True, kw_only=True):
     """Answer to both: verified and held; wanted; not of this agent's generation; or they do not verify.
 
     `have`: (first, count) of chunks that are here, with the digests that the offer's header has for them.
+    "later" is no answer yet, and says that one will come: another node is giving them, or they are read.
     """
 
     shard: int
     step: int
-    answer: Literal["held", "wanted", "stale", "unsound"]
+    answer: Literal["held", "wanted", "stale", "unsound", "later"]
     have: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MOST_RUNS)] = ()
 
 
 class Held(Message, frozen=True, kw_only=True):
-    """The record is verified and held."""
+    """Answer to PutRecord: the record is verified and held, or not taken."""
 
     generation: int
     rank: int
     step: int
+    held: bool = True
 
 
 class GetRecord(Message, frozen=True, kw_only=True):

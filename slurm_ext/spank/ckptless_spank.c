@@ -26,7 +26,7 @@ static int on_option(int val, const char *text, int remote)
 static struct spank_option options[] = {
 	{ "ckptless", "[SPEC]",
 	  "training that outlives its processes and nodes; SPEC is auto, off or a list of spares=N, replicas=N, "
-	  "max-stall=N[s|m], profile=NAME",
+	  "max-stall=N[s|m], bandwidth=RATE, interface=NAME, profile=NAME",
 	  2, OPTION_SPEC, on_option },
 	{ "ckptless-spares", "N", "of the job's nodes, keep N as hot spares (with --ckptless)", 1, OPTION_SPARES,
 	  on_option },

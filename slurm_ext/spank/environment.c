@@ -10,6 +10,13 @@ static void number(struct ckptless_variable *out, const char *name, int value)
 	snprintf(out->value, sizeof(out->value), "%d", value);
 }
 
+static void words(struct ckptless_variable *out, const char *name, const char *value)
+{
+	out->name = name;
+	out->given = value[0] != '\0';
+	snprintf(out->value, sizeof(out->value), "%s", value);
+}
+
 void ckptless_variables(const struct ckptless_spec *spec, struct ckptless_variable out[CKPTLESS_VARIABLES])
 {
 	out[0] = (struct ckptless_variable){ .name = "CKPTLESS", .given = true };
@@ -19,6 +26,7 @@ void ckptless_variables(const struct ckptless_spec *spec, struct ckptless_variab
 	number(&out[2], "CKPTLESS_SPARES", spec->spares);
 	number(&out[3], "CKPTLESS_REPLICAS", spec->replicas);
 	number(&out[4], "CKPTLESS_MAX_STALL", spec->max_stall_s);
-	out[5] = (struct ckptless_variable){ .name = "CKPTLESS_PROFILE", .given = spec->profile[0] != '\0' };
-	snprintf(out[5].value, sizeof(out[5].value), "%s", spec->profile);
+	words(&out[5], "CKPTLESS_BANDWIDTH", spec->bandwidth);
+	words(&out[6], "CKPTLESS_INTERFACE", spec->interface);
+	words(&out[7], "CKPTLESS_PROFILE", spec->profile);
 }

@@ -43,7 +43,7 @@ size_t ckptless_notice_encode(const struct ckptless_notice *notice, unsigned cha
 	unsigned char *at = frame + 4;
 	uint32_t size;
 
-	if (strlen(notice->spec) > CKPTLESS_FRAME_SIZE - 80) /* 80: more than all the rest takes */
+	if (strlen(notice->spec) >= CKPTLESS_SPEC_SIZE)
 		return 0;
 	*at++ = 0x80 | 5; /* a map of five */
 	at = put_text(put_text(at, "type"), notice->ended ? "JobEnded" : "JobStarted");

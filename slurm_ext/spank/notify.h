@@ -6,8 +6,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "options.h"
+
 #define CKPTLESS_NOTIFY_MS 300
-#define CKPTLESS_FRAME_SIZE 256
+#define CKPTLESS_FRAME_SIZE (CKPTLESS_SPEC_SIZE + 80) /* 80: more than all the rest takes */
 
 struct ckptless_notice {
 	bool ended; /* JobEnded, else JobStarted */

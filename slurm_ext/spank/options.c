@@ -82,6 +82,57 @@ static bool same(const char *text, size_t size, const char *word)
 	return strlen(word) == size && memcmp(text, word, size) == 0;
 }
 
+/* "500MB/s": a number, a unit, and 1 MB/s to 1000 GB/s; or "none". */
+static bool rate(const char *text, size_t size, char *out)
+{
+	static const struct {
+		const char *unit;
+		double factor;
+	} units[] = { { "B/s", 1 },	 { "kB/s", 1e3 },    { "MB/s", 1e6 },	  { "GB/s", 1e9 },
+		      { "KiB/s", 1024 }, { "MiB/s", 1 << 20 }, { "GiB/s", 1 << 30 } };
+	double value = 0, place = 1;
+	size_t used = 0;
+
+	if (size >= CKPTLESS_BANDWIDTH_SIZE)
+		return false;
+	if (!same(text, size, "none")) {
+		for (; used < size && is_digit(text[used]); used++)
+			value = value * 10 + (text[used] - '0');
+		if (used == 0)
+			return false;
+		if (used + 1 < size && text[used] == '.' && is_digit(text[used + 1])) {
+			for (used++; used < size && is_digit(text[used]); used++)
+				value += (text[used] - '0') * (place /= 10);
+		}
+		for (size_t i = 0; i < sizeof(units) / sizeof(*units); i++) {
+			if (same(text + used, size - used, units[i].unit)) {
+				value *= units[i].factor;
+				used = size;
+				break;
+			}
+		}
+		if (used != size || value < 1e6 || value > 1e12)
+			return false;
+	}
+	memcpy(out, text, size);
+	out[size] = '\0';
+	return true;
+}
+
+/* An interface or a network; whether a node has it is found out there. */
+static bool interface_name(const char *text, size_t size, char *out)
+{
+	if (size == 0 || size >= CKPTLESS_INTERFACE_SIZE || text[0] == '-')
+		return false;
+	for (size_t i = 0; i < size; i++) {
+		if (!is_name_char(text[i]) && !strchr(":/@", text[i]))
+			return false;
+	}
+	memcpy(out, text, size);
+	out[size] = '\0';
+	return true;
+}
+
 /* A user's text as it may stand in a message: short, and nothing in it that a terminal would act on. */
 static const char *shown(const char *text, size_t size, char out[49])
 {
@@ -112,13 +163,19 @@ static bool setting_parse(const char *item, size_t size, struct ckptless_spec *s
 	} else if (same(item, key, "max-stall")) {
 		again = spec->max_stall_s != CKPTLESS_NOT_SAID;
 		want = duration_s(value, rest, &spec->max_stall_s) ? NULL : "5s to 86400s, or minutes as in 2m";
+	} else if (same(item, key, "bandwidth")) {
+		again = spec->bandwidth[0] != '\0';
+		want = rate(value, rest, spec->bandwidth) ? NULL : "1MB/s to 1000GB/s, as in 500MB/s, or none";
+	} else if (same(item, key, "interface")) {
+		again = spec->interface[0] != '\0';
+		want = interface_name(value, rest, spec->interface) ? NULL : "an interface, or a network";
 	} else if (same(item, key, "profile")) {
 		again = spec->profile[0] != '\0';
 		want = profile_name(value, rest, spec->profile) ? NULL : "a name of letters, digits, _ - and .";
 	} else {
 		snprintf(why, why_size,
 			 "\"%s\" is not known; say auto, off, or a list of "
-			 "spares=N, replicas=N, max-stall=N[s|m], profile=NAME",
+			 "spares=N, replicas=N, max-stall=N[s|m], bandwidth=RATE, interface=NAME, profile=NAME",
 			 shown(item, size, word));
 		return false;
 	}
@@ -184,6 +241,10 @@ void ckptless_spec_format(const struct ckptless_spec *spec, char *text)
 		at += (size_t)sprintf(text + at, ",replicas=%d", spec->replicas);
 	if (spec->max_stall_s != CKPTLESS_NOT_SAID)
 		at += (size_t)sprintf(text + at, ",max-stall=%d", spec->max_stall_s);
+	if (spec->bandwidth[0])
+		at += (size_t)sprintf(text + at, ",bandwidth=%s", spec->bandwidth);
+	if (spec->interface[0])
+		at += (size_t)sprintf(text + at, ",interface=%s", spec->interface);
 	if (spec->profile[0])
 		at += (size_t)sprintf(text + at, ",profile=%s", spec->profile);
 	if (at == 0)

@@ -7,15 +7,19 @@
 
 #define CKPTLESS_NOT_SAID (-1)
 #define CKPTLESS_PROFILE_SIZE 65 /* longest name + 1 */
-#define CKPTLESS_SPEC_SIZE 160	 /* any spec in its one written form, with the final NUL */
+#define CKPTLESS_BANDWIDTH_SIZE 24
+#define CKPTLESS_INTERFACE_SIZE 48 /* an IPv6 network has 43 */
+#define CKPTLESS_SPEC_SIZE 256	   /* any spec in its one written form, with the final NUL; a notice has no room for more */
 #define CKPTLESS_WHY_SIZE 256	 /* one sentence for the user */
 
-/* A SPEC, taken apart. Numbers are CKPTLESS_NOT_SAID and the profile is empty where the user said nothing. */
+/* A SPEC, taken apart. Numbers are CKPTLESS_NOT_SAID and texts are empty where the user said nothing. */
 struct ckptless_spec {
 	bool on;
 	int spares;	 /* nodes */
 	int replicas;	 /* copies of each shard */
 	int max_stall_s; /* seconds */
+	char bandwidth[CKPTLESS_BANDWIDTH_SIZE]; /* as it is written, with its unit */
+	char interface[CKPTLESS_INTERFACE_SIZE]; /* or network */
 	char profile[CKPTLESS_PROFILE_SIZE];
 };
 
@@ -30,7 +34,8 @@ struct ckptless_asked {
 };
 
 /*
- * Takes SPEC apart: "auto", "off" or a list of spares=N, replicas=R, max-stall=S[s|m], profile=NAME.
+ * Takes SPEC apart: "auto", "off" or a list of spares=N, replicas=R, max-stall=S[s|m], bandwidth=RATE,
+ * interface=NAME, profile=NAME.
  * NULL, "" and "(null)" (what Slurm 22.05 makes of an absent value) mean auto.
  * False: not valid; `why` then holds one sentence, without the option's name.
  */

@@ -284,6 +284,10 @@ static void take_rest_from_job(struct ckptless_spec *spec)
 		spec->replicas = state.job.replicas;
 	if (spec->max_stall_s == CKPTLESS_NOT_SAID)
 		spec->max_stall_s = state.job.max_stall_s;
+	if (!spec->bandwidth[0])
+		memcpy(spec->bandwidth, state.job.bandwidth, sizeof(spec->bandwidth));
+	if (!spec->interface[0])
+		memcpy(spec->interface, state.job.interface, sizeof(spec->interface));
 	if (!spec->profile[0])
 		memcpy(spec->profile, state.job.profile, sizeof(spec->profile));
 }

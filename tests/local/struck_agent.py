@@ -111,6 +111,8 @@ def send(original: Any, message: Any) -> None:
         if message.answer == "held" and DOING.get() == "hold":
             reached(Point.ACK_SENT)
         return
+    if isinstance(message, p.Held) and not message.held:
+        return
     points: dict[Any, Point] = {
         p.PutRecord: Point.RECORD_SENT,
         p.Held: Point.RECORD_HELD,

@@ -55,6 +55,14 @@ def test_defaults(tmp_path: Path) -> None:
     assert options("train.py").job != options("train.py").job
 
 
+def test_a_limit_for_copies() -> None:
+    assert options("train.py").replication.bandwidth == 0
+    assert options("--replication-bandwidth", "50MB/s", "train.py").replication.bandwidth == 5e7
+    result = call(["--local", "--replication-interface", "lo", "train.py"])
+    assert result.exit_code == 2
+    assert "--replication-interface is for a Slurm job" in result.stderr
+
+
 def test_failure_domains() -> None:
     assert options("train.py").domains == ()
     found = options("--nodes", "2", "--spares", "1", "--domains", "a,a,b", "train.py")

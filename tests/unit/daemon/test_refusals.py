@@ -112,7 +112,8 @@ def test_an_agent_tells_of_a_record_of_an_older_generation() -> None:
             await agent.serving.follow(2)
             link.send(record(generation=1))
             link.send(record(generation=2))
-            answer = await link.receive()
+            refused, answer = await link.receive(), await link.receive()
+        assert refused == p.Held(generation=1, rank=3, step=9, held=False)
         assert answer == p.Held(generation=2, rank=3, step=9)
         assert agent.events == [("stale-record", "the record of rank 3, generation 1, here 2")]
         assert {kind for kind, _ in agent.events} <= REFUSALS

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ckptless.daemon.agent.holders import ANY_NETWORK, Network
 from ckptless.daemon.agent.memory import SLOTS, round_up
 from ckptless.daemon.agent.replicas import Replicas
 from ckptless.daemon.agent.vault import Held, Vault, digest
@@ -33,10 +34,10 @@ def payload_of(shard: int, step: int, nbytes: int) -> bytes:
 class Node:
     """One agent's vault, and what serves it to others."""
 
-    def __init__(self, number: int, copies: int) -> None:
-        self.number = number
+    def __init__(self, number: int, copies: int, host: str = HOST, network: Network = ANY_NETWORK) -> None:
+        self.number, self.host = number, host
         self.vault = Vault()
-        self.replicas = Replicas(number, JOB, copies, self.vault)
+        self.replicas = Replicas(number, JOB, copies, self.vault, network=network)
         self.replicas.vouch = KeyVouch(b"key")
         self.events: list[tuple[str, str]] = []
         self.replicas.on_event = lambda kind, text: self.events.append((kind, text))
@@ -44,11 +45,11 @@ class Node:
 
     async def start(self) -> None:
         """Serve."""
-        port = await self.replicas.start(HOST)
+        port = await self.replicas.start(self.host)
         self.info = m.NodeInfo(
             node=self.number,
             name=f"n{self.number}",
-            address=HOST,
+            address=self.host,
             agent_port=port,
             store_address=HOST,
             store_port=1,
@@ -103,10 +104,18 @@ class Node:
 
 
 class Nodes(dict[int, Node]):
-    """Some of them; in `async with`."""
+    """Some of them; in `async with`. With `hosts`, each at its own address, which it also comes from."""
 
-    def __init__(self, count: int, copies: int = 2) -> None:
-        super().__init__({number: Node(number, copies) for number in range(count)})
+    def __init__(
+        self,
+        count: int,
+        copies: int = 2,
+        network: Network = ANY_NETWORK,
+        hosts: Mapping[int, str] | None = None,
+    ) -> None:
+        for number in range(count):
+            host = hosts[number] if hosts else HOST
+            self[number] = Node(number, copies, host, Network(host) if hosts else network)
 
     async def __aenter__(self) -> Nodes:
         for node in self.values():

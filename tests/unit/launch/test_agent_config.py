@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 import os
 import socket
 import sys
@@ -12,9 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, of_this_node, rank_socket, thread_env
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.agent import config
+from ckptless.daemon.agent.config import (
+    AGENT_CONFIG,
+    ReplicationConfig,
+    SharedConfig,
+    of_this_node,
+    rank_socket,
+    thread_env,
+)
+from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits
+from ckptless.daemon.settings_bind import Interface
 
 SHARED = SharedConfig(
     spec=JobSpec(
@@ -58,6 +68,40 @@ def test_without_slurms_name_the_hosts_is_taken(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost.cluster.example")
     env = {name: value for name, value in GOOD.items() if name != "SLURMD_NODENAME"}
     assert of_this_node(env, cores=1).name == "localhost"
+
+
+def on_network(interface: str) -> dict[str, str]:
+    chosen = msgspec.structs.replace(SHARED, replication=ReplicationConfig(interface=interface))
+    return carried(msgspec.json.encode(chosen))
+
+
+def test_copies_go_over_the_chosen_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tuple(
+        Interface(name, ipaddress.ip_address(address))
+        for name, address in [("lo", "127.0.0.1"), ("eth0", "192.0.2.7"), ("ib0", "10.1.2.7")]
+    )
+    monkeypatch.setattr(config, "interfaces", lambda: found)
+    assert of_this_node(GOOD, cores=1).copies_address is None
+    for interface in ("ib0", "10.1.0.0/16"):
+        agent = of_this_node(on_network(interface), cores=1)
+        # All the rest stays where it was.
+        assert (agent.copies_address, agent.address, agent.store_address) == (
+            "10.1.2.7",
+            "127.0.0.1",
+            "127.0.0.1",
+        )
+
+
+@pytest.mark.parametrize("interface", ["ib7", "172.16.0.0/12", "lo", "127.0.0.0/8"])
+def test_a_node_that_is_not_on_the_chosen_network(interface: str) -> None:
+    """The launcher shows it, with the node's name, and ends the job: exit code 3."""
+    with pytest.raises(StartError) as caught:
+        of_this_node(on_network(interface), cores=1)
+    assert str(caught.value).startswith(
+        f"the interface or network for copies (replication.interface) is {interface}, and this node has "
+        "no such address; it has "
+    )
+    assert "\n" not in str(caught.value)
 
 
 def refused(env: dict[str, str]) -> str:

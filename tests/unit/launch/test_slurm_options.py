@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ckptless.daemon import settings as site_settings
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
+from ckptless.daemon.agent.config import AGENT_CONFIG, ReplicationConfig, SharedConfig
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.model import Limits
 from ckptless.daemon.launch import main
@@ -107,6 +107,15 @@ def test_the_sites_settings_are_the_defaults(folder: Path) -> None:
     assert config.daemon_socket == "/tmp/x.sock"
 
 
+def test_how_copies_go_to_the_other_nodes(folder: Path) -> None:
+    assert run("train.py").config.replication == ReplicationConfig()
+    (folder / "no-such.yaml").write_text("version: 1\nreplication: {bandwidth: 1GB/s, interface: ib0}\n")
+    assert run("train.py").config.replication == ReplicationConfig(bandwidth=1e9, interface="ib0")
+    env = {**JOB, "CKPTLESS_BANDWIDTH": "2GB/s"}
+    config = run("--replication-interface", "10.1.0.0/16", "train.py", env=env).config
+    assert config.replication == ReplicationConfig(bandwidth=2e9, interface="10.1.0.0/16")
+
+
 def test_the_sites_failure_domains(folder: Path) -> None:
     found = run("train.py")
     assert isinstance(found, SlurmRun)
@@ -184,6 +193,8 @@ def test_a_module() -> None:
         (("--job", "mine", "train.py"), "--job is for --local"),
         (("--state-dir", "here", "train.py"), "--state-dir is for --local"),
         (("--port", "99", "train.py"), "--port is for --local"),
+        (("--replication-bandwidth", "9", "train.py"), "--replication-bandwidth is '9'"),
+        (("--replication-interface", "10.1.2.3", "train.py"), "--replication-interface is '10.1.2.3'"),
         (("--spares", "5", "train.py"), "ask for more nodes"),
         (("--nodes", "5", "train.py"), "--nodes=6"),
         (("--tee", "0;1", "train.py"), "--tee 0;1"),

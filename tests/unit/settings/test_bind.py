@@ -6,7 +6,14 @@ import socket
 import pytest
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.settings_bind import Interface, by_name, choose, interfaces, listen_address
+from ckptless.daemon.settings_bind import (
+    Interface,
+    by_name,
+    choose,
+    interfaces,
+    is_shared_bind,
+    listen_address,
+)
 
 HERE = tuple(
     Interface(name, ipaddress.ip_address(address))
@@ -48,6 +55,11 @@ def test_a_node_without_such_an_address(bind: str) -> None:
         f"daemon.bind is {bind}, and this node has no such address; it has lo "
     )
     assert "eth0 192.0.2.7" in str(caught.value)
+
+
+def test_what_many_nodes_can_have_one_of() -> None:
+    assert all(is_shared_bind(text) for text in ("ib0", "10.1.0.0/16", "fd00::/8", "eth0.7"))
+    assert not any(is_shared_bind(text) for text in ("10.1.0.7", "10.1.0.7/32", "::1", "10.1", "", "a" * 16))
 
 
 def test_an_interface_with_nothing_but_a_link_local_address() -> None:

@@ -111,6 +111,7 @@ daemon:
 slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin}
 munge: {socket: /run/m.sock}
 domains: {rack1: "node[1-4]"}
+replication: {bandwidth: 2GB/s, interface: ib0}
 budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )

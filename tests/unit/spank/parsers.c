@@ -162,6 +162,7 @@ static const char *const pieces[] = {
 	"spares",  "replicas", "max-stall", "profile", "=",    ",",	   "1",	 "1024", "1025", "99999999999", "s",
 	"m",	   "auto",     "off",	    "(null)",  "-",    "--",	   "\n", " ",	 "\t",	 "\"",		"'",
 	"\\",	   "#SBATCH ", "#",	    "-N",      "-N2",  "--nodes=", "2-", "k",	 "-HN",	 "--ckptless",	"=1",
+	"bandwidth", "interface", "MB/s", "none", "GiB/s", "/16",
 	"--no-kill", "a.sh",   ".",	    "_",       "\x80", "\xff",	   ":",	 "x",	 "60",
 };
 

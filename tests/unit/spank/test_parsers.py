@@ -23,6 +23,15 @@ from native import Parsers
         ("max-stall=90s", "max-stall=90"),
         ("max-stall=2m", "max-stall=120"),
         ("spares=007", "spares=7"),
+        ("interface=ib0,bandwidth=1.5GiB/s", "bandwidth=1.5GiB/s,interface=ib0"),
+        ("bandwidth=none,interface=10.1.0.0/16", "bandwidth=none,interface=10.1.0.0/16"),
+        ("bandwidth=1000GB/s,interface=fd00::/8", "bandwidth=1000GB/s,interface=fd00::/8"),
+        (
+            f"spares=1024,replicas=64,max-stall=86400,bandwidth=000000000000500.0MiB/s,"
+            f"interface={'i' * 47},profile={'p' * 64}",
+            f"spares=1024,replicas=64,max-stall=86400,bandwidth=000000000000500.0MiB/s,"
+            f"interface={'i' * 47},profile={'p' * 64}",
+        ),
         (f"profile={'p' * 64}", f"profile={'p' * 64}"),
     ],
 )
@@ -55,6 +64,20 @@ def test_spec_is_brought_into_one_form(parsers: Parsers, given: str, written: st
         ("max-stall=9999999m", "not valid"),
         ("max-stall=2h", "not valid"),
         ("max-stall=s", "not valid"),
+        ("bandwidth=500", "bandwidth wants 1MB/s to 1000GB/s, as in 500MB/s, or none"),
+        ("bandwidth=", "not valid"),
+        ("bandwidth=MB/s", "not valid"),
+        ("bandwidth=1.MB/s", "not valid"),
+        ("bandwidth=500mb/s", "not valid"),
+        ("bandwidth=500MB/sx", "not valid"),
+        ("bandwidth=999kB/s", "not valid"),
+        ("bandwidth=1001GB/s", "not valid"),
+        ("bandwidth=1MB/s,bandwidth=1MB/s", "bandwidth is given twice"),
+        ("interface=", "interface wants an interface, or a network"),
+        ("interface=-x", "not valid"),
+        ("interface=ib0;ls", "not valid"),
+        (f"interface={'i' * 48}", "not valid"),
+        ("interface=a,interface=a", "interface is given twice"),
         ("profile=", "profile wants a name of letters, digits, _ - and ."),
         ("profile=../../etc", "not valid"),
         ("profile=a b", "not valid"),
@@ -194,13 +217,16 @@ def test_what_can_be_read_only_once_is_left_alone(parsers: Parsers, tmp_path: Pa
 
 def test_variables_are_those_that_were_given(parsers: Parsers) -> None:
     assert parsers.ask("variables", "auto") == ["CKPTLESS=auto", "CKPTLESS_SPEC=auto", ""]
-    spec = "spares=1,replicas=2,max-stall=120,profile=x"
-    assert parsers.ask("variables", "profile=x,max-stall=2m,replicas=2,spares=1") == [
+    spec = "spares=1,replicas=2,max-stall=120,bandwidth=2GB/s,interface=ib0,profile=x"
+    given = "interface=ib0,profile=x,max-stall=2m,replicas=2,bandwidth=2GB/s,spares=1"
+    assert parsers.ask("variables", given) == [
         f"CKPTLESS={spec}",
         f"CKPTLESS_SPEC={spec}",
         "CKPTLESS_SPARES=1",
         "CKPTLESS_REPLICAS=2",
         "CKPTLESS_MAX_STALL=120",
+        "CKPTLESS_BANDWIDTH=2GB/s",
+        "CKPTLESS_INTERFACE=ib0",
         "CKPTLESS_PROFILE=x",
         "",
     ]

@@ -1,0 +1,221 @@
+"""Holders that take a connection and then say nothing: told of, and done without. Real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from vaults import DEADLINE_S, HOST, JOB, Nodes, payload_of, until
+
+from ckptless.daemon.agent import claims, holders, serving
+from ckptless.daemon.agent.holders import Peer, Version
+from ckptless.daemon.agent.vault import digest
+from ckptless.daemon.api import version
+from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.peers.vouch import KeyVouch
+
+STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
+# Of the tests' own; what is shipped is in seconds.
+SHORT_S = 0.3
+SHIPPED_S, SHIPPED_LATER_S = holders.ANSWER_DEADLINE_S, serving.LATER_S
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "ANSWER_DEADLINE_S", SHORT_S)
+    monkeypatch.setattr(serving, "LATER_S", SHORT_S / 6)
+
+
+def test_the_shipped_deadlines_fit_each_other() -> None:
+    """Who takes its time says so several times before it is given up."""
+    assert SHIPPED_LATER_S * 4 < SHIPPED_S
+    assert serving.CATCH_UP_DEADLINE_S < SHIPPED_S
+
+
+@asynccontextmanager
+async def silent(nodes: Nodes, number: int, heard: Callable[[Peer, Any], None]) -> AsyncIterator[None]:
+    """In place of a node's server one that shakes hands, and hands what it hears to `heard`."""
+
+    async def listen(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        link: Peer = await Link.accept(streams, lambda _job: number, KeyVouch(b"key"), p.AgentMessage)
+        try:
+            while True:
+                heard(link, message := await link.receive())
+                if isinstance(message, p.PutTensors):
+                    await link.receive_bulk(memoryview(bytearray(message.nbytes)))
+        except ConnectionError:
+            """The other end is done with it."""
+        finally:
+            link.close()
+
+    tasks: list[asyncio.Task[None]] = []
+    server, port = await serve(HOST, 0, lambda *pair: tasks.append(asyncio.create_task(listen(pair))))
+    nodes[number].info = structs.replace(nodes[number].info, agent_port=port)
+    try:
+        yield
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # what is closed goes with the loop's next round
+
+
+def held(nodes: Nodes, number: int = 0) -> Version:
+    found = nodes[number].vault.tensors(0, STEP)
+    assert found is not None
+    return Version(1, 0, STEP, *found)
+
+
+def nothing(_link: Peer, _message: Any) -> None:
+    """It says nothing."""
+
+
+def wants(link: Peer, message: Any) -> None:
+    """It wants what it is offered, and does not say what has become of it."""
+    if isinstance(message, p.OfferTensors):
+        link.send(p.TensorsAnswer(shard=message.shard, step=message.step, answer="wanted"))
+
+
+@pytest.mark.parametrize("heard", [nothing, wants], ids=["to an offer", "to the tensors"])
+def test_who_does_not_answer_is_replaced(heard: Callable[[Peer, Any], None]) -> None:
+    async def play() -> None:
+        async with Nodes(3, copies=1) as nodes, silent(nodes, 1, heard):
+            nodes[0].hold(0, STEP, payload_of(0, STEP, NBYTES))
+            nodes.follow(nodes.assignment([0], None, generation=1))
+            acked: list[int] = []
+            nodes[0].replicas.push_tensors(held(nodes), frozenset({0}), lambda: acked.append(1))
+            await until(lambda: acked)
+            assert nodes[2].payload(0, STEP) == payload_of(0, STEP, NBYTES)
+            (text,) = nodes[0].told("holder-lost")
+            assert text.startswith("node-1 ")
+            assert text.endswith("it has not answered for 0 s")
+
+    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+
+
+def test_a_record_that_is_not_answered_goes_to_another() -> None:
+    async def play() -> None:
+        async with Nodes(3, copies=1) as nodes, silent(nodes, 1, nothing):
+            nodes.follow(nodes.assignment([0], None, generation=1))
+            acked: list[int] = []
+            nodes[0].replicas.on_acked = lambda _rank, step: acked.append(step)
+            for step in (STEP, STEP + 1):
+                data = f"step {step}".encode()
+                nodes[0].replicas.push(
+                    p.PutRecord(generation=1, rank=0, shard=0, step=step, record=data, digest=digest(data))
+                )
+            await until(lambda: len(acked) == 2)
+            assert nodes[2].vault.record(0, STEP + 1) is not None
+            assert len(nodes[0].told("holder-lost")) == 1
+
+    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+
+
+def test_a_holder_with_nothing_to_answer_may_be_silent_for_long() -> None:
+    """Records are answered, refused ones too; after that there is no deadline."""
+
+    async def play() -> None:
+        async with Nodes(2, copies=1) as nodes:
+            nodes.follow(nodes.assignment([0], None, generation=1))
+            acked: list[int] = []
+            nodes[0].replicas.on_acked = lambda _rank, step: acked.append(step)
+
+            def push(step: int) -> None:
+                data = b"a record"
+                nodes[0].replicas.push(
+                    p.PutRecord(generation=1, rank=0, shard=0, step=step, record=data, digest=digest(data))
+                )
+
+            push(1)
+            await until(lambda: acked == [1])
+            # Frozen, as between two generations: nothing is taken, and that is an answer.
+            nodes[1].replicas.serving.accepting = False
+            push(2)
+            await asyncio.sleep(3 * SHORT_S)
+            assert acked == [1]
+            assert nodes[0].told("holder-lost") == []
+
+    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+
+
+def offer(generation: int = 1) -> p.OfferTensors:
+    return p.OfferTensors(
+        generation=generation, shard=0, step=STEP, nbytes=NBYTES + version.PAGE_NBYTES, digest="00" * 16
+    )
+
+
+async def connect(nodes: Nodes, me: int) -> Peer:
+    info = nodes[1].info
+    address = (info.address, info.agent_port)
+    return await Link.dial(address, (JOB, me), KeyVouch(b"key"), p.AgentMessage, DEADLINE_S)
+
+
+async def answers(link: Peer) -> list[str]:
+    """Up to the first that is one."""
+    found: list[str] = []
+    while not found or found[-1] == "later":
+        message = await link.receive()
+        assert isinstance(message, p.TensorsAnswer)
+        found.append(message.answer)
+    return found
+
+
+def test_who_has_to_wait_for_another_hears_so_and_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has said that it gives them, and does not."""
+    monkeypatch.setattr(claims, "CLAIM_DEADLINE_S", 4 * SHORT_S)
+
+    async def play() -> None:
+        async with Nodes(3) as nodes:
+            nodes.follow(nodes.assignment([0], None, generation=1))
+            first, second = await connect(nodes, 0), await connect(nodes, 2)
+            first.send(offer())
+            assert await answers(first) == ["wanted"]
+            second.send(offer())
+            *before, last = await answers(second)
+            assert last == "wanted"
+            assert len(before) > 1
+            for link in (first, second):
+                link.close()
+                await link.closed()
+
+    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+
+
+def test_who_waits_is_told_when_the_other_is_done() -> None:
+    """At once, and not only when the other says something else."""
+
+    async def play() -> None:
+        async with Nodes(3) as nodes:
+            for number in (0, 2):
+                nodes[number].hold(0, STEP, payload_of(0, STEP, NBYTES))
+            nodes.follow(nodes.assignment([0], None, generation=1))
+            at = held(nodes).at
+            both = p.OfferTensors(generation=1, shard=0, step=STEP, nbytes=at.nbytes, digest=at.digest)
+            put = p.PutTensors(generation=1, shard=0, step=STEP, nbytes=at.nbytes, digest=at.digest)
+            first, second = await connect(nodes, 0), await connect(nodes, 2)
+            first.send(both)
+            assert await answers(first) == ["wanted"]
+            second.send(both)
+            with held(nodes).region.view(at.offset, at.nbytes) as view:
+                first.send(put)
+                await first.send_bulk(view)
+            assert (await answers(first))[-1] == "held"
+            assert (await answers(second))[-1] == "held"
+            for link in (first, second):
+                link.close()
+                await link.closed()
+
+    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
