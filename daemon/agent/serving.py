@@ -48,9 +48,9 @@ async def receive_tensors(link: Peer, vault: Vault, told: Told, put: Callable[[T
 class Serving:
     """Owned by the agent's event loop. `accepting`: not while this node's agent is frozen."""
 
-    def __init__(self, node: int, job: str, vault: Vault, pace: Pace) -> None:
-        self._me, self._job, self._vault, self._pace = node, job, vault, pace
-        self.soundness = Soundness(job, vault)
+    def __init__(self, node: int, origin: version.Origin, vault: Vault, pace: Pace) -> None:
+        self._me, self._origin, self._vault, self._pace = node, origin, vault, pace
+        self.soundness = Soundness(origin, vault)
         self._generation = 0
         self._followed = asyncio.Condition()
         self._claims = Claims()
@@ -88,8 +88,8 @@ class Serving:
             link.close()
 
     def _node_in(self, job: str) -> int:
-        if job != self._job:
-            raise PeerError(f"this is an agent of job {self._job}, not of {job}")
+        if job != self._origin.job:
+            raise PeerError(f"this is an agent of job {self._origin.job}, not of {job}")
         return self._me
 
     async def _answer(self, link: Peer, message: p.AgentMessage) -> None:
@@ -164,7 +164,7 @@ class Serving:
                 self._refuse(f"the tensors of shard {shard}", message.generation)
             link.send(p.TensorsAnswer(shard=shard, step=step, answer=answer))
 
-        told = Told(self._job, shard, step, message.generation, message.nbytes, message.digest)
+        told = Told(self._origin, shard, step, message.generation, message.nbytes, message.digest)
         try:
             await receive_tensors(link, self._vault, told, put)
         except BadVersionError as error:
