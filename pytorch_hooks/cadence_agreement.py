@@ -5,12 +5,15 @@ has one sequence: the first follows from the step that is restored, and each lat
 rank 0, into the generation's key-value store, where everybody reads it before the step that it begins with.
 Rank 0 writes it a commit ahead, so that nobody waits for it. A rank that cannot read it does not go on by
 itself: it waits, until it can or the generation ends.
+
+What the ranks were told is compared when a generation begins: each looks at what rank 0 was told.
 """
 
 from typing import Any, Protocol
 
 import msgspec
 
+from ckptless.daemon.api.errors import UsageError
 from ckptless.pytorch_hooks import torch_private
 from ckptless.pytorch_hooks.cadence import Costs, Meter, Plan, Tuner, first_plan, together
 from ckptless.pytorch_hooks.comm.fabric import Fabric
@@ -24,7 +27,10 @@ class Cadence(Protocol):
         """The interval in steps, as it is now."""
 
     def begin(self, step: int, rank: int, world_size: int) -> None:
-        """A generation begins at this step, which is committed."""
+        """A generation begins at this step, which is committed.
+
+        Raises UsageError where rank 0 was told something else, GenerationEnded, CollectiveFailed.
+        """
 
     def is_due(self, step: int) -> bool:
         """Whether a step is to be committed."""
@@ -36,11 +42,12 @@ class Cadence(Protocol):
 class Fixed:
     """Each step whose number can be divided by `every`, and the first: DDP's buckets are settled in it."""
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, fabric: Fabric, every: int) -> None:
+        self._fabric, self.every = fabric, every
 
     def begin(self, step: int, rank: int, world_size: int) -> None:
-        """Nothing follows from it."""
+        """See Cadence."""
+        _compare(self._fabric, rank, world_size, f"commit_every={self.every}")
 
     def is_due(self, step: int) -> bool:
         """See Cadence."""
@@ -71,6 +78,8 @@ class Agreed:
         self._plan, self._next, self._tuner = first_plan(step), None, Tuner(self._budget)
         self._rank, self._world_size = rank, world_size
         self._generation = self._fabric.generation or 0
+        told = f'commit_every="auto" and commit_budget={self._budget:g}'
+        _compare(self._fabric, rank, world_size, told)
 
     def is_due(self, step: int) -> bool:
         """See Cadence."""
@@ -118,4 +127,24 @@ class Agreed:
         return self._key(f"plan/{after}")
 
     def _key(self, name: str) -> str:
-        return f"ckptless/{self._generation}/cadence/{name}"
+        return _key(self._generation, name)
+
+
+def _key(generation: int, name: str) -> str:
+    return f"ckptless/{generation}/cadence/{name}"
+
+
+def _compare(fabric: Fabric, rank: int, world_size: int, told: str) -> None:
+    """Raise UsageError where rank 0 was told something else; that is waited for."""
+    if world_size == 1:
+        return
+    key = _key(fabric.generation or 0, "told")
+    if rank == 0:
+        fabric.in_store(lambda store: store.set(key, told))
+        return
+    first: Any = fabric.in_store(lambda store: torch_private.store_get(store, key))
+    if first.decode() != told:
+        raise UsageError(
+            f"rank {rank} was started with {told}, and rank 0 with {first.decode()}: "
+            "give ckptless.run the same on every rank"
+        )

@@ -56,7 +56,7 @@ class _Worker:
         self._session.on_stop = self._fabric.abort
         meter = Meter()
         cadence = (
-            Fixed(commit_every)
+            Fixed(self._fabric, commit_every)
             if isinstance(commit_every, int)
             else Agreed(self._fabric, meter, commit_budget)
         )

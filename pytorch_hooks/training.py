@@ -44,7 +44,7 @@ class Run:
         self, session: Session, fabric: Fabric, cadence: Cadence | None = None, meter: Meter | None = None
     ) -> None:
         self._session, self._fabric = session, fabric
-        self._cadence: Cadence = cadence or Fixed(1)
+        self._cadence: Cadence = cadence or Fixed(fabric, 1)
         self._meter = meter or Meter()
         self._told_at = 0.0
         self._versions = Versions(session)

@@ -92,6 +92,7 @@ class Versions:
         layout = tensors.layout
         header = version.Header(
             job=self._session.welcome.job,
+            run=self._session.welcome.run,
             shard=shard,
             rank=rank,
             step=step,
@@ -182,7 +183,8 @@ class Versions:
             data = self._mapped_at(reply.tensors, fd, reply.slot_nbytes, tensors)
             try:
                 header = version.decode(raw.window(data), reply.tensors.digest)
-                header.check(self._session.welcome.job, shard, step, generation)
+                welcome = self._session.welcome
+                header.check(version.Origin(welcome.job, welcome.run), shard, step, generation)
                 found = Fetched(reply.record, reply.tensors, header, data)
                 if read_payload:
                     self.verify(found)

@@ -136,6 +136,7 @@ class Crew:
         link.send(
             m.Welcome(
                 job=self._config.spec.job,
+                run=self._config.spec.run_id,
                 slot=slot.index,
                 host=self._config.address,
                 pong_s=self._config.spec.limits.pong_s,

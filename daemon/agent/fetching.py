@@ -31,7 +31,7 @@ _Check: TypeAlias = tuple[Piece, "asyncio.Future[int | None]"]
 class Wanted:
     """What is to be fetched; it may be of generation `generation` at most."""
 
-    job: str
+    origin: version.Origin
     shard: int
     step: int
     generation: int
@@ -148,7 +148,7 @@ class TensorsFetch:
             raise PeerError("it does not hold them soundly")
         wanted = self._wanted
         header = version.decode(reply.header, reply.digest)
-        header.check(wanted.job, wanted.shard, wanted.step, wanted.generation)
+        header.check(wanted.origin, wanted.shard, wanted.step, wanted.generation)
         self._digests[info.node] = header.digest
         if self._coming is None:
             region, offset = self._room.enter_context(self._vault.room(wanted.shard, header.total_nbytes))

@@ -19,6 +19,7 @@ from ckptless.daemon.agent.serving import Serving
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.api.errors import CkptlessError, PeerError
 from ckptless.daemon.api.messages import Assignment, NodeInfo
+from ckptless.daemon.api.version import Origin
 from ckptless.daemon.control.placement import holders, shard_holders
 from ckptless.daemon.control.remaking import Copies, Remake, remakes
 from ckptless.daemon.peers import messages as p
@@ -70,17 +71,17 @@ class Replicas:
     def __init__(
         self,
         node: int,
-        job: str,
+        origin: Origin,
         copies: int,
         vault: Vault,
         domains: tuple[str, ...] = (),
         network: Network = ANY_NETWORK,
     ) -> None:
-        self._me, self._job, self._vault = node, job, vault
+        self._me, self.origin, self._vault = node, origin, vault
         self._copies, self._domains = Copies(copies, domains), domains
         self.vouch: Vouch | None = None
         self._source, self._pace = network.source, Pace(network.send_rate)
-        self.serving = Serving(node, job, vault, self._pace)
+        self.serving = Serving(node, origin, vault, self._pace)
         self.soundness = self.serving.soundness
         self._nodes: tuple[NodeInfo, ...] = ()
         self._generation = 0
@@ -321,7 +322,7 @@ class Replicas:
         Raises PeerError, OSError.
         """
         infos = [info for info in self._nodes if info.node in nodes and info.node != self._me]
-        wanted = Wanted(self._job, shard, step, self._generation)
+        wanted = Wanted(self.origin, shard, step, self._generation)
         while True:
             fetch = TensorsFetch(wanted, self._vault, self._dial, self.on_event)
             try:
@@ -355,7 +356,9 @@ class Replicas:
         if self.vouch is None:
             raise PeerError("the daemon has not given the job's key yet")
         route = Route((info.address, info.agent_port), self._source)
-        return await Link.dial(route, (self._job, self._me), self.vouch, p.AgentMessage, DIAL_DEADLINE_S)
+        return await Link.dial(
+            route, (self.origin.job, self._me), self.vouch, p.AgentMessage, DIAL_DEADLINE_S
+        )
 
     async def _from_any(
         self,

@@ -27,6 +27,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import ProtocolError, StartError
 from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.api.saving import FromWriter, SaveNow, WriterHello, Written
+from ckptless.daemon.api.version import Origin
 from ckptless.daemon.peers.vouch import KeyVouch
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Agent:
         self._crew = Crew(config, self._zygote, self._console)
         self._replicas = Replicas(
             config.node,
-            config.spec.job,
+            Origin(config.spec.job, config.spec.run_id),
             config.copies,
             self._vault,
             config.spec.domains,

@@ -61,9 +61,9 @@ def _beyond(start: int, feed: Callable[[int], None]) -> Callable[[int], None]:
 class Serving:
     """Owned by the agent's event loop. `accepting`: not while this node's agent is frozen."""
 
-    def __init__(self, node: int, job: str, vault: Vault, pace: Pace) -> None:
-        self._me, self._job, self._vault, self._pace = node, job, vault, pace
-        self.soundness = Soundness(job, vault)
+    def __init__(self, node: int, origin: version.Origin, vault: Vault, pace: Pace) -> None:
+        self._me, self._origin, self._vault, self._pace = node, origin, vault, pace
+        self.soundness = Soundness(origin, vault)
         self._generation = 0
         self._followed = asyncio.Condition()
         self._claims = Claims()
@@ -104,8 +104,8 @@ class Serving:
             link.close()
 
     def _node_in(self, job: str) -> int:
-        if job != self._job:
-            raise PeerError(f"this is an agent of job {self._job}, not of {job}")
+        if job != self._origin.job:
+            raise PeerError(f"this is an agent of job {self._origin.job}, not of {job}")
         return self._me
 
     async def _answer(self, link: Peer, message: p.AgentMessage) -> None:
@@ -169,7 +169,7 @@ class Serving:
         if not offer.header:
             return None
         header = version.decode(offer.header, offer.digest)
-        header.check(self._job, offer.shard, offer.step, offer.generation)
+        header.check(self._origin, offer.shard, offer.step, offer.generation)
         if header.total_nbytes != offer.nbytes:
             raise BadVersionError(f"{offer.nbytes} bytes; the header says {header.total_nbytes}")
         return base_of(self._vault, offer, header)
@@ -195,7 +195,7 @@ class Serving:
                 self._refuse(f"the tensors of shard {shard}", message.generation)
             link.send(p.TensorsAnswer(shard=shard, step=step, answer=answer))
 
-        told = Told(self._job, shard, step, message.generation, message.nbytes, message.digest)
+        told = Told(self._origin, shard, step, message.generation, message.nbytes, message.digest)
         base = self._bases.pop(link, None)
         if base is not None and base.header.digest != message.digest:
             raise ProtocolError("other tensors than those that were offered")

@@ -27,8 +27,8 @@ class Soundness:
     `generation` is the newest that there is: nothing can be of a later one.
     """
 
-    def __init__(self, job: str, vault: Vault) -> None:
-        self._job, self._vault = job, vault
+    def __init__(self, origin: version.Origin, vault: Vault) -> None:
+        self._origin, self._vault = origin, vault
         self.generation = 0
         self.on_event: OnEvent = lambda _kind, _text: None
 
@@ -41,7 +41,7 @@ class Soundness:
         try:
             with region.view(at.offset, at.nbytes) as view:
                 header = await asyncio.to_thread(version.verify, view, at.digest)
-            header.check(self._job, shard, step, self.generation)
+            header.check(self._origin, shard, step, self.generation)
         except BadVersionError as error:
             self.drop(shard, step, at, str(error))
             return False
@@ -69,7 +69,7 @@ class Soundness:
             return False
         at, region = found
         try:
-            header_of(region, at).check(self._job, shard, step, self.generation)
+            header_of(region, at).check(self._origin, shard, step, self.generation)
         except BadVersionError as error:
             self.drop(shard, step, at, str(error))
             return False

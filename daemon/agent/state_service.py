@@ -155,7 +155,7 @@ class StateService:
             if region is None or not region.has_slot(commit.tensors.offset, commit.tensors.nbytes):
                 raise BadVersionError("it lies in a place that was not allocated")
             header = header_of(region, commit.tensors)
-            header.check(self._assignment.job, shard, commit.step, commit.generation)
+            header.check(self._replicas.origin, shard, commit.step, commit.generation)
             if (header.generation, header.rank) != (commit.generation, rank):
                 raise BadVersionError(f"it is of generation {header.generation}, rank {header.rank}")
         except BadVersionError as error:

@@ -17,7 +17,7 @@ STEP_MIN_NBYTES, STEP_MAX_NBYTES = 4 << 20, 16 << 20
 class Told:
     """What is to come, as its sender and this agent know it; `generation` is the newest that it may be of."""
 
-    job: str
+    origin: version.Origin
     shard: int
     step: int
     generation: int
@@ -64,7 +64,7 @@ class Verifier:
     def _end(self) -> BadVersionError | None:
         told = self._told
         try:
-            self._checks.finish().check(told.job, told.shard, told.step, told.generation)
+            self._checks.finish().check(told.origin, told.shard, told.step, told.generation)
         except BadVersionError as error:
             return error
         return None

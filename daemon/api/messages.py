@@ -177,9 +177,10 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Answer to Hello. `host` is the address this node's groups bind to."""
+    """Answer to Hello. `run`: JobSpec.run_id. `host` is the address this node's groups bind to."""
 
     job: str
+    run: str
     slot: int
     host: str
     pong_s: float

@@ -1,8 +1,8 @@
 """What the control plane speaks about: jobs, slots, limits, assignments, outcomes."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 
 class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +62,10 @@ class Limits(Value, frozen=True, kw_only=True):
         )
 
 
+NO_RUN = "0" * 32
+"""JobSpec.run_id where nobody gave one."""
+
+
 class JobSpec(Value, frozen=True, kw_only=True):
     """What the user asked for: the first `nodes` nodes train, `spares` more wait.
 
@@ -69,6 +73,9 @@ class JobSpec(Value, frozen=True, kw_only=True):
     are the nodes' failure domains (racks, switches, power units) in the same order; "" is one that nobody
     knows, and an empty tuple that of none is known. Every agent of a job must tell the same: the first voters
     follow from it.
+
+    `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
+    in all of its runs and after a requeue (see launch/identity.py); in local mode each run has its own.
     """
 
     job: str
@@ -79,6 +86,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     limits: Limits
     names: tuple[str, ...] = ()
     domains: tuple[str, ...] = ()
+    run_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] = NO_RUN
 
     @property
     def world_size(self) -> int:

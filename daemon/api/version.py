@@ -1,17 +1,19 @@
 """A version as it lies in a slot and goes over the wire: a header in pages of its own, then the payload.
 
-Pure. The header binds job, shard, writer, step, generation and layout to the xxh3_64 of every chunk of the
-payload, and ends with an xxh3_128 of itself, by which it is known. Whoever writes a version invalidates what
-was in the slot first and writes the header last, so that a half written slot holds no version.
+Pure. The header binds job, run, shard, writer, step, generation and layout to the xxh3_64 of every chunk of
+the payload, and ends with an xxh3_128 of itself, by which it is known. Whoever writes a version invalidates
+what was in the slot first and writes the header last, so that a half written slot holds no version.
 """
 
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
 from ckptless.daemon.api.errors import BadVersionError
+from ckptless.daemon.api.model import NO_RUN
 
 MAGIC = b"ckptVERS"
 FORMAT = 1
@@ -23,15 +25,25 @@ PAYLOAD_LIMIT = 1 << 46
 HEADER_LIMIT = 64 << 20
 
 # magic, format, bytes of the job's name, of the header, of a chunk; shard, rank; step, generation, bytes of
-# the payload; layout, job. The chunks' digests follow; the header's own is the last thing in it.
-_FIXED = struct.Struct(f"<8sHHIIIIQQQ16s{JOB_LIMIT}s")
+# the payload; layout, run, job. The chunks' digests follow; the header's own is the last thing in it.
+_FIXED = struct.Struct(f"<8sHHIIIIQQQ16s16s{JOB_LIMIT}s")
 _DIGEST_NBYTES = 16
 STEP_LIMIT = 1 << 62
 
 
+class Origin(NamedTuple):
+    """Whose state it is: the job's name, and JobSpec.run_id (32 hex digits), as names are used again."""
+
+    job: str
+    run: str = NO_RUN
+
+    def __str__(self) -> str:
+        return f"job {self.job} ({self.run[:8]})"
+
+
 @dataclass(frozen=True)
 class Header:
-    """What a version is of. `layout` and `digest` are hex (32 digits), `nbytes` those of the payload.
+    """What a version is of. `layout`, `digest` and `run` are hex (32 digits), `nbytes` those of the payload.
 
     `chunks` are xxh3_64, of `chunk_nbytes` bytes each; the last one may be shorter. `digest` is the header's
     own, "" before it is encoded.
@@ -47,6 +59,12 @@ class Header:
     chunks: tuple[int, ...]
     chunk_nbytes: int = CHUNK_NBYTES
     digest: str = ""
+    run: str = NO_RUN
+
+    @property
+    def origin(self) -> Origin:
+        """Whose state it is."""
+        return Origin(self.job, self.run)
 
     @property
     def header_nbytes(self) -> int:
@@ -60,16 +78,16 @@ class Header:
 
     def is_like(self, other: "Header") -> bool:
         """Whether it heads the same payload: a twin's version, of the same step of the same shard."""
-        mine = (self.job, self.shard, self.step, self.layout, self.nbytes, self.chunk_nbytes, self.chunks)
-        theirs = (other.job, other.shard, other.step, other.layout, other.nbytes, other.chunk_nbytes)
+        mine = (self.origin, self.shard, self.step, self.layout, self.nbytes, self.chunk_nbytes, self.chunks)
+        theirs = (other.origin, other.shard, other.step, other.layout, other.nbytes, other.chunk_nbytes)
         return mine == (*theirs, other.chunks)
 
-    def check(self, job: str, shard: int, step: int, newest: int) -> None:
+    def check(self, origin: Origin, shard: int, step: int, newest: int) -> None:
         """Raise BadVersionError unless it is this step of this shard, of generation `newest` at most."""
-        if (self.job, self.shard, self.step) != (job, shard, step):
+        if (self.origin, self.shard, self.step) != (origin, shard, step):
             raise BadVersionError(
-                f"a version of step {self.step}, shard {self.shard}, job {self.job}, "
-                f"in place of step {step}, shard {shard}, job {job}"
+                f"a version of step {self.step}, shard {self.shard}, {self.origin}, "
+                f"in place of step {step}, shard {shard}, {origin}"
             )
         if self.generation > newest:
             raise BadVersionError(
@@ -109,7 +127,8 @@ def encode(header: Header) -> bytes:
     _check_fields(header, len(job), total)
     fixed = _FIXED.pack(
         *(MAGIC, FORMAT, len(job), total, header.chunk_nbytes, header.shard, header.rank),
-        *(header.step, header.generation, header.nbytes, bytes.fromhex(header.layout), job),
+        *(header.step, header.generation, header.nbytes, bytes.fromhex(header.layout)),
+        *(bytes.fromhex(header.run), job),
     )
     chunks = struct.pack(f"<{len(header.chunks)}Q", *header.chunks)
     body = (fixed + chunks).ljust(total - _DIGEST_NBYTES, b"\0")
@@ -134,9 +153,8 @@ def decode(data: memoryview | bytes, told: str | None = None) -> Header:
         raise BadVersionError("the header does not match its own digest")
     if told is not None and digest.hex() != told:
         raise BadVersionError("the header is sound, and is not the one that was told of")
-    (_, _, job_nbytes, _, chunk_nbytes, shard, rank, step, generation, nbytes, layout, job) = (
-        _FIXED.unpack_from(body)
-    )
+    _, _, job_nbytes, _, chunk_nbytes, *rest = _FIXED.unpack_from(body)
+    shard, rank, step, generation, nbytes, layout, run, job = rest
     count = -(-nbytes // chunk_nbytes)
     end = _FIXED.size + 8 * count
     if any(job[job_nbytes:]) or body[end:].strip(b"\0"):
@@ -147,7 +165,8 @@ def decode(data: memoryview | bytes, told: str | None = None) -> Header:
         raise BadVersionError(f"the header's job is no text: {error}") from error
     chunks = struct.unpack_from(f"<{count}Q", body, _FIXED.size)
     found = Header(
-        name, shard, rank, step, generation, layout.hex(), nbytes, chunks, chunk_nbytes, digest.hex()
+        *(name, shard, rank, step, generation, layout.hex(), nbytes, chunks, chunk_nbytes, digest.hex()),
+        run=run.hex(),
     )
     _check_fields(found, job_nbytes, total)
     return found
@@ -157,7 +176,7 @@ def _length(data: memoryview | bytes | bytearray) -> int:
     """Bytes of the header that begins here, checked as far as the first fields go."""
     if len(data) < _FIXED.size:
         raise BadVersionError(f"a version of {len(data)} bytes has no header")
-    magic, form, job_nbytes, total, chunk_nbytes, _, _, _, _, nbytes, _, _ = _FIXED.unpack_from(data)
+    magic, form, job_nbytes, total, chunk_nbytes, _, _, _, _, nbytes, *_ = _FIXED.unpack_from(data)
     if magic != MAGIC:
         raise BadVersionError("no version lies here, or it was not written to its end")
     if form != FORMAT:

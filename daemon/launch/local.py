@@ -96,6 +96,7 @@ class LocalRun:
             slots_per_node=options.slots,
             limits=Limits.from_max_stall(options.max_stall_s, options.start_tries),
             domains=options.domains,
+            run_id=secrets.token_hex(16),
         )
         root = options.state_dir or default_state_dir().parent / options.job
         self.state_dir = root.absolute()

@@ -11,6 +11,7 @@ from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
+from ckptless.daemon.launch.identity import run_id
 from ckptless.daemon.launch.local import ALWAYS_PRELOADED, LocalOptions
 from ckptless.daemon.launch.replication import replication_config
 from ckptless.daemon.launch.saving import save_config
@@ -97,6 +98,7 @@ def slurm_run(
         slots_per_node=shape.slots,
         limits=settings.limits(max_stall_s, _number(options, "max_restarts") or 0),
         names=found.names[: shape.nodes + shape.spares],
+        run_id=run_id(env),
     )
     config = SharedConfig(
         spec=spec,

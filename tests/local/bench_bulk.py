@@ -30,7 +30,7 @@ from ckptless.daemon.agent.serving import Serving, receive_tensors
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.agent.verifier import Told
 from ckptless.daemon.api.messages import NodeInfo, TensorsAt
-from ckptless.daemon.api.version import Header, digest_of, header_nbytes, spans, write_header
+from ckptless.daemon.api.version import Header, Origin, digest_of, header_nbytes, spans, write_header
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link, serve
@@ -90,7 +90,7 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
         told = write_header(view, Header(JOB, 0, 0, 0, 1, "0" * 32, payload, chunks))
         data.release()
     vault.put_tensors(0, 0, TensorsAt(region=region.number, offset=0, nbytes=nbytes, digest=told))
-    serving = Serving(0, JOB, vault, Pace())
+    serving = Serving(0, Origin(JOB), vault, Pace())
     serving.follow(1).close()
     ended = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
@@ -138,7 +138,7 @@ class Links:
         link.send(p.GetTensors(shard=0, step=0))
         reply = await link.receive()
         assert isinstance(reply, p.TensorsReply)
-        told = Told(JOB, 0, 0, 1, reply.nbytes, reply.digest)
+        told = Told(Origin(JOB), 0, 0, 1, reply.nbytes, reply.digest)
         step = next(self._steps)
         await receive_tensors(link, self._vault, told, lambda at: self._vault.put_tensors(0, step, at))
 
@@ -156,7 +156,7 @@ class Fetches:
 
     async def get(self) -> None:
         """All of it, dialled anew."""
-        fetch = TensorsFetch(Wanted(JOB, 0, 0, 1), self._vault, self._dial, self._refuse)
+        fetch = TensorsFetch(Wanted(Origin(JOB), 0, 0, 1), self._vault, self._dial, self._refuse)
         self._vault.put_tensors(0, next(self._steps), await fetch.run(self._infos))
 
     async def _dial(self, info: NodeInfo) -> AgentLink:

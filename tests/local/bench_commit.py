@@ -35,7 +35,7 @@ class Memory:
     """Stands in for the session: gives a memfd, and takes commits."""
 
     def __init__(self) -> None:
-        self.welcome = SimpleNamespace(job="bench")
+        self.welcome = SimpleNamespace(job="bench", run="0" * 32)
         self.sent: list[m.Commit] = []
 
     def allocate(self, _generation: int, slot_nbytes: int, slots: int) -> tuple[m.Allocated, int]:

@@ -60,3 +60,17 @@ def test_as_often_as_the_budget_allows(tmp_path: Path) -> None:
     assert len(ledger.generations) >= 5
     made = len((tmp_path / "out" / "loss-2.txt").read_text().splitlines())
     assert made > STEPS + 3 * len(FAULTS), "every step was committed: nothing was agreed on"
+
+
+def test_ranks_that_are_told_different_intervals(tmp_path: Path) -> None:
+    """One sentence names both, before a step is made; and the job does not go on trying."""
+    env = {"TOY_COMMIT_EVERY": "2", "TOY_COMMIT_EVERY_1": "3"}
+    with toy(tmp_path, nodes=2, steps=10, env=env) as job:
+        job.ended(1)
+    assert (
+        "rank 1 was started with commit_every=3, and rank 0 with commit_every=2: "
+        "give ckptless.run the same on every rank"
+    ) in job.stderr
+    assert not list((tmp_path / "out").glob("final-*.txt"))
+    (row,) = job.ledger().jobs
+    assert (row.state, row.exit_code) == ("failed", 1)

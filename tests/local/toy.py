@@ -46,7 +46,10 @@ SLEEP_WHILE = os.environ.get("TOY_SLEEP_WHILE")
 NAN_FROM = int(os.environ.get("TOY_NAN_FROM", "0"))
 WATCH = "TOY_WATCH" in os.environ
 PARALLEL = os.environ.get("TOY_PARALLEL", "ddp")
-EVERY: Any = os.environ.get("TOY_COMMIT_EVERY", "1")
+# Of one rank alone, or of all.
+EVERY: Any = os.environ.get(
+    f"TOY_COMMIT_EVERY_{os.environ.get('RANK', '0')}", os.environ.get("TOY_COMMIT_EVERY", "1")
+)
 BUDGET = float(os.environ.get("TOY_COMMIT_BUDGET", "0.01"))
 WIDTH = int(os.environ.get("TOY_WIDTH", "48"))
 

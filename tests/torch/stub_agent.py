@@ -31,7 +31,7 @@ class Agent:
 
     def __init__(self, place: Place, ranks: int) -> None:
         self._place, self._ranks = place, ranks
-        self.welcome = SimpleNamespace(slot=0, host=HOST, job="toy")
+        self.welcome = SimpleNamespace(slot=0, host=HOST, job="toy", run="0" * 32)
         self.kept: dict[int, Kept] = {}
         self._memory: int | None = None
         self._slot_nbytes = 0

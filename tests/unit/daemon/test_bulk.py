@@ -20,7 +20,7 @@ from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.agent.verifier import STEP_MAX_NBYTES, STEP_MIN_NBYTES, Told, Verifier
 from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.api.messages import TensorsAt
-from ckptless.daemon.api.version import Header, digest_of, header_nbytes, spans, write_header
+from ckptless.daemon.api.version import Header, Origin, digest_of, header_nbytes, spans, write_header
 from ckptless.daemon.peers import link
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bucket import TokenBucket
@@ -272,7 +272,7 @@ def version(slot: memoryview, nbytes: int) -> Told:
     data = slot[-nbytes:]
     chunks = tuple(digest_of(data[start:end]) for start, end in spans(nbytes))
     digest = write_header(slot, Header(JOB, 5, 0, 7, 1, "0" * 32, nbytes, chunks))
-    return Told(JOB, 5, 7, 1, len(slot), digest)
+    return Told(Origin(JOB), 5, 7, 1, len(slot), digest)
 
 
 @pytest.mark.parametrize("at", [0, STEP_MIN_NBYTES - 1, 3 * STEP_MAX_NBYTES, None])
@@ -304,7 +304,7 @@ def test_a_region_that_is_received_into_can_be_given_back_after_a_cancellation()
         vault = Vault()
         data = bytes(LARGE)
         sending = asyncio.create_task(sender.send_bulk(memoryview(data)))
-        told = Told(JOB, 5, 7, 1, LARGE + 1, "")
+        told = Told(Origin(JOB), 5, 7, 1, LARGE + 1, "")
         taking = asyncio.create_task(receive_tensors(receiver, vault, told, lambda _at: None))
         await sending
         taking.cancel()

@@ -31,6 +31,7 @@ from ckptless.pytorch_hooks.versions import Fetched, Versions
 
 HOST, JOB, SHARD, STEP, GENERATION = "127.0.0.1", "job", 0, 5, 3
 CHUNK = version.PAGE_NBYTES
+RUN = "0123456789abcdef" * 2
 NODES = 3
 CASES = 1000
 RECORD = b"the record"
@@ -43,7 +44,7 @@ class Node:
 
     def __init__(self, number: int) -> None:
         self.vault = Vault()
-        self.replicas = Replicas(number, JOB, NODES - 1, self.vault)
+        self.replicas = Replicas(number, version.Origin(JOB, RUN), NODES - 1, self.vault)
         self.replicas.vouch = KeyVouch(b"key")
         self.events: list[tuple[str, str]] = []
         self.replicas.on_event = lambda kind, text: self.events.append((kind, text))
@@ -54,6 +55,7 @@ class Node:
         chunks = tuple(version.digest_of(payload[a:b]) for a, b in version.spans(len(payload), CHUNK))
         known: dict[str, Any] = {
             "job": JOB,
+            "run": RUN,
             "shard": SHARD,
             "rank": 0,
             "step": STEP,
@@ -156,7 +158,7 @@ class RankSession:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.welcome = SimpleNamespace(job=JOB)
+        self.welcome = SimpleNamespace(job=JOB, run=RUN)
 
     def fetch(
         self, generation: int, step: int, unsound: m.TensorsAt | None = None, why: str = ""
@@ -240,7 +242,14 @@ class Case:
         """A sound version, but of something else: its digest is the one that the vault knows."""
         other = self.rng.randbytes(len(self.payload))
         key, value = self.rng.choice(
-            [("job", "boj"), ("shard", 7), ("step", STEP - 1), ("step", STEP + 1), ("generation", 4)]
+            [
+                ("job", "boj"),
+                ("run", RUN[::-1]),
+                ("shard", 7),
+                ("step", STEP - 1),
+                ("step", STEP + 1),
+                ("generation", 4),
+            ]
         )
         node.hold(other, **{key: value})
 
@@ -326,6 +335,7 @@ def commit(at: m.TensorsAt, step: int = STEP) -> m.Commit:
         pytest.param({"generation": GENERATION, "step": 5}, 6, id="another step"),
         pytest.param({"generation": GENERATION, "step": 6, "shard": 1}, 6, id="another shard"),
         pytest.param({"generation": GENERATION, "step": 6, "job": "boj"}, 6, id="another job"),
+        pytest.param({"generation": GENERATION, "step": 6, "run": RUN[::-1]}, 6, id="another run"),
         pytest.param({"generation": GENERATION, "step": 6, "rank": 1}, 6, id="another's"),
     ],
 )

@@ -12,6 +12,7 @@ from msgspec import structs
 from ckptless.daemon.agent.serving import Serving
 from ckptless.daemon.agent.vault import Vault, digest
 from ckptless.daemon.api.records import REFUSALS, EventRecord, JobRecord
+from ckptless.daemon.api.version import Origin
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.peers import messages as p
@@ -80,7 +81,7 @@ class Connected:
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
         self.vault = Vault()
-        self.serving = Serving(1, "7", self.vault, Pace())
+        self.serving = Serving(1, Origin("7"), self.vault, Pace())
         self.serving.on_event = lambda kind, text: self.events.append((kind, text))
 
     @contextlib.asynccontextmanager

@@ -22,7 +22,7 @@ steps = st.integers(0, version.STEP_LIMIT - 1)
 
 def header_of(payload: bytes, **fields: object) -> Header:
     chunks = tuple(version.digest_of(payload[a:b]) for a, b in version.spans(len(payload), CHUNK))
-    plain = Header("job", 1, 2, 3, 4, "ab" * 16, len(payload), chunks, CHUNK)
+    plain = Header("job", 1, 2, 3, 4, "ab" * 16, len(payload), chunks, CHUNK, run="cd" * 16)
     return replace(plain, **fields)  # type: ignore[arg-type]
 
 
@@ -147,7 +147,13 @@ def test_fields_beyond_their_limits_are_not_written(fields: dict[str, object], w
 
 def test_a_version_of_something_else_is_refused() -> None:
     header = header_of(b"abc")
-    header.check("job", 1, 3, 4)
-    for job, shard, step, newest in (("boj", 1, 3, 4), ("job", 2, 3, 4), ("job", 1, 4, 4), ("job", 1, 3, 3)):
+    mine = version.Origin("job", "cd" * 16)
+    header.check(mine, 1, 3, 4)
+    foreign = [mine._replace(job="boj"), mine._replace(run="dc" * 16), version.Origin("job")]
+    for origin in foreign:
+        with pytest.raises(BadVersionError, match="a version of") as caught:
+            header.check(origin, 1, 3, 4)
+        assert str(origin) in str(caught.value)
+    for shard, step, newest in ((2, 3, 4), (1, 4, 4), (1, 3, 3)):
         with pytest.raises(BadVersionError, match="a version of"):
-            header.check(job, shard, step, newest)
+            header.check(mine, shard, step, newest)

@@ -37,7 +37,7 @@ class Node:
     def __init__(self, number: int, copies: int, host: str = HOST, network: Network = ANY_NETWORK) -> None:
         self.number, self.host = number, host
         self.vault = Vault()
-        self.replicas = Replicas(number, JOB, copies, self.vault, network=network)
+        self.replicas = Replicas(number, version.Origin(JOB), copies, self.vault, network=network)
         self.replicas.vouch = KeyVouch(b"key")
         self.events: list[tuple[str, str]] = []
         self.replicas.on_event = lambda kind, text: self.events.append((kind, text))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from ckptless.pytorch_hooks.cadence import (
     together,
 )
 from ckptless.pytorch_hooks.cadence_agreement import Fixed
+from ckptless.pytorch_hooks.comm.fabric import Fabric
 
 BUDGET = 0.01
 
@@ -167,9 +169,10 @@ def test_the_meter_forgets_a_recovery_and_the_first_commits() -> None:
 
 
 def test_a_fixed_interval_follows_from_the_number_of_the_step() -> None:
-    fixed = Fixed(4)
+    nowhere = cast("Fabric", None)  # is not asked when a step is due
+    fixed = Fixed(nowhere, 4)
     assert [step for step in range(1, 13) if fixed.is_due(step)] == [1, 4, 8, 12]
-    assert all(Fixed(1).is_due(step) for step in range(1, 9))
+    assert all(Fixed(nowhere, 1).is_due(step) for step in range(1, 9))
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "often", None])

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from ckptless.daemon.api.errors import UsageError
 from ckptless.pytorch_hooks import torch_private
 from ckptless.pytorch_hooks.cadence import MAX_STEPS, Meter
-from ckptless.pytorch_hooks.cadence_agreement import Agreed
+from ckptless.pytorch_hooks.cadence_agreement import Agreed, Cadence, Fixed
 from ckptless.pytorch_hooks.comm.fabric import Fabric
 
 BUDGET = 0.05
@@ -98,3 +99,62 @@ def test_a_new_generation_begins_from_the_step_that_is_restored_and_nothing_else
     after = [rank.committed[len(known) :] for rank, known in zip(ranks, before, strict=True)]
     assert all(steps == after[0] for steps in after)
     assert after[0][0] == restored + 1
+
+
+def begin_all(cadences: list[Cadence]) -> dict[int, str]:
+    """What each rank says against it, by rank."""
+    said: dict[int, str] = {}
+
+    def begin(rank: int) -> None:
+        try:
+            cadences[rank].begin(0, rank, len(cadences))
+        except UsageError as error:
+            said[rank] = str(error)
+
+    # Rank 0 last: the others wait for its word.
+    threads = [threading.Thread(target=begin, args=(rank,), daemon=True) for rank in range(len(cadences))]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    return said
+
+
+def fabric_of(store: torch_private.Store, generation: int = 1) -> Fabric:
+    return cast("Fabric", Generation(store, generation))
+
+
+def test_ranks_that_were_told_different_intervals_are_named() -> None:
+    store = torch_private.HashStore()
+    cadences: list[Cadence] = [Fixed(fabric_of(store), every) for every in (2, 2, 3, 2)]
+    assert begin_all(cadences) == {
+        2: "rank 2 was started with commit_every=3, and rank 0 with commit_every=2: "
+        "give ckptless.run the same on every rank"
+    }
+
+
+def test_auto_and_a_number_or_two_budgets_are_different() -> None:
+    store = torch_private.HashStore()
+    fabric = fabric_of(store)
+    cadences: list[Cadence] = [
+        Agreed(fabric, Meter(), 0.01),
+        Fixed(fabric, 5),
+        Agreed(fabric, Meter(), 0.02),
+        Agreed(fabric, Meter(), 0.01),
+    ]
+    said = begin_all(cadences)
+    assert said.keys() == {1, 2}
+    assert said[1].startswith(
+        'rank 1 was started with commit_every=5, and rank 0 with commit_every="auto" and commit_budget=0.01:'
+    )
+    assert 'rank 2 was started with commit_every="auto" and commit_budget=0.02,' in said[2]
+
+
+def test_each_generation_compares_anew() -> None:
+    """A rank may come back as another program."""
+    store = torch_private.HashStore()
+    same: list[Cadence] = [Fixed(fabric_of(store, 1), 2), Fixed(fabric_of(store, 1), 2)]
+    assert begin_all(same) == {}
+    other: list[Cadence] = [Fixed(fabric_of(store, 2), 4), Fixed(fabric_of(store, 2), 2)]
+    assert begin_all(other).keys() == {1}

@@ -28,7 +28,7 @@ def connected(folder: Path) -> Iterator[tuple[Session, socket.socket]]:
         session = pool.submit(Session, path)
         agent, _ = server.accept()
         with agent:
-            agent.sendall(encode(m.Welcome(job="7", slot=0, host="127.0.0.1", pong_s=1.0)))
+            agent.sendall(encode(m.Welcome(job="7", run="0" * 32, slot=0, host="127.0.0.1", pong_s=1.0)))
             found = session.result(DEADLINE_S)
             yield found, agent
             found.close()

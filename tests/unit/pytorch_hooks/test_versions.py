@@ -26,7 +26,7 @@ class FakeSession:
     """Memory of its own; says what was sent, and gives `replies` to Fetch."""
 
     def __init__(self) -> None:
-        self.welcome = SimpleNamespace(job="job")
+        self.welcome = SimpleNamespace(job="job", run="0" * 32)
         self.sent: list[m.Commit] = []
         self.fails = False
         self.memory: list[int] = []
