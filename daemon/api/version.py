@@ -14,7 +14,7 @@ import xxhash
 from ckptless.daemon.api.errors import BadVersionError
 
 MAGIC = b"ckptVERS"
-FORMAT = 1
+FORMAT = 2
 PAGE_NBYTES = 4096
 CHUNK_NBYTES = 16 << 20
 JOB_LIMIT = 256
@@ -23,8 +23,8 @@ PAYLOAD_LIMIT = 1 << 46
 HEADER_LIMIT = 64 << 20
 
 # magic, format, bytes of the job's name, of the header, of a chunk; shard, rank; step, generation, bytes of
-# the payload; layout, job. The chunks' digests follow; the header's own is the last thing in it.
-_FIXED = struct.Struct(f"<8sHHIIIIQQQ16s{JOB_LIMIT}s")
+# the payload; layout, twins' digest, job. The chunks' digests follow; the header's own is the last in it.
+_FIXED = struct.Struct(f"<8sHHIIIIQQQ16s16s{JOB_LIMIT}s")
 _DIGEST_NBYTES = 16
 STEP_LIMIT = 1 << 62
 
@@ -33,8 +33,9 @@ STEP_LIMIT = 1 << 62
 class Header:
     """What a version is of. `layout` and `digest` are hex (32 digits), `nbytes` those of the payload.
 
-    `chunks` are xxh3_64, of `chunk_nbytes` bytes each; the last one may be shorter. `digest` is the header's
-    own, "" before it is encoded.
+    `chunks` are xxh3_64, of `chunk_nbytes` bytes each; the last one may be shorter. Versions of twins are
+    compared by `twins` (`api.twins`, hex), unless it is "". `digest` is the header's own, "" before it is
+    encoded.
     """
 
     job: str
@@ -47,6 +48,7 @@ class Header:
     chunks: tuple[int, ...]
     chunk_nbytes: int = CHUNK_NBYTES
     digest: str = ""
+    twins: str = ""
 
     @property
     def header_nbytes(self) -> int:
@@ -109,7 +111,8 @@ def encode(header: Header) -> bytes:
     _check_fields(header, len(job), total)
     fixed = _FIXED.pack(
         *(MAGIC, FORMAT, len(job), total, header.chunk_nbytes, header.shard, header.rank),
-        *(header.step, header.generation, header.nbytes, bytes.fromhex(header.layout), job),
+        *(header.step, header.generation, header.nbytes, bytes.fromhex(header.layout)),
+        *(bytes.fromhex(header.twins), job),
     )
     chunks = struct.pack(f"<{len(header.chunks)}Q", *header.chunks)
     body = (fixed + chunks).ljust(total - _DIGEST_NBYTES, b"\0")
@@ -134,7 +137,7 @@ def decode(data: memoryview | bytes, told: str | None = None) -> Header:
         raise BadVersionError("the header does not match its own digest")
     if told is not None and digest.hex() != told:
         raise BadVersionError("the header is sound, and is not the one that was told of")
-    (_, _, job_nbytes, _, chunk_nbytes, shard, rank, step, generation, nbytes, layout, job) = (
+    (_, _, job_nbytes, _, chunk_nbytes, shard, rank, step, generation, nbytes, layout, twins, job) = (
         _FIXED.unpack_from(body)
     )
     count = -(-nbytes // chunk_nbytes)
@@ -146,8 +149,10 @@ def decode(data: memoryview | bytes, told: str | None = None) -> Header:
     except UnicodeDecodeError as error:
         raise BadVersionError(f"the header's job is no text: {error}") from error
     chunks = struct.unpack_from(f"<{count}Q", body, _FIXED.size)
+    compared = twins.hex() if any(twins) else ""
     found = Header(
-        name, shard, rank, step, generation, layout.hex(), nbytes, chunks, chunk_nbytes, digest.hex()
+        *(name, shard, rank, step, generation, layout.hex(), nbytes, chunks, chunk_nbytes, digest.hex()),
+        twins=compared,
     )
     _check_fields(found, job_nbytes, total)
     return found
@@ -157,7 +162,7 @@ def _length(data: memoryview | bytes | bytearray) -> int:
     """Bytes of the header that begins here, checked as far as the first fields go."""
     if len(data) < _FIXED.size:
         raise BadVersionError(f"a version of {len(data)} bytes has no header")
-    magic, form, job_nbytes, total, chunk_nbytes, _, _, _, _, nbytes, _, _ = _FIXED.unpack_from(data)
+    magic, form, job_nbytes, total, chunk_nbytes, _, _, _, _, nbytes, *_ = _FIXED.unpack_from(data)
     if magic != MAGIC:
         raise BadVersionError("no version lies here, or it was not written to its end")
     if form != FORMAT:

@@ -114,6 +114,14 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     "[default: 2, or what sbatch --ckptless said]",
 )
 @click.option(
+    "--twins",
+    type=click.Choice(["off", "warn", "act"]),
+    default="act",
+    show_default=True,
+    help="Compare, at every commit, what ranks with the same tensors have; where they differ, say so, or go "
+    "back to where they agreed.",
+)
+@click.option(
     "--domains",
     metavar="A,A,B",
     help="With --local: the failure domain of each node, the spares' last.  [default: none are known]",
