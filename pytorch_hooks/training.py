@@ -328,7 +328,8 @@ class Run:
         if self._writes:
             written = self._versions.write(self._tensors, step, self.generation, self._shard, self.rank)
         record = capture(self._state, step, self._cursor.committed(), self._layouts, self._tensors)
-        self._versions.send(self._commit_of(step, record, None, _number(loss)), written)
+        own = self._tensors.spans(watch_of(self._state).recorded) if self._writes else ()
+        self._versions.send(self._commit_of(step, record, None, _number(loss)), written, own)
         self._step, self._saved, self._dirty = step, step, False
 
     def _commit_of(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> m.Commit:
@@ -370,6 +371,9 @@ class Run:
     def finish(self) -> None:
         """The training function has returned: wait for the others, who may still need this rank."""
         self._versions.wait()
+        if self._kept:
+            # The last step, too, is compared with the twins' before training counts as over.
+            self._session.wait_acked(self.generation, self._saved)
         self._session.send(m.Finished(generation=self.generation))
         self._session.wait_released(self.generation)
 

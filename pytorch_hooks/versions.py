@@ -20,6 +20,7 @@ from msgspec import structs
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
+from ckptless.daemon.api.twins import Span, twin_digest
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import TensorSet, raw
 
@@ -131,17 +132,22 @@ class Versions:
         self._mapped = _map(fd, reply.region, slot_nbytes, last_slot=-1)
         return self._mapped
 
-    def send(self, commit: m.Commit, written: Written | None = None) -> None:
-        """Give a commit to the agent: at once, or with what was `written`, as soon as its header is there."""
+    def send(self, commit: m.Commit, written: Written | None = None, own: tuple[Span, ...] = ()) -> None:
+        """Give a commit to the agent: at once, or with what was `written`, as soon as its header is there.
+
+        `own` are the bytes of the payload that twins have each for itself.
+        """
         if written is None:
             self._session.send(commit)
         else:
             # The chunks stand before it in the threads' queue: it waits for none that has not begun.
-            self._pending.append(self._threads.submit(self._finish, commit, written))
+            self._pending.append(self._threads.submit(self._finish, commit, written, own))
 
-    def _finish(self, commit: m.Commit, written: Written) -> None:
+    def _finish(self, commit: m.Commit, written: Written, own: tuple[Span, ...]) -> None:
         header = replace(written.header, chunks=tuple(chunk.result() for chunk in written.chunks))
-        digest = version.write_header(raw.window(written.slot), header)
+        window = raw.window(written.slot)
+        header = replace(header, twins=twin_digest(header, window[header.header_nbytes :], own))
+        digest = version.write_header(window, header)
         at = structs.replace(written.at, digest=digest)
         self._session.send(structs.replace(commit, tensors=at))
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.api.saving import SaveConfig
@@ -35,7 +36,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     on the console as well, by rank; None for all. `copies` is how many other nodes hold each record.
     `start_s`: seconds in which the node's daemon must have taken the agent. `outcome_dir`: where the agent
     writes how the job ended, if anywhere. `save`: where steps are saved, if anywhere. `replication`: how
-    copies of the state go to the other nodes.
+    copies of the state go to the other nodes. `twins`: what is done when ranks that should have the same
+    tensors do not.
     """
 
     spec: JobSpec
@@ -52,6 +54,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     outcome_dir: str | None = None
     save: SaveConfig | None = None
     replication: ReplicationConfig = ReplicationConfig()
+    twins: TwinsMode = "act"
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

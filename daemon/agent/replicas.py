@@ -231,7 +231,7 @@ class Replicas:
         known = self._records.get(info.node)
         if known is None:
             known = self._records[info.node] = RecordHolder(info, self._record_held, self._lost)
-            self._spawn(known.run(self._dial))
+            self._spawn(known.run(self.dial))
         return known
 
     def _tensor_holder(self, info: NodeInfo) -> TensorHolder:
@@ -240,7 +240,7 @@ class Replicas:
             known = self._tensors[info.node] = TensorHolder(
                 info, self._tensors_held, self._lost, self._is_sound, self._pace
             )
-            self._spawn(known.run(self._dial))
+            self._spawn(known.run(self.dial))
         return known
 
     def _record_held(self, node: int, held: p.Held) -> None:
@@ -324,7 +324,7 @@ class Replicas:
         infos = [info for info in self._nodes if info.node in nodes and info.node != self._me]
         wanted = Wanted(self.origin, shard, step, self._generation)
         while True:
-            fetch = TensorsFetch(wanted, self._vault, self._dial, self.on_event)
+            fetch = TensorsFetch(wanted, self._vault, self.dial, self.on_event)
             try:
                 at = await fetch.run(infos)
             except PeerError:
@@ -336,12 +336,12 @@ class Replicas:
                 return
 
     async def knock(self, info: NodeInfo) -> None:
-        """Returns where another agent of the job answers. Raises as `_dial` does."""
-        (await self._dial(info)).close()
+        """Returns where another agent of the job answers. Raises as `dial` does."""
+        (await self.dial(info)).close()
 
     async def ask_save(self, info: NodeInfo, ask: p.SaveAsk) -> p.SaveReply:
         """What another agent answers to it. Raises CkptlessError, OSError, TimeoutError."""
-        link = await self._dial(info)
+        link = await self.dial(info)
         try:
             async with asyncio.timeout(DIAL_DEADLINE_S):
                 link.send(ask)
@@ -352,7 +352,8 @@ class Replicas:
             raise PeerError(f"{type(reply).__name__} is no answer to SaveAsk")
         return reply
 
-    async def _dial(self, info: NodeInfo) -> Peer:
+    async def dial(self, info: NodeInfo) -> Peer:
+        """A connection to another agent. Raises OSError, TimeoutError, CkptlessError."""
         if self.vouch is None:
             raise PeerError("the daemon has not given the job's key yet")
         route = Route((info.address, info.agent_port), self._source)
@@ -373,7 +374,7 @@ class Replicas:
                 continue
             info = infos[node]
             try:
-                link = await self._dial(info)
+                link = await self.dial(info)
                 try:
                     async with asyncio.timeout(FETCH_DEADLINE_S):
                         await ask(link)

@@ -22,6 +22,7 @@ from ckptless.daemon.agent.save_service import SaveService
 from ckptless.daemon.agent.slots import Slot
 from ckptless.daemon.agent.state_service import StateService
 from ckptless.daemon.agent.store_server import StoreServer
+from ckptless.daemon.agent.twins import Twins
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import ProtocolError, StartError
@@ -54,7 +55,8 @@ class Agent:
             config.spec.domains,
             Network(config.copies_address, config.replication.bandwidth),
         )
-        self._state = StateService(config.node, self._vault, self._replicas, self._crew)
+        self._twins = Twins(config.node, config.twins, self._vault, self._replicas.dial)
+        self._state = StateService(config.node, self._vault, self._replicas, self._crew, self._twins)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._store = StoreServer()
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
@@ -76,7 +78,8 @@ class Agent:
         """Serve until the daemon says End, or `cancelled` is set."""
         config = self._config
         self._crew.on_change = self._changed
-        self._crew.on_event = self._replicas.on_event = self._event
+        self._crew.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
+        self._replicas.serving.on_compare, self._twins.check.on_doubt = self._twins.asked, self._changed
         self._saving.saver.on_event = self._tell_of
         self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
@@ -161,6 +164,7 @@ class Agent:
             await self._saving.at_end()
         self._ranks.close()
         await self._state.close()
+        await self._twins.close()
         await self._replicas.close()
         await self._store.close()
         await self._zygote.close()
@@ -187,9 +191,10 @@ class Agent:
             slots=tuple(slot.told() for slot in self._crew.slots),
             assigned=self._assignment.generation if self._assignment is not None else None,
             frozen=self._frozen,
-            holdings=self._vault.holdings() if self._frozen is not None else None,
+            holdings=self._twins.holdings() if self._frozen is not None else None,
             copies=self._vault.copies(),
             daemon_pid=self._daemon.daemon_pid,
+            doubts=self._twins.check.doubts,
         )
 
     def _changed(self) -> None:
@@ -286,7 +291,9 @@ class Agent:
             return
         self._assignment, self._frozen = assignment, None
         self._vault.drop_after(assignment.restore_step)
+        self._vault.drop_unnamed(assignment, self._config.node)
         self._replicas.follow(assignment)
+        self._twins.follow(assignment)
         self._store.cut()
         info = next(info for info in assignment.nodes if info.node == assignment.store_node)
         self._crew.store = (info.store_address, info.store_port)

@@ -71,6 +71,7 @@ class Serving:
         self._bases: dict[Peer, Base] = {}
         self.accepting = True
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
+        self.on_compare: Callable[[Peer, p.CompareTwins], None] = lambda _link, _message: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
 
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
@@ -127,6 +128,8 @@ class Serving:
                 link.send(self._describe_tensors(message))
             case p.GetChunks():
                 await self._give_chunks(link, message)
+            case p.CompareTwins():
+                self.on_compare(link, message)
             case p.SaveAsk():
                 link.send(self.on_save_ask(message))
             case _:

@@ -11,6 +11,7 @@ from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.replicas import Replicas
 from ckptless.daemon.agent.slots import Slot
 from ckptless.daemon.agent.soundness import header_of
+from ckptless.daemon.agent.twins import Twins
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
@@ -29,15 +30,16 @@ class OnStep(Protocol):
 class StateService:
     """Owned by the agent's event loop."""
 
-    def __init__(self, node: int, vault: Vault, replicas: Replicas, crew: Crew) -> None:
+    def __init__(self, node: int, vault: Vault, replicas: Replicas, crew: Crew, twins: Twins) -> None:
         self._node, self._vault, self._replicas, self._crew = node, vault, replicas, crew
+        self._twins = twins
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved: set[int] = set()
         self._twin_nodes: dict[int, frozenset[int]] = {}
         self._writers: dict[int, int] = {}
-        # What a rank's newest commit still waits for: it is held once both of it are.
+        # What a rank's newest commit still waits for: it counts once all of it is there.
         self._waiting: dict[tuple[int, int], set[str]] = {}
         self.on_step: Callable[..., None] = lambda *_args, **_kw: None
         replicas.on_acked = lambda rank, step: self._acked(rank, step, "record")
@@ -118,7 +120,7 @@ class StateService:
         shard, key = slot.shard[1], (rank, commit.step)
         self._waiting[key] = {"record"}
         if commit.tensors is not None:
-            self._waiting[key].add("tensors")
+            self._waiting[key] |= {"tensors", "twins"}
             # What was restored is held, and maybe in another place by now: a twin may have found it bad.
             if commit.step != self._assignment.restore_step:
                 self._check_version(commit, shard, rank)
@@ -135,6 +137,8 @@ class StateService:
         self._replicas.push(record)
         if commit.tensors is not None:
             self._push_tensors(shard, commit, lambda: self._acked(*key, "tensors"))
+            nodes = self._twin_nodes.get(shard, frozenset())
+            self._twins.committed((shard, commit.step), rank, nodes, lambda: self._acked(*key, "twins"))
         self._tell(slot, commit)
 
     def _tell(self, slot: Slot, message: m.Commit | m.Stepped) -> None:

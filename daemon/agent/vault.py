@@ -15,7 +15,7 @@ import xxhash
 
 from ckptless.daemon.agent.memory import SLOTS, Region, round_up
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.messages import Copies, Holdings, TensorsAt
+from ckptless.daemon.api.messages import Assignment, Copies, Holdings, TensorsAt
 
 KEEP = 3
 
@@ -182,6 +182,12 @@ class Vault:
         for steps in known:
             for newer in [s for s in steps if s > limit]:
                 del steps[newer]
+
+    def drop_unnamed(self, assignment: Assignment, node: int) -> None:
+        """Of the restored step a version that others are not to have from here is not used here either."""
+        for shard, steps in self._tensors.items():
+            if assignment.restore_step in steps and node not in assignment.holders_of(shard):
+                del steps[assignment.restore_step]
 
     @property
     def nbytes(self) -> int:

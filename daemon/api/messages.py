@@ -12,6 +12,7 @@ from msgspec import Struct
 from ckptless.daemon.api.model import Assignment as Assignment
 from ckptless.daemon.api.model import Cause as Cause
 from ckptless.daemon.api.model import Copies as Copies
+from ckptless.daemon.api.model import Doubt as Doubt
 from ckptless.daemon.api.model import Holdings as Holdings
 from ckptless.daemon.api.model import JobSpec as JobSpec
 from ckptless.daemon.api.model import Limits as Limits
@@ -57,7 +58,8 @@ class AgentState(Message, frozen=True, kw_only=True):
 
     `assigned` is the generation of the newest assignment that it has accepted. `frozen` is the generation it
     has stopped (no commit of it is taken any more), and `holdings` what it holds then. `copies` is what it
-    holds at any time, for people: nothing is decided by it. `daemon_pid` is the daemon it talks to.
+    holds at any time, for people: nothing is decided by it. `daemon_pid` is the daemon it talks to. `doubts`
+    are of the generation `assigned`.
     """
 
     seq: int
@@ -67,6 +69,7 @@ class AgentState(Message, frozen=True, kw_only=True):
     holdings: Holdings | None = None
     copies: Copies | None = None
     daemon_pid: int | None = None
+    doubts: tuple[Doubt, ...] = ()
 
 
 class AgentEvent(Message, frozen=True, kw_only=True):

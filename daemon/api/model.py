@@ -148,11 +148,22 @@ class SlotState(Value, frozen=True, kw_only=True):
 class Holdings(Value, frozen=True, kw_only=True):
     """What a frozen agent could give: (shard, steps) of tensors, and (rank, shard, steps) of records.
 
-    A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks.
+    A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks. `digests`
+    are (shard, step, the rank that wrote it, digest) of those tensors that are compared (`api.twins`).
     """
 
     tensors: tuple[tuple[int, tuple[int, ...]], ...]
     records: tuple[tuple[int, int, tuple[int, ...]], ...]
+    digests: tuple[tuple[int, int, int, str], ...] = ()
+
+
+class Doubt(Value, frozen=True, kw_only=True):
+    """What this node's rank has of a shard's step is not what its twin, rank `other`, has."""
+
+    shard: int
+    step: int
+    rank: int
+    other: int
 
 
 class Copies(Value, frozen=True, kw_only=True):
@@ -228,6 +239,7 @@ class Assignment(Value, frozen=True, kw_only=True):
 #   done            every rank ended by itself     no-spare        a rank has no slot left
 #   script          it raised or ended, each time  no-common-step  no step that every rank could give
 #   cancelled       somebody wanted it             no-progress     broken or stalled again and again
+#   corrupt         twins differ, each time
 #   never-formed    too few nodes came up          after-training  a rank failed when training was over
 #   ""              for this node alone: the job goes on without it
 Why = Literal[
@@ -239,6 +251,7 @@ Why = Literal[
     "no-spare",
     "no-common-step",
     "no-progress",
+    "corrupt",
     "after-training",
     "no-quorum",
     "node-lost",

@@ -16,9 +16,10 @@ Level: TypeAlias = Literal["info", "warning", "error"]
 # Who says that something is broken. Of a rank: "process", which its agent watches (pidfd, and what it says).
 # Of a node: "agent", its connection to its daemon is gone; "membership", the other daemons cannot reach it;
 # "slurm", Slurm has it down; "health", a check's verdict; "operator", a person's word; "lease", it ends its
-# ranks itself, as it hears too few others. Of either: "leader", who waited for it in vain.
+# ranks itself, as it hears too few others. Of either: "leader", who waited for it in vain. Of several ranks:
+# "twins", whose tensors should be the same.
 FaultSource: TypeAlias = Literal[
-    "process", "agent", "membership", "slurm", "health", "operator", "lease", "leader"
+    "process", "agent", "membership", "slurm", "health", "operator", "lease", "leader", "twins"
 ]
 
 # The phases of a recovery, in order. They do not overlap; their sum is the recovery.

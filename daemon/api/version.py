@@ -16,7 +16,7 @@ from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.api.model import NO_RUN
 
 MAGIC = b"ckptVERS"
-FORMAT = 1
+FORMAT = 2
 PAGE_NBYTES = 4096
 CHUNK_NBYTES = 16 << 20
 JOB_LIMIT = 256
@@ -25,8 +25,8 @@ PAYLOAD_LIMIT = 1 << 46
 HEADER_LIMIT = 64 << 20
 
 # magic, format, bytes of the job's name, of the header, of a chunk; shard, rank; step, generation, bytes of
-# the payload; layout, run, job. The chunks' digests follow; the header's own is the last thing in it.
-_FIXED = struct.Struct(f"<8sHHIIIIQQQ16s16s{JOB_LIMIT}s")
+# the payload; layout, twins' digest, run, job. The chunks' digests follow; last is the header's own.
+_FIXED = struct.Struct(f"<8sHHIIIIQQQ16s16s16s{JOB_LIMIT}s")
 _DIGEST_NBYTES = 16
 STEP_LIMIT = 1 << 62
 
@@ -45,8 +45,9 @@ class Origin(NamedTuple):
 class Header:
     """What a version is of. `layout`, `digest` and `run` are hex (32 digits), `nbytes` those of the payload.
 
-    `chunks` are xxh3_64, of `chunk_nbytes` bytes each; the last one may be shorter. `digest` is the header's
-    own, "" before it is encoded.
+    `chunks` are xxh3_64, of `chunk_nbytes` bytes each; the last one may be shorter. Versions of twins are
+    compared by `twins` (`api.twins`, hex), unless it is "". `digest` is the header's own, "" before it is
+    encoded.
     """
 
     job: str
@@ -60,6 +61,7 @@ class Header:
     chunk_nbytes: int = CHUNK_NBYTES
     digest: str = ""
     run: str = NO_RUN
+    twins: str = ""
 
     @property
     def origin(self) -> Origin:
@@ -128,7 +130,7 @@ def encode(header: Header) -> bytes:
     fixed = _FIXED.pack(
         *(MAGIC, FORMAT, len(job), total, header.chunk_nbytes, header.shard, header.rank),
         *(header.step, header.generation, header.nbytes, bytes.fromhex(header.layout)),
-        *(bytes.fromhex(header.run), job),
+        *(bytes.fromhex(header.twins), bytes.fromhex(header.run), job),
     )
     chunks = struct.pack(f"<{len(header.chunks)}Q", *header.chunks)
     body = (fixed + chunks).ljust(total - _DIGEST_NBYTES, b"\0")
@@ -154,7 +156,7 @@ def decode(data: memoryview | bytes, told: str | None = None) -> Header:
     if told is not None and digest.hex() != told:
         raise BadVersionError("the header is sound, and is not the one that was told of")
     _, _, job_nbytes, _, chunk_nbytes, *rest = _FIXED.unpack_from(body)
-    shard, rank, step, generation, nbytes, layout, run, job = rest
+    shard, rank, step, generation, nbytes, layout, twins, run, job = rest
     count = -(-nbytes // chunk_nbytes)
     end = _FIXED.size + 8 * count
     if any(job[job_nbytes:]) or body[end:].strip(b"\0"):
@@ -164,9 +166,11 @@ def decode(data: memoryview | bytes, told: str | None = None) -> Header:
     except UnicodeDecodeError as error:
         raise BadVersionError(f"the header's job is no text: {error}") from error
     chunks = struct.unpack_from(f"<{count}Q", body, _FIXED.size)
+    compared = twins.hex() if any(twins) else ""
     found = Header(
         *(name, shard, rank, step, generation, layout.hex(), nbytes, chunks, chunk_nbytes, digest.hex()),
         run=run.hex(),
+        twins=compared,
     )
     _check_fields(found, job_nbytes, total)
     return found

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import plan, story
+from ckptless.daemon.control import plan, story, twins_agree
 from ckptless.daemon.control.decree import Decree, choose_voters
 from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
@@ -192,7 +192,8 @@ class Controller(Follower):
     def _watch(self, now: float) -> None:
         """Any new fault of this generation stops it."""
         assert self._tally is not None
-        findings = self._tally.findings + self._overdue(now)
+        findings = twins_agree.ripe(self._tally.findings, self._tally.assignment, self.nodes, now)
+        findings += self._overdue(now)
         if self.stage == "releasing" and now - self._since < MEETING_GRACE_S:
             # An agent may be gone because the job has ended, which this daemon is about to hear.
             findings = [finding for finding in findings if finding.kind != "node-lost"]
@@ -328,6 +329,8 @@ class Controller(Follower):
         self._mark("leave", now)
         if not self.agreement.ready:
             return
+        for finding in twins_agree.findings(self.assignment, self.nodes):
+            self._log_fault(finding, now)
         self._follow_progress(self._tally.newest, now)
         situation = plan.Situation(
             self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me, now

@@ -17,7 +17,7 @@ from ckptless.daemon.api.records import FaultSource
 
 # Causes that are consequences as often as they are causes: they start a recovery, but are not counted
 # against anybody when a deeper fault is there as well.
-SECONDARY = frozenset({"broken", "stall"})
+SECONDARY = frozenset({"broken", "stall", "twins-differ"})
 
 # One broken collective breaks it for every rank: of more than so many the story is told by these.
 CONSEQUENCES = 64
@@ -94,7 +94,8 @@ def _members(nodes: tuple[int, ...]) -> frozenset[int]:
 class Finding:
     """A fault before it has an id, of whatever source it is.
 
-    `key` names the same fault seen again; `age_s` is since its first sign.
+    `key` names the same fault seen again; `age_s` is since its first sign. `odd`: of several that differ most
+    say that it is this one.
     """
 
     kind: str
@@ -105,6 +106,7 @@ class Finding:
     age_s: float = 0.0
     exit_code: int | None = None
     hooked: bool = True
+    odd: bool = False
     source: FaultSource = field(kw_only=True)
 
     @property
@@ -159,7 +161,19 @@ def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[tuple[i
         detail = f"{view.lost} (rank {names})"
         return [Finding("node-lost", view.node, None, None, detail, view.lost_age_s, source=view.lost_source)]
     found = (_slot_finding(assignment, rank, place, view) for rank, place in ranks)
-    return [finding for finding in found if finding is not None]
+    return [*(finding for finding in found if finding is not None), *_doubts(assignment, view)]
+
+
+def _doubts(assignment: Assignment, view: NodeView) -> list[Finding]:
+    """Versions that are not as their twins': enough to stop, not to say who is wrong (`twins_agree`)."""
+    if view.state is None or view.state.assigned != assignment.generation:
+        return []
+    found: list[Finding] = []
+    for doubt in view.state.doubts:
+        text = f"shard {doubt.shard}, step {doubt.step}: ranks {doubt.rank} and {doubt.other} differ"
+        slot = assignment.places[doubt.rank].slot
+        found.append(Finding("twins-differ", view.node, slot, doubt.rank, text, source="twins"))
+    return found
 
 
 def _slot_finding(assignment: Assignment, rank: int, place: Place, view: NodeView) -> Finding | None:

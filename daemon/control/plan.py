@@ -63,12 +63,13 @@ class Situation:
 class _Answers:
     """What the ladder decides: slots to renew, slots that may hold no rank any more, the highest rung.
 
-    `flapping` are slots to renew that a rank had better leave.
+    `flapping` are slots to renew that a rank had better leave; `suspect` too, to another node.
     """
 
     renew: set[Place] = field(default_factory=set)
     bad: set[Place] = field(default_factory=set)
     flapping: set[Place] = field(default_factory=set)
+    suspect: set[Place] = field(default_factory=set)
     rung: str = "in-process"
     tries: list[Tries] = field(default_factory=list)
 
@@ -104,6 +105,8 @@ def next_assignment(now: Situation) -> Assignment:
     """The generation after `now.current`. Raises NoPlanError where there is none."""
     answers = _answer_all(now)
     places = _place(now, answers)
+    # What has computed wrongly holds no rank any more, once there was another place for it.
+    answers.bad |= answers.suspect - set(places)
     if places != now.current.places:
         answers.raise_to("spare")
     try:
@@ -175,7 +178,28 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
             answers.bad.add(place)
             answers.raise_to("spare")
         return
+    if finding.kind == "silent-corruption":
+        _answer_corruption(now, fault, count, answers)
+        return
     _answer_death(now, fault, count, answers)
+
+
+def _answer_corruption(now: Situation, fault: Fault, count: int, answers: _Answers) -> None:
+    """Twins differ. All go back to where they agreed; the odd one out gets another process, and place.
+
+    Where nobody can say who is wrong that is enough at first; next time both get new processes.
+    """
+    finding = fault.finding
+    place = Place(node=finding.node, slot=finding.slot or 0)
+    if count > now.spec.limits.process_tries:
+        raise NoPlanError(
+            _unrecoverable(f"{finding.detail}, {count} times without a step in between", "corrupt")
+        )
+    if finding.odd:
+        answers.suspect.add(place)
+    if finding.odd or count > 1:
+        answers.renew.add(place)
+        answers.raise_to("process")
 
 
 def _answer_death(now: Situation, fault: Fault, count: int, answers: _Answers) -> None:
@@ -245,7 +269,8 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
     """
     homeless = {rank: place for rank, place in enumerate(now.current.places) if place in answers.bad}
     shaken = {r: p for r, p in enumerate(now.current.places) if p in answers.flapping and r not in homeless}
-    if not homeless and not shaken:
+    moving = {r: p for r, p in enumerate(now.current.places) if p in answers.suspect and r not in homeless}
+    if not homeless and not shaken and not moving:
         return now.current.places
     places = list(now.current.places)
     lost = [info.node for info in now.current.nodes if not now.nodes[info.node].usable]
@@ -269,8 +294,9 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
             )
         for rank, place in zip(ranks, slots, strict=True):
             places[rank] = place
-    for rank, place in shaken.items():
-        for better in seats.choose(sound, place.node, 1):
+    for rank, place in {**shaken, **moving}.items():
+        elsewhere = {node: slots for node, slots in sound.items() if node != place.node or rank in shaken}
+        for better in seats.choose(elsewhere, place.node, 1):
             places[rank] = better
             remove(sound, [better])
     return tuple(places)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from ckptless.daemon.api.messages import Holdings, Place
 from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.control.twins_agree import disputes, sound_holders
 
 
 class NoCommonStepError(Exception):
@@ -38,8 +39,11 @@ class _Held:
 
 
 def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
-    """The newest step of which every rank's record and tensors are held by some usable node."""
-    return _newest_common(_held(nodes, world_size), world_size)
+    """The newest step of which every rank's record and tensors are held by some usable node.
+
+    One at which twins differ only where there is no other.
+    """
+    return _newest_held(nodes, world_size)[1]
 
 
 def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progress: int) -> Sources:
@@ -47,8 +51,7 @@ def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progre
 
     `progress` is the newest step that any rank is known to have committed.
     """
-    held = _held((nodes[node] for node in sorted(nodes)), len(places))
-    step = _newest_common(held, len(places))
+    held, step = _newest_held([nodes[node] for node in sorted(nodes)], len(places))
     if step is None:
         newest = max((s for view in nodes.values() for s in _all_steps(view)), default=progress)
         if max(newest, progress) > 0:
@@ -66,20 +69,27 @@ def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progre
     )
 
 
-def _held(nodes: Iterable[NodeView], world_size: int) -> _Held:
+def _newest_held(nodes: Iterable[NodeView], world_size: int) -> tuple[_Held, int | None]:
+    """What is held, and the step to go on from: one at which twins differ only where there is no other."""
+    told = {view.node: one for view in nodes if view.usable and (one := _holdings(view)) is not None}
+    held = _held(told, world_size, disputed=False)
+    step = _newest_common(held, world_size)
+    if step is None and any(holdings.digests for holdings in told.values()):
+        held = _held(told, world_size, disputed=True)
+        step = _newest_common(held, world_size)
+    return held, step
+
+
+def _held(told: Mapping[int, Holdings], world_size: int, *, disputed: bool) -> _Held:
     held = _Held()
-    for view in nodes:
-        holdings = _holdings(view) if view.usable else None
-        if holdings is None:
-            continue
-        for shard, steps in holdings.tensors:
-            for step in steps:
-                held.tensors.setdefault(shard, {}).setdefault(step, []).append(view.node)
+    for (shard, step), givers in sound_holders(told, disputes(told.values()), disputed=disputed).items():
+        held.tensors.setdefault(shard, {})[step] = givers
+    for node, holdings in told.items():
         for rank, shard, steps in holdings.records:
             if rank < world_size and steps:
                 held.shards[rank] = shard
                 for step in steps:
-                    held.records.setdefault(rank, {}).setdefault(step, []).append(view.node)
+                    held.records.setdefault(rank, {}).setdefault(step, []).append(node)
     return held
 
 

@@ -20,6 +20,7 @@ import msgspec
 
 from ckptless.daemon.agent.config import AgentConfig, ReplicationConfig, thread_env
 from ckptless.daemon.agent.prctl import set_child_subreaper, set_pdeathsig
+from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome
@@ -61,6 +62,7 @@ class LocalOptions:
     preload: tuple[str, ...]
     tee: tuple[int, ...] | None
     copies: int
+    twins: TwinsMode
     job: str
     state_dir: Path | None
     port: int
@@ -201,6 +203,7 @@ class LocalRun:
             preload=options.preload,
             tee=options.tee,
             copies=options.copies,
+            twins=options.twins,
             save=options.save,
             replication=options.replication,
             copies_address=node.peer.address,

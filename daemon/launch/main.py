@@ -126,6 +126,14 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     "[default: what sbatch --ckptless or the site says, else that of the nodes' names]",
 )
 @click.option(
+    "--twins",
+    type=click.Choice(["off", "warn", "act"]),
+    default="act",
+    show_default=True,
+    help="Compare, at every commit, what ranks with the same tensors have; where they differ, say so, or go "
+    "back to where they agreed.",
+)
+@click.option(
     "--domains",
     metavar="A,A,B",
     help="With --local: the failure domain of each node, the spares' last.  [default: none are known]",

@@ -6,7 +6,10 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from ckptless.daemon.agent.config import SharedConfig
+from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.control.domains import check_name
@@ -55,6 +58,7 @@ def local_options(script: str, script_args: tuple[str, ...], options: Options) -
         preload=_preload(options),
         tee=_ranks(str(options["tee"])),
         copies=_number(options, "copies") or 2,
+        twins=_twins(options),
         job=job,
         state_dir=state_dir if isinstance(state_dir, Path) else None,
         port=_number(options, "port") or 0,
@@ -110,6 +114,7 @@ def slurm_run(
         preload=_preload(options),
         tee=tee,
         copies=copies,
+        twins=_twins(options),
         outcome_dir=str(log_dir),
         save=save_config(options, spec.world_size),
         replication=replication,
@@ -147,6 +152,11 @@ def _argv(script: str, script_args: tuple[str, ...], options: Options) -> tuple[
 def _number(options: Options, name: str) -> int | None:
     value = options[name]
     return int(value) if isinstance(value, int) else None
+
+
+def _twins(options: Options) -> TwinsMode:
+    mode: TwinsMode = msgspec.convert(options["twins"], TwinsMode)
+    return mode
 
 
 def _local_domains(options: Options, count: int) -> tuple[str, ...]:

@@ -156,6 +156,25 @@ class Held(Message, frozen=True, kw_only=True):
     held: bool = True
 
 
+class TwinsMessage(Message, frozen=True, kw_only=True):
+    """What `rank` here has of a shard's step, by its digest; `known`: it has agreed with twins before."""
+
+    generation: int
+    shard: int
+    step: int
+    rank: int
+    digest: str
+    known: bool
+
+
+class CompareTwins(TwinsMessage, frozen=True, kw_only=True):
+    """And what have you?"""
+
+
+class TwinsCompared(TwinsMessage, frozen=True, kw_only=True):
+    """Answer to CompareTwins: the same of this end, once its rank has committed that step."""
+
+
 class GetRecord(Message, frozen=True, kw_only=True):
     """Give me a rank's record of a step."""
 
@@ -224,6 +243,8 @@ class SaveReply(Message, frozen=True, kw_only=True):
 AgentMessage: TypeAlias = (
     PutRecord
     | Held
+    | CompareTwins
+    | TwinsCompared
     | OfferTensors
     | PutTensors
     | TensorsAnswer

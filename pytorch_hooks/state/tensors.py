@@ -41,6 +41,7 @@ class TensorSet:
         self._layout = layouts.plan(())
         self._catalog: bytes | None = None
         self._forms: list[tuple[torch.dtype, torch.Size, bool]] = []
+        self._spans: tuple[tuple[str, frozenset[str]], tuple[tuple[int, int], ...]] = ("", frozenset()), ()
         self._views: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}
         self._scan()
 
@@ -126,20 +127,20 @@ class TensorSet:
         _check_buffer(buffer, 0)
         return xxhash.xxh3_128_hexdigest(raw.window(buffer))
 
-    def twin_digest(self, buffer: torch.Tensor) -> str:
-        """Give the xxh3_128 (hex) of what is the same on all twins, after `pack(buffer)`.
-
-        That is everything but the buffers that changed since the State was built (batch norm's statistics).
-        """
-        _check_buffer(buffer, self._layout.nbytes)
-        own = {b.name for b in watch_of(self._state).changed()}
-        window, hasher, start = raw.window(buffer), xxhash.xxh3_128(), 0
-        for entry in self._layout.entries:
-            if entry.name in own:
-                hasher.update(window[start : entry.offset])
-                start = entry.offset + entry.nbytes
-        hasher.update(window[start : self._layout.nbytes])
-        return hasher.hexdigest()
+    def spans(self, names: frozenset[str]) -> tuple[tuple[int, int], ...]:
+        """Where these tensors lie in what was packed last: (start, end), ascending, neighbours in one."""
+        key = (self._layout.digest, names)
+        if self._spans[0] != key:
+            found: list[tuple[int, int]] = []
+            for entry in self._layout.entries if names else ():
+                if entry.name not in names:
+                    continue
+                start, end = entry.offset, entry.offset + entry.nbytes
+                if found and start - found[-1][1] < layouts.ALIGN:
+                    start = found.pop()[0]
+                found.append((start, end))
+            self._spans = key, tuple(found)
+        return self._spans[1]
 
     # ---- what there is
 

@@ -4,7 +4,7 @@ A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the
 (or a phase of a recovery), `kind` is kill, stop (SIGSTOP), raise, exit, daemon (its node's), node (agent,
 daemon and ranks of its node), or one that spoils versions of the rank's shard before it kills: rot-own,
 rot-replica, rot-newest (see rot.py; in DDP all have shard 0), or hold, which waits as long as there is a file
-OUT/hold. Every fault strikes once, over all processes
+OUT/hold, or flip, of one bit of the first parameter. Every fault strikes once, over all processes
 and generations, unless it is "often". Without "step" it strikes at any; with "after" (the number of another
 fault) only in the recovery from that one or later.
 """
@@ -37,6 +37,8 @@ WHERE = (
 )
 
 HOLD_DEADLINE_S = 60.0
+# What flip strikes.
+PARAMETERS: list[torch.Tensor] = []
 
 STEPS = int(sys.argv[1])
 OUT = Path(sys.argv[2])
@@ -89,8 +91,8 @@ def inject(kind: str, shard: int) -> None:
     if kind.startswith("rot-"):
         count = rot(kind.removeprefix("rot-"), shard)
         print(f"{kind}: {count} versions of shard {shard}", flush=True)
-    if kind == "hold":
-        hold()
+    if kind in ("hold", "flip"):
+        hold() if kind == "hold" else flip(own(PARAMETERS[0]))
         return
     if kind == "raise":
         raise ValueError("the toy raises, as told")
@@ -104,6 +106,11 @@ def inject(kind: str, shard: int) -> None:
         # The daemon went first, so that nobody can say goodbye; the agent's death takes its ranks.
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """As a cosmic ray, or a core that is not sound, would: nothing raises."""
+    tensor.detach().view(torch.int32).view(-1)[0] ^= 1 << 22
 
 
 def hold() -> None:
@@ -183,6 +190,7 @@ def build(run: Any) -> ckptless.State:
     random.seed(run.rank)
     model = make_model(run)
     strike("build", run.rank, run.step, run.generation)
+    PARAMETERS[:] = list(model.parameters())
     optimizer = Step(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     data = torch.utils.data.TensorDataset(torch.randn(64, 32))

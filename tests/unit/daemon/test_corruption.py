@@ -20,6 +20,7 @@ from ckptless.daemon.agent.holders import Version
 from ckptless.daemon.agent.memory import SLOTS, round_up
 from ckptless.daemon.agent.replicas import Replicas
 from ckptless.daemon.agent.state_service import StateService
+from ckptless.daemon.agent.twins import Twins
 from ckptless.daemon.agent.vault import Held, Vault, digest
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
@@ -131,7 +132,8 @@ class World:
             index=0, shard=(GENERATION, SHARD), generation=GENERATION, tenant=None
         )
         crew: Any = SimpleNamespace(slots=[self.slot])
-        self.state = StateService(0, self.nodes[0].vault, self.nodes[0].replicas, crew)
+        vault, replicas = self.nodes[0].vault, self.nodes[0].replicas
+        self.state = StateService(0, vault, replicas, crew, Twins(0, "act", vault, replicas.dial))
         for node in self.nodes:
             node.replicas.follow(self.assignment)
 

@@ -72,6 +72,48 @@ def again(faults: Sequence[Fault], times: int, **more: Any) -> m.Assignment:
 DIED = fault("died", exit_code=-9, detail="was ended by SIGKILL")
 
 
+def corrupt(node: int, *, odd: bool = False) -> Fault:
+    return fault("silent-corruption", node, detail="shard 0, step 8: ranks differ", odd=odd)
+
+
+def test_the_odd_one_out_moves_to_another_node_and_its_slot_is_not_used_again() -> None:
+    """Not to a free slot of its own node; what its agent has seen of it is no second fault."""
+    job = spec(nodes=2, spares=1, slots=2)
+    following = plan.next_assignment(situation([corrupt(0, odd=True), fault("twins-differ", 1)], job))
+    assert following.rung == "spare"
+    assert following.places[0] == m.Place(node=2, slot=0)
+    assert following.places[1:] == plan.first_assignment(job, views(job), 1, 0).places[1:]
+    assert following.bad == (m.Place(node=0, slot=0),)
+    assert following.faults == ("f-silent-corruption-0-0",)
+
+
+def test_without_another_node_it_gets_another_process_for_a_while() -> None:
+    alone: dict[str, Any] = {"job": spec(spares=0)}
+    for times in (1, LIMITS.process_tries):
+        following = again([corrupt(0, odd=True)], times, **alone)
+        assert (following.rung, following.renew) == ("process", (m.Place(node=0, slot=0),))
+        assert following.bad == ()
+    with pytest.raises(plan.NoPlanError) as error:
+        again([corrupt(0, odd=True)], LIMITS.process_tries + 1, **alone)
+    assert error.value.outcome.why == "corrupt"
+    assert "ranks differ" in error.value.outcome.reason
+
+
+def test_where_nobody_can_say_who_is_wrong_all_go_back_then_get_new_processes_then_it_ends() -> None:
+    both = [corrupt(0), corrupt(1)]
+    assert again(both, 1).rung == "in-process"
+    assert again(both, 1).renew == ()
+    following = again(both, 2)
+    assert (following.rung, following.renew) == (
+        "process",
+        (m.Place(node=0, slot=0), m.Place(node=1, slot=0)),
+    )
+    assert following.places == plan.first_assignment(spec(), views(spec()), 1, 0).places
+    with pytest.raises(plan.NoPlanError) as error:
+        again(both, LIMITS.process_tries + 1)
+    assert (error.value.outcome.why, error.value.outcome.exit_code) == ("corrupt", 4)
+
+
 @pytest.mark.parametrize(
     ("faults", "times", "rung", "renew"),
     [

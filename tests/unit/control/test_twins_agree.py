@@ -1,0 +1,128 @@
+"""Which twins differ, who of them is wrong, and what of theirs may still be restored: against brute force."""
+
+from collections.abc import Mapping
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.control.plan import first_assignment
+from ckptless.daemon.control.sources import NoCommonStepError, recovery_step, state_sources
+from ckptless.daemon.control.twins_agree import disputes, findings
+
+STEPS = 4
+GOOD, BAD = "0" * 16 + "a", "0" * 16 + "b"
+LIMITS = m.Limits(pong_s=1, leave_s=1, join_s=10, stall_s=10)
+# What each node holds of its rank's one shard: by step, whose version it is, and what is in it.
+Held = dict[int, tuple[int, str]]
+
+
+def view(node: int, held: Held, world: int, lost: str | None = None) -> NodeView:
+    info = m.NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1, store_address="a", store_port=2)
+    holdings = m.Holdings(
+        tensors=((0, tuple(sorted(held))),),
+        records=tuple((rank, 0, tuple(range(STEPS))) for rank in range(world)),
+        digests=tuple((0, step, rank, value) for step, (rank, value) in sorted(held.items()) if value),
+    )
+    state = m.AgentState(seq=1, slots=(), holdings=holdings, frozen=1)
+    return NodeView(node, m.Introduction(info=info, pid=1), state, lost)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[dict[int, Held], set[int]]:
+    """Nodes of one rank each, all twins; some hold another one's copy, some say nothing of a version."""
+    count = draw(st.integers(2, 5))
+    values = {
+        (rank, step): draw(st.sampled_from([GOOD] * 4 + [BAD]))
+        for rank in range(count)
+        for step in range(STEPS)
+    }
+    nodes: dict[int, Held] = {}
+    for node in range(count):
+        steps = draw(st.frozensets(st.integers(0, STEPS - 1), min_size=1))
+        whose = {step: node if draw(st.integers(0, 5)) else draw(st.integers(0, count - 1)) for step in steps}
+        told = {step: draw(st.integers(0, 9)) > 0 for step in steps}
+        nodes[node] = {s: (whose[s], values[whose[s], s] if told[s] else "") for s in steps}
+    return nodes, draw(st.sets(st.integers(0, count - 1), max_size=1))
+
+
+def said_of(nodes: Mapping[int, Held], step: int) -> dict[int, str]:
+    """Each rank's own value of a step, as far as somebody tells it."""
+    return {held[step][0]: held[step][1] for held in nodes.values() if step in held and held[step][1]}
+
+
+@settings(max_examples=1000, deadline=None)
+@given(jobs())
+def test_no_side_of_a_dispute_is_restored_while_there_is_a_step_without_one(
+    case: tuple[dict[int, Held], set[int]],
+) -> None:
+    nodes, lost = case
+    views = {n: view(n, held, len(nodes), "dark" if n in lost else None) for n, held in nodes.items()}
+    living = {node: held for node, held in nodes.items() if node not in lost}
+    steps = {step for held in living.values() for step in held}
+    agreed = {step for step in steps if len(set(said_of(living, step).values())) < 2}
+    most = {
+        step: value
+        for step in steps - agreed
+        for value in (GOOD, BAD)
+        if 2 * list(said_of(living, step).values()).count(value) > len(said_of(living, step))
+    }
+    expected = max(agreed or most, default=None)
+    assert recovery_step(views.values(), len(nodes)) == expected
+    places = [m.Place(node=node, slot=0) for node in nodes]
+    try:
+        found = state_sources(views, places, progress=1)
+    except NoCommonStepError:
+        assert expected is None
+        return
+    assert found.step == expected
+    assert expected is not None
+    holders = {node for node, held in living.items() if expected in held}
+    if any(living[node][expected][1] for node in holders):
+        holders = {node for node in holders if living[node][expected][1]}
+    if expected in most:
+        holders = {node for node in holders if living[node][expected][1] == most[expected]}
+    assert set(dict(found.tensor_nodes)[0]) == holders
+
+
+@settings(max_examples=1000, deadline=None)
+@given(jobs())
+def test_who_is_named(case: tuple[dict[int, Held], set[int]]) -> None:
+    """The fewer, where they are fewer than half of at least three; else all that differ."""
+    nodes, lost = case
+    views = {n: view(n, held, len(nodes), "dark" if n in lost else None) for n, held in nodes.items()}
+    living = {node: held for node, held in nodes.items() if node not in lost}
+    spec = m.JobSpec(job="j", command=(), nodes=len(nodes), spares=0, slots_per_node=1, limits=LIMITS)
+    whole = {node: view(node, held, len(nodes)) for node, held in nodes.items()}
+    assignment = first_assignment(spec, whole, 1, 0)
+    named = {finding.rank: finding.odd for finding in findings(assignment, views)}
+    disputed = [step for step in range(STEPS) if len(set(said_of(living, step).values())) > 1]
+    if not disputed:
+        assert not named
+        return
+    said = said_of(living, disputed[0])
+    count = {value: list(said.values()).count(value) for value in said.values()}
+    most = {value for value in count if 2 * count[value] > len(said)}
+    odd = {rank for rank, value in said.items() if most and value not in most}
+    expected = dict.fromkeys(odd, True) if odd else dict.fromkeys(said, False)
+    assert named == {rank: is_odd for rank, is_odd in expected.items() if rank not in lost}
+
+
+def test_three_ways_of_being_wrong() -> None:
+    """Of four, two agree: half is no majority."""
+    held = [{1: (rank, value)} for rank, value in enumerate((GOOD, GOOD, BAD, BAD + "c"))]
+    found = disputes([holdings for node in range(4) if (holdings := told(view(node, held[node], 4)))])
+    (dispute,) = found.values()
+    assert dispute.sides == ((0, 1), (2,), (3,))
+    assert dispute.digest is None
+    assert dispute.suspects == (0, 1, 2, 3)
+
+
+def test_what_is_laid_out_in_another_way_is_no_dispute() -> None:
+    held = [{1: (0, GOOD)}, {1: (1, "1" * 16 + "a")}]
+    assert not disputes([holdings for node in range(2) if (holdings := told(view(node, held[node], 2)))])
+
+
+def told(one: NodeView) -> m.Holdings | None:
+    return one.state.holdings if one.state is not None else None
