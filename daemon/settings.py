@@ -93,6 +93,13 @@ class MungeSettings(_Part, frozen=True):
     socket: SocketPath | None = None
 
 
+class KeepSettings(_Part, frozen=True):
+    """What a daemon keeps of the memory of jobs that end before their training; see `control.keeping`."""
+
+    memory_nbytes: Annotated[int, Meta(ge=0, le=1 << 50)] = field(default=4 << 30, name="memory")
+    ttl_s: Annotated[float, Meta(ge=1, le=86400)] = field(default=900.0, name="ttl")
+
+
 class SettingsFile(_Part, frozen=True):
     """The file. `max_stall` is 5 minutes as ckptless-run has it: longer than a slow step or an evaluation.
 
@@ -107,6 +114,7 @@ class SettingsFile(_Part, frozen=True):
     daemon: DaemonSettings = DaemonSettings()
     slurm: SlurmSettings = SlurmSettings()
     munge: MungeSettings = MungeSettings()
+    keep: KeepSettings = KeepSettings()
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
@@ -160,6 +168,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     daemon: DaemonSettings
     slurm: SlurmSettings
     munge: MungeSettings
+    keep: KeepSettings
 
     def limits(self, max_stall_s: float | None = None, start_tries: int = 0) -> Limits:
         """Deadlines of a job: from the knob of its own (seconds) where it has one, else the site's.
@@ -217,6 +226,8 @@ WANTED = {
     "slurm.on_node_lost": "down, drain or none",
     "slurm.bin_dir": "the absolute path of the folder with scontrol, or null",
     "munge.socket": f"{_SOCKET}, or null",
+    "keep.memory": "a size with its unit, such as 512MiB or 64GiB, or 0",
+    "keep.ttl": "a duration with its unit from 1s to 24h, such as 15m",
 }
 
 # These are read once; a reload takes over all others.
@@ -256,6 +267,7 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
         daemon=found.daemon,
         slurm=found.slurm,
         munge=found.munge,
+        keep=found.keep,
     )
     if found.daemon.port in SLURM_PORTS:
         raise source.mistake(

@@ -1,6 +1,7 @@
 """Reads a YAML file into structs, strictly: a mistake is one sentence with the file, the line and the key.
 
-What YAML would let pass is a mistake too: an unknown key, a key that stands twice, a duration without a unit.
+What YAML would let pass is a mistake too: an unknown key, a key that stands twice, a duration or a size
+without a unit.
 """
 
 import difflib
@@ -19,6 +20,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h)", re.ASCII)
+_UNITS_NBYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"(\d{1,15})\s?(B|KiB|MiB|GiB|TiB)", re.ASCII)
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 
@@ -92,8 +95,8 @@ def _note_lines(path: Path, node: yaml.Node | None, prefix: str, lines: dict[str
 def parse(source: Source, kind: type[T], wanted: Mapping[str, str]) -> T:
     """The struct that a file describes; `wanted` says in words what each key's value must be.
 
-    A field `name_s` whose key is `name` is a duration: text with a unit in the file, seconds in the struct.
-    Raises UsageError.
+    A field `name_s` whose key is `name` is a duration: text with a unit in the file, seconds in the struct;
+    `name_nbytes` is a size in the same way. Raises UsageError.
     """
     values = _prepared(source, source.values, kind, "", wanted)
     try:
@@ -148,8 +151,8 @@ def _prepared(
             if not isinstance(value, Mapping):
                 raise source.mistake(path, f"{path} is a section: write its keys under it, indented")
             ready[key] = _prepared(source, value, section, f"{path}.", wanted)
-        elif field.name == f"{key}_s" and value is not None:
-            ready[key] = seconds(value)
+        elif field.name in (f"{key}_s", f"{key}_nbytes") and value is not None:
+            ready[key] = seconds(value) if field.name == f"{key}_s" else nbytes(value)
             if ready[key] is None:
                 raise _unfit(source, path, wanted)
         else:
@@ -177,3 +180,19 @@ def duration(value_s: float) -> str:
     if value_s >= 1 or value_s == 0:
         return f"{value_s:.15g}s"
     return f"{round(value_s * 1000, 6):.15g}ms"
+
+
+def nbytes(written: object) -> int | None:
+    """A size as it is written, "512MiB" or 0, in bytes; None where it is not one."""
+    if written == 0 and not isinstance(written, bool):
+        return 0
+    match = _SIZE.fullmatch(written) if isinstance(written, str) else None
+    return None if match is None else int(match.group(1)) * _UNITS_NBYTES[match.group(2)]
+
+
+def size(value_nbytes: int) -> str:
+    """Bytes as a file has them, in the largest unit that gives a whole number."""
+    for unit in reversed(_UNITS_NBYTES):
+        if value_nbytes and value_nbytes % _UNITS_NBYTES[unit] == 0:
+            return f"{value_nbytes // _UNITS_NBYTES[unit]}{unit}"
+    return "0"

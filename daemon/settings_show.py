@@ -7,7 +7,7 @@ import yaml
 from msgspec import Struct, structs
 
 from ckptless.daemon.settings import Settings, SettingsFile
-from ckptless.daemon.settings_file import duration
+from ckptless.daemon.settings_file import duration, size
 from ckptless.daemon.slurm.hostlist import compress
 
 DEFAULT = "default"
@@ -16,7 +16,7 @@ DERIVED = "derived"
 
 
 class Shown(Struct, frozen=True, kw_only=True):
-    """One key. A duration's `value` is in seconds and its `unit` "s"; other values have no unit."""
+    """One key. A duration's `value` is in seconds and its `unit` "s", a size's is "B"; others have none."""
 
     key: str
     value: str | int | float | bool | Mapping[str, str] | None
@@ -28,6 +28,8 @@ class Shown(Struct, frozen=True, kw_only=True):
         """The value as the file would have it."""
         if self.unit == "s" and isinstance(self.value, float):
             return duration(self.value)
+        if self.unit == "B" and isinstance(self.value, int):
+            return size(self.value)
         # Its first line: behind a bare value, YAML would end the document with "...".
         # A mapping in one line too.
         plain = dict(self.value) if isinstance(self.value, Mapping) else self.value
@@ -60,7 +62,8 @@ def _one(
     source = FILE if key in settings.given else DEFAULT
     if key.startswith("timeouts.") and source == DEFAULT:
         source = DERIVED
-    return Shown(key=key, value=value, source=source, unit="s" if name.endswith("_s") else None)
+    unit = "s" if name.endswith("_s") else "B" if name.endswith("_nbytes") else None
+    return Shown(key=key, value=value, source=source, unit=unit)
 
 
 def as_yaml(settings: Settings) -> str:

@@ -22,7 +22,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `argv` is the script (or, with `module`, the module) and its arguments. `tee`: ranks whose output is shown
     on the console as well, by rank; None for all. `copies` is how many other nodes hold each record.
     `start_s`: seconds in which the node's daemon must have taken the agent. `outcome_dir`: where the agent
-    writes how the job ended, if anywhere. `save`: where steps are saved, if anywhere.
+    writes how the job ended, if anywhere. `save`: where steps are saved, if anywhere. `restarts`: how often
+    Slurm has started the job again; None where it never does.
     """
 
     spec: JobSpec
@@ -38,6 +39,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start_s: float = 30.0
     outcome_dir: str | None = None
     save: SaveConfig | None = None
+    restarts: int | None = None
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

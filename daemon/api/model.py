@@ -67,8 +67,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
     `names` are the nodes' names, where a node's number is its place in them (empty in local mode). `domains`
     are the nodes' failure domains (racks, switches, power units) in the same order; "" is one that nobody
-    knows, and an empty tuple that of none is known. Every agent of a job must tell the same: the first voters
-    follow from it.
+    knows, and an empty tuple that of none is known. `saved_step` is the one on the disk, if any.
+    Every agent of a job must tell the same: the first voters follow from it.
     """
 
     job: str
@@ -79,6 +79,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     limits: Limits
     names: tuple[str, ...] = ()
     domains: tuple[str, ...] = ()
+    saved_step: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -147,6 +148,14 @@ class Holdings(Value, frozen=True, kw_only=True):
     records: tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
+class Brought(Value, frozen=True, kw_only=True):
+    """What an agent has from an earlier start of its job: what `run` held in `generation`, when it ended."""
+
+    run: str
+    generation: int
+    holdings: Holdings
+
+
 class Copies(Value, frozen=True, kw_only=True):
     """What an agent holds now: (shard, steps, bytes) of tensors, and (rank, shard, steps, bytes) of records.
 
@@ -182,6 +191,7 @@ class Assignment(Value, frozen=True, kw_only=True):
     `store_node` serves the key-value store of this generation. `renew` are slots whose process is replaced
     although it lives. `tries`, `replaced` and `bad` (slots that may hold no rank any more) are the memory of
     the ladder. `flapping` are the slots of the generation before whose process was replaced too often.
+    `origin`: what the first generation goes on from, for people.
     """
 
     job: str
@@ -202,6 +212,7 @@ class Assignment(Value, frozen=True, kw_only=True):
     bad: tuple[Place, ...] = ()
     replaced: tuple[Replaced, ...] = ()
     flapping: tuple[Place, ...] = ()
+    origin: str = ""
 
     def rank_at(self, place: Place) -> int | None:
         """The rank in a slot, or None for a spare."""

@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ckptless.daemon.api.messages import Holdings, Place
 from ckptless.daemon.control.faults import NodeView
+
+# A node, and what it holds.
+Told: TypeAlias = tuple[int, Holdings]
 
 
 class NoCommonStepError(Exception):
@@ -39,7 +43,7 @@ class _Held:
 
 def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
     """The newest step of which every rank's record and tensors are held by some usable node."""
-    return _newest_common(_held(nodes, world_size), world_size)
+    return _newest_common(_held(_told(nodes), world_size), world_size)
 
 
 def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progress: int) -> Sources:
@@ -47,10 +51,15 @@ def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progre
 
     `progress` is the newest step that any rank is known to have committed.
     """
-    held = _held((nodes[node] for node in sorted(nodes)), len(places))
+    return sources_of(_told(nodes[node] for node in sorted(nodes)), places, progress)
+
+
+def sources_of(told: Sequence[Told], places: Sequence[Place], progress: int = 0) -> Sources:
+    """The same, from what these nodes hold. Raises NoCommonStepError."""
+    held = _held(told, len(places))
     step = _newest_common(held, len(places))
     if step is None:
-        newest = max((s for view in nodes.values() for s in _all_steps(view)), default=progress)
+        newest = max((s for _, holdings in told for s in _all_steps(holdings)), default=progress)
         if max(newest, progress) > 0:
             raise NoCommonStepError(_missing(held, len(places)))
         return Sources()
@@ -66,31 +75,27 @@ def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progre
     )
 
 
-def _held(nodes: Iterable[NodeView], world_size: int) -> _Held:
+def _told(nodes: Iterable[NodeView]) -> list[Told]:
+    """What the frozen agents of usable nodes have told."""
+    states = [(view.node, view.state.holdings) for view in nodes if view.usable and view.state is not None]
+    return [(node, holdings) for node, holdings in states if holdings is not None]
+
+
+def _held(told: Iterable[Told], world_size: int) -> _Held:
     held = _Held()
-    for view in nodes:
-        holdings = _holdings(view) if view.usable else None
-        if holdings is None:
-            continue
+    for node, holdings in told:
         for shard, steps in holdings.tensors:
             for step in steps:
-                held.tensors.setdefault(shard, {}).setdefault(step, []).append(view.node)
+                held.tensors.setdefault(shard, {}).setdefault(step, []).append(node)
         for rank, shard, steps in holdings.records:
             if rank < world_size and steps:
                 held.shards[rank] = shard
                 for step in steps:
-                    held.records.setdefault(rank, {}).setdefault(step, []).append(view.node)
+                    held.records.setdefault(rank, {}).setdefault(step, []).append(node)
     return held
 
 
-def _holdings(view: NodeView) -> Holdings | None:
-    return view.state.holdings if view.state is not None else None
-
-
-def _all_steps(view: NodeView) -> list[int]:
-    holdings = _holdings(view) if view.usable else None
-    if holdings is None:
-        return []
+def _all_steps(holdings: Holdings) -> list[int]:
     tensors = (step for _, steps in holdings.tensors for step in steps)
     return [*tensors, *(step for _, _, steps in holdings.records for step in steps)]
 

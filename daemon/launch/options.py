@@ -12,7 +12,8 @@ from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.local import ALWAYS_PRELOADED, LocalOptions
-from ckptless.daemon.launch.saving import save_config
+from ckptless.daemon.launch.requeue import restarts
+from ckptless.daemon.launch.saving import save_config, saved_step
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.ledger.paths import LATEST
@@ -82,6 +83,7 @@ def slurm_run(
         log_dir, job = make_log_dir(parent, found.job_id)
     else:
         log_dir, job = step_log_dir(parent, f"{found.job_id}.{found.step.run}")
+    save = save_config(options, shape.nodes * shape.slots)
     spec = JobSpec(
         job=job,
         command=argv,
@@ -90,6 +92,7 @@ def slurm_run(
         slots_per_node=shape.slots,
         limits=settings.limits(max_stall_s, _number(options, "max_restarts") or 0),
         names=found.names[: shape.nodes + shape.spares],
+        saved_step=saved_step(save),
     )
     config = SharedConfig(
         spec=spec,
@@ -102,7 +105,8 @@ def slurm_run(
         tee=tee,
         copies=copies,
         outcome_dir=str(log_dir),
-        save=save_config(options, spec.world_size),
+        save=save,
+        restarts=restarts(env),
     )
     verbose = bool(options["verbose"])
     if found.step is None:
