@@ -221,7 +221,10 @@ class Service:
         The other end sends nothing more before it is answered, so that no descriptor is lost in the stream.
         """
         writer.transport.pause_reading()  # type: ignore[attr-defined]  # it is a ReadTransport, too
-        fd = os.dup(writer.get_extra_info("socket").fileno())
+        try:
+            fd = os.dup(writer.get_extra_info("socket").fileno())
+        except OSError as error:
+            raise PeerError(f"run {message.run}: it has hung up already") from error
         link: FdSocket[Taken] = FdSocket(socket.socket(fileno=fd), Taken)
         try:
             if isinstance(message, Claim):

@@ -32,7 +32,7 @@ def start_from(nodes: Iterable[NodeView], places: Sequence[Place], saved_step: i
             why = str(error)
             continue
         if found.step is not None and (best.step is None or found.step > best.step):
-            best, whose = found, f"run {origin[0]}, kept on {len(told)} nodes"
+            best, whose = found, f"run {origin[0]}, kept on {len(told)} node{'s' * (len(told) > 1)}"
     memory = (
         f"memory of {whose}, has step {best.step}" if whose else f"memory is not whole ({why})" if why else ""
     )

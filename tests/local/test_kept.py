@@ -121,7 +121,7 @@ def test_no_spare_is_left_and_the_next_start_has_the_nodes_it_takes(tmp_path: Pa
         (tmp_path / "again").touch()
         job.ended(0, DEADLINE_S)
         assert start_of(job).startswith(("step 39 from the memory", "step 40 from the memory")), job.story()
-        assert "kept on 1 nodes" in start_of(job)
+        assert "kept on 1 node" in start_of(job)
     same_as_without(tmp_path, "fsdp")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import random
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,6 +31,7 @@ from ckptless.daemon.api import keeping as k
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.fdsocket import FdSocket
+from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.config import KeepConfig
 
 RUN, NEXT = "4711", "4711.1"
@@ -366,5 +369,27 @@ def test_it_is_dropped_in_time_and_when_the_job_is_over(tmp_path: Path) -> None:
         keeper.limit(KeepConfig(nbytes=1 << 20, ttl_s=1e-3))
         await until(lambda: not keeper.shelf.entries)
         assert "nobody came for it" in told[-1]
+
+    go(tmp_path, work)
+
+
+def test_ckptctl_shows_it(tmp_path: Path) -> None:
+    async def work(site: Site) -> None:
+        async def shown(*words: str) -> Any:
+            command = ["--json", "kept", "--socket", site.socket, *words]
+            done = await asyncio.to_thread(CliRunner().invoke, ckptctl, command)
+            assert done.exit_code == 0, done.output
+            return json.loads(done.stdout)
+
+        assert (await shown())["kept"] == []
+        await Start(site, RUN, 2).holds(5).ends()
+        found = await shown()
+        (row,) = found["kept"]
+        assert (row["run"], row["uid"], row["restarts"]) == (RUN, os.getuid(), 2)
+        assert 3 * NBYTES < row["nbytes"] < found["limit_nbytes"] == 1 << 20
+        assert (await shown("--job", "4711"))["kept"][0]["run"] == RUN
+        assert (await shown("--job", "4712"))["kept"] == []
+        plain = await asyncio.to_thread(CliRunner().invoke, ckptctl, ["kept", "--socket", site.socket])
+        assert plain.stdout.split()[:5] == ["job", "uid", "MiB", "age", "left"]
 
     go(tmp_path, work)
