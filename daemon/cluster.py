@@ -25,6 +25,9 @@ class Cluster(Protocol):
     async def admit(self, hello: AgentHello, uid: int) -> Roster:
         """The roster of an agent's job. Raises PeerError where `uid` may not speak for that job here."""
 
+    async def check_owner(self, run: str, uid: int) -> None:
+        """Raises PeerError unless the run's job is of `uid`, and has this node."""
+
     def notice(self, notice: JobStarted | JobEnded) -> None:
         """A job has begun or ended on this node."""
 
@@ -50,11 +53,15 @@ class LocalCluster:
 
     async def admit(self, hello: AgentHello, uid: int) -> Roster:
         """See `Cluster`."""
-        if uid != os.getuid():
-            raise PeerError(f"uid {uid} may not use this daemon")
+        await self.check_owner(hello.spec.job, uid)
         if hello.info.node != self._roster.me:
             raise PeerError(f"the agent says that this is node {hello.info.node}, not {self._roster.me}")
         return self._roster
+
+    async def check_owner(self, run: str, uid: int) -> None:
+        """See `Cluster`."""
+        if uid != os.getuid():
+            raise PeerError(f"uid {uid} may not use this daemon")
 
     def notice(self, notice: JobStarted | JobEnded) -> None:
         """See `Cluster`. Here the launcher is there from beginning to end."""

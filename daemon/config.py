@@ -38,6 +38,13 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dark_s: Seconds = 1.5
 
 
+class KeepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many bytes of ended jobs' memory a daemon keeps for their next start, and how many seconds each."""
+
+    nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    ttl_s: Seconds = 900.0
+
+
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What any daemon is told: who it is, where it listens, where it writes."""
 
@@ -48,6 +55,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: str
     socket_mode: int = 0o600
     timers: Timers = Timers()
+    keep: KeepConfig = KeepConfig()
 
 
 class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +67,7 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     key_file: str
     peers: tuple[Peer, ...]
     timers: Timers = Timers()
+    keep: KeepConfig = KeepConfig()
 
     @property
     def daemon(self) -> DaemonConfig:
@@ -73,6 +82,7 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             state_dir=self.state_dir,
             socket=self.socket,
             timers=self.timers,
+            keep=self.keep,
         )
 
 

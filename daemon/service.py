@@ -7,12 +7,14 @@ import secrets
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, ProtocolError
 from ckptless.daemon.api.eviction import Evict
+from ckptless.daemon.api.fdsocket import FdSocket
+from ckptless.daemon.api.keeping import Claim, Keep, Taken, WhatIsKept
 from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.saving import Save, SaveDone
@@ -20,9 +22,12 @@ from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.cluster import Cluster
 from ckptless.daemon.config import DaemonConfig, Timers, open_state_dir
+from ckptless.daemon.control import story
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.evict import evict
 from ckptless.daemon.jobs import LIFE_BITS, Memory
+from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
@@ -37,7 +42,9 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
 READ_NBYTES = 1 << 16
-_Heard: TypeAlias = m.FromAgent | m.Notice | Evict | Save | SaveDone
+_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | WhatIsKept | Keep | Claim
+_Heard: TypeAlias = m.FromAgent | SaveDone | _Aside
+_ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, WhatIsKept, Keep, Claim)
 VOTE_DEADLINE_S = 10.0
 
 
@@ -58,6 +65,8 @@ class Service:
         self._state_dir = Path(config.state_dir)
         open_state_dir(self._state_dir)
         self.ledger = LedgerWriter(Ledger.open(self._state_dir / LEDGER_FILE))
+        self.keeper = Keeper(config.keep, self.now)
+        self.keeper.on_event = self._kept
         self._jobs: dict[str, JobRuntime] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_tick: Callable[[], None] = lambda: None
@@ -104,6 +113,7 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
+        self.keeper.close()
         await self.ledger.close()
         if self._agents is None and not is_abstract(self._config.socket):
             Path(self._config.socket).unlink(missing_ok=True)
@@ -120,6 +130,7 @@ class Service:
                 if not self._ticked(job) or job.forgettable:
                     del self._jobs[name]
                     self._spawn(job.close())
+            self.keeper.look()
             self.on_tick()
 
     @staticmethod
@@ -165,8 +176,8 @@ class Service:
         try:
             while data := await reader.read(READ_NBYTES):
                 for message in decoder.feed(data):
-                    if isinstance(message, m.JobStarted | m.JobEnded | Evict | Save):
-                        self._aside(message, uid, writer)
+                    if isinstance(message, _ASIDE):
+                        await self._aside(message, uid, writer)
                         continue
                     if isinstance(message, m.AgentHello):
                         job = await self._admit(message, uid)
@@ -186,10 +197,14 @@ class Service:
             if job is not None:
                 job.agent_gone(writer)
 
-    def _aside(self, message: m.Notice | Evict | Save, uid: int, writer: asyncio.StreamWriter) -> None:
-        """What others than agents say: prolog, epilog, ckptctl. Raises PeerError."""
+    async def _aside(self, message: _Aside, uid: int, writer: asyncio.StreamWriter) -> None:
+        """What others than agents say, and they on a connection of its own. Raises CkptlessError."""
         if isinstance(message, Evict):
             writer.write(encode(evict(self.jobs, message, uid)))
+        elif isinstance(message, Keep | Claim):
+            await self._move_memory(message, uid, writer)
+        elif isinstance(message, WhatIsKept):
+            writer.write(encode(self.keeper.shown(uid)))
         elif isinstance(message, Save):
             self._spawn(self._save(message, uid, writer))
         else:
@@ -199,6 +214,47 @@ class Service:
         answer = await save(self.jobs, message, uid)
         if not writer.is_closing():
             writer.write(encode(answer))
+
+    async def _move_memory(self, message: Keep | Claim, uid: int, writer: asyncio.StreamWriter) -> None:
+        """An ending agent's memory comes here, or that of an earlier start goes back. Raises CkptlessError.
+
+        The other end sends nothing more before it is answered, so that no descriptor is lost in the stream.
+        """
+        writer.transport.pause_reading()  # type: ignore[attr-defined]  # it is a ReadTransport, too
+        try:
+            fd = os.dup(writer.get_extra_info("socket").fileno())
+        except OSError as error:
+            raise PeerError(f"run {message.run}: it has hung up already") from error
+        link: FdSocket[Taken] = FdSocket(socket.socket(fileno=fd), Taken)
+        try:
+            if isinstance(message, Claim):
+                await self._cluster.check_owner(message.run, uid)
+                await self.keeper.give(message, uid, link)
+            else:
+                await self.keeper.take(message, (uid, self._keeps_for(message.run, uid)), link)
+            writer.close()
+        except OSError as error:
+            raise PeerError(f"memory of run {message.run}: {error or type(error).__name__}") from error
+        finally:
+            link.close()
+
+    def _keeps_for(self, name: str, uid: int) -> int:
+        """This node's number in a run whose agent may leave its memory here. Raises PeerError."""
+        run = self._jobs.get(name)
+        if run is None or run.uid != uid:
+            raise PeerError(f"no run {name!r} of uid {uid} is known here")
+        outcome = run.session.control.outcome
+        if outcome is not None and outcome.state == "done":
+            raise PeerError(f"run {name} is done: there is nothing to go on with")
+        return run.roster.me
+
+    def _kept(self, entry: Entry, kind: str, text: str) -> None:
+        """Its job may be long over for this daemon: of this its own ledger alone is told."""
+        level: Literal["info", "warning"] = "warning" if kind == "memory-dropped" else "info"
+        logger.info("job %s: %s: %s", entry.run, kind, text)
+        event_id = f"{entry.node}.{secrets.token_hex(5)}.{kind}"
+        said = (level, kind, text)
+        self.write((story.event(event_id, entry.run, entry.node, said, (self.now(), None)),))
 
     def _notice(self, message: m.JobStarted | m.JobEnded, uid: int) -> None:
         """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""

@@ -105,6 +105,13 @@ class ReplicationSettings(_Part, frozen=True):
     interface: str | None = None
 
 
+class KeepSettings(_Part, frozen=True):
+    """What a daemon keeps of the memory of jobs that end before their training; see `control.keeping`."""
+
+    memory_nbytes: Annotated[int, Meta(ge=0, le=1 << 50)] = field(default=4 << 30, name="memory")
+    ttl_s: Annotated[float, Meta(ge=1, le=86400)] = field(default=900.0, name="ttl")
+
+
 class SettingsFile(_Part, frozen=True):
     """The file. `max_stall` is 5 minutes as ckptless-run has it: longer than a slow step or an evaluation.
 
@@ -120,6 +127,7 @@ class SettingsFile(_Part, frozen=True):
     slurm: SlurmSettings = SlurmSettings()
     munge: MungeSettings = MungeSettings()
     replication: ReplicationSettings = ReplicationSettings()
+    keep: KeepSettings = KeepSettings()
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
@@ -174,6 +182,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     slurm: SlurmSettings
     munge: MungeSettings
     replication: ReplicationSettings
+    keep: KeepSettings
 
     def limits(self, max_stall_s: float | None = None, start_tries: int = 0) -> Limits:
         """Deadlines of a job: from the knob of its own (seconds) where it has one, else the site's.
@@ -233,6 +242,8 @@ WANTED = {
     "munge.socket": f"{_SOCKET}, or null",
     "replication.bandwidth": "a rate with its unit from 1MB/s to 1000GB/s, such as 500MB/s, or null",
     "replication.interface": "a network such as 10.1.0.0/16, an interface such as ib0, or null",
+    "keep.memory": "a size with its unit, such as 512MiB or 64GiB, or 0",
+    "keep.ttl": "a duration with its unit from 1s to 24h, such as 15m",
 }
 
 # These are read once; a reload takes over all others.
@@ -273,6 +284,7 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
         slurm=found.slurm,
         munge=found.munge,
         replication=found.replication,
+        keep=found.keep,
     )
     if found.daemon.port in SLURM_PORTS:
         raise source.mistake(

@@ -1,6 +1,7 @@
 """Reads a YAML file into structs, strictly: a mistake is one sentence with the file, the line and the key.
 
-What YAML would let pass is a mistake too: an unknown key, a key that stands twice, a duration without a unit.
+What YAML would let pass is a mistake too: an unknown key, a key that stands twice, a duration or a size
+without a unit.
 """
 
 import difflib
@@ -21,6 +22,8 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h)", re.ASCII)
 _RATE_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _RATE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s?(k|M|G|Ki|Mi|Gi|)B/s", re.ASCII)
+_UNITS_NBYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"(\d{1,15})\s?(B|KiB|MiB|GiB|TiB)", re.ASCII)
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 
@@ -94,9 +97,8 @@ def _note_lines(path: Path, node: yaml.Node | None, prefix: str, lines: dict[str
 def parse(source: Source, kind: type[T], wanted: Mapping[str, str]) -> T:
     """The struct that a file describes; `wanted` says in words what each key's value must be.
 
-    A field `name_s` whose key is `name` is a duration: text with a unit in the file, seconds in the struct.
-    A field `name_rate` is the same in bytes per second.
-    Raises UsageError.
+    A field `name_s` whose key is `name` is a duration: text with a unit in the file, seconds in the struct;
+    `name_rate` is the same in bytes per second, and `name_nbytes` a size. Raises UsageError.
     """
     values = _prepared(source, source.values, kind, "", wanted)
     try:
@@ -136,7 +138,7 @@ def _word(value: object) -> str:
 def _prepared(
     source: Source, values: Mapping[str, Any], kind: type, prefix: str, wanted: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The same values with durations in seconds; unknown keys are refused, empty sections dropped."""
+    """The same values, with durations in seconds; unknown keys are refused, empty sections dropped."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     ready: dict[str, Any] = {}
     for key, value in values.items():
@@ -151,13 +153,20 @@ def _prepared(
             if not isinstance(value, Mapping):
                 raise source.mistake(path, f"{path} is a section: write its keys under it, indented")
             ready[key] = _prepared(source, value, section, f"{path}.", wanted)
-        elif value is not None and field.name in (f"{key}_s", f"{key}_rate"):
-            ready[key] = seconds(value) if field.name == f"{key}_s" else rate(value)
+        elif value is not None and field.name in (f"{key}_s", f"{key}_rate", f"{key}_nbytes"):
+            ready[key] = _number_of(field.name, value)
             if ready[key] is None:
                 raise _unfit(source, path, wanted)
         else:
             ready[key] = value
     return ready
+
+
+def _number_of(name: str, written: object) -> float | None:
+    """What a field of that name is written as, in its unit; None where it is not one."""
+    if name.endswith("_s"):
+        return seconds(written)
+    return rate(written) if name.endswith("_rate") else nbytes(written)
 
 
 def _unknown(path: str, key: str, known: list[str]) -> str:
@@ -193,3 +202,19 @@ def rate_text(value: float) -> str:
     fits = [unit for unit, factor in _RATE_UNITS.items() if value % factor == 0]
     unit = max(fits, key=lambda unit: _RATE_UNITS[unit], default="")
     return f"{value / _RATE_UNITS[unit]:.15g}{unit}B/s"
+
+
+def nbytes(written: object) -> int | None:
+    """A size as it is written, "512MiB" or 0, in bytes; None where it is not one."""
+    if written == 0 and not isinstance(written, bool):
+        return 0
+    match = _SIZE.fullmatch(written) if isinstance(written, str) else None
+    return None if match is None else int(match.group(1)) * _UNITS_NBYTES[match.group(2)]
+
+
+def size(value_nbytes: int) -> str:
+    """Bytes as a file has them, in the largest unit that gives a whole number."""
+    for unit in reversed(_UNITS_NBYTES):
+        if value_nbytes and value_nbytes % _UNITS_NBYTES[unit] == 0:
+            return f"{value_nbytes // _UNITS_NBYTES[unit]}{unit}"
+    return "0"

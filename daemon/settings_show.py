@@ -7,17 +7,17 @@ import yaml
 from msgspec import Struct, structs
 
 from ckptless.daemon.settings import Settings, SettingsFile
-from ckptless.daemon.settings_file import duration, rate_text
+from ckptless.daemon.settings_file import duration, rate_text, size
 from ckptless.daemon.slurm.hostlist import compress
 
 DEFAULT = "default"
 FILE = "file"
 DERIVED = "derived"
-_UNITS = {"_s": "s", "_rate": "B/s"}
+_UNITS = {"_s": "s", "_rate": "B/s", "_nbytes": "B"}
 
 
 class Shown(Struct, frozen=True, kw_only=True):
-    """One key. A duration's `value` is in seconds and its `unit` "s",
+    """One key. A duration's `value` is in seconds and its `unit` "s", a size's is "B",
     a rate's in bytes per second and its `unit` "B/s"; other values have no unit.
     """
 
@@ -33,6 +33,8 @@ class Shown(Struct, frozen=True, kw_only=True):
             return duration(self.value)
         if self.unit == "B/s" and isinstance(self.value, float):
             return rate_text(self.value)
+        if self.unit == "B" and isinstance(self.value, int):
+            return size(self.value)
         # Its first line: behind a bare value, YAML would end the document with "...".
         # A mapping in one line too.
         plain = dict(self.value) if isinstance(self.value, Mapping) else self.value

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptless.daemon import log
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.clock import Clock
-from ckptless.daemon.config import DaemonConfig
+from ckptless.daemon.config import DaemonConfig, KeepConfig
 from ckptless.daemon.peers.munge import Munge
 from ckptless.daemon.peers.vouch import MungeVouch
 from ckptless.daemon.service import Service, serve_forever
@@ -48,7 +48,12 @@ def daemon_config(settings: Settings, name: str) -> DaemonConfig:
         socket=settings.daemon.socket,
         socket_mode=SOCKET_MODE,
         timers=settings.timers,
+        keep=_keep(settings),
     )
+
+
+def _keep(settings: Settings) -> KeepConfig:
+    return KeepConfig(nbytes=settings.keep.memory_nbytes, ttl_s=settings.keep.ttl_s)
 
 
 async def _serve(settings: Settings, name: str) -> int:
@@ -66,7 +71,7 @@ async def _serve(settings: Settings, name: str) -> int:
     supervised = _Supervised(settings, name, notifier, service, cluster)
     loop.add_signal_handler(signal.SIGHUP, supervised.reload)
     service.on_tick, service.on_ready = supervised.ticked, supervised.ready
-    tasks = [asyncio.create_task(cluster.watch(lambda: service.jobs, settings.slurm.poll_s))]
+    tasks = [asyncio.create_task(cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.keeper))]
     watchdog = supervised.watchdog(period_s(os.environ))
     if watchdog is not None:
         tasks.append(asyncio.create_task(watchdog.run()))
@@ -113,6 +118,7 @@ class _Supervised:
             logger.error("not reloaded: %s", error)  # noqa: TRY400  # one sentence says it
         else:
             self.cluster.on_node_lost, self.service.timers = fresh.slurm.on_node_lost, fresh.timers
+            self.service.keeper.limit(_keep(fresh))
             late = needs_restart(self.settings, fresh)
             logger.info("reloaded%s", f"; after a restart only: {', '.join(late)}" if late else "")
         self.ready()

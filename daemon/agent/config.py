@@ -37,7 +37,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `start_s`: seconds in which the node's daemon must have taken the agent. `outcome_dir`: where the agent
     writes how the job ended, if anywhere. `save`: where steps are saved, if anywhere. `replication`: how
     copies of the state go to the other nodes. `twins`: what is done when ranks that should have the same
-    tensors do not.
+    tensors do not. `restarts`: how often Slurm has started the job again; None where it never does.
     """
 
     spec: JobSpec
@@ -55,6 +55,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     save: SaveConfig | None = None
     replication: ReplicationConfig = ReplicationConfig()
     twins: TwinsMode = "act"
+    restarts: int | None = None
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

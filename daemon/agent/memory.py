@@ -8,6 +8,7 @@ import os
 # since a rank may be a step behind when another has gone on (see docs/architecture.md, "Which step").
 SLOTS = 3
 PAGE_NBYTES = 4096
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def round_up(nbytes: int) -> int:
@@ -16,15 +17,26 @@ def round_up(nbytes: int) -> int:
 
 
 class Region:
-    """A memfd of `slots` slots of `slot_nbytes` bytes for one shard; its size is sealed."""
+    """A memfd of `slots` slots of `slot_nbytes` bytes for one shard; its size is sealed.
 
-    def __init__(self, number: int, shard: int, slot_nbytes: int, slots: int) -> None:
+    `fd` is one that was made like this before, and is the region's from here on. Raises ValueError where it
+    is of another size.
+    """
+
+    def __init__(self, number: int, shard: int, slot_nbytes: int, slots: int, fd: int | None = None) -> None:
         self.number, self.shard = number, shard
         self.slot_nbytes, self.slots = slot_nbytes, slots
         size = slot_nbytes * slots
-        self.fd = os.memfd_create(f"ckptless-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        if fd is not None:
+            if os.fstat(fd).st_size != size:
+                raise ValueError(
+                    f"a memfd of {os.fstat(fd).st_size} bytes for {slots} slots of {slot_nbytes}"
+                )
+            self.fd = fd
+        else:
+            self.fd = os.memfd_create(f"ckptless-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
         self._map = mmap.mmap(self.fd, size)
         self._view = memoryview(self._map)
 

@@ -14,6 +14,7 @@ from ckptless.daemon.agent.console import ConsoleOutput
 from ckptless.daemon.agent.crew import Crew
 from ckptless.daemon.agent.daemon_link import DaemonLink
 from ckptless.daemon.agent.holders import Network
+from ckptless.daemon.agent.keeping import KeepService
 from ckptless.daemon.agent.orphan import Orphan
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
@@ -58,6 +59,7 @@ class Agent:
         self._twins = Twins(config.node, config.twins, self._vault, self._replicas.dial)
         self._state = StateService(config.node, self._vault, self._replicas, self._crew, self._twins)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
+        self._keeping = KeepService(config, self._vault, self._twins.holdings)
         self._store = StoreServer()
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
         self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._hear)
@@ -80,7 +82,7 @@ class Agent:
         self._crew.on_change = self._changed
         self._crew.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
         self._replicas.serving.on_compare, self._twins.check.on_doubt = self._twins.asked, self._changed
-        self._saving.saver.on_event = self._tell_of
+        self._saving.saver.on_event = self._keeping.on_event = self._tell_of
         self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
         self._vault.on_dropped, self._vault.on_held = self._changed, self._progressed
@@ -91,6 +93,7 @@ class Agent:
             agent_port = await self._replicas.start(address)
             store_port = await self._store.start(config.store_address)
             self._ranks.start()
+            brought = await self._keeping.claim()
             await self._zygote.start(config.preload, config.env, config.zygote_deadline_s)
             info = m.NodeInfo(
                 node=config.node,
@@ -100,7 +103,9 @@ class Agent:
                 store_address=config.store_address,
                 store_port=store_port,
             )
-            self._hello = m.AgentHello(protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid())
+            self._hello = m.AgentHello(
+                protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid(), brought=brought
+            )
             self._crew.store = (config.store_address, store_port)
             self._crew.start()
             daemon = asyncio.create_task(self._daemon.run())
@@ -161,6 +166,8 @@ class Agent:
     async def _close(self, daemon: "asyncio.Task[None] | None") -> None:
         await self._crew.close()
         if not self._here_only:
+            self._replicas.serving.accepting = False
+            await self._keeping.at_end(self._outcome.result() if self._outcome.done() else None)
             await self._saving.at_end()
         self._ranks.close()
         await self._state.close()
@@ -291,6 +298,7 @@ class Agent:
             return
         self._assignment, self._frozen = assignment, None
         self._vault.drop_after(assignment.restore_step)
+        self._keeping.follow(assignment)
         self._vault.drop_unnamed(assignment, self._config.node)
         self._replicas.follow(assignment)
         self._twins.follow(assignment)

@@ -72,6 +72,12 @@ class Vault:
         region = self._regions[self._count] = Region(self._count, shard, slot_nbytes, slots)
         return region
 
+    def adopt(self, region: Region) -> None:
+        """Take over a region that was made before, under a number of this vault's."""
+        self._count += 1
+        region.number = self._count
+        self._regions[region.number] = region
+
     def region(self, number: int) -> Region | None:
         """A region by its number."""
         return self._regions.get(number)
@@ -174,6 +180,15 @@ class Vault:
             if steps
         )
         return Copies(tensors=tensors, records=records, nbytes=self.nbytes)
+
+    def contents(self) -> tuple[list[Region], list[tuple[int, int, TensorsAt]], list[tuple[int, int, Held]]]:
+        """All that is held: regions that something lies in, (shard, step, where), (rank, step, record)."""
+        tensors = [(shard, step, at) for shard, steps in self._tensors.items() for step, at in steps.items()]
+        records = [
+            (rank, step, held) for rank, steps in self._records.items() for step, held in steps.items()
+        ]
+        used = {at.region for _, _, at in tensors}
+        return [self._regions[number] for number in sorted(used)], tensors, records
 
     def drop_after(self, step: int | None) -> None:
         """A new generation goes on from `step` (None: from nothing): what is newer never happened."""

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from ckptless.daemon.api.model import Assignment as Assignment
+from ckptless.daemon.api.model import Brought as Brought
 from ckptless.daemon.api.model import Cause as Cause
 from ckptless.daemon.api.model import Copies as Copies
 from ckptless.daemon.api.model import Doubt as Doubt
@@ -37,13 +38,17 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
 
 class AgentHello(Message, frozen=True, kw_only=True):
-    """First message of an agent to its daemon; `identity` is what an earlier Admitted said."""
+    """First message of an agent to its daemon; `identity` is what an earlier Admitted said.
+
+    `brought` is what a daemon had kept for it.
+    """
 
     protocol: int
     spec: JobSpec
     info: NodeInfo
     pid: int
     identity: str = ""
+    brought: Brought | None = None
 
 
 class Introduction(Message, frozen=True, kw_only=True):
@@ -51,6 +56,7 @@ class Introduction(Message, frozen=True, kw_only=True):
 
     info: NodeInfo
     pid: int
+    brought: Brought | None = None
 
 
 class AgentState(Message, frozen=True, kw_only=True):

@@ -71,8 +71,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
     `names` are the nodes' names, where a node's number is its place in them (empty in local mode). `domains`
     are the nodes' failure domains (racks, switches, power units) in the same order; "" is one that nobody
-    knows, and an empty tuple that of none is known. Every agent of a job must tell the same: the first voters
-    follow from it.
+    knows, and an empty tuple that of none is known. `saved_step` is the one on the disk, if any.
+    Every agent of a job must tell the same: the first voters follow from it.
 
     `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
     in all of its runs and after a requeue (see launch/identity.py); in local mode each run has its own.
@@ -87,6 +87,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     domains: tuple[str, ...] = ()
     run_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] = NO_RUN
+    saved_step: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -166,6 +167,14 @@ class Doubt(Value, frozen=True, kw_only=True):
     other: int
 
 
+class Brought(Value, frozen=True, kw_only=True):
+    """What an agent has from an earlier start of its job: what `run` held in `generation`, when it ended."""
+
+    run: str
+    generation: int
+    holdings: Holdings
+
+
 class Copies(Value, frozen=True, kw_only=True):
     """What an agent holds now: (shard, steps, bytes) of tensors, and (rank, shard, steps, bytes) of records.
 
@@ -201,6 +210,7 @@ class Assignment(Value, frozen=True, kw_only=True):
     `store_node` serves the key-value store of this generation. `renew` are slots whose process is replaced
     although it lives. `tries`, `replaced` and `bad` (slots that may hold no rank any more) are the memory of
     the ladder. `flapping` are the slots of the generation before whose process was replaced too often.
+    `origin`: what the first generation goes on from, for people.
     """
 
     job: str
@@ -221,6 +231,7 @@ class Assignment(Value, frozen=True, kw_only=True):
     bad: tuple[Place, ...] = ()
     replaced: tuple[Replaced, ...] = ()
     flapping: tuple[Place, ...] = ()
+    origin: str = ""
 
     def rank_at(self, place: Place) -> int | None:
         """The rank in a slot, or None for a spare."""

@@ -128,6 +128,12 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step of a folder that has such a name."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
 def tensors_name(shard: int) -> str:
     """The file of a shard's tensors, as DCP names it."""
     return f"__{shard}_0.distcp"
@@ -159,7 +165,7 @@ def steps_in(directory: Path) -> list[tuple[int, Path]]:
         entries = list(directory.iterdir())
     except FileNotFoundError:
         return []
-    found = [(int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name))]
+    found = [(step, path) for path in entries if (step := step_of(path)) is not None]
     return sorted(found, reverse=True)
 
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.eviction import Evict, Evicted
+from ckptless.daemon.api.keeping import KeptList, WhatIsKept
 from ckptless.daemon.api.messages import Denied
 from ckptless.daemon.api.saving import Save, Saved
 from ckptless.daemon.api.unixpath import unix_address
@@ -17,6 +18,7 @@ from ckptless.daemon.settings import load_settings
 
 DEADLINE_S = 10.0
 A = TypeVar("A", Evicted, Saved)
+B = TypeVar("B", Evicted, Saved, KeptList)
 _READ_NBYTES = 1 << 16
 # Another daemon of this machine may know better.
 _NOT_HERE = ("unknown", "elsewhere")
@@ -57,10 +59,10 @@ def ask_any(
     return best
 
 
-def ask(name: str, question: Evict | Save, kind: type[A], deadline_s: float = DEADLINE_S) -> A:
+def ask(name: str, question: Evict | Save | WhatIsKept, kind: type[B], deadline_s: float = DEADLINE_S) -> B:
     """One daemon's answer, within `deadline_s` seconds. Raises PeerError where there is none."""
     limit = time.monotonic() + deadline_s
-    decoder: Decoder[A | Denied] = Decoder(kind | Denied, CONTROL_LIMIT)
+    decoder: Decoder[B | Denied] = Decoder(kind | Denied, CONTROL_LIMIT)
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(deadline_s)

@@ -10,6 +10,7 @@ from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.events import events
 from ckptless.daemon.ckptctl.evict import evict
 from ckptless.daemon.ckptctl.jobs import jobs
+from ckptless.daemon.ckptctl.kept import kept
 from ckptless.daemon.ckptctl.options import Asked, common
 from ckptless.daemon.ckptctl.replicas import replicas
 from ckptless.daemon.ckptctl.save import save
@@ -50,7 +51,8 @@ def ckptctl(_asked: Asked) -> None:
     """See what ckptless does for your jobs: how they stand, what broke, how long every recovery took.
 
     It reads the ledgers that the daemons write (config: the cluster's settings): it works while they run,
-    after they ended, and after they were killed. Only evict and save do something, and ask a daemon for it.
+    after they ended, and after they were killed. Only evict and save do something, and ask a daemon for it;
+    kept asks it, too.
     Options may stand before or behind the command.
 
     \b
@@ -62,10 +64,11 @@ def ckptctl(_asked: Asked) -> None:
         ckptctl timeline              where the time of each recovery went
         ckptctl evict 4711 node02     take a node out of a job, for a spare
         ckptctl save 4711             save its state to its directory now
+        ckptctl kept                  memory that is kept here for jobs that start again
     """
 
 
-for _command in (jobs, status, replicas, events, timeline, evict, save, config):
+for _command in (jobs, status, replicas, events, timeline, evict, save, kept, config):
     ckptctl.add_command(_command)
 
 

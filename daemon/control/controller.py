@@ -365,6 +365,8 @@ class Controller(Follower):
         if self._timeline is not None:
             self._share(story.recovery(assignment, self._timeline, None))
         self._note(now, "info", "generation", story.describe(assignment))
+        if assignment.origin:
+            self._note(now, "info", "start", assignment.origin)
         self._log = FaultLog()
         self._said = now
 

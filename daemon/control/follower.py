@@ -127,7 +127,8 @@ class Follower(Elector):
     def _pass_on(self, report: Report) -> None:
         message = report.message
         if isinstance(message, m.AgentHello):
-            report = Report(self.me, m.Introduction(info=message.info, pid=message.pid))
+            hello = m.Introduction(info=message.info, pid=message.pid, brought=message.brought)
+            report = Report(self.me, hello)
         elif isinstance(message, m.AgentState) and len(self.nodes) > FEW:
             # What is held changes with every step: one ear hears that of many when it is reminded.
             report = Report(self.me, structs.replace(message, copies=None))

@@ -129,7 +129,7 @@ class Knowledge:
         mine = self.nodes[self.me]
         hello: m.AgentHello | m.Introduction | None = mine.hello
         if short and hello is not None:
-            hello = m.Introduction(info=hello.info, pid=hello.pid)
+            hello = m.Introduction(info=hello.info, pid=hello.pid, brought=hello.brought)
         return tuple(Report(self.me, part) for part in (hello, mine.state) if part is not None)
 
     @property

@@ -21,6 +21,7 @@ from ckptless.daemon.api.messages import (
 from ckptless.daemon.control.faults import SECONDARY, Fault, NodeView
 from ckptless.daemon.control.seats import Seats, remove
 from ckptless.daemon.control.sources import NoCommonStepError, state_sources
+from ckptless.daemon.control.start import start_from
 
 RUNGS = ("start", "in-process", "process", "spare")
 
@@ -79,7 +80,7 @@ class _Answers:
 
 
 def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, leader: int) -> Assignment:
-    """Generation 1: ranks in order over the first usable nodes. Raises NoPlanError."""
+    """Generation 1: ranks in order over the first usable nodes; see also `start_from`. Raises NoPlanError."""
     usable = sorted(node for node, view in nodes.items() if view.usable)
     if len(usable) < spec.nodes:
         lost = ", ".join(f"{node} ({view.lost})" for node, view in sorted(nodes.items()) if not view.usable)
@@ -89,6 +90,7 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
     places = tuple(
         Place(node=node, slot=slot) for node in usable[: spec.nodes] for slot in range(spec.slots_per_node)
     )
+    start = start_from(nodes.values(), places, spec.saved_step)
     return Assignment(
         job=spec.job,
         generation=1,
@@ -97,7 +99,11 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
         places=places,
         nodes=_infos(nodes),
         store_node=places[0].node,
-        restore_step=None,
+        restore_step=start.sources.step,
+        shards=start.sources.shards,
+        tensor_nodes=start.sources.tensor_nodes,
+        record_nodes=start.sources.record_nodes,
+        origin=start.text,
     )
 
 

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ckptless.daemon.api.messages import Holdings, Place
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.control.twins_agree import disputes, sound_holders
+
+# A node, and what it holds.
+Told: TypeAlias = tuple[int, Holdings]
 
 
 class NoCommonStepError(Exception):
@@ -43,7 +47,7 @@ def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
 
     One at which twins differ only where there is no other.
     """
-    return _newest_held(nodes, world_size)[1]
+    return _newest_held(_told(nodes), world_size)[1]
 
 
 def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progress: int) -> Sources:
@@ -51,9 +55,14 @@ def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progre
 
     `progress` is the newest step that any rank is known to have committed.
     """
-    held, step = _newest_held([nodes[node] for node in sorted(nodes)], len(places))
+    return sources_of(_told(nodes[node] for node in sorted(nodes)), places, progress)
+
+
+def sources_of(told: Sequence[Told], places: Sequence[Place], progress: int = 0) -> Sources:
+    """The same, from what these nodes hold. Raises NoCommonStepError."""
+    held, step = _newest_held(told, len(places))
     if step is None:
-        newest = max((s for view in nodes.values() for s in _all_steps(view)), default=progress)
+        newest = max((s for _, holdings in told for s in _all_steps(holdings)), default=progress)
         if max(newest, progress) > 0:
             raise NoCommonStepError(_missing(held, len(places)))
         return Sources()
@@ -69,22 +78,28 @@ def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progre
     )
 
 
-def _newest_held(nodes: Iterable[NodeView], world_size: int) -> tuple[_Held, int | None]:
+def _told(nodes: Iterable[NodeView]) -> list[Told]:
+    """What the frozen agents of usable nodes have told."""
+    states = [(view.node, view.state.holdings) for view in nodes if view.usable and view.state is not None]
+    return [(node, holdings) for node, holdings in states if holdings is not None]
+
+
+def _newest_held(told: Sequence[Told], world_size: int) -> tuple[_Held, int | None]:
     """What is held, and the step to go on from: one at which twins differ only where there is no other."""
-    told = {view.node: one for view in nodes if view.usable and (one := _holdings(view)) is not None}
     held = _held(told, world_size, disputed=False)
     step = _newest_common(held, world_size)
-    if step is None and any(holdings.digests for holdings in told.values()):
+    if step is None and any(holdings.digests for _, holdings in told):
         held = _held(told, world_size, disputed=True)
         step = _newest_common(held, world_size)
     return held, step
 
 
-def _held(told: Mapping[int, Holdings], world_size: int, *, disputed: bool) -> _Held:
+def _held(told: Sequence[Told], world_size: int, *, disputed: bool) -> _Held:
     held = _Held()
-    for (shard, step), givers in sound_holders(told, disputes(told.values()), disputed=disputed).items():
+    found = disputes(holdings for _, holdings in told)
+    for (shard, step), givers in sound_holders(dict(told), found, disputed=disputed).items():
         held.tensors.setdefault(shard, {})[step] = givers
-    for node, holdings in told.items():
+    for node, holdings in told:
         for rank, shard, steps in holdings.records:
             if rank < world_size and steps:
                 held.shards[rank] = shard
@@ -93,14 +108,7 @@ def _held(told: Mapping[int, Holdings], world_size: int, *, disputed: bool) -> _
     return held
 
 
-def _holdings(view: NodeView) -> Holdings | None:
-    return view.state.holdings if view.state is not None else None
-
-
-def _all_steps(view: NodeView) -> list[int]:
-    holdings = _holdings(view) if view.usable else None
-    if holdings is None:
-        return []
+def _all_steps(holdings: Holdings) -> list[int]:
     tensors = (step for _, steps in holdings.tensors for step in steps)
     return [*tensors, *(step for _, _, steps in holdings.records for step in steps)]
 

@@ -26,6 +26,7 @@ from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome
 from ckptless.daemon.api.saving import SaveConfig
 from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
+from ckptless.daemon.launch.saving import saved_step
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
 
@@ -99,6 +100,7 @@ class LocalRun:
             limits=Limits.from_max_stall(options.max_stall_s, options.start_tries),
             domains=options.domains,
             run_id=secrets.token_hex(16),
+            saved_step=saved_step(options.save),
         )
         root = options.state_dir or default_state_dir().parent / options.job
         self.state_dir = root.absolute()

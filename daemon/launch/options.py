@@ -17,7 +17,8 @@ from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.identity import run_id
 from ckptless.daemon.launch.local import ALWAYS_PRELOADED, LocalOptions
 from ckptless.daemon.launch.replication import replication_config
-from ckptless.daemon.launch.saving import save_config
+from ckptless.daemon.launch.requeue import restarts
+from ckptless.daemon.launch.saving import save_config, saved_step
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.ledger.paths import LATEST
@@ -94,6 +95,7 @@ def slurm_run(
         log_dir, job = make_log_dir(parent, found.job_id)
     else:
         log_dir, job = step_log_dir(parent, f"{found.job_id}.{found.step.run}")
+    save = save_config(options, shape.nodes * shape.slots)
     spec = JobSpec(
         job=job,
         command=argv,
@@ -103,6 +105,7 @@ def slurm_run(
         limits=settings.limits(max_stall_s, _number(options, "max_restarts") or 0),
         names=found.names[: shape.nodes + shape.spares],
         run_id=run_id(env),
+        saved_step=saved_step(save),
     )
     config = SharedConfig(
         spec=spec,
@@ -116,8 +119,9 @@ def slurm_run(
         copies=copies,
         twins=_twins(options),
         outcome_dir=str(log_dir),
-        save=save_config(options, spec.world_size),
+        save=save,
         replication=replication,
+        restarts=restarts(env),
     )
     verbose = bool(options["verbose"])
     if found.step is None:

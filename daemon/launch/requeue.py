@@ -16,14 +16,19 @@ DEADLINE_S = 30.0
 RESTARTS = "SLURM_RESTART_COUNT"
 
 
+def restarts(env: Mapping[str, str]) -> int:
+    """How often Slurm has started the job again."""
+    text = env.get(RESTARTS, "")
+    return int(text) if text.isdecimal() else 0
+
+
 def why_requeue(outcome: Outcome | None, most: int, env: Mapping[str, str]) -> str | None:
     """Why the job is to start again, or None. `most`: how often it may; `env`: Slurm's, of this start.
 
     Without an outcome every node has ended for itself: none heard a majority of the voters, and nobody could
     say how the job ends. No node is left that runs any of it, since all steps are over.
     """
-    restarts = env.get(RESTARTS, "")
-    if (int(restarts) if restarts.isdecimal() else 0) >= most:
+    if restarts(env) >= most:
         return None
     if outcome is None:
         return "no-quorum: no node heard a majority of the job's voters"

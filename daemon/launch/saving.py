@@ -36,6 +36,11 @@ def save_config(options: Mapping[str, object], world_size: int) -> SaveConfig | 
     )
 
 
+def saved_step(config: SaveConfig | None) -> int | None:
+    """The step that is gone on from, where memory has no newer one."""
+    return saved.step_of(Path(config.resume)) if config is not None and config.resume else None
+
+
 def newest(directory: Path, world_size: int) -> Path | None:
     """The newest saved step that is whole. Raises UsageError where it is another world's, OSError."""
     for _step, folder in saved.steps_in(directory):

@@ -11,6 +11,8 @@ from ckptless.daemon.api.errors import PeerError, UsageError
 from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.control.keeping import Entry
+from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
@@ -67,12 +69,8 @@ class SlurmCluster:
 
     async def admit(self, hello: AgentHello, uid: int) -> Roster:
         """See `cluster.Cluster`: the job must be of this uid, and have this node."""
+        await self.check_owner(hello.spec.job, uid)
         job_id = slurm_job_id(hello.spec.job)
-        owner = self._announced.get(job_id)
-        if owner is None:
-            owner = (await self._job(job_id)).user_id
-        if owner != uid:
-            raise PeerError(f"job {job_id} is not of uid {uid}")
         names, info = hello.spec.names, hello.info
         spec = hello.spec
         total = spec.nodes + spec.spares
@@ -85,6 +83,15 @@ class SlurmCluster:
         if not _is_own(info.address) or not _is_own(info.store_address):
             raise PeerError(f"{info.address} is not an address of {self._name}")
         return Roster(info.node, await self._peers(names))
+
+    async def check_owner(self, run: str, uid: int) -> None:
+        """See `cluster.Cluster`."""
+        job_id = slurm_job_id(run)
+        owner = self._announced.get(job_id)
+        if owner is None:
+            owner = (await self._job(job_id)).user_id
+        if owner != uid:
+            raise PeerError(f"job {job_id} is not of uid {uid}")
 
     async def _job(self, job_id: int) -> Job:
         reading = await self._slurm.job(job_id, wait_s=ADMIT_S)
@@ -191,7 +198,9 @@ class SlurmCluster:
             raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
         return reading.value
 
-    async def watch(self, jobs: Callable[[], Iterable["JobRuntime"]], poll_s: float) -> None:
+    async def watch(
+        self, jobs: Callable[[], Iterable["JobRuntime"]], poll_s: float, keeper: Keeper | None = None
+    ) -> None:
         """Ask Slurm now and then, until cancelled: one question about all jobs, and one about all nodes.
 
         An epilog may be missing, or have found nobody; and Slurm may know of a node what nobody else does.
@@ -200,6 +209,8 @@ class SlurmCluster:
             await asyncio.sleep(poll_s)
             await self._look_at_jobs(_open(jobs()), poll_s)
             await self._look_at_nodes(_open(jobs()), poll_s)
+            if keeper is not None:
+                await self._look_at_kept(keeper, poll_s)
 
     async def _look_at_jobs(self, runs: "list[JobRuntime]", poll_s: float) -> None:
         """Runs of jobs that Slurm has ended are over."""
@@ -214,6 +225,21 @@ class SlurmCluster:
             if job is None or job.over:
                 state = job.state if job is not None else "no such job"
                 run.cut_short(f"Slurm has ended the job ({state})")
+
+    async def _look_at_kept(self, keeper: Keeper, poll_s: float) -> None:
+        """What is kept of jobs that will not start again is kept for nothing."""
+        reading = await self._slurm.jobs(max_age_s=poll_s) if keeper.shelf.resting else None
+        if reading is None or reading.value is None or not reading.fresh:
+            return
+        known = {job.job_id: job for job in reading.value}
+
+        def is_over(entry: Entry) -> str:
+            job = known.get(int(entry.job))
+            if entry.since_s > keeper.now() - reading.age_s or not (job is None or job.over):
+                return ""
+            return f"the job is over ({job.state if job is not None else 'Slurm knows it no more'})"
+
+        keeper.drop(is_over)
 
     async def _look_at_nodes(self, runs: "list[JobRuntime]", poll_s: float) -> None:
         """Nodes that Slurm has down are lost to the runs that are led from here, whatever still runs there.

@@ -382,6 +382,10 @@ def test_a_job_without_spares_left_goes_back_into_the_queue(site: Cluster) -> No
     assert json.loads((again / "outcome.json").read_text())["why"] == "done"
     states = {j.job: j.state for j in job.ledger().jobs}
     assert (states[job.run_name], states[f"{job.job_id}.1"]) == ("failed", "done")
+    # What the lost nodes had is with the others, whose daemons have kept it.
+    (start,) = {e.text for e in job.ledger().events if e.kind == "start" and e.job == f"{job.job_id}.1"}
+    assert start.endswith(f"from the memory of run {job.job_id}, kept on 3 nodes"), start
+    job.same_bits()
 
 
 def test_a_node_is_drained_by_the_admin(site: Cluster) -> None:

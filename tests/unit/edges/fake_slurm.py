@@ -56,7 +56,7 @@ class FakeSlurm(CachedSlurm):
     async def jobs(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Job, ...]]:
         self.asked.append(None)
         value = tuple(self.known)
-        return Reading(value=value, age_s=0.0, fresh=not self.trouble, trouble=self.trouble)
+        return Reading(value=value, age_s=self.age_s, fresh=not self.trouble, trouble=self.trouble)
 
     def _tell(self, *words: str) -> None:
         self.told.append(words)

@@ -68,9 +68,12 @@ class FakeCluster:
         self.notices: list[m.Notice] = []
         self.outcomes: dict[str, m.Outcome] = {}
 
-    async def admit(self, hello: m.AgentHello, uid: int) -> Roster:
+    async def check_owner(self, run: str, uid: int) -> None:
         if uid != os.getuid():
-            raise PeerError(f"job {hello.spec.job} is not of uid {uid}")
+            raise PeerError(f"job {run} is not of uid {uid}")
+
+    async def admit(self, hello: m.AgentHello, uid: int) -> Roster:
+        await self.check_owner(hello.spec.job, uid)
         return Roster(hello.info.node, self.peers)
 
     def notice(self, notice: m.Notice) -> None:

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, JobEnded, JobStarted, Outcome
 from ckptless.daemon.clock import Clock
+from ckptless.daemon.config import KeepConfig
 from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.control.keeping import Entry
+from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.settings_bind import Interface
 from ckptless.daemon.slurm import cluster as module
 from ckptless.daemon.slurm.adapter import Job, Node, check_text
@@ -464,6 +467,31 @@ def test_runs_of_jobs_that_slurm_has_ended_are_cut_short() -> None:
     assert [bool(one.cut) for one in runs] == [False, True, False, True, True, False]
     assert runs[1].cut[0] == "Slurm has ended the job (CANCELLED)"
     assert runs[4].cut[0] == "Slurm has ended the job (no such job)"
+
+
+def test_what_is_kept_of_jobs_that_are_over_is_dropped() -> None:
+    """And nothing that came after Slurm was asked, or while it is away."""
+
+    async def look(*known: Job, trouble: str = "", age_s: float = 5.0) -> list[str]:
+        keeper = Keeper(KeepConfig(nbytes=100), lambda: 10.0)
+        for number, name in enumerate(("1", "2", "3", "4"), 1):
+            fields: dict[str, Any] = {"uid": OWNER, "node": 0, "program": "p", "restarts": 0, "since_s": 8.0}
+            one = Entry(number=number, job=name, run=name, nbytes=1, pieces=1, **fields)
+            keeper.shelf.put(one)
+            keeper.shelf.settled(one)
+        slurm = FakeSlurm(*known, trouble=trouble)
+        slurm.age_s = 10.0 - age_s
+        await cluster(slurm)._look_at_kept(keeper, 1.0)
+        return [entry.job for entry in keeper.shelf.entries]
+
+    known = (job(1), job(2, "PENDING"), job(3, "CANCELLED"))
+
+    async def work() -> None:
+        assert await look(*known, age_s=9.0) == ["1", "2"]
+        assert await look(*known, age_s=7.0) == ["1", "2", "3", "4"]
+        assert await look(trouble="away", age_s=9.0) == ["1", "2", "3", "4"]
+
+    run(work)
 
 
 def test_while_slurm_is_away_nothing_is_cut_short() -> None:

@@ -110,6 +110,7 @@ daemon:
   log_level: debug
 slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin}
 munge: {socket: /run/m.sock}
+keep: {memory: 512MiB, ttl: 1h}
 domains: {rack1: "node[1-4]"}
 replication: {bandwidth: 2GB/s, interface: ib0}
 budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
@@ -122,6 +123,7 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert (found.daemon.bind, found.daemon.log_level) == ("10.1.0.0/16", "debug")
     assert (found.slurm.poll_s, found.slurm.on_node_lost) == (60.0, "drain")
     assert found.munge.socket == "/run/m.sock"
+    assert (found.keep.memory_nbytes, found.keep.ttl_s) == (512 << 20, 3600.0)
     assert found.limits(start_tries=2) == Limits(
         pong_s=5.0,
         leave_s=7.5,
@@ -419,6 +421,23 @@ def test_show_says_where_it_is_from(files: Files) -> None:
     assert "\n  dark: 2s  # file\n" in text
     assert "\n  beat: 250ms  # derived from max_stall\n" in text
     assert "\n  bind: null  # default\n" in text
+    assert (rows["keep.memory"].value, rows["keep.memory"].unit) == (4 << 30, "B")
+    assert "\n  memory: 4GiB  # default\n" in text
+
+
+@pytest.mark.parametrize(
+    ("written", "nbytes"), [("0", 0), ("1B", 1), ("1536KiB", 1536 << 10), ("2 TiB", 2 << 40)]
+)
+def test_a_size(files: Files, written: str, nbytes: int) -> None:
+    found = files.load(f"version: 1\nkeep:\n  memory: {written}\n")
+    assert found.keep.memory_nbytes == nbytes
+    assert files.load(as_yaml(found)).keep == found.keep
+
+
+@pytest.mark.parametrize("written", ["4", "4GB", "-1GiB", "1.5GiB", "false", "null", "4096TiB"])
+def test_no_size(files: Files, written: str) -> None:
+    with pytest.raises(UsageError, match=r"line 3: keep\.memory is .*: it must be a size with its unit"):
+        files.load(f"version: 1\nkeep:\n  memory: {written}\n")
 
 
 # ---------------------------------------------------------------------------------------- reload

@@ -1,0 +1,110 @@
+"""Messages and file descriptors in turn over a Unix socket, for asyncio, whose streams lose descriptors."""
+
+import array
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
+
+from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.unixpath import unix_address
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LENGTH = struct.Struct("<I")
+_FD_NBYTES = array.array("i").itemsize
+
+
+class FdSocket(Generic[T]):
+    """A connected, non-blocking socket whose messages are of union type `kind`; `close` it.
+
+    Never reads ahead: a descriptor comes with the one byte that is asked for it. One task at a time, and
+    whoever calls sets the deadline. Every call raises OSError, and PeerError where the other end has hung up.
+    """
+
+    def __init__(self, sock: socket.socket, kind: Any) -> None:
+        self._sock, self._loop = sock, asyncio.get_running_loop()
+        self._decoder: Decoder[T] = Decoder(kind, CONTROL_LIMIT)
+        sock.setblocking(False)
+
+    @classmethod
+    async def connect(cls, name: str, kind: Any) -> Self:
+        """To the socket of this name."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        link = cls(sock, kind)
+        try:
+            await link._loop.sock_connect(sock, unix_address(name))
+        except BaseException:
+            sock.close()
+            raise
+        return link
+
+    async def send(self, message: object) -> None:
+        """Send a message."""
+        await self._loop.sock_sendall(self._sock, encode(message))
+
+    async def receive(self) -> T:
+        """The next message, and not a byte more. Raises ProtocolError."""
+        head = await self._exactly(_LENGTH.size)
+        (length,) = _LENGTH.unpack(head)
+        if length > CONTROL_LIMIT:
+            raise ProtocolError(f"a frame of {length} bytes; the limit here is {CONTROL_LIMIT}")
+        return self._decoder.parse(await self._exactly(length))
+
+    async def _exactly(self, nbytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
+            piece = await self._loop.sock_recv(self._sock, nbytes - len(data))
+            if not piece:
+                raise PeerError("the other end hung up")
+            data += piece
+        return bytes(data)
+
+    async def send_fd(self, fd: int) -> None:
+        """Pass a descriptor, which stays the caller's."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        await self._when_ready(self._loop.add_writer, lambda: self._sock.sendmsg([b"\0"], rights))
+
+    async def receive_fd(self) -> int:
+        """A descriptor, which is the caller's from here on. Raises ProtocolError where none comes."""
+        return await self._when_ready(self._loop.add_reader, self._take_fd)
+
+    def _take_fd(self) -> int:
+        # Room for one: the kernel closes what there is no room for.
+        data, rest, _flags, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(_FD_NBYTES), socket.MSG_CMSG_CLOEXEC)
+        fds = array.array("i")
+        for level, kind, payload in rest:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(payload[: len(payload) // _FD_NBYTES * _FD_NBYTES])
+        if not data:
+            raise PeerError("the other end hung up")
+        if len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(f"{len(fds)} file descriptors where one was to come")
+        return fds[0]
+
+    async def _when_ready(self, watch: Callable[..., Any], do: Callable[[], R]) -> R:
+        """Do it as soon as the socket lets it."""
+        while True:
+            try:
+                return do()
+            except BlockingIOError:
+                await self._ready(watch)
+
+    async def _ready(self, watch: Callable[..., Any]) -> None:
+        ready = asyncio.Event()
+        watch(self._sock, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+
+    def close(self) -> None:
+        """Hang up, at this end of it."""
+        self._sock.close()

@@ -1,0 +1,125 @@
+"""What is said where a daemon keeps an agent's memory over a requeue: agent and daemon; ckptctl and daemon.
+
+    agent: Keep(sizes)    daemon: KeepAnswer(go)      agent: a memfd of each size    daemon: KeepAnswer(kept)
+    agent: Claim          daemon: Claimed(sizes)      daemon: a memfd of each size   agent: Taken
+
+On a connection of its own. The first memfd is the catalog of what lies in the others; no daemon reads any.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta
+
+from ckptless.daemon.api.messages import Message, TensorsAt
+from ckptless.daemon.api.model import Value
+
+MAX_NAME = 256
+MAX_PIECES = 1024
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 31)]
+Nbytes: TypeAlias = Annotated[int, Meta(gt=0, le=1 << 50)]
+Sizes: TypeAlias = Annotated[tuple[Nbytes, ...], Meta(min_length=1, max_length=MAX_PIECES)]
+
+
+class Keep(Message, frozen=True, kw_only=True):
+    """Agent to daemon: keep my memory for the job's next start; these are the memfds' sizes.
+
+    `program` is a digest of what the run is of, so that another run of the job does not get it. `restarts`:
+    how often Slurm has started the job again.
+    """
+
+    protocol: int
+    run: Name
+    program: Name
+    restarts: Count
+    nbytes: Sizes
+
+
+class KeepAnswer(Message, frozen=True, kw_only=True):
+    """go: send the memfds. kept: they are here. refused: `text` says why."""
+
+    verdict: Literal["go", "kept", "refused"]
+    text: str = ""
+
+
+class Claim(Message, frozen=True, kw_only=True):
+    """Agent to daemon: give me what an earlier start of my job has left; the fields are those of `Keep`."""
+
+    protocol: int
+    run: Name
+    program: Name
+    restarts: Count
+
+
+class Claimed(Message, frozen=True, kw_only=True):
+    """Daemon to agent: memfds of these sizes follow; none, where nothing is kept."""
+
+    nbytes: tuple[Nbytes, ...] = ()
+
+
+class Taken(Message, frozen=True, kw_only=True):
+    """Agent to daemon: I have them."""
+
+
+class WhatIsKept(Message, frozen=True, kw_only=True):
+    """ckptctl to daemon: what do you keep?"""
+
+    protocol: int
+
+
+class KeptMemory(Value, frozen=True, kw_only=True):
+    """What a daemon keeps of one run of user `uid`; it is dropped in `left_s` seconds."""
+
+    run: str
+    uid: int
+    restarts: int
+    nbytes: int
+    age_s: float
+    left_s: float
+
+
+class KeptList(Message, frozen=True, kw_only=True):
+    """Answer to WhatIsKept: what the asker may see, and how many bytes may be kept on the node."""
+
+    kept: tuple[KeptMemory, ...]
+    limit_nbytes: int
+
+
+# ------------------------------------------------------------------------------------ the catalog
+
+
+class KeptRegion(Value, frozen=True, kw_only=True):
+    """A memfd behind the catalog: slots for a shard's tensors."""
+
+    shard: int
+    slot_nbytes: int
+    slots: int
+
+
+class KeptTensors(Value, frozen=True, kw_only=True):
+    """A version; `at.region` is the place of its memfd, counted from 0 behind the catalog."""
+
+    shard: int
+    step: int
+    at: TensorsAt
+
+
+class KeptRecord(Value, frozen=True, kw_only=True):
+    """A rank's record; `digest` is its xxh3_128."""
+
+    rank: int
+    shard: int
+    step: int
+    record: bytes
+    digest: str
+
+
+class Catalog(Value, frozen=True, kw_only=True):
+    """What a node held when its agent ended: of which run, in which generation; `digests` as in Holdings."""
+
+    run: str
+    generation: int
+    regions: tuple[KeptRegion, ...]
+    tensors: tuple[KeptTensors, ...]
+    records: tuple[KeptRecord, ...]
+    digests: tuple[tuple[int, int, int, str], ...] = ()

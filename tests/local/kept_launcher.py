@@ -1,0 +1,91 @@
+"""Two starts of one job on the same nodes: `kept_launcher.py HOME OPTIONS...`, else as ckptless-run.
+
+A cluster's daemons outlive a job. Here they outlive the first start (JOB.0), which ends by SIGTERM or by
+itself, and serve the second (JOB.1), which begins once there is a file HOME/again. The exit code is its own.
+"""
+
+import asyncio
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from ckptless.daemon.config import KeepConfig, LocalConfig
+from ckptless.daemon.launch import local, main
+from ckptless.daemon.launch.saving import newest
+
+POLL_S = 0.05
+
+
+class Start(local.LocalRun):
+    """One start; the first begins the daemons, and the second ends them."""
+
+    def __init__(self, options: local.LocalOptions, earlier: "Start | None" = None) -> None:
+        self._restarts = 0 if earlier is None else 1
+        name = f"{options.job.partition('.')[0]}.{self._restarts}"
+        super().__init__(dataclasses.replace(options, job=name))
+        self._earlier = earlier
+
+    def _prepare(self) -> None:
+        if self._earlier is None:
+            super()._prepare()
+        else:
+            self._tag, self._nodes = self._earlier._tag, self._earlier._nodes
+        keep = KeepConfig(nbytes=int(os.environ.get("TOY_KEEP_NBYTES", str(1 << 30))), ttl_s=600.0)
+        for node in self._nodes:
+            daemon = msgspec.json.decode((node.dir / "daemon.json").read_bytes(), type=LocalConfig)
+            local._write(node.dir / "daemon.json", replace(daemon, keep=keep))
+            agent = replace(self._agent_config(node), restarts=self._restarts)
+            local._write(node.dir / "agent.json", agent)
+
+    async def _start_daemons(self) -> None:
+        if self._earlier is None:
+            await super()._start_daemons()
+            return
+        lost = os.environ.get("TOY_KEEP_LOST", "").split(",")
+        for node in self._nodes:
+            if str(node.number) in lost and node.daemon is not None:
+                # Another node in its place: nothing is kept there.
+                await local._end([node.daemon])
+                node.daemon = await self._start(node, "daemon")
+                await self._daemon_ready(node)
+
+    async def _end_all(self) -> None:
+        if self._earlier is not None:
+            await super()._end_all()
+            return
+        agents = [node.agent for node in self._nodes if node.agent is not None]
+        await local._end(agents)
+        daemons = {node.daemon.pid for node in self._nodes if node.daemon is not None}
+        while set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - daemons:
+            self._adopt_orphans()
+            await asyncio.sleep(POLL_S)
+
+
+class Both:
+    """In place of LocalRun."""
+
+    def __init__(self, options: local.LocalOptions) -> None:
+        self._options = options
+
+    async def run(self) -> int:
+        first = Start(self._options)
+        (HOME / "first").write_text(str(await first.run()))
+        while not (HOME / "again").exists():  # noqa: ASYNC110  # it is another process that makes it
+            await asyncio.sleep(POLL_S)
+        options, save = self._options, self._options.save
+        if save is not None:
+            world_size = options.nodes * options.slots
+            save = replace(save, resume=str(newest(Path(save.directory), world_size) or ""))
+        return await Start(dataclasses.replace(options, save=save), first).run()
+
+
+if __name__ == "__main__":
+    HOME = Path(sys.argv.pop(1))
+    stand_in: Any = Both
+    main.LocalRun = stand_in  # type: ignore[attr-defined]
+    main.main()

@@ -1,0 +1,89 @@
+"""Memory over a requeue, on real Slurm: the job goes on where it was, and nothing is on any disk."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
+
+from cluster.api import Cluster
+from conftest import require_slurm
+from training import USER, Training, make_site
+
+pytestmark = pytest.mark.timeout(500)
+
+NODES = 5
+AGAIN_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require_slurm()
+    place = tmp_path_factory.mktemp("site") / "cluster"
+    with make_site(place, tmp_path_factory.mktemp("spank"), NODES) as up:
+        yield up
+
+
+def kept(site: Cluster, node: str, user: str = "root") -> list[dict[str, Any]]:
+    """What `ckptctl kept` shows a user there."""
+    done = site.run(node, "ckptctl", "--json", "kept", user=user)
+    found: list[dict[str, Any]] = json.loads(done.stdout)["kept"]
+    return found
+
+
+def nodes_that_keep(site: Cluster) -> list[str]:
+    return [node for node in site.plan.node_names if kept(site, node)]
+
+
+def events(job: Training, kind: str) -> list[tuple[str, str]]:
+    """(run, text) of each."""
+    return [(e.job, e.text) for e in job.ledger().events if e.kind == kind]
+
+
+@pytest.mark.slow  # Slurm itself waits two minutes before it starts a job again
+def test_a_requeued_job_goes_on_from_memory(site: Cluster) -> None:
+    job = Training(site).submit()
+    job.trains()
+    site.run("ctl", "scontrol", "requeue", str(job.job_id), user=USER)
+    job.wait(lambda: len(nodes_that_keep(site)) == NODES, "every node keeps its part", 60.0)
+    job.nothing_left()
+    before = job.newest()
+    (mine,) = kept(site, "node01", USER)
+    assert (mine["run"], mine["restarts"]) == (str(job.job_id), 0)
+    assert kept(site, "node01", "other") == []
+    # Nobody else gets it, another user or another job; and Slurm does not give it up.
+    other = Training(site, user="other").submit()
+    other.trains()
+    site.run("ctl", "scancel", str(other.job_id), user="other")
+    other.wait(lambda: other.slurm("JobState") == "CANCELLED", "Slurm has ended it", 60.0)
+    other.nothing_left()
+    assert not [run for run, _ in events(other, "memory-given")]
+
+    again = job.home / f"ckptless-{job.job_id}.1"
+    job.wait(again.exists, "its second start", AGAIN_S)
+    job.hurry()
+    job.wait((again / "outcome.json").exists, "its second end")
+    job.nothing_left()
+    assert json.loads((again / "outcome.json").read_text())["why"] == "done", job.story()
+    (start,) = {text for run, text in events(job, "start") if run == f"{job.job_id}.1"}
+    assert start in {
+        f"step {step} from the memory of run {job.job_id}, kept on {NODES} nodes"
+        for step in (before - 1, before, before + 1)
+    }
+    job.same_bits()
+    # Of what was committed nothing was made again: at most the step that was under way.
+    lines = (job.home / "out" / "loss-0.txt").read_text().splitlines()
+    steps = [int(line.split()[0]) for line in lines]
+    assert len(steps) - len(set(steps)) <= 1
+    # What the cancelled job left is dropped as soon as Slurm has been asked.
+    job.wait(lambda: not nodes_that_keep(site), "nothing is kept", 30.0)
+    assert {text for run, text in events(other, "memory-dropped") if run == str(other.job_id)} == {
+        "the job is over (CANCELLED)"
+    }

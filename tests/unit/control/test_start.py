@@ -1,0 +1,59 @@
+"""What the first generation goes on from: memory if all of it is there and the disk is not newer."""
+
+from __future__ import annotations
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.control.start import start_from
+
+PLACES = tuple(m.Place(node=node, slot=0) for node in (0, 1))
+
+
+def view(node: int, steps: tuple[int, ...], run: str = "7", generation: int = 1, **more: str) -> NodeView:
+    """A node that has brought what it and its rank had."""
+    holdings = m.Holdings(tensors=((node, steps),), records=((node, node, steps),))
+    brought = m.Brought(run=run, generation=generation, holdings=holdings)
+    info = m.NodeInfo(node=node, name=f"n{node}", address="", agent_port=1, store_address="", store_port=1)
+    hello = m.Introduction(info=info, pid=1, brought=brought if steps else None)
+    return NodeView(node, hello, None, more.get("lost"))
+
+
+def test_the_newest_step_that_all_have() -> None:
+    start = start_from([view(0, (4, 5, 6)), view(1, (3, 4, 5))], PLACES, None)
+    assert (start.sources.step, start.sources.shards) == (5, (0, 1))
+    assert start.sources.tensor_nodes == ((0, (0,)), (1, (1,)))
+    assert start.text == "step 5 from the memory of run 7, kept on 2 nodes"
+
+
+def test_the_disk_if_it_is_newer() -> None:
+    both = [view(0, (5,)), view(1, (5,))]
+    assert start_from(both, PLACES, 4).sources.step == 5
+    start = start_from(both, PLACES, 5)
+    assert (start.sources.step, start.text.endswith("; the disk has step 5")) == (5, True)
+    start = start_from(both, PLACES, 6)
+    assert start.sources.step is None
+    assert start.text == "step 6 from the disk; memory of run 7, kept on 2 nodes, has step 5"
+
+
+def test_a_part_of_it_is_nothing() -> None:
+    for nodes in ([view(0, (5,)), view(1, ())], [view(0, (5,)), view(1, (5,), lost="dark")]):
+        start = start_from(nodes, PLACES, 3)
+        assert start.sources.step is None
+        assert start.text.startswith("step 3 from the disk; memory is not whole (no step that every rank")
+        assert start_from(nodes, PLACES, None).text.startswith("from the beginning; memory is not whole")
+    assert start_from([view(0, (5,)), view(1, (6,))], PLACES, None).sources.step is None
+
+
+def test_runs_and_generations_are_never_mixed() -> None:
+    for other in (view(1, (5,), run="7.1"), view(1, (5,), generation=2)):
+        assert start_from([view(0, (5,)), other], PLACES, None).sources.step is None
+    older = [view(0, (5,)), view(1, (5,))]
+    newer = [NodeView(n + 2, view(n, (9,), generation=2).hello, None, None) for n in (0, 1)]
+    start = start_from([*older, *newer], PLACES, None)
+    assert start.sources.step == 9
+    assert start.sources.tensor_nodes == ((0, (2,)), (1, (3,)))
+
+
+def test_nothing_to_choose_from() -> None:
+    assert start_from([view(0, ()), view(1, ())], PLACES, None).text == ""
+    assert start_from([view(0, ()), view(1, ())], PLACES, 3).text == "step 3 from the disk"
