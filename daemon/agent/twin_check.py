@@ -70,6 +70,10 @@ class TwinCheck:
         settled = shard in self._agreed or shard not in self._base
         return self.mode == "act" and settled and shard not in self._unlike
 
+    def has_agreed(self, shard: int, before: int) -> bool:
+        """Whether twins have agreed on an earlier step of it."""
+        return self._agreed.get(shard, before) < before
+
     def committed(
         self, key: Key, rank: int, digest: str, nodes: Sequence[int], acked: Callable[[], None]
     ) -> None:
@@ -82,8 +86,8 @@ class TwinCheck:
         if self.mode == "off" or len(ring) < 2 or step == self._base.setdefault(shard, step):
             acked()
             return
-        known = self._agreed.get(shard, step) < step
-        mine = self._mine[key] = _Mine(rank, "" if shard in self._unlike else digest, known)
+        compared = "" if shard in self._unlike else digest
+        mine = self._mine[key] = _Mine(rank, compared, self.has_agreed(shard, step))
         for old in sorted(k for k in self._mine if k[0] == shard)[:-KEEP]:
             del self._mine[old]
         following = ring[(ring.index(self.node) + 1) % len(ring)]

@@ -111,8 +111,7 @@ def next_assignment(now: Situation) -> Assignment:
     """The generation after `now.current`. Raises NoPlanError where there is none."""
     answers = _answer_all(now)
     places = _place(now, answers)
-    # What has computed wrongly holds no rank any more, once there was another place for it.
-    answers.bad |= answers.suspect - set(places)
+    left = answers.suspect - set(places)
     if places != now.current.places:
         answers.raise_to("spare")
     try:
@@ -137,7 +136,7 @@ def next_assignment(now: Situation) -> Assignment:
         faults=tuple(fault.id for fault in now.causes),
         tries=tuple(answers.tries),
         bad=tuple(sorted({*now.current.bad, *answers.bad})),
-        replaced=_remembered(now, answers),
+        replaced=_remembered(now, answers, left),
         flapping=tuple(sorted(answers.flapping)),
     )
 
@@ -243,11 +242,15 @@ def _lately(now: Situation, place: Place) -> tuple[float, ...]:
     return tuple(at for at in known if now.now_s - at < window_s)
 
 
-def _remembered(now: Situation, answers: _Answers) -> tuple[Replaced, ...]:
-    """The same for the next plan: of each slot the newest few, of those that still count."""
+def _remembered(now: Situation, answers: _Answers, left: set[Place]) -> tuple[Replaced, ...]:
+    """The same for the next plan: of each slot the newest few, of those that still count.
+
+    What has computed wrongly, and was `left`, counts as flapping: it is taken when nothing else is there.
+    """
     most = now.spec.limits.flap_tries
     places = {*(old.place for old in now.current.replaced), *answers.renew}
-    at = {p: _lately(now, p) + ((now.now_s,) if p in answers.renew else ()) for p in sorted(places)}
+    times_of = {p: most if p in left else p in answers.renew for p in places}
+    at = {p: _lately(now, p) + (now.now_s,) * times_of[p] for p in sorted(places)}
     return tuple(Replaced(place=place, at_s=times[-most:]) for place, times in at.items() if times)
 
 

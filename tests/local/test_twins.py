@@ -101,3 +101,25 @@ def test_one_of_hsdp(tmp_path: Path) -> None:
     only_twins_have_found_it(ledger)
     assert sorted(map(str, named(ledger))) == ["1", "3"]
     assert [r.restore_step for r in recovered(ledger)] == [9]
+
+
+def events(home: Path, faults: Sequence[Fault], *options: object) -> list[str]:
+    """Kinds of events of a job of two ranks in which nothing is done about it."""
+    with toy(home, faults, nodes=2, steps=STEPS, options=options) as job:
+        job.ended(0)
+        ledger = job.ledger()
+        assert len(ledger.generations) == 1, job.story()
+        assert not ledger.faults
+    return [event.kind for event in ledger.events if event.kind.startswith("twins")]
+
+
+def test_those_that_never_agree_are_let_be(tmp_path: Path) -> None:
+    """As ranks on two kinds of processors may; said once, at each end."""
+    assert events(tmp_path, [fault("update", "flip", 1, often=True)]) == ["twins-unlike"] * 2
+
+
+def test_only_told(tmp_path: Path) -> None:
+    assert (
+        events(tmp_path / "warn", [fault("update", "flip", 1, 9)], "--twins", "warn") == ["twins-differ"] * 2
+    )
+    assert events(tmp_path / "off", [fault("update", "flip", 1, 9)], "--twins", "off") == []

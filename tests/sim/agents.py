@@ -1,13 +1,16 @@
 """A fake agent: obeys its daemon's orders as `daemon.agent.service` does."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ckptless.daemon.agent.twin_check import TwinCheck
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.peers.messages import CompareTwins, TwinsCompared
 
 from .events import Channel
 from .ranks import SIGKILL, Process
 from .slots import Slot
-from .vault import Replicas, Vault
+from .vault import Replicas, Vault, digest_of
 
 if TYPE_CHECKING:
     from .daemons import Daemon
@@ -26,6 +29,7 @@ class Agent:
         self.outcome: m.Outcome | None = None
         self.slots = [Slot(index) for index in range(world.spec.slots_per_node)]
         self.vault, self.replicas = Vault(world.job.twins), Replicas(self)
+        self.check = TwinCheck(node, world.twins, self._compare, self._changed)
         self.assignment: m.Assignment | None = None
         self.frozen: int | None = None
         self._daemon: Channel[m.FromAgent] | None = None
@@ -73,10 +77,14 @@ class Agent:
     def _told(self) -> m.AgentState:
         self._seq += 1
         slots = tuple(slot.told(self.world.events.now) for slot in self.slots)
-        holdings = self.vault.holdings() if self.frozen is not None else None
-        assigned = self.assignment.generation if self.assignment is not None else None
+        holdings = self.vault.holdings(self.check.tells) if self.frozen is not None else None
         return m.AgentState(
-            seq=self._seq, slots=slots, assigned=assigned, frozen=self.frozen, holdings=holdings
+            seq=self._seq,
+            slots=slots,
+            assigned=self.assignment.generation if self.assignment is not None else None,
+            frozen=self.frozen,
+            holdings=holdings,
+            doubts=self.check.doubts,
         )
 
     def _changed(self) -> None:
@@ -151,6 +159,8 @@ class Agent:
         self.assignment, self.frozen = assignment, None
         self.world.story.tell(self.name, f"accepts generation {assignment.generation}")
         self.vault.drop_after(assignment.restore_step)
+        self.vault.drop_unnamed(assignment, self.node)
+        self.check.follow(assignment.generation)
         self._waiting.clear()
         self.replicas.follow(assignment)
         for slot in self.slots:
@@ -202,7 +212,12 @@ class Agent:
             self._daemon = None
         if not dark:
             for other in self.world.agents.values():
-                self.world.soon(lambda agent=other: agent.replicas.lost(self.node))  # type: ignore[misc]
+                self.world.soon(lambda agent=other: agent.lost(self.node))  # type: ignore[misc]
+
+    def lost(self, node: int) -> None:
+        """Another agent has hung up."""
+        self.replicas.lost(node)
+        self.check.lost(node, "it has hung up")
 
     # --------------------------------------------------------------------------------- the ranks
 
@@ -286,9 +301,10 @@ class Agent:
             return
         rank, shard = process.rank, self.vault.shard(process.rank)
         writes = rank == min(r for r in assignment.ranks_on(self.node) if self.vault.shard(r) == shard)
-        self._waiting[(rank, step)] = {"record", "tensors"} if writes else {"record"}
-        if writes:
+        self._waiting[(rank, step)] = {"record", "tensors", "twins"} if writes else {"record"}
+        if writes and step != assignment.restore_step:
             self.vault.put("tensors", shard, step)
+            self.vault.contents[shard, step] = rank, process.value
         self.vault.put("record", rank, step)
         self.world.checks.committed(process, step)
         slot.step = step
@@ -297,10 +313,30 @@ class Agent:
         self.replicas.push("record", rank, step, lambda: self._acked(rank, step, "record"))
         if writes:
             self.replicas.push("tensors", shard, step, lambda: self._acked(rank, step, "tensors"))
+            ranks = range(shard, min(shard + self.vault.twins, len(assignment.places)))
+            nodes = tuple({assignment.places[twin].node for twin in ranks})
+            done = lambda: self._acked(rank, step, "twins")  # noqa: E731
+            self.check.committed((shard, step), rank, digest_of(process.value), nodes, done)
         if first:
             self._changed()
         else:
             self._progressed()
+
+    def _compare(self, node: int, message: CompareTwins) -> None:
+        """To the next twin's agent and back."""
+        other, world = self.world.agents[node], self.world
+
+        def back(answer: TwinsCompared) -> None:
+            self._carry(other, lambda: self.check.answered(answer) if self.sound else None)
+
+        self._carry(other, lambda: other.check.asked(message, back) if other.sound else None)
+        if not other.alive and not other.dark:
+            world.soon(lambda: self.check.lost(node, "it is gone"))
+
+    def _carry(self, other: "Agent", action: Callable[[], None]) -> None:
+        world = self.world
+        delay_s = world.twin_chance.uniform(0.0005, 0.05)
+        world.events.after(delay_s, lambda: world.network.when_joined(self.node, other.node, action))
 
     def _acked(self, rank: int, step: int, what: str) -> None:
         """Every holder has it."""

@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from .world import World
 
 BROKEN_CHANCE = 0.6
+
+
+def trained(value: int, gradient: frozenset[int], step: int) -> int:
+    """What tensors are after a step: whatever is wrong with one rank's is in everybody's gradients."""
+    return hash((value, tuple(sorted(gradient)), step))
+
+
 SIGKILL = -9
 
 
@@ -30,6 +37,8 @@ class Process:
         self._finished = 0
         self.part: m.Assignment | None = None
         self._next: m.Assignment | None = None
+        # What its tensors are, and what came out of the last all-reduce.
+        self.value, self._gradient = 0, frozenset[int]()
         self.generation, self._ended, self._went, self.rank, self.step = 0, 0, 0, -1, -1
         self._acked = (0, -1)
         self._waits: tuple[str, Callable[[], None]] | None = None
@@ -142,6 +151,9 @@ class Process:
     def _restored(self) -> None:
         assert self.part is not None
         self.step = self.part.restore_step or 0
+        vault = self.agent.vault
+        # Step 0 is the same for all.
+        self.value = vault.contents.get((vault.shard(self.rank), self.step), (-1, 0))[1] if self.step else 0
         self.world.checks.restored(self)
         self.agent.says(self, "restored")
         self.agent.commit(self, self.step)
@@ -151,8 +163,12 @@ class Process:
         if self.step < self.world.job.steps:
             self._later(*self.world.job.compute_s, self._reduce)
         else:
-            self.agent.says(self, "finished")
-            self._wait("release", False, lambda: self._later(0.0, 0.2, lambda: self.die(0)))
+            # Where twins are compared the last step, too, counts only then.
+            self._wait("ack", self.world.twins == "off" or self._has_ack(), self._finish)
+
+    def _finish(self) -> None:
+        self.agent.says(self, "finished")
+        self._wait("release", False, lambda: self._later(0.0, 0.2, lambda: self.die(0)))
 
     def _reduce(self) -> None:
         """Enter the all-reduce of the next step: it ends when every rank has entered it."""
@@ -164,10 +180,11 @@ class Process:
             return
         self.world.barriers.enter(self)
 
-    def reduced(self) -> None:
+    def reduced(self, gradient: frozenset[int]) -> None:
         """Every rank was there. The next step may be committed once the copies of this one are held."""
         if self._leaving:
             return  # the others have its part; it has been called away before it had theirs
+        self._gradient = gradient
         ready = self._acked >= (self.generation, self.step)
         self._later(0.0, 0.02, lambda: self._wait("ack", ready or self._has_ack(), self._commit))
 
@@ -176,6 +193,7 @@ class Process:
 
     def _commit(self) -> None:
         self.step += 1
+        self.value = trained(self.value, self._gradient, self.step)
         self.agent.commit(self, self.step)
         self._train()
 
@@ -258,7 +276,7 @@ class Barriers:
         if len(here) == self._world.spec.world_size and not apart:
             del self._inside[key]
             for each in here:
-                each.reduced()
+                each.reduced(frozenset(one.value for one in here))
 
     def look(self) -> None:
         """The network is whole again."""

@@ -27,11 +27,17 @@ class Put:
     number: int
     step: int
     sender: "Agent"
+    content: tuple[int, int] = (-1, 0)
 
     @property
     def key(self) -> tuple[str, int, int]:
         """What it is about."""
         return self.what, self.number, self.step
+
+
+def digest_of(value: int) -> str:
+    """By what versions are compared."""
+    return f"{0:016x}{value % (1 << 64):016x}"
 
 
 @dataclass
@@ -41,6 +47,8 @@ class Vault:
     twins: int
     tensors: dict[int, set[int]] = field(default_factory=dict)
     records: dict[int, set[int]] = field(default_factory=dict)
+    # Of a shard's step who wrote it, and what is in it.
+    contents: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def shard(self, rank: int) -> int:
         """What a rank has tensors of: of so many ranks in a row the lowest."""
@@ -63,15 +71,27 @@ class Vault:
             for number, steps in known.items():
                 known[number] = {s for s in steps if s <= limit}
 
-    def holdings(self) -> m.Holdings:
-        """As an agent tells it."""
+    def drop_unnamed(self, assignment: m.Assignment, node: int) -> None:
+        """What others are not to have from here is not used here either."""
+        for shard, steps in self.tensors.items():
+            if node not in assignment.holders_of(shard):
+                steps.discard(-1 if assignment.restore_step is None else assignment.restore_step)
+
+    def holdings(self, tells: Callable[[int], bool] = lambda _shard: False) -> m.Holdings:
+        """As an agent tells it; of which shards also by what they are compared."""
         records = tuple(
             (rank, self.shard(rank), tuple(sorted(steps)))
             for rank, steps in sorted(self.records.items())
             if steps
         )
         tensors = tuple((shard, tuple(sorted(steps))) for shard, steps in sorted(self.tensors.items()))
-        return m.Holdings(tensors=tensors, records=records)
+        digests = tuple(
+            (shard, step, self.contents[shard, step][0], digest_of(self.contents[shard, step][1]))
+            for shard, steps in tensors
+            for step in steps
+            if tells(shard)
+        )
+        return m.Holdings(tensors=tensors, records=records, digests=digests)
 
 
 class Replicas:
@@ -108,7 +128,8 @@ class Replicas:
         if assignment.restore_step is None:
             return
         for lost in remakes(assignment, Copies(COPIES)):
-            put = Put(self._generation, lost.what, lost.number, assignment.restore_step, agent)
+            content = agent.vault.contents.get((lost.number, assignment.restore_step), (-1, 0))
+            put = Put(self._generation, lost.what, lost.number, assignment.restore_step, agent, content)
             if lost.giver != agent.node or not agent.vault.has(*put.key):
                 continue
             takes_s = agent.world.random.uniform(0.0, TENSORS_S)
@@ -131,7 +152,8 @@ class Replicas:
         if not targets:
             acked()
             return
-        put = Put(self._generation, what, number, step, agent)
+        content = agent.vault.contents.get((number, step), (-1, 0))
+        put = Put(self._generation, what, number, step, agent, content)
         self._waiting[put.key] = {info.node for info in targets}, acked
         # Tensors are many bytes.
         takes_s = agent.world.random.uniform(0.0, TENSORS_S) if what == "tensors" else 0.0
@@ -171,6 +193,8 @@ class Replicas:
             self._early.append(put)
         elif put.generation == self._generation and self.accepting:
             agent.vault.put(put.what, put.number, put.step)
+            if put.what == "tensors":
+                agent.vault.contents[put.number, put.step] = put.content
             held = lambda: put.sender.replicas.held(agent.node, put)  # noqa: E731
             agent.world.soon(lambda: agent.world.network.when_joined(agent.node, put.sender.node, held))
 
@@ -211,7 +235,10 @@ class Replicas:
             if vault.has(what, number, step):
                 continue
             others = [self._agent.world.agents[node] for node in nodes]
-            if not any(self._gives(a) and a.vault.has(what, number, step) for a in others):
+            givers = [a for a in others if self._gives(a) and a.vault.has(what, number, step)]
+            if not givers:
                 return f"StateUnavailableError: nobody could give {what} {number} of step {step}"
             vault.put(what, number, step)
+            if what == "tensors":
+                vault.contents[number, step] = givers[0].vault.contents[number, step]
         return None

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
+from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S
 from ckptless.daemon.jobs import LIFE_BITS
@@ -67,6 +68,9 @@ class World:
         self.storm_until = 0.0
         self._pid = 100
         self._lives = Random(f"lives of {seed}")
+        # Whether twins are compared, which takes no draw of the seed's.
+        self.twins: TwinsMode = "off"
+        self.twin_chance = Random(f"twins of {seed}")
         self._waiting: list[Fault] = []
 
     # ----------------------------------------------------------------------------------- running

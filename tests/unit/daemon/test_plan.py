@@ -76,15 +76,23 @@ def corrupt(node: int, *, odd: bool = False) -> Fault:
     return fault("silent-corruption", node, detail="shard 0, step 8: ranks differ", odd=odd)
 
 
-def test_the_odd_one_out_moves_to_another_node_and_its_slot_is_not_used_again() -> None:
+def test_the_odd_one_out_moves_to_another_node_and_its_slot_is_taken_last() -> None:
     """Not to a free slot of its own node; what its agent has seen of it is no second fault."""
     job = spec(nodes=2, spares=1, slots=2)
     following = plan.next_assignment(situation([corrupt(0, odd=True), fault("twins-differ", 1)], job))
     assert following.rung == "spare"
     assert following.places[0] == m.Place(node=2, slot=0)
     assert following.places[1:] == plan.first_assignment(job, views(job), 1, 0).places[1:]
-    assert following.bad == (m.Place(node=0, slot=0),)
+    assert following.bad == ()
     assert following.faults == ("f-silent-corruption-0-0",)
+    # The next that needs a place gets the other free slot; one more the suspect, before the job would end.
+    after = plan.next_assignment(situation([fault("no-state", 1)], job, current=following))
+    for _ in range(LIMITS.process_tries):
+        after = plan.next_assignment(situation([fault("no-state", 1)], job, current=after))
+    assert after.places[2] == m.Place(node=2, slot=1)
+    for _ in range(LIMITS.process_tries + 1):
+        after = plan.next_assignment(situation([fault("no-state", 1, 1)], job, current=after))
+    assert after.places[3] == m.Place(node=0, slot=0)
 
 
 def test_without_another_node_it_gets_another_process_for_a_while() -> None:
