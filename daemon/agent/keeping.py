@@ -92,6 +92,8 @@ class KeepService:
                 fds = await self._claimed(claim)
             if fds:
                 self._kept = await asyncio.to_thread(self._opened, fds)
+            else:
+                self._news.append(("info", "memory-not-there", "this node keeps nothing of an earlier start"))
         except (OSError, ValueError, CkptlessError) as error:
             self._news.append(("warning", "memory-not-taken", str(error) or type(error).__name__))
         if self._kept is None:

@@ -134,6 +134,7 @@ def test_what_is_not_whole_is_not_used(tmp_path: Path) -> None:
         job.ended(0, DEADLINE_S)
         assert start_of(job) == ""
         assert not events(job, "memory-given")
+        assert len(events(job, "memory-not-there")) == RANKS
     same_as_without(tmp_path, "fsdp")
 
 

@@ -13,7 +13,7 @@ from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import Outcome, Why
 from ckptless.daemon.launch.main import command
 from ckptless.daemon.launch.options import local_options
-from ckptless.daemon.launch.requeue import MENDABLE, requeue, why_requeue
+from ckptless.daemon.launch.requeue import MENDABLE, requeue, restarts, why_requeue
 
 
 def failed(why: Why) -> Outcome:
@@ -23,6 +23,11 @@ def failed(why: Why) -> Outcome:
 @pytest.mark.parametrize("why", sorted(MENDABLE))
 def test_what_other_nodes_would_mend(why: Why) -> None:
     assert why_requeue(failed(why), 1, {}) == f"{why}: it is so"
+
+
+@pytest.mark.parametrize(("text", "count"), [(None, 0), ("", 0), ("0", 0), ("3", 3), ("x", 0), ("-1", 0)])
+def test_how_often_slurm_has_started_it_again(text: str | None, count: int) -> None:
+    assert restarts({} if text is None else {"SLURM_RESTART_COUNT": text}) == count
 
 
 def test_nobody_could_say_how_it_ended() -> None:
