@@ -23,8 +23,9 @@ from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import saved
 from ckptless.daemon.api import saving as w
+from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import CkptlessError, PeerError
-from ckptless.daemon.api.messages import PROTOCOL, Assignment, TensorsAt
+from ckptless.daemon.api.messages import Assignment, TensorsAt
 
 logger = logging.getLogger(__name__)
 
@@ -281,9 +282,8 @@ class Saver:
         """A writer's message."""
         if isinstance(message, w.WriterHello):
             hello = self._hellos.get(link.pid)
-            if message.protocol != PROTOCOL:
-                link.close()
-            elif hello is None:
+            check_protocol(message.protocol, "the writer")
+            if hello is None:
                 self._early = {link.pid: link}  # it was faster than our own bookkeeping of its birth
             elif not hello.done():
                 hello.set_result(link)
