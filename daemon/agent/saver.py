@@ -76,6 +76,8 @@ class Saver:
         self._paced: deque[tuple[int, float]] = deque(maxlen=PACED_STEPS)
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed: dict[int, str] = {}
+        # What could not be removed, as long as that is so: it is told of once.
+        self._left = ""
         self.on_event: OnEvent = lambda _level, _kind, _text: None
 
     @property
@@ -246,6 +248,9 @@ class Saver:
             process.kill()
         if said.error:
             raise PeerError(said.error)
+        if said.left and not self._left:
+            self.on_event("warning", "save-not-removed", f"an older step cannot be removed: {said.left}")
+        self._left = said.left
         if said.path:
             self.on_event("info", "saved", f"step {part.step} in {loop.time() - begun:.2f} s: {said.path}")
         return said.path
