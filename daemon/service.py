@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, check_protocol, encode
 from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, ProtocolError
 from ckptless.daemon.api.eviction import Evict
 from ckptless.daemon.api.fdsocket import FdSocket
@@ -260,6 +260,7 @@ class Service:
         """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""
         if uid not in (0, os.getuid()):
             raise PeerError(f"uid {uid} may not say when jobs begin and end")
+        check_protocol(message.protocol, "ckptless-notify or the SPANK plugin")
         self._cluster.notice(message)
         if isinstance(message, m.JobEnded):
             for name, job in self._jobs.items():
@@ -268,8 +269,7 @@ class Service:
 
     async def _admit(self, hello: m.AgentHello, uid: int) -> JobRuntime:
         """The runtime of an agent's job. Raises ProtocolError or PeerError."""
-        if hello.protocol != m.PROTOCOL:
-            raise ProtocolError(f"the agent speaks protocol {hello.protocol}, the daemon {m.PROTOCOL}")
+        check_protocol(hello.protocol, "the agent")
         name = hello.spec.job
         roster = await self._cluster.admit(hello, uid)
         memory = await self._remember(hello, roster)

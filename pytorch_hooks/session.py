@@ -58,8 +58,15 @@ class Session:
 
     def _greet(self) -> m.Welcome:
         self.send(m.Hello(protocol=m.PROTOCOL))
-        while not (messages := self._receive()):
-            pass
+        try:
+            while not (messages := self._receive()):
+                pass
+        except PeerError as error:
+            self._sock.close()
+            raise PeerError(
+                f"the agent does not take this process ({error}): its log says why, as where it is of "
+                "another version of ckptless"
+            ) from error
         if not isinstance(messages[0], m.Welcome):
             raise ProtocolError(f"the agent answered Hello with {type(messages[0]).__name__}")
         # The first assignment may be in the same breath.

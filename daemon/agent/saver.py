@@ -23,8 +23,9 @@ from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import saved
 from ckptless.daemon.api import saving as w
+from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import CkptlessError, PeerError
-from ckptless.daemon.api.messages import PROTOCOL, Assignment, TensorsAt
+from ckptless.daemon.api.messages import Assignment, TensorsAt
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class Saver:
         self._paced: deque[tuple[int, float]] = deque(maxlen=PACED_STEPS)
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed: dict[int, str] = {}
+        # What could not be removed, as long as that is so: it is told of once.
+        self._left = ""
         self.on_event: OnEvent = lambda _level, _kind, _text: None
 
     @property
@@ -245,6 +248,9 @@ class Saver:
             process.kill()
         if said.error:
             raise PeerError(said.error)
+        if said.left and not self._left:
+            self.on_event("warning", "save-not-removed", f"an older step cannot be removed: {said.left}")
+        self._left = said.left
         if said.path:
             self.on_event("info", "saved", f"step {part.step} in {loop.time() - begun:.2f} s: {said.path}")
         return said.path
@@ -281,9 +287,8 @@ class Saver:
         """A writer's message."""
         if isinstance(message, w.WriterHello):
             hello = self._hellos.get(link.pid)
-            if message.protocol != PROTOCOL:
-                link.close()
-            elif hello is None:
+            check_protocol(message.protocol, "the writer")
+            if hello is None:
                 self._early = {link.pid: link}  # it was faster than our own bookkeeping of its birth
             elif not hello.done():
                 hello.set_result(link)

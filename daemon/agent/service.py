@@ -26,7 +26,8 @@ from ckptless.daemon.agent.store_server import StoreServer
 from ckptless.daemon.agent.twins import Twins
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import ProtocolError, StartError
+from ckptless.daemon.api.codec import check_protocol
+from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.api.saving import FromWriter, SaveNow, WriterHello, Written
 from ckptless.daemon.api.version import Origin
@@ -364,8 +365,7 @@ class Agent:
             return
         self._crew.heard(link)
         if isinstance(message, m.Hello):
-            if message.protocol != m.PROTOCOL:
-                raise ProtocolError(f"it speaks protocol {message.protocol}, the agent {m.PROTOCOL}")
+            check_protocol(message.protocol, "the rank")
             self._crew.welcome(link)
             return
         slot = self._crew.slot_of(link)

@@ -13,7 +13,7 @@ from ckptless.daemon.agent.soundness import Soundness, header_of
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.agent.verifier import Told, Verifier
 from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.api.errors import BadVersionError, CkptlessError, MismatchError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
@@ -88,6 +88,9 @@ class Serving:
         """One connection of another agent, to its end."""
         try:
             link: Peer = await Link.accept(streams, self._node_in, vouch, p.AgentMessage)
+        except MismatchError as error:
+            self.on_event("peer-refused", str(error))
+            return
         except (OSError, TimeoutError, CkptlessError) as error:
             # A daemon that asks whether we live connects and hangs up: no reason for a warning.
             logger.debug("a connection that was no agent's: %s", error)

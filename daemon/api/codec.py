@@ -9,13 +9,15 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.errors import MismatchError, ProtocolError
 
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()
 
+# Of all messages together; each end says it first, in a field of this name. Also in slurm_ext/spank/notify.c.
+PROTOCOL = 1
 CONTROL_LIMIT = 16 << 20
 RANK_LIMIT = 64 << 20
 
@@ -24,6 +26,29 @@ def encode(message: object) -> bytes:
     """One frame."""
     body = _ENCODER.encode(message)
     return _LENGTH.pack(len(body)) + body
+
+
+def check_protocol(theirs: int, who: str) -> None:
+    """Raise MismatchError where the other end speaks another protocol."""
+    if theirs != PROTOCOL:
+        raise MismatchError(
+            f"{who} speaks protocol {theirs}, this end {PROTOCOL}: both need the same version of ckptless"
+        )
+
+
+def undecodable(body: bytes, error: Exception, what: str) -> ProtocolError:
+    """Why a message was not understood; of another protocol, that is why, whatever else is wrong with it."""
+    try:
+        found = msgspec.msgpack.decode(body)
+        if isinstance(found, dict) and isinstance(opening := found.get("opening", found), dict):
+            theirs = opening.get("protocol")
+            if type(theirs) is int:
+                check_protocol(theirs, "the other end")
+    except MismatchError as mismatch:
+        return mismatch
+    except (ValueError, msgspec.MsgspecError, RecursionError):
+        return ProtocolError(f"not {what}: {error}")
+    return ProtocolError(f"not {what}: {error}")
 
 
 class Decoder(Generic[T]):
@@ -56,4 +81,4 @@ class Decoder(Generic[T]):
         try:
             return self._decode.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"not a message of this edge: {error}") from error
+            raise undecodable(body, error, "a message of this edge") from error

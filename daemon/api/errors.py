@@ -3,6 +3,7 @@
 CkptlessError
  +- UsageError          the user can mend it: one sentence that says what to change
  +- ProtocolError       a message or file that breaks its format, version or limits
+ |   +- MismatchError          the other end is a ckptless that speaks another protocol
  |   +- BadVersionError        a version of the state that does not verify
  +- LedgerError         the ledger cannot be opened or written
  +- PeerError           another process cannot be reached, or is not who it should be
@@ -26,6 +27,10 @@ class UsageError(CkptlessError):
 
 class ProtocolError(CkptlessError):
     """A frame, message or file that breaks its format, its version or its limits."""
+
+
+class MismatchError(ProtocolError):
+    """The other end speaks another protocol: two versions of ckptless have met."""
 
 
 class BadVersionError(ProtocolError):

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from ckptless.daemon.api.codec import PROTOCOL as PROTOCOL
 from ckptless.daemon.api.model import Assignment as Assignment
 from ckptless.daemon.api.model import Brought as Brought
 from ckptless.daemon.api.model import Cause as Cause
@@ -26,8 +27,6 @@ from ckptless.daemon.api.model import SlotState as SlotState
 from ckptless.daemon.api.model import Tries as Tries
 from ckptless.daemon.api.model import Value as Value
 from ckptless.daemon.api.model import Why as Why
-
-PROTOCOL = 1
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

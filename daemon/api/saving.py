@@ -70,10 +70,14 @@ class WritePart(Message, frozen=True, kw_only=True):
 
 
 class Written(Message, frozen=True, kw_only=True):
-    """The writer is done; `error` says why not, if so. `path` is the step's folder, if it is whole."""
+    """The writer is done; `error` says why not, if so. `path` is the step's folder, if it is whole.
+
+    `left`: what could not be removed of older steps, and why.
+    """
 
     error: str = ""
     path: str = ""
+    left: str = ""
 
 
 FromWriter: TypeAlias = WriterHello | Written

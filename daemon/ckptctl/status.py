@@ -2,10 +2,19 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import click
 
-from ckptless.daemon.api.records import REFUSALS, FaultRecord, JobRecord, NodeRecord, SlotRecord
+from ckptless.daemon.api.records import (
+    REFUSALS,
+    FaultRecord,
+    GenerationRecord,
+    JobRecord,
+    NodeRecord,
+    RecoveryRecord,
+    SlotRecord,
+)
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.options import Asked, common
@@ -33,44 +42,71 @@ def status(asked: Asked) -> None:
     """
     job, found = view.job_of(asked, events=REFUSALS)
     generation = found.generations[-1] if found.generations else None
-    spares = view.spares_left(found.nodes, found.slots, generation)
-    step = max((slot.step for slot in found.slots if slot.step is not None), default=None)
-    recovery = found.recoveries[-1] if found.recoveries else None
-    faults = found.faults[-_LAST_FAULTS:]
-    safety, commits = safe.safety(job, found), safe.commits(job, found)
+    shown = _Shown(
+        generation=generation,
+        step=max((slot.step for slot in found.slots if slot.step is not None), default=None),
+        spares_left=view.spares_left(found.nodes, found.slots, generation),
+        safety=safe.safety(job, found),
+        commits=safe.commits(job, found),
+        recovery=found.recoveries[-1] if found.recoveries else None,
+        faults=found.faults[-_LAST_FAULTS:],
+        refused=view.refused(found),
+    )
     if asked.as_json:
-        render.show_json(
-            job=job,
-            generation=generation,
-            step=step,
-            spares_left=spares,
-            safety=safe.as_json(safety),
-            commits=commits,
-            nodes=found.nodes,
-            slots=found.slots,
-            recovery=recovery,
-            recovery_total_s=None if recovery is None else view.total_s(recovery),
-            faults=faults,
-            refused=view.refused(found),
-        )
-        return
-    number = "none" if generation is None else generation.generation
-    click.echo(_headline(job, number, step, spares))
+        _show_json(job, found, shown)
+    else:
+        _show(job, found, shown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """What is told beside the ledger's own rows."""
+
+    generation: GenerationRecord | None
+    step: int | None
+    spares_left: int
+    safety: safe.Safety | None
+    commits: safe.Commits | None
+    recovery: RecoveryRecord | None
+    faults: tuple[FaultRecord, ...]
+    refused: dict[str, int]
+
+
+def _show_json(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
+    render.show_json(
+        job=job,
+        generation=shown.generation,
+        step=shown.step,
+        spares_left=shown.spares_left,
+        safety=safe.as_json(shown.safety),
+        commits=shown.commits,
+        nodes=found.nodes,
+        slots=found.slots,
+        recovery=shown.recovery,
+        recovery_total_s=None if shown.recovery is None else view.total_s(shown.recovery),
+        faults=shown.faults,
+        refused=shown.refused,
+    )
+
+
+def _show(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
+    number = "none" if shown.generation is None else shown.generation.generation
+    click.echo(_headline(job, number, shown.step, shown.spares_left))
     render.show_table(_COLUMNS, _rows(found), words=("name", "state", "phase"))
-    for line in safe.sentences(safety) if safety is not None else ():
+    for line in safe.sentences(shown.safety) if shown.safety is not None else ():
         click.echo(render.harmless(line))
-    if commits is not None:
-        click.echo(safe.said_of(commits))
-    if recovery is not None:
+    if shown.commits is not None:
+        click.echo(safe.said_of(shown.commits))
+    if (recovery := shown.recovery) is not None:
         took = f"{render.ms(view.total_s(recovery))} ms"
         click.echo(
             f"last recovery: generation {recovery.generation}, {render.harmless(recovery.rung)},"
             f" {took}, {render.harmless(recovery.outcome or 'still running')}"
         )
-    for fault in faults:
+    for fault in shown.faults:
         click.echo(f"fault: {_sentence(fault)}")
-    if refused := view.refused(found):
-        counts = ", ".join(f"{count} {kind}" for kind, count in refused.items())
+    if shown.refused:
+        counts = ", ".join(f"{count} {kind}" for kind, count in shown.refused.items())
         click.echo(f"refused, of an older generation or leader: {counts} (ckptctl events)")
 
 

@@ -84,25 +84,19 @@ def slurm_run(
         found, env, _number(options, "nodes"), _number(options, "spares"), _number(options, "nproc_per_node")
     )
     settings = load_settings()
-    max_stall_s = _max_stall(options) or slurm.number(env, slurm.MAX_STALL)
-    if max_stall_s is not None and max_stall_s < LEAST_MAX_STALL_S:
-        raise UsageError(f"{slurm.MAX_STALL} is {max_stall_s:g}: it must be at least {LEAST_MAX_STALL_S:g}")
+    limits = settings.limits(_slurm_max_stall(options, env), _number(options, "max_restarts") or 0)
     tee, copies = _ranks(str(options["tee"])), _number(options, "copies")
     copies = copies or slurm.whole_number(env, slurm.REPLICAS) or 2
     replication = replication_config(options, env, settings.replication)
-    parent = options["log_dir"] if isinstance(options["log_dir"], Path) else Path()
-    if found.step is None:
-        log_dir, job = make_log_dir(parent, found.job_id)
-    else:
-        log_dir, job = step_log_dir(parent, f"{found.job_id}.{found.step.run}")
     save = save_config(options, shape.nodes * shape.slots)
+    log_dir, job = _log_dir(options, found)  # the last that may be refused: it is made
     spec = JobSpec(
         job=job,
         command=argv,
         nodes=shape.nodes,
         spares=shape.spares,
         slots_per_node=shape.slots,
-        limits=settings.limits(max_stall_s, _number(options, "max_restarts") or 0),
+        limits=limits,
         names=found.names[: shape.nodes + shape.spares],
         run_id=run_id(env),
         saved_step=saved_step(save),
@@ -123,15 +117,35 @@ def slurm_run(
         replication=replication,
         restarts=restarts(env),
     )
-    verbose = bool(options["verbose"])
-    if found.step is None:
-        again = _number(options, "requeue") or 0
-        return SlurmRun(config=config, env=env, verbose=verbose, domains=settings.domains, requeue=again)
+    if found.step is not None:
+        return _step_run(config, env, options, found.step)
+    again, verbose = _number(options, "requeue") or 0, bool(options["verbose"])
+    return SlurmRun(config=config, env=env, verbose=verbose, domains=settings.domains, requeue=again)
+
+
+def _step_run(config: SharedConfig, env: Mapping[str, str], options: Options, step: slurm.Step) -> StepRun:
     if options["requeue"]:
         raise UsageError("--requeue is for a batch script: a task of srun cannot tell when all are over")
     # Failure domains stay unknown here: each task would find them out for itself, and all must say the same.
-    first = found.step.local_id == 0
-    return StepRun(config, env, first=first, says=first and found.step.node_id == 0, verbose=verbose)
+    first = step.local_id == 0
+    says = first and step.node_id == 0
+    return StepRun(config, env, first=first, says=says, verbose=bool(options["verbose"]))
+
+
+def _slurm_max_stall(options: Options, env: Mapping[str, str]) -> float | None:
+    """The job's own, if it has one. Raises UsageError."""
+    found = _max_stall(options) or slurm.number(env, slurm.MAX_STALL)
+    if found is not None and found < LEAST_MAX_STALL_S:
+        raise UsageError(f"{slurm.MAX_STALL} is {found:g}: it must be at least {LEAST_MAX_STALL_S:g}")
+    return found
+
+
+def _log_dir(options: Options, found: slurm.Allocation) -> tuple[Path, str]:
+    """The folder of this run, and the run's name. Raises UsageError."""
+    parent = options["log_dir"] if isinstance(options["log_dir"], Path) else Path()
+    if found.step is None:
+        return make_log_dir(parent, found.job_id)
+    return step_log_dir(parent, f"{found.job_id}.{found.step.run}")
 
 
 def _argv(script: str, script_args: tuple[str, ...], options: Options) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ import struct
 
 import msgspec
 
+from ckptless.daemon.api.codec import PROTOCOL, check_protocol
 from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.messages import PROTOCOL
 
 NONCE_BYTES = 16
 MAC_BYTES = 16
@@ -80,8 +80,7 @@ def _mac(key: bytes, role: bytes, dialler: Opening, acceptor: Opening) -> bytes:
 
 def check_opening(theirs: Opening) -> None:
     """Raises ProtocolError for another version or a short nonce."""
-    if theirs.protocol != PROTOCOL:
-        raise ProtocolError(f"node-{theirs.node} speaks protocol {theirs.protocol}, this one {PROTOCOL}")
+    check_protocol(theirs.protocol, "the other end")
     if len(theirs.nonce) != NONCE_BYTES:
         raise ProtocolError(f"a nonce of {len(theirs.nonce)} bytes")
 

@@ -8,8 +8,8 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from ckptless.daemon.api.codec import CONTROL_LIMIT
-from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.codec import CONTROL_LIMIT, undecodable
+from ckptless.daemon.api.errors import MismatchError, PeerError, ProtocolError
 from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers.bulk import CountingReader, Pace, Pump
 from ckptless.daemon.peers.vouch import Vouch
@@ -95,8 +95,7 @@ class Link(Generic[T]):
         link = cls(*streams, kind, CONTROL_LIMIT)
         try:
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-                theirs = await link._greeted(handshake.Opening)
-                handshake.check_opening(theirs)
+                theirs = await link._opening()
                 their_secret = await vouch.accept(theirs.credential, theirs.context())
                 mine = handshake.opening(theirs.job, node_in(theirs.job))
                 mine, secret = await _vouched(mine, vouch, theirs)
@@ -109,6 +108,16 @@ class Link(Generic[T]):
             link.close()
             raise
         return link
+
+    async def _opening(self) -> handshake.Opening:
+        """The dialler's. One of another version is told of ours before it is refused."""
+        try:
+            theirs: handshake.Opening = await self._greeted(handshake.Opening)
+            handshake.check_opening(theirs)
+        except MismatchError:
+            await self._greet(handshake.Answer(handshake.opening("", -1), b""))
+            raise
+        return theirs
 
     def _arm(self, key: bytes, pair: tuple[handshake.Opening, handshake.Opening], *, dialled: bool) -> None:
         self.job, self.node = pair[0].job, pair[1].node if dialled else pair[0].node
@@ -127,11 +136,13 @@ class Link(Generic[T]):
             length = int.from_bytes(await self._reader.readexactly(4), "little")
             if length > GREETING_LIMIT:
                 raise ProtocolError(f"a greeting of {length} bytes")
-            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
+            body = await self._reader.readexactly(length)
         except asyncio.IncompleteReadError as error:
             raise GreetingCutError("the other end hung up during the greeting") from error
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"not a greeting: {error}") from error
+            raise undecodable(body, error, "a greeting") from error
 
     # ------------------------------------------------------------------------------- messages
 

@@ -1,4 +1,4 @@
-"""Puts the nodes' parts of a step together, gives the whole its name, and removes what is too old."""
+"""Puts the nodes' parts of a step together, and gives the whole its name; removes what is too old."""
 
 import contextlib
 import os
@@ -58,7 +58,6 @@ def finish(asked: WritePart) -> Path:
     s.read_manifest(folder)
     _name(folder, target)
     _point_latest(directory, target)
-    prune(directory, asked.keep)
     return target
 
 
@@ -159,15 +158,29 @@ def _point_latest(directory: Path, target: Path) -> None:
     partial.rename(directory / s.LATEST)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all steps but the newest `keep`, and what older saves have left half done."""
+def prune(directory: Path, keep: int) -> str:
+    """Remove all steps but the newest `keep`, and what older saves have left half done.
+
+    What cannot be removed stays, is tried again with the next save, and is the answer: the first of it.
+    """
+    failed: list[str] = []
+
+    def fail(error: BaseException) -> None:
+        # Where it is not there any more, somebody else removes it, too.
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            failed.append(f"{error.filename}: {error.strerror}")
+
     steps = s.steps_in(directory)
     for _, path in steps[keep:]:
         # First it loses its name: what has one is whole.
         gone = path.with_name(f"{s.SAVING}0-removed-{path.name}-{os.getpid()}")
-        path.rename(gone)
+        try:
+            path.rename(gone)
+        except OSError as error:
+            fail(error)
     newest = steps[0][0] if steps else 0
     for path in directory.iterdir():
         match = _SAVING.fullmatch(path.name)
         if match and int(match[1]) <= newest:
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, onerror=lambda _call, _path, raised: fail(raised[1]))
+    return failed[0] if failed else ""

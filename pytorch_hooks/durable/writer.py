@@ -26,7 +26,7 @@ from ckptless.daemon.api.saving import (
 )
 from ckptless.daemon.api.unixpath import unix_address
 from ckptless.pytorch_hooks import env
-from ckptless.pytorch_hooks.durable.finish import finish
+from ckptless.pytorch_hooks.durable.finish import finish, prune
 from ckptless.pytorch_hooks.durable.write import Shard, write_part
 
 AGENT_DEADLINE_S = 60.0
@@ -71,7 +71,10 @@ def _work(sock: socket.socket) -> Written:
             folder = Path(message.folder)
             folder.mkdir(parents=True, exist_ok=True)
             write_part(folder, message.node, message.step, shards, records)
-            return Written(path=str(finish(message)) if message.finishes else "")
+            if not message.finishes:
+                return Written()
+            path = finish(message)
+            return Written(path=str(path), left=prune(Path(message.directory), message.keep))
     raise ProtocolError("nothing was asked for")
 
 

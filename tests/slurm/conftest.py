@@ -22,6 +22,7 @@ from cluster import requirements
 from cluster.api import Cluster
 from cluster.plan import Plan
 from cluster.prepare import Files
+from training import make_site
 
 NODES = 5
 ROOTFS = os.environ.get("CKPTLESS_SLURM_ROOTFS", "")
@@ -53,6 +54,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     plan = Plan(nodes=NODES, rootfs=ROOTFS)
     with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", plan, ckptless=True) as shared:
         yield shared
+
+
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster with ckptless on it, of as many nodes as the module's NODES says."""
+    require_slurm()
+    place = tmp_path_factory.mktemp("site") / "cluster"
+    with make_site(place, tmp_path_factory.mktemp("spank"), request.module.NODES) as up:
+        yield up
 
 
 @pytest.fixture(autouse=True)

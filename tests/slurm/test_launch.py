@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,21 +10,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster.api import Cluster
-from conftest import require_slurm
 from miniconf import puts_in_front
-from training import USER, Training, make_site
+from training import USER, Training
 
 pytestmark = pytest.mark.timeout(240)
 
 NODES = 3
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    require_slurm()
-    place = tmp_path_factory.mktemp("site") / "cluster"
-    with make_site(place, tmp_path_factory.mktemp("spank"), NODES) as up:
-        yield up
 
 
 @pytest.fixture(autouse=True)

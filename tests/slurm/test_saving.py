@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
 
 from cluster.api import Cluster
-from conftest import require_slurm
 from localrun import reference
-from training import STEPS, USER, Training, make_site
+from training import STEPS, USER, Training
 
 from ckptless.daemon.api import saved
 
 pytestmark = pytest.mark.timeout(300)
 
 NODES = 5
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    require_slurm()
-    place = tmp_path_factory.mktemp("site") / "cluster"
-    with make_site(place, tmp_path_factory.mktemp("spank"), NODES) as up:
-        yield up
 
 
 def test_scancel_and_another_job_goes_on(site: Cluster) -> None:

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import Decoder, encode
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api import version
+from ckptless.daemon.api.codec import PROTOCOL, Decoder, encode
+from ckptless.daemon.api.errors import BadVersionError, MismatchError, ProtocolError
 from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.peers import messages as p
 
@@ -157,3 +158,36 @@ def test_messages_before_a_bad_one_are_not_lost_silently() -> None:
     """The whole chunk is given up: the connection is closed after it."""
     with pytest.raises(ProtocolError):
         decoder().feed(encode(m.Joined(generation=1)) + frame(b"\xc1"))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"type": "AgentHello", "protocol": 99, "no such field": 1},
+        {"type": "no such message", "protocol": 99},
+        {"opening": {"protocol": 99, "more": [1]}},
+    ],
+)
+def test_what_another_version_says_first_names_the_versions(first: dict[str, object]) -> None:
+    """Whatever its fields are by then."""
+    with pytest.raises(MismatchError, match="the other end speaks protocol 99, this end 1"):
+        Decoder(m.FromAgent, 1000).feed(encode(first))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [{"protocol": PROTOCOL, "no": 1}, {"protocol": True}, {"protocol": "99"}, {"opening": 7}, [99], 99],
+)
+def test_what_names_no_other_version_is_just_not_understood(first: object) -> None:
+    with pytest.raises(ProtocolError, match="not a message of this edge") as caught:
+        Decoder(m.FromAgent, 1000).feed(encode(first))
+    assert not isinstance(caught.value, MismatchError)
+
+
+def test_a_version_of_the_state_in_another_format() -> None:
+    """Of a newer ckptless that has used the same memory."""
+    header = version.Header("job", 0, 0, 1, 1, "00" * 16, 0, ())
+    slot = bytearray(version.encode(header))
+    slot[8] = 99
+    with pytest.raises(BadVersionError, match="a version of format 99; this is 1"):
+        version.decode(bytes(slot))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.api.errors import CkptlessError, MismatchError, PeerError, ProtocolError
 from ckptless.daemon.membership.messages import Beat
 from ckptless.daemon.peers import handshake, link
 from ckptless.daemon.peers import messages as p
@@ -203,7 +203,8 @@ def _greeting(message: object) -> bytes:
 @pytest.mark.parametrize(
     ("first", "kind"),
     [
-        (_greeting(handshake.Opening(99, JOB, 0, b"n" * 16)), ProtocolError),
+        (_greeting(handshake.Opening(99, JOB, 0, b"n" * 16)), MismatchError),
+        (_greeting({"protocol": 99, "what": "is not known yet"}), MismatchError),
         (_greeting(handshake.Opening(1, JOB, 0, b"short")), ProtocolError),
         (_greeting({"protocol": 1}), ProtocolError),
         (_greeting(b"\xff" * 100), ProtocolError),
@@ -222,6 +223,54 @@ def test_greetings_that_are_none(first: bytes, kind: type[CkptlessError]) -> Non
         writer.close()
 
     run(scenario)
+
+
+OTHERS = [
+    pytest.param(lambda opening: opening, id="the same fields"),
+    pytest.param(lambda opening: {**msgspec.structs.asdict(opening), "more": 1}, id="others"),
+]
+SAYS = "the other end speaks protocol 99, this end 1: both need the same version of ckptless"
+
+
+@pytest.mark.parametrize("written", OTHERS)
+def test_a_dialler_of_another_version_is_told_of_ours(written: Callable[[Any], object]) -> None:
+    async def scenario(acceptor: Acceptor) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", acceptor.port)
+        writer.write(_greeting(written(handshake.Opening(99, JOB, 0, b"n" * 16))))
+        length = int.from_bytes(await reader.readexactly(4), "little")
+        answer = msgspec.msgpack.decode(await reader.readexactly(length), type=handshake.Answer)
+        assert (answer.opening.protocol, answer.proof) == (1, b"")
+        assert str(await acceptor.refused()) == SAYS
+        assert await reader.read() == b""
+        writer.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("written", OTHERS)
+def test_an_acceptor_of_another_version(written: Callable[[Any], object]) -> None:
+    """It is not taken for one that has not heard of the job yet, which hangs up without a word."""
+
+    async def play() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readexactly(4)
+            theirs = handshake.Opening(99, JOB, 0, b"n" * 16)
+            writer.write(_greeting({"opening": written(theirs), "proof": b""}))
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+            gone.set()
+
+        gone = asyncio.Event()
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            address = server.sockets[0].getsockname()
+            with pytest.raises(MismatchError) as caught:
+                await link.Link.dial(address, (JOB, 1), KeyVouch(KEY), p.AgentMessage, DIAL_S)
+            assert str(caught.value) == SAYS
+            async with asyncio.timeout(DEADLINE_S):
+                await gone.wait()
+
+    asyncio.run(play())
 
 
 async def three_times(receiver: AgentLink) -> None:

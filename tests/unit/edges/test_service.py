@@ -299,7 +299,24 @@ def test_an_agent_of_another_version(serve: Serve) -> None:
     async def scenario(site: Site) -> None:
         (denied,) = await (await site.client(hello(protocol=99))).rest()
         assert isinstance(denied, m.Denied)
-        assert "speaks protocol 99" in denied.reason
+        assert denied.reason == (
+            "the agent speaks protocol 99, this end 1: both need the same version of ckptless"
+        )
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("kind", [m.JobStarted, m.JobEnded])
+def test_a_prolog_of_another_version(
+    serve: Serve, kind: type[m.JobStarted | m.JobEnded], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody reads an answer there: the daemon's log says it, and Slurm is asked instead."""
+
+    async def scenario(site: Site) -> None:
+        client = await site.client(kind(protocol=99, job_id=4711, uid=1001, spec=""))
+        await client.rest()
+        assert "ckptless-notify or the SPANK plugin speaks protocol 99, this end 1: both need" in caplog.text
+        assert site.jobs == []
 
     serve(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,9 @@ def save(directory: Path, state: State, step: int, keep: int = 3) -> Path:
     asked = part(directory, step, keep=keep)
     shard, record = packed(state, step)
     write_part(Path(asked.folder), 0, step, [shard], [record])
-    return finish(asked)
+    folder = finish(asked)
+    assert prune(directory, asked.keep) == ""
+    return folder
 
 
 def test_it_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -177,6 +180,26 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / ".saving-99-job-1").exists()
     prune(tmp_path, 1)
     assert [step for step, _ in s.steps_in(tmp_path)] == [4]
+
+
+def test_what_cannot_be_removed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, where somebody still has a file of it open."""
+    state = make(1)
+    for step in (1, 2):
+        save(tmp_path, state, step)
+
+    def busy(path: str, **_at: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        said = prune(tmp_path, 1)
+    assert said.endswith(": Device or resource busy")
+    assert ".saving-0-removed-step-00000001-" in said
+    # Nobody takes it for a step, and the next save tries again.
+    assert [step for step, _ in s.steps_in(tmp_path)] == [2]
+    assert prune(tmp_path, 1) == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002"]
 
 
 def test_a_step_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import encode
+from ckptless.daemon.api.errors import PeerError
 from ckptless.pytorch_hooks.session import Session
 
 DEADLINE_S = 20.0
@@ -70,3 +71,18 @@ def test_a_spare_is_not_sent_home_by_what_was_before_it(tmp_path: Path) -> None:
         waits = pool.submit(session.wait_assigned, 0)
         agent.sendall(encode(m.Release(generation=1)) + encode(assigned(4)))
         assert waits.result(DEADLINE_S) == assigned(4)
+
+
+def test_an_agent_that_hangs_up_on_hello(tmp_path: Path) -> None:
+    """As one of another version does."""
+    path = str(tmp_path / "agent.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server, ThreadPoolExecutor(1) as pool:
+        server.bind(path)
+        server.listen()
+        server.settimeout(DEADLINE_S)
+        session = pool.submit(Session, path)
+        agent, _ = server.accept()
+        with agent:
+            agent.recv(100)
+        with pytest.raises(PeerError, match=r"does not take this process \(it hung up\): its log"):
+            session.result(DEADLINE_S)
