@@ -100,6 +100,8 @@ class Serving:
                 await self._consider(link, message)
             case p.PutTensors():
                 await self._hold_tensors(link, message)
+                # It may have no more to say, and another who has the same waits for the end of this.
+                self._claims.release(link)
             case p.GetRecord():
                 held = self._vault.record(message.rank, message.step) or Held(b"", "")
                 link.send(p.RecordReply(record=held.record, digest=held.digest, shard=held.shard))
