@@ -55,6 +55,7 @@ class Serving:
         self.accepting = True
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
+        self.on_who_holds: Callable[[p.WhoHolds], p.HeldBy] = lambda _ask: p.HeldBy(tensors=(), records=())
 
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
         """A new generation: what belongs to another is not taken any more. To be awaited soon."""
@@ -111,6 +112,8 @@ class Serving:
                 await self._give_chunks(link, message)
             case p.SaveAsk():
                 link.send(self.on_save_ask(message))
+            case p.WhoHolds():
+                link.send(self.on_who_holds(message))
             case _:
                 raise ProtocolError(f"{type(message).__name__} is no request")
 
