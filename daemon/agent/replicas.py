@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptless.daemon.agent.fetching import TensorsFetch, Wanted
+from ckptless.daemon.agent.giving_back import GivingBack
 from ckptless.daemon.agent.holders import (
     ANY_NETWORK,
-    Holder,
     Network,
     Peer,
     RecordHolder,
@@ -30,6 +30,7 @@ from ckptless.daemon.peers.vouch import Vouch
 DIAL_DEADLINE_S = 3.0
 # Of a record, which is small.
 FETCH_DEADLINE_S = 60.0
+Reply = TypeVar("Reply", p.SaveReply, p.HeldBy)
 
 
 def _nothing() -> None:
@@ -83,6 +84,9 @@ class Replicas:
         self._source, self._pace = network.source, Pace(network.send_rate)
         self.serving = Serving(node, origin, vault, self._pace)
         self.soundness = self.serving.soundness
+        ask = lambda info, message: self._ask(info, message, p.HeldBy)  # noqa: E731
+        self._giving_back = GivingBack(node, vault, self._copies, ask, lambda: self.serving.accepting)
+        self.serving.on_who_holds = self._giving_back.answer
         self._nodes: tuple[NodeInfo, ...] = ()
         self._generation = 0
         self._ranked: frozenset[int] = frozenset()
@@ -100,7 +104,8 @@ class Replicas:
 
     async def start(self, address: str) -> int:
         """Serve other agents; the port. Raises OSError."""
-        self.serving.on_event = self.soundness.on_event = self._lost_copies.on_event = self.on_event
+        self.serving.on_event = self.soundness.on_event = self.on_event
+        self._lost_copies.on_event = self._giving_back.on_event = self.on_event
         self._server, port = await serve(address, 0, self._came)
         return port
 
@@ -128,8 +133,7 @@ class Replicas:
         self._ranked = frozenset(place.node for place in assignment.places)
         self._spawn(self.serving.follow(assignment.generation))
         here = {info.node for info in self._nodes}
-        links: tuple[dict[int, Any], ...] = (self._records, self._tensors)
-        for known in links:
+        for known in self._links():
             for node in known.keys() - here:
                 known.pop(node).close()
         for holder in self._tensors.values():
@@ -137,11 +141,16 @@ class Replicas:
         for lost in remakes(assignment, self._copies):
             if lost.giver == self._me:
                 self._remake(assignment, lost)
+        self._giving_back.follow(assignment)
+
+    def _links(self) -> tuple[dict[int, Any], ...]:
+        return self._records, self._tensors
 
     def release(self) -> None:
         """Training is over: nobody has to hold anything any more, and may hang up."""
         self._nodes = ()
         self._forget_pushed()
+        self._giving_back.stop()
 
     def _forget_pushed(self) -> None:
         self._waiting.clear()
@@ -224,6 +233,7 @@ class Replicas:
         known = self._newest.get(key[:2])
         if known is None or known[0][2] <= key[2]:
             self._newest[key[:2]] = (key, pushed)
+        self._giving_back.settled.held(key[:2], key[2], pushed.held)
         acked, pushed.acked = pushed.acked, _nothing
         acked()
 
@@ -276,13 +286,13 @@ class Replicas:
 
     def _lost(self, node: int, why: str) -> None:
         """A holder cannot be reached: the next on the ring takes its place for all that waits on it."""
-        links: tuple[dict[int, Any], ...] = (self._records, self._tensors)
-        for known in links:
+        for known in self._links():
             if node in known:
                 known.pop(node).close()
         if all(info.node != node for info in self._nodes) or node in self._unreachable:
             return
         self._unreachable.add(node)
+        self._giving_back.settled.lost(node)
         self.on_event("holder-lost", f"node-{node} cannot hold records any more: {why}")
         if not self._holders():
             self.on_event("unprotected", "no other node can hold this node's records")
@@ -317,10 +327,7 @@ class Replicas:
         await self._from_any(nodes, f"the record of rank {rank}, step {step}", ask)
 
     async def fetch_tensors(self, shard: int, step: int, nodes: Sequence[int]) -> None:
-        """Get a shard's tensors of a step into the vault, verified, from all nodes that have the same.
-
-        Raises PeerError, OSError.
-        """
+        """Get tensors into the vault, verified, from all who have the same. Raises PeerError, OSError."""
         infos = [info for info in self._nodes if info.node in nodes and info.node != self._me]
         wanted = Wanted(self.origin, shard, step, self._generation)
         while True:
@@ -341,6 +348,9 @@ class Replicas:
 
     async def ask_save(self, info: NodeInfo, ask: p.SaveAsk) -> p.SaveReply:
         """What another agent answers to it. Raises CkptlessError, OSError, TimeoutError."""
+        return await self._ask(info, ask, p.SaveReply)
+
+    async def _ask(self, info: NodeInfo, ask: p.AgentMessage, kind: type[Reply]) -> Reply:
         link = await self.dial(info)
         try:
             async with asyncio.timeout(DIAL_DEADLINE_S):
@@ -348,8 +358,8 @@ class Replicas:
                 reply = await link.receive()
         finally:
             link.close()
-        if not isinstance(reply, p.SaveReply):
-            raise PeerError(f"{type(reply).__name__} is no answer to SaveAsk")
+        if not isinstance(reply, kind):
+            raise PeerError(f"{type(reply).__name__} is no answer to {type(ask).__name__}")
         return reply
 
     async def dial(self, info: NodeInfo) -> Peer:
@@ -390,8 +400,8 @@ class Replicas:
         """Close every connection."""
         if self._server is not None:
             self._server.close()
-        known: list[Holder] = [*self._records.values(), *self._tensors.values()]
-        for holder in known:
+        await self._giving_back.close()
+        for holder in [*self._records.values(), *self._tensors.values()]:
             holder.close()
         for task in list(self._tasks):
             task.cancel()

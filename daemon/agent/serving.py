@@ -73,6 +73,7 @@ class Serving:
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_compare: Callable[[Peer, p.CompareTwins], None] = lambda _link, _message: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
+        self.on_who_holds: Callable[[p.WhoHolds], p.HeldBy] = lambda _ask: p.HeldBy(tensors=(), records=())
 
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
         """A new generation: what belongs to another is not taken any more. To be awaited soon."""
@@ -123,20 +124,29 @@ class Serving:
             case p.PutTensors():
                 self._claims.begin(link)
                 await self._hold_tensors(link, message)
+                # It may have no more to say, and another who has the same waits for the end of this.
                 self._claims.release(link)
-            case p.GetRecord():
-                held = self._vault.record(message.rank, message.step) or Held(b"", "")
-                link.send(p.RecordReply(record=held.record, digest=held.digest, shard=held.shard))
-            case p.GetTensors():
-                link.send(self._describe_tensors(message))
             case p.GetChunks():
                 await self._give_chunks(link, message)
             case p.CompareTwins():
                 self.on_compare(link, message)
-            case p.SaveAsk():
-                link.send(self.on_save_ask(message))
+            case p.GetRecord() | p.GetTensors() | p.SaveAsk() | p.WhoHolds():
+                link.send(self._reply(message))
             case _:
                 raise ProtocolError(f"{type(message).__name__} is no request")
+
+    def _reply(self, question: p.GetRecord | p.GetTensors | p.SaveAsk | p.WhoHolds) -> p.AgentMessage:
+        """To what is answered at once."""
+        match question:
+            case p.GetRecord():
+                held = self._vault.record(question.rank, question.step) or Held(b"", "")
+                return p.RecordReply(record=held.record, digest=held.digest, shard=held.shard)
+            case p.GetTensors():
+                return self._describe_tensors(question)
+            case p.SaveAsk():
+                return self.on_save_ask(question)
+            case p.WhoHolds():
+                return self.on_who_holds(question)
 
     # -------------------------------------------------------------------------------------- hold
 

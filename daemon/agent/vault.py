@@ -6,7 +6,7 @@ shard; an older one is never asked for: a rank commits step s only after its cop
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import xxhash
 from ckptless.daemon.agent.memory import SLOTS, Region, round_up
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.messages import Assignment, Copies, Holdings, TensorsAt
+from ckptless.daemon.control.surplus import Item
 
 KEEP = 3
 
@@ -45,6 +46,7 @@ class Vault:
         self._writing: set[tuple[int, int]] = set()
         self._count = 0
         self.on_dropped: Callable[[], None] = lambda: None
+        # What is held is not what it was.
         self.on_held: Callable[[], None] = lambda: None
 
     # ----------------------------------------------------------------------------------- records
@@ -146,14 +148,44 @@ class Vault:
     def _free_regions(self, newest: Region) -> None:
         """Older regions of that shard that no step lies in: nobody writes to them any more."""
         used = {at.region for at in self._tensors[newest.shard].values()}
-        used |= {number for number, _ in self._writing}
-        for number, region in list(self._regions.items()):
-            if region.shard == newest.shard and number < newest.number and number not in used:
-                try:
-                    region.close()
-                except BufferError:
-                    continue  # somebody is still being sent what lay in it: it is closed after that
-                del self._regions[number]
+        older = [r for r in self._regions.values() if r.shard == newest.shard and r.number < newest.number]
+        self._close_regions([region for region in older if region.number not in used])
+
+    def _close_regions(self, regions: Iterable[Region]) -> None:
+        writing = {number for number, _ in self._writing}
+        for region in regions:
+            if region.number in writing:
+                continue
+            try:
+                region.close()
+            except BufferError:
+                continue  # somebody is still being sent what lay in it: it is closed after that
+            del self._regions[region.number]
+
+    # ----------------------------------------------------------------------------------- surplus
+
+    def items(self) -> frozenset[Item]:
+        """All that takes memory."""
+        shards = {shard for shard, steps in self._tensors.items() if steps}
+        shards |= {region.shard for region in self._regions.values()}
+        ranks = {rank for rank, steps in self._records.items() if steps}
+        return frozenset([*(("tensors", n) for n in shards), *(("record", n) for n in ranks)])
+
+    def newest(self, item: Item) -> int | None:
+        """The newest step of it."""
+        what, number = item
+        known: Mapping[int, Iterable[int]] = self._records if what == "record" else self._tensors
+        return max(known.get(number, ()), default=None)
+
+    def give_back(self, item: Item) -> None:
+        """Hold nothing of it any more. Memory that is just being read is given back when asked again."""
+        what, number = item
+        if what == "record":
+            self._records.pop(number, None)
+        else:
+            self._tensors.pop(number, None)
+            self._close_regions([region for region in self._regions.values() if region.shard == number])
+        self.on_held()
 
     # --------------------------------------------------------------------------------------- all
 

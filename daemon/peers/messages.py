@@ -240,6 +240,21 @@ class SaveReply(Message, frozen=True, kw_only=True):
     steps_per_s: float = 0.0
 
 
+class WhoHolds(Message, frozen=True, kw_only=True):
+    """Who has newer steps of these shards and ranks, whose home you are? Mine are wanted no more."""
+
+    generation: int
+    tensors: tuple[int, ...]
+    records: tuple[int, ...]
+
+
+class HeldBy(Message, frozen=True, kw_only=True):
+    """Answer to WhoHolds: (number, nodes) of those that older steps are not asked for any more."""
+
+    tensors: tuple[tuple[int, tuple[int, ...]], ...]
+    records: tuple[tuple[int, tuple[int, ...]], ...]
+
+
 AgentMessage: TypeAlias = (
     PutRecord
     | Held
@@ -256,4 +271,6 @@ AgentMessage: TypeAlias = (
     | ChunksReply
     | SaveAsk
     | SaveReply
+    | WhoHolds
+    | HeldBy
 )

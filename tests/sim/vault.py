@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.placement import holders, shard_holders
 from ckptless.daemon.control.remaking import Copies, remakes
+from ckptless.daemon.control.surplus import Item, Settled, home_of, may_go, surplus
 
 from .events import Channel
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 KEEP = 3
 COPIES = 2
 TENSORS_S = 0.4
+GIVE_BACK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,19 @@ class Vault:
             if node not in assignment.holders_of(shard):
                 steps.discard(-1 if assignment.restore_step is None else assignment.restore_step)
 
+    def items(self) -> list[Item]:
+        """All that is here."""
+        shards: list[Item] = [("tensors", number) for number, steps in self.tensors.items() if steps]
+        return [*shards, *(("record", number) for number, steps in self.records.items() if steps)]
+
+    def newest(self, item: Item) -> int:
+        """The newest step of something that is here."""
+        return max((self.tensors if item[0] == "tensors" else self.records)[item[1]])
+
+    def give_back(self, item: Item) -> None:
+        """Hold nothing of it any more."""
+        del (self.tensors if item[0] == "tensors" else self.records)[item[1]]
+
     def holdings(self, tells: Callable[[int], bool] = lambda _shard: False) -> m.Holdings:
         """As an agent tells it; of which shards also by what they are compared."""
         records = tuple(
@@ -107,6 +122,9 @@ class Replicas:
         self._waiting: dict[tuple[str, int, int], tuple[set[int], Callable[[], None]]] = {}
         self._links: dict[int, Channel[Put]] = {}
         self._early: list[Put] = []
+        # What is to hold what was sent: all of those in `_waiting`, whoever has it by now.
+        self._targets: dict[tuple[str, int, int], frozenset[int]] = {}
+        self.settled = Settled()
         self.accepting = True
 
     def follow(self, assignment: m.Assignment) -> None:
@@ -121,6 +139,26 @@ class Replicas:
         for put in early:
             self.take(put)
         self._remake(assignment)
+        self._targets.clear()
+        self.settled = Settled(assignment.restore_step)
+        self._agent.world.events.after(GIVE_BACK_S, lambda: self._give_back(assignment))
+
+    def _give_back(self, assignment: m.Assignment) -> None:
+        """What this node need not hold, once its homes let it; asked again as long as there is some."""
+        agent, copies = self._agent, Copies(COPIES)
+        items = surplus(assignment, copies, agent.node, agent.vault.items())
+        if not items or not agent.alive or assignment.generation != self._generation:
+            return
+        for item in items:
+            home = agent.world.agents[home_of(assignment, item)]
+            if not agent.sound or not self.accepting or not self._gives(home):
+                continue
+            same = home.replicas._generation == self._generation
+            holders = home.replicas.settled.holders(item) if same else None
+            if may_go(assignment, copies, agent.node, item, agent.vault.newest(item), holders):
+                agent.vault.give_back(item)
+                agent.world.story.tell(agent.name, f"gives back {item[0]} {item[1]}")
+        agent.world.events.after(2 * GIVE_BACK_S, lambda: self._give_back(assignment))
 
     def _remake(self, assignment: m.Assignment) -> None:
         """Copies that went with their holders are given to others without waiting for a commit."""
@@ -149,12 +187,14 @@ class Replicas:
                 return
             copies = 0 if twins == self._ranked and len(twins) > 1 else COPIES
             targets = shard_holders(self._nodes, agent.node, copies, twins, self._unreachable)
+        nodes = frozenset(info.node for info in targets)
         if not targets:
+            self._settle(what, number, step, nodes)
             acked()
             return
         content = agent.vault.contents.get((number, step), (-1, 0))
         put = Put(self._generation, what, number, step, agent, content)
-        self._waiting[put.key] = {info.node for info in targets}, acked
+        self._waiting[put.key], self._targets[put.key] = (set(nodes), acked), nodes
         # Tensors are many bytes.
         takes_s = agent.world.random.uniform(0.0, TENSORS_S) if what == "tensors" else 0.0
         for info in targets:
@@ -207,7 +247,11 @@ class Replicas:
         missing.discard(node)
         if not missing:
             del self._waiting[put.key]
+            self._settle(*put.key, self._targets.pop(put.key))
             acked()
+
+    def _settle(self, what: str, number: int, step: int, nodes: frozenset[int]) -> None:
+        self.settled.held(("tensors" if what == "tensors" else "record", number), step, nodes)
 
     def lost(self, node: int) -> None:
         """A holder cannot be reached: the next on the ring takes its place."""
@@ -215,6 +259,7 @@ class Replicas:
         if not self._agent.alive or all(info.node != node for info in self._nodes):
             return
         self._unreachable.add(node)
+        self.settled.lost(node)
         for key, (missing, acked) in list(self._waiting.items()):
             if node in missing:
                 del self._waiting[key]

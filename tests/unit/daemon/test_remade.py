@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from vaults import Node, Nodes, payload_of, until
+from vaults import DEADLINE_S, Node, Nodes, payload_of, until
 
 from ckptless.daemon.agent.holders import Version
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError
+from ckptless.daemon.peers import messages as p
 
 STEP, NBYTES = 7, 5 * version.PAGE_NBYTES + 100
 RANKS = 4
@@ -111,6 +113,50 @@ def test_the_same_tensors_are_not_taken_from_two_nodes_at_once() -> None:
                 )
             await until(lambda: sorted(acked) == [0, 1])
             assert rooms == [0]
+
+    asyncio.run(play())
+
+
+def test_who_waits_for_the_same_tensors_does_not_wait_for_their_givers_next_word() -> None:
+    """The home's commit would wait as long as whoever made the copies again has nothing else to give."""
+
+    async def play() -> None:
+        async with Nodes(3) as nodes:
+            for number in (0, 1):
+                nodes[number].hold(0, STEP, payload_of(0, STEP, NBYTES))
+            nodes.follow(nodes.assignment([0], None, generation=1))
+            info = nodes[2].info
+            links = [await nodes[number].replicas.dial(info) for number in (0, 1)]
+            found = nodes[0].vault.tensors(0, STEP)
+            assert found is not None
+            at, region = found
+            fields: dict[str, Any] = {
+                "generation": 1,
+                "shard": 0,
+                "step": STEP,
+                "nbytes": at.nbytes,
+                "digest": at.digest,
+            }
+            waits, claims = asyncio.Event(), nodes[2].replicas.serving._claims
+            turn = claims.turn
+
+            async def noticed(what: tuple[int, int, str]) -> None:
+                waits.set()
+                await turn(what)
+
+            claims.turn = noticed  # type: ignore[method-assign]
+            links[0].send(p.OfferTensors(**fields))
+            assert await links[0].receive() == p.TensorsAnswer(shard=0, step=STEP, answer="wanted")
+            links[1].send(p.OfferTensors(**fields))
+            await waits.wait()
+            links[0].send(p.PutTensors(**fields))
+            with region.view(at.offset, at.nbytes) as view:
+                await links[0].send_bulk(view)
+            async with asyncio.timeout(DEADLINE_S):
+                answers = [await link.receive() for link in links]
+            assert answers == [p.TensorsAnswer(shard=0, step=STEP, answer="held")] * 2
+            for link in links:
+                link.close()
 
     asyncio.run(play())
 

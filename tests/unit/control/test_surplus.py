@@ -1,0 +1,181 @@
+"""What a node holds and need not is given back, and never missed: against every loss that copies are for."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_remaking import STEP, assignment
+
+from ckptless.daemon.control import surplus
+from ckptless.daemon.control.remaking import Copies
+from ckptless.daemon.control.surplus import Item, Settled, home_of, may_go, targets_of
+
+KEEP = 3
+RANKS, SPARES = 3, 3
+EVENTS = 150
+
+
+class Cluster:
+    """FSDP after a recovery: ranks commit, copies arrive, and nodes give back, in any order that can be.
+
+    `kept` is the same without giving anything back.
+    """
+
+    def __init__(self, chance: random.Random, copies: int) -> None:
+        self.chance, self.copies = chance, Copies(copies)
+        nodes = list(range(RANKS + SPARES))
+        places = chance.sample(nodes, RANKS)
+        self.items: list[Item] = [("tensors", n) for n in range(RANKS)]
+        self.items += [("record", n) for n in range(RANKS)]
+        # Who had what before: by any placement, and not all of them have every step.
+        self.held: dict[int, dict[Item, set[int]]] = {node: {} for node in nodes}
+        for item in self.items:
+            for node in chance.sample(nodes, 1 + copies):
+                self.held[node][item] = set(range(STEP - chance.randrange(KEEP), STEP + 1))
+        have = {item: [node for node in nodes if item in self.held[node]] for item in self.items}
+        tensors = {n: have["tensors", n] for n in range(RANKS)}
+        self.now = assignment(places, nodes, tensors, [have["record", n] for n in range(RANKS)])
+        for item in self.items:
+            self.held[home_of(self.now, item)].setdefault(item, set()).add(STEP)
+        self.kept = {n: {item: set(steps) for item, steps in of.items()} for n, of in self.held.items()}
+        self.settled = {node: Settled(STEP) for node in nodes}
+        self.committed = [STEP] * RANKS
+        self.missing = {(item, STEP): set(targets_of(self.now, self.copies, item)) for item in self.items}
+        self.given = 0
+
+    def put(self, node: int, item: Item, step: int) -> None:
+        """It is held there."""
+        for held in (self.held, self.kept):
+            steps = {*held[node].get(item, ()), step}
+            held[node][item] = set(sorted(steps)[-KEEP:])
+
+    def commit(self, rank: int) -> None:
+        """The next step, if gradients of all can be there, and the copies of the last one are."""
+        step = self.committed[rank]
+        items: tuple[Item, ...] = (("tensors", rank), ("record", rank))
+        if min(self.committed) < step or any(self.missing[item, step] for item in items):
+            return
+        self.committed[rank] = step + 1
+        for item in items:
+            self.put(home_of(self.now, item), item, step + 1)
+            self.missing[item, step + 1] = set(targets_of(self.now, self.copies, item))
+
+    def arrive(self, item: Item) -> None:
+        """One of its holders has its oldest step that is on the way."""
+        for step in sorted(step for of, step in self.missing if of == item):
+            if missing := self.missing[item, step]:
+                self.put(node := self.chance.choice(sorted(missing)), item, step)
+                missing.discard(node)
+                if not missing:
+                    targets = targets_of(self.now, self.copies, item)
+                    self.settled[home_of(self.now, item)].held(item, step, targets)
+                return
+
+    def give_back(self, node: int) -> None:
+        """What its homes let it."""
+        for item in surplus.surplus(self.now, self.copies, node, self.held[node].keys()):
+            holders = self.settled[home_of(self.now, item)].holders(item)
+            newest = max(self.held[node][item])
+            if may_go(self.now, self.copies, node, item, newest, holders):
+                del self.held[node][item]
+                self.given += 1
+
+
+def restorable(held: dict[int, dict[Item, set[int]]], items: list[Item], lost: set[int]) -> int | None:
+    """The newest step of which everything is left."""
+    steps = [set().union(*(of.get(item, set()) for n, of in held.items() if n not in lost)) for item in items]
+    return max(set.intersection(*steps), default=None)
+
+
+def losses(copies: int) -> Iterator[set[int]]:
+    """Every set of nodes that copies are there for."""
+    for count in range(copies + 1):
+        yield from map(set, combinations(range(RANKS + SPARES), count))
+
+
+def play(chance: random.Random, copies: int) -> Cluster:
+    """Fails where something was given back that would be asked for."""
+    cluster = Cluster(chance, copies)
+    for _ in range(EVENTS):
+        before = cluster.given
+        number = chance.randrange(RANKS + SPARES)
+        kind = chance.randrange(4)
+        if kind == 0:
+            cluster.commit(number % RANKS)
+        elif kind == 1:
+            cluster.give_back(number)
+        else:
+            cluster.arrive(chance.choice(cluster.items))
+        if before == cluster.given == 0:
+            continue
+        for lost in losses(copies):
+            there = restorable(cluster.held, cluster.items, lost)
+            without = restorable(cluster.kept, cluster.items, lost)
+            assert there == without, f"without {lost} step {without} was to be restored, not {there}"
+    return cluster
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 1 << 32), st.integers(1, 2))
+def test_nothing_is_given_back_that_could_still_be_asked_for(seed: int, copies: int) -> None:
+    play(random.Random(seed), copies)
+
+
+def test_in_the_end_all_of_it_is_given_back() -> None:
+    for seed in range(20):
+        cluster = play(random.Random(seed), 2)
+        for _ in range(40):
+            for rank in range(RANKS):
+                cluster.commit(rank)
+            for item in cluster.items:
+                cluster.arrive(item)
+        for node in cluster.held:
+            cluster.give_back(node)
+            assert not surplus.surplus(cluster.now, cluster.copies, node, cluster.held[node].keys())
+        assert cluster.given
+
+
+def test_what_is_given_back_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the test itself."""
+    monkeypatch.setattr(Settled, "holders", lambda self, item: self._nodes.get(item, frozenset({97, 98})))
+
+    def play_all() -> None:
+        for seed in range(200):
+            play(random.Random(seed), 2)
+
+    with pytest.raises(AssertionError, match="was to be restored"):
+        play_all()
+
+
+def test_what_its_home_gives_it_is_kept() -> None:
+    """Another holder cannot be reached, and this node is given newer steps though it is not its place."""
+    now = assignment([0], [0, 1, 2, 3], {0: [0, 3]}, [[0, 3]])
+    item: Item = ("tensors", 0)
+    assert surplus.surplus(now, Copies(2), 3, [item]) == (item,)
+    assert not may_go(now, Copies(2), 3, item, STEP + 1, {1, 2})
+    assert not may_go(now, Copies(2), 3, item, STEP, {1, 3})
+    assert not may_go(now, Copies(2), 3, item, STEP, {1})
+    assert not may_go(now, Copies(2), 3, item, STEP, None)
+    assert may_go(now, Copies(2), 3, item, STEP, {1, 2})
+
+
+def test_a_home_counts_what_is_newer_and_held_by_all() -> None:
+    settled = Settled(STEP)
+    item: Item = ("tensors", 0)
+    for step in (STEP - 1, STEP, STEP + 1, STEP + 1):
+        settled.held(item, step, {1, 2})
+        assert settled.holders(item) is None
+    settled.held(item, STEP + 5, {1, 2})
+    assert settled.holders(item) == frozenset({1, 2})
+    settled.lost(2)
+    assert settled.holders(item) == frozenset({1})
