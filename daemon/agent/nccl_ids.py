@@ -52,6 +52,11 @@ class NcclIds:
         self._nodes = tuple(dict.fromkeys(homes))
         self._lists: OrderedDict[tuple[bytes, int, int], list[bytes]] = OrderedDict()
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the job."""
+        return len(self._homes)
+
     def ids(self, group: bytes, round_: int, count: int) -> list[bytes]:
         """All ids of a communicator with so many roots."""
         wanted = (group, round_, count)
