@@ -22,12 +22,11 @@ class NcclService:
         self._server.on_event, self._server.on_unknown = on_event, self._is_unknown
         self._key: bytes | None = None
         self._stock = False
+        self._comm_id = False
 
     async def start(self, address: str, env: Mapping[str, str]) -> int:
         """Listen; the port. `env`: the ranks' environment as the user has it. Raises OSError, UsageError."""
-        if NCCL_COMM_ID in env:
-            text = f"{NCCL_COMM_ID} is not passed on to the ranks: it would tie the job to one node"
-            self._on_event("nccl-comm-id", text)
+        self._comm_id = NCCL_COMM_ID in env
         return await self._server.start(address)
 
     def learn_key(self, key: bytes) -> None:
@@ -38,6 +37,11 @@ class NcclService:
     def follow(self, assignment: Assignment) -> NcclIds | None:
         """A new generation's ids; None where NCCL is left to make its own and the store to pass them on."""
         self._server.follow(assignment.generation)
+        if self._comm_id:
+            # Once, and not sooner: only now somebody hears of it.
+            text = f"{NCCL_COMM_ID} is not passed on to the ranks: it would tie the job to one node"
+            self._on_event("nccl-comm-id", text)
+            self._comm_id = False
         if assignment.stock_roots:
             if not self._stock:
                 self._on_event("nccl-stock-roots", "NCCL has roots of its own from this generation on")

@@ -50,6 +50,8 @@ class Told:
 async def _started(env: Mapping[str, str]) -> list[str]:
     told = Told()
     assert await told.service.start("127.0.0.1", env) > 0
+    for generation in (4, 5):
+        told.service.follow(replace(ASSIGNMENT, generation=generation))
     await told.service.close()
     return told.events
 
