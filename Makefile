@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.ready
 
 # Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
-	tests/sim tests/local tests/slurm docs/demo
+	tests/nccl tests/sim tests/local tests/slurm docs/demo
 
 .PHONY: setup demo test test-slow coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit

@@ -134,7 +134,8 @@ class Run:
         if self._part is None:
             self._was_spare = env.read().rank < 0
         self._part, self._kept = part, False
-        env.become(part.rank, part.world_size, part.group_rank, part.store)
+        store, stock = part.store, part.stock_roots
+        env.become(part.rank, part.world_size, part.group_rank, store, stock_roots=stock)
         if part.restore_step is None:
             self._state = self._tensors = None
             self._cursor, self._step, self._saved, self._dirty = Cursor(), 0, 0, False

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.console import ConsoleOutput, RankOutput, rank_log_path
-from ckptless.daemon.agent.environment import AGENT_SOCKET, RESUME, rank_env
+from ckptless.daemon.agent.environment import AGENT_SOCKET, RESUME, rank_env, user_env
 from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.slots import Slot, Tenant
@@ -69,7 +69,12 @@ class Crew:
         spec = SpawnSpec(
             argv=self._config.argv,
             module=self._config.module,
-            env={**self._config.env, **own, AGENT_SOCKET: self._config.rank_socket, RESUME: self._resume},
+            env={
+                **user_env(self._config.env),
+                **own,
+                AGENT_SOCKET: self._config.rank_socket,
+                RESUME: self._resume,
+            },
             cwd=Path(self._config.cwd),
             stdout="pipe",
         )

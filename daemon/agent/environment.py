@@ -1,11 +1,28 @@
 """Pure: the environment of a training process; torchrun's variables, and what ckptless adds."""
 
+from collections.abc import Mapping
+
 from ckptless.daemon.api.messages import Assignment, JobSpec, Place
 
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
 # The folder of a saved step that the job goes on from where memory has nothing; empty for none.
 RESUME = "CKPTLESS_RESUME"
 SPARE_RANK = -1
+# With one root for each rank, every NCCL id is asked of the store, which computes it.
+RANKS_PER_ROOT = "TORCH_NCCL_RANKS_PER_ROOT"
+TORCH_RANKS_PER_ROOT = 128
+# It makes NCCL start a root at this address, and ask nobody for ids.
+NCCL_COMM_ID = "NCCL_COMM_ID"
+
+
+def user_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment that the ranks get from the user."""
+    return {name: value for name, value in env.items() if name != NCCL_COMM_ID}
+
+
+def ranks_per_root(*, stock_roots: bool) -> str:
+    """The value of that variable; with NCCL's own roots torch's default."""
+    return str(TORCH_RANKS_PER_ROOT if stock_roots else 1)
 
 
 def rank_env(
@@ -39,4 +56,5 @@ def rank_env(
         "TORCHELASTIC_RUN_ID": spec.job,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.limits.start_tries),
+        RANKS_PER_ROOT: ranks_per_root(stock_roots=assignment is not None and assignment.stock_roots),
     }

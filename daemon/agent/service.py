@@ -15,6 +15,7 @@ from ckptless.daemon.agent.crew import Crew
 from ckptless.daemon.agent.daemon_link import DaemonLink
 from ckptless.daemon.agent.holders import Network
 from ckptless.daemon.agent.keeping import KeepService
+from ckptless.daemon.agent.nccl_service import NcclService
 from ckptless.daemon.agent.orphan import Orphan
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
@@ -62,6 +63,7 @@ class Agent:
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
         self._store = StoreServer()
+        self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
         self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._hear)
         self._hello: m.AgentHello | None = None
@@ -93,6 +95,7 @@ class Agent:
             address = config.copies_address or config.address
             agent_port = await self._replicas.start(address)
             store_port = await self._store.start(config.store_address)
+            nccl_port = await self._nccl.start(config.address, config.env)
             self._ranks.start()
             brought = await self._keeping.claim()
             await self._zygote.start(config.preload, config.env, config.zygote_deadline_s)
@@ -103,6 +106,7 @@ class Agent:
                 agent_port=agent_port,
                 store_address=config.store_address,
                 store_port=store_port,
+                nccl_port=nccl_port,
             )
             self._hello = m.AgentHello(
                 protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid(), brought=brought
@@ -175,6 +179,7 @@ class Agent:
         await self._twins.close()
         await self._replicas.close()
         await self._store.close()
+        await self._nccl.close()
         await self._zygote.close()
         if daemon is not None:
             with contextlib.suppress(TimeoutError, ConnectionError):
@@ -203,6 +208,7 @@ class Agent:
             copies=self._vault.copies(),
             daemon_pid=self._daemon.daemon_pid,
             doubts=self._twins.check.doubts,
+            nccl_unknown=self._nccl.unknown,
         )
 
     def _changed(self) -> None:
@@ -232,6 +238,7 @@ class Agent:
         if isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
             self._saving.learn_key(message.key)
+            self._nccl.learn_key(message.key)
         elif isinstance(message, m.Admitted | m.Denied):
             if isinstance(message, m.Admitted) and self._hello is not None:
                 self._hello = replace(self._hello, identity=self._hello.identity or message.identity)
@@ -303,7 +310,7 @@ class Agent:
         self._vault.drop_unnamed(assignment, self._config.node)
         self._replicas.follow(assignment)
         self._twins.follow(assignment)
-        self._store.cut()
+        self._store.cut(self._nccl.follow(assignment))
         info = next(info for info in assignment.nodes if info.node == assignment.store_node)
         self._crew.store = (info.store_address, info.store_port)
         self._state.follow(assignment)

@@ -69,6 +69,7 @@ class StateService:
             restore_step=assignment.restore_step,
             store=(store.store_address, store.store_port),
             peers=tuple(info.address for info in assignment.nodes),
+            stock_roots=assignment.stock_roots,
         )
 
     # ----------------------------------------------------------------------------------- commits

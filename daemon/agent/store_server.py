@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 from ckptless.daemon.agent import store_protocol as protocol
+from ckptless.daemon.agent.nccl_ids import NcclIds
+from ckptless.daemon.agent.store_ids import ClientIds
 from ckptless.daemon.agent.store_protocol import QueueRequest, ReadRequest, Request, WaitRequest, WriteRequest
 from ckptless.daemon.agent.store_state import Registration, StoreState
 from ckptless.daemon.api.errors import ProtocolError, UsageError
@@ -29,6 +31,7 @@ class StoreServer:
     def __init__(self) -> None:
         self.refused = 0
         self._state = StoreState()
+        self._ids: NcclIds | None = None
         self._clients: set[_Client] = set()
         self._server: asyncio.Server | None = None
 
@@ -46,13 +49,14 @@ class StoreServer:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    def cut(self) -> int:
+    def cut(self, ids: NcclIds | None = None) -> int:
         """Begin a new generation: hang up on every client and forget every key; return how many were cut.
 
         A client that is blocked in a wait fails at once. Whoever connects from now on, even a process of the
-        old generation, is in the new one.
+        old generation, is in the new one. With `ids` NCCL's unique ids are computed, else they are keys as
+        any others.
         """
-        self._state = StoreState()
+        self._state, self._ids = StoreState(), ids
         return sum(client.hang_up() for client in self._clients)
 
     async def close(self) -> None:
@@ -67,7 +71,8 @@ class StoreServer:
         self._server = None
 
     def _make_client(self) -> "_Client":
-        return _Client(self._state, self._clients, self._count_refused)
+        ids = ClientIds(self._ids, self._state) if self._ids is not None else None
+        return _Client(self._state, ids, self._clients, self._count_refused)
 
     def _count_refused(self) -> None:
         self.refused += 1
@@ -76,9 +81,15 @@ class StoreServer:
 class _Client(asyncio.Protocol):
     """One connection. It keeps the state of the generation that it was made in."""
 
-    def __init__(self, state: StoreState, clients: "set[_Client]", on_refused: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: StoreState,
+        ids: ClientIds | None,
+        clients: "set[_Client]",
+        on_refused: Callable[[], None],
+    ) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._state, self._clients, self._on_refused = state, clients, on_refused
+        self._state, self._ids, self._clients, self._on_refused = state, ids, clients, on_refused
         self._parser = protocol.StoreParser()
         self._pending: deque[Request] = deque()
         self._waiting: Registration | None = None
@@ -136,9 +147,10 @@ class _Client(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _serve(self, request: Request) -> None:
-        if isinstance(request, WaitRequest):
-            self._serve_wait(request)
-        elif answer := _answer(self._state, request):
+        left = self._ids.take(request) if self._ids is not None else request
+        if isinstance(left, WaitRequest):
+            self._serve_wait(left)
+        elif answer := left if isinstance(left, bytes) else _answer(self._state, left):
             self._transport.write(answer)
 
     def _serve_wait(self, request: WaitRequest) -> None:

@@ -64,7 +64,8 @@ class AgentState(Message, frozen=True, kw_only=True):
     `assigned` is the generation of the newest assignment that it has accepted. `frozen` is the generation it
     has stopped (no commit of it is taken any more), and `holdings` what it holds then. `copies` is what it
     holds at any time, for people: nothing is decided by it. `daemon_pid` is the daemon it talks to. `doubts`
-    are of the generation `assigned`.
+    are of the generation `assigned`. `nccl_unknown` is what it has heard of an NCCL that it does not know, ""
+    for nothing.
     """
 
     seq: int
@@ -75,6 +76,7 @@ class AgentState(Message, frozen=True, kw_only=True):
     copies: Copies | None = None
     daemon_pid: int | None = None
     doubts: tuple[Doubt, ...] = ()
+    nccl_unknown: str = ""
 
 
 class AgentEvent(Message, frozen=True, kw_only=True):
@@ -197,7 +199,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Assigned(Message, frozen=True, kw_only=True):
     """A rank's part of an assignment.
 
-    `store` is (host, port); `peers` are the addresses of the job's nodes.
+    `store` is (host, port); `peers` are the addresses of the job's nodes. `stock_roots`: see Assignment.
     """
 
     generation: int
@@ -208,6 +210,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     restore_step: int | None
     store: tuple[str, int]
     peers: tuple[str, ...]
+    stock_roots: bool = False
 
 
 class Left(Message, frozen=True, kw_only=True):

@@ -96,7 +96,10 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
 
 class NodeInfo(Value, frozen=True, kw_only=True):
-    """Where a node's agent can be reached: addresses are numeric; ports are TCP."""
+    """Where a node's agent can be reached: addresses are numeric; ports are TCP.
+
+    `nccl_port` is where NCCL's ranks find their roots, at `address`; 0 where there are none.
+    """
 
     node: int
     name: str
@@ -104,6 +107,7 @@ class NodeInfo(Value, frozen=True, kw_only=True):
     agent_port: int
     store_address: str
     store_port: int
+    nccl_port: int = 0
 
 
 # What an agent knows of the process in a slot:
@@ -211,6 +215,7 @@ class Assignment(Value, frozen=True, kw_only=True):
     although it lives. `tries`, `replaced` and `bad` (slots that may hold no rank any more) are the memory of
     the ladder. `flapping` are the slots of the generation before whose process was replaced too often.
     `origin`: what the first generation goes on from, for people.
+    `stock_roots`: an agent does not know this job's NCCL, which makes roots of its own from now on.
     """
 
     job: str
@@ -232,6 +237,7 @@ class Assignment(Value, frozen=True, kw_only=True):
     replaced: tuple[Replaced, ...] = ()
     flapping: tuple[Place, ...] = ()
     origin: str = ""
+    stock_roots: bool = False
 
     def rank_at(self, place: Place) -> int | None:
         """The rank in a slot, or None for a spare."""

@@ -138,6 +138,7 @@ def next_assignment(now: Situation) -> Assignment:
         bad=tuple(sorted({*now.current.bad, *answers.bad})),
         replaced=_remembered(now, answers, left),
         flapping=tuple(sorted(answers.flapping)),
+        stock_roots=now.current.stock_roots or _has_unknown_nccl(now.nodes),
     )
 
 
@@ -318,6 +319,11 @@ def _causes(now: Situation) -> str:
 def _name(now: Situation, node: int) -> str:
     hello = now.nodes[node].hello
     return hello.info.name if hello is not None else f"node-{node}"
+
+
+def _has_unknown_nccl(nodes: Mapping[int, NodeView]) -> bool:
+    """Whether any agent has heard of one. Once is enough: all ranks of a job have the same."""
+    return any(view.state is not None and view.state.nccl_unknown for view in nodes.values())
 
 
 def _infos(nodes: Mapping[int, NodeView]) -> tuple[NodeInfo, ...]:

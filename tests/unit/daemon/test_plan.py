@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import plan, story
@@ -365,3 +366,15 @@ def test_no_plan_puts_two_ranks_in_one_slot_or_a_rank_where_none_may_be(data: st
         kept = [rank for rank in range(job.world_size) if rank not in (*homeless, *shaken)]
         assert all(following.places[rank] == current.places[rank] for rank in kept)
         current = following
+
+
+def test_an_unknown_nccl_gets_roots_of_its_own_from_the_next_generation_on() -> None:
+    now = situation([fault("broken", 1)])
+    assert not plan.next_assignment(now).stock_roots
+    state = now.nodes[1].state
+    assert state is not None
+    now.nodes[1].state = replace(state, nccl_unknown="a check-in of 192 bytes")
+    following = plan.next_assignment(now)
+    assert following.stock_roots
+    # An agent that was not there at the time has heard of nothing.
+    assert plan.next_assignment(situation([fault("broken", 1)], current=following)).stock_roots

@@ -1,0 +1,46 @@
+"""A script whose NCCL nobody knows yet, as far as agents can see: `future_nccl.py OUT`.
+
+It asks the store for ids as torch does. Where they are computed, it checks in with a length that is not
+known, and ends as a job does that does not come together.
+"""
+
+import json
+import os
+import socket
+import struct
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+DEADLINE_S = 60.0
+
+
+def main(out: Path) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    deadline = timedelta(seconds=DEADLINE_S)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store: Any = TCPStore(address, port, None, False, deadline, wait_for_workers=False)
+    keys = [f"UniqueNCCLID:{root}" for root in range(size)]
+    store.set(keys[rank], bytes([rank]) * 128)
+    ids = [bytes(data) for data in store.multi_get(keys)]
+    ranks_per_root = os.environ["TORCH_NCCL_RANKS_PER_ROOT"]
+    told = {"ids": [data.hex() for data in ids], "comm_id": os.environ.get("NCCL_COMM_ID")}
+    (out / f"rank-{rank}-{ranks_per_root}.json").write_text(json.dumps(told))
+    if ranks_per_root == "1":
+        check_in(ids[rank])
+        raise RuntimeError("nobody answers")
+
+
+def check_in(unique_id: bytes) -> None:
+    magic, _, port = *struct.unpack_from("<QH", unique_id), int.from_bytes(unique_id[10:12], "big")
+    host = socket.inet_ntoa(unique_id[12:16])
+    with socket.create_connection((host, port), timeout=DEADLINE_S) as connection:
+        connection.sendall(struct.pack("<QIi", magic, 1, 192))
+        assert connection.recv(1) == b"", "it was answered"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,106 @@
+"""What an agent does for NCCL: ids where every agent has roots and the key is known, and how that ends."""
+
+import asyncio
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from ckptless.daemon.agent.environment import RANKS_PER_ROOT, rank_env, ranks_per_root, user_env
+from ckptless.daemon.agent.nccl_service import NcclService
+from ckptless.daemon.agent.nccl_wire import Address
+from ckptless.daemon.api import messages as m
+
+LIMITS = m.Limits(pong_s=1, leave_s=1, join_s=1, stall_s=1)
+SPEC = m.JobSpec(job="j", command=("t",), nodes=2, spares=1, slots_per_node=1, limits=LIMITS)
+INFOS = tuple(
+    m.NodeInfo(
+        node=node,
+        name=f"n{node}",
+        address=f"10.0.0.{node}",
+        agent_port=1,
+        store_address="127.0.0.1",
+        store_port=2,
+        nccl_port=100 + node,
+    )
+    for node in range(3)
+)
+ASSIGNMENT = m.Assignment(
+    job="j",
+    generation=4,
+    term=1,
+    leader=0,
+    # The spare has taken the place of node 1.
+    places=(m.Place(node=0, slot=0), m.Place(node=2, slot=0)),
+    nodes=INFOS,
+    store_node=0,
+    restore_step=None,
+)
+
+
+class Told:
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.changes = 0
+        self.service = NcclService(lambda kind, _: self.events.append(kind), self._changed)
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+
+async def _started(env: Mapping[str, str]) -> list[str]:
+    told = Told()
+    assert await told.service.start("127.0.0.1", env) > 0
+    for generation in (4, 5):
+        told.service.follow(replace(ASSIGNMENT, generation=generation))
+    await told.service.close()
+    return told.events
+
+
+async def _followed(assignment: m.Assignment, key: bytes | None = b"k") -> tuple[list[Address] | None, Told]:
+    told = Told()
+    if key is not None:
+        told.service.learn_key(key)
+    ids = told.service.follow(assignment)
+    return None if ids is None else ids.roots(b"world", 2), told
+
+
+def test_ids_point_at_the_agents_of_the_ranks() -> None:
+    homes, told = asyncio.run(_followed(ASSIGNMENT))
+    assert homes == [Address("10.0.0.0", 100), Address("10.0.0.2", 102)]
+    assert told.events == []
+
+
+def test_no_ids_are_computed_without_a_key_or_without_roots() -> None:
+    assert asyncio.run(_followed(ASSIGNMENT, key=None))[0] is None
+    nodes = (*INFOS[:2], replace(INFOS[2], nccl_port=0))
+    assert asyncio.run(_followed(replace(ASSIGNMENT, nodes=nodes)))[0] is None
+
+
+def test_with_stock_roots_no_ids_are_computed_and_that_is_told_once() -> None:
+    async def scenario() -> list[str]:
+        told = (await _followed(replace(ASSIGNMENT, stock_roots=True)))[1]
+        assert told.service.follow(replace(ASSIGNMENT, stock_roots=True, generation=5)) is None
+        return told.events
+
+    assert asyncio.run(scenario()) == ["nccl-stock-roots"]
+
+
+def test_an_unknown_nccl_is_told_to_the_daemon_once() -> None:
+    told = Told()
+    told.service._is_unknown("a check-in of 192 bytes")
+    told.service._is_unknown("a check-in of 200 bytes")
+    assert (told.service.unknown, told.changes) == ("a check-in of 192 bytes", 1)
+
+
+def test_nccl_comm_id_does_not_reach_the_ranks() -> None:
+    env = {"NCCL_COMM_ID": "10.0.0.1:1234", "NCCL_DEBUG": "WARN"}
+    assert user_env(env) == {"NCCL_DEBUG": "WARN"}
+    assert asyncio.run(_started(env)) == ["nccl-comm-id"]
+    assert asyncio.run(_started({})) == []
+
+
+def test_ranks_ask_the_store_for_every_id_unless_nccl_has_roots_of_its_own() -> None:
+    for assignment, value in ((None, "1"), (ASSIGNMENT, "1"), (replace(ASSIGNMENT, stock_roots=True), "128")):
+        env = rank_env(SPEC, m.Place(node=0, slot=0), assignment, ("127.0.0.1", 5), 0)
+        assert env[RANKS_PER_ROOT] == value
+    assert (ranks_per_root(stock_roots=False), ranks_per_root(stock_roots=True)) == ("1", "128")
