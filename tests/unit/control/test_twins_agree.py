@@ -4,12 +4,13 @@ from collections.abc import Mapping
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.control.faults import Finding, NodeView, observe
 from ckptless.daemon.control.plan import first_assignment
 from ckptless.daemon.control.sources import NoCommonStepError, recovery_step, state_sources
-from ckptless.daemon.control.twins_agree import disputes, findings
+from ckptless.daemon.control.twins_agree import SAY_S, disputes, findings, ripe
 
 STEPS = 4
 GOOD, BAD = "0" * 16 + "a", "0" * 16 + "b"
@@ -122,6 +123,37 @@ def test_three_ways_of_being_wrong() -> None:
 def test_what_is_laid_out_in_another_way_is_no_dispute() -> None:
     held = [{1: (0, GOOD)}, {1: (1, "1" * 16 + "a")}]
     assert not disputes([holdings for node in range(2) if (holdings := told(view(node, held[node], 2)))])
+
+
+def doubting(step: int, behind: int | None = None) -> tuple[m.Assignment, dict[int, NodeView]]:
+    """Ranks 0 and 1 of three differ at a step; rank 2 is so far."""
+    nodes = {node: view(node, {}, 3) for node in range(3)}
+    spec = m.JobSpec(job="j", command=(), nodes=3, spares=0, slots_per_node=1, limits=LIMITS)
+    for node, other in ((0, 1), (1, 0), (2, None)):
+        doubt = m.Doubt(shard=0, step=step, rank=node, other=other) if other is not None else None
+        far = behind if node == 2 and behind is not None else step
+        slot = m.SlotState(slot=0, phase="restored", generation=1, step=far)
+        doubts = (doubt,) if doubt is not None else ()
+        nodes[node].state = m.AgentState(seq=1, slots=(slot,), assigned=1, doubts=doubts)
+        nodes[node].told_s = 100.0
+    return first_assignment(spec, nodes, 1, 0), nodes
+
+
+def test_two_that_differ_wait_for_the_word_of_a_third() -> None:
+    assignment, nodes = doubting(7, behind=6)
+    found = observe(assignment, nodes)
+    assert [(one.kind, one.rank) for one in found] == [("twins-differ", 0), ("twins-differ", 1)]
+    died = Finding("died", 2, 0, 2, "", source="process")
+    assert ripe([*found, died], assignment, nodes, 100.5) == [died]
+    # One that does not come to it is not waited for.
+    assert ripe(found, assignment, nodes, 100.0 + SAY_S) == found
+    assignment, nodes = doubting(7)
+    assert ripe(found, assignment, nodes, 100.0) == found
+
+
+def test_doubts_of_an_older_generation_are_no_news() -> None:
+    assignment, nodes = doubting(7)
+    assert observe(replace(assignment, generation=2), nodes) == []
 
 
 def told(one: NodeView) -> m.Holdings | None:

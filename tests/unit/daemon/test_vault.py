@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.agent.vault import KEEP, Held, Vault, digest
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.messages import TensorsAt
+from ckptless.daemon.api.messages import Assignment, TensorsAt
 
 PAGE = 4096
 SLOTS = 3
@@ -249,3 +249,25 @@ def test_tensors_of_another_shard_cannot_lie_in_a_region(vault: Vault) -> None:
     region = vault.allocate(3, PAGE, SLOTS)
     with pytest.raises(ProtocolError):
         vault.put_tensors(0, 1, at(region.number, 0))
+
+
+def test_what_others_are_not_to_have_from_here_is_not_used_here(vault: Vault) -> None:
+    """The restored step of a shard whose version here was not named as sound; older ones stay."""
+    region = vault.allocate(0, PAGE, SLOTS)
+    for step in (6, 7):
+        vault.put_tensors(0, step, at(region.number, step - 6))
+    named = Assignment(
+        job="j",
+        generation=2,
+        term=1,
+        leader=0,
+        places=(),
+        nodes=(),
+        store_node=0,
+        restore_step=7,
+        tensor_nodes=((0, (1, 2)),),
+    )
+    vault.drop_unnamed(named, 1)
+    assert vault.holdings().tensors == ((0, (6, 7)),)
+    vault.drop_unnamed(named, 3)
+    assert vault.holdings().tensors == ((0, (6,)),)
