@@ -3,7 +3,12 @@
 Two processes over loopback, in turn: the bytes over a Link with its handshake, as a holder is given them, to
 a region and with the digest verified; one version as a newcomer fetches it, in chunks from as many sources as
 there are streams, dialled anew each time; and the same bytes from memory to memory by sendall and recv_into,
-once with MSG_WAITALL and once without: the better of the two is what the ratio is of.
+once with MSG_WAITALL and once without: the better of the two is what the ratio is of. Then once more with
+each 16 MiB digested when it has come, by the thread that got it: what verified bytes cost without ours.
+
+One bare stream keeps one core busy at each end. Several keep both cores of a machine with two, so that none
+is left to make digests on, and nobody's verified bytes come at the bare rate: there the second ratio tells
+what ours costs.
 """
 
 import argparse
@@ -174,12 +179,13 @@ class Bare:
         self._sockets = [socket.create_connection((HOST, port)) for _ in range(streams)]
         self._memory = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(streams)]
 
-    def get_all(self, flags: int = 0) -> None:
+    def get_all(self, flags: int = 0, *, verify: bool = False) -> None:
         """One transfer on each."""
+        get = self._get_verified if verify else self._get
         if len(self._sockets) == 1:
-            self._get(0, flags)
+            get(0, flags)
             return
-        threads = [threading.Thread(target=self._get, args=(n, flags)) for n in range(len(self._sockets))]
+        threads = [threading.Thread(target=get, args=(n, flags)) for n in range(len(self._sockets))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -191,6 +197,15 @@ class Bare:
         got = 0
         while got < len(into):
             got += sock.recv_into(into[got:], 0, flags)
+
+    def _get_verified(self, number: int, flags: int) -> None:
+        sock, into = self._sockets[number], self._memory[number]
+        sock.sendall(b"?")
+        for start, end in spans(len(into)):
+            got = start
+            while got < end:
+                got += sock.recv_into(into[got:end], 0, flags)
+            digest_of(into[start:end])
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, float]:
@@ -217,6 +232,7 @@ def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
     """Both ways by turns."""
     vault = Vault()
     times: dict[str, list[tuple[float, float]]] = {"link": [], "fetch": [], "bare": [], "bare_waitall": []}
+    times["bare_verified"] = []
     with other_process(nbytes, streams) as (link_port, chunks_port, bare_port), asyncio.Runner() as runner:
 
         async def dial() -> AgentLink:
@@ -231,6 +247,7 @@ def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             times["bare"].append(seconds(bare.get_all))
             times["bare_waitall"].append(seconds(lambda: bare.get_all(socket.MSG_WAITALL)))
+            times["bare_verified"].append(seconds(lambda: bare.get_all(verify=True)))
             times["link"].append(seconds(lambda: runner.run(links.get_all())))
             times["fetch"].append(seconds(lambda: runner.run(fetches.get())))
     vault.close()
@@ -249,6 +266,8 @@ def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
         "best_bare_gb_per_s": best,
         "ratio": rates["link"] / best,
         "fetch_ratio": rates["fetch"] / best,
+        "ratio_of_verified": rates["link"] / rates["bare_verified"],
+        "fetch_ratio_of_verified": rates["fetch"] / rates["bare_verified"],
         "link_into_new_memory_gb_per_s": total / statistics.median(wall for wall, _ in cold),
         "receiver_cpu_s_per_gb": {
             name: statistics.median(cpu for _, cpu in found) / moved[name] for name, found in times.items()
@@ -278,7 +297,9 @@ def main() -> None:
         f"{found['streams']} x {found['nbytes'] >> 20} MiB, median of {found['rounds']}, in GB/s: "
         f"link, verified {found['gb_per_s']['link']:.2f}, bare socket {found['best_bare_gb_per_s']:.2f}, "
         f"ratio {found['ratio']:.2f}; fetch in chunks {found['gb_per_s']['fetch']:.2f}, "
-        f"ratio {found['fetch_ratio']:.2f}, at load {found['load']:.1f}; "
+        f"ratio {found['fetch_ratio']:.2f}; of a bare socket with digests "
+        f"{found['gb_per_s']['bare_verified']:.2f}: {found['ratio_of_verified']:.2f} and "
+        f"{found['fetch_ratio_of_verified']:.2f}; at load {found['load']:.1f}; "
         f"link into new memory {found['link_into_new_memory_gb_per_s']:.2f}\n"
     )
 
