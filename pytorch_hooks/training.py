@@ -124,7 +124,10 @@ class Run:
         return self._was_spare
 
     def on_recovery(self, function: Callable[["Run"], None]) -> None:
-        """Call `function(run)` after every recovery, when the state is back."""
+        """Call `function(run)` when the state is back after a fault.
+
+        To be said on each entry into the training function, before `keep`.
+        """
         self._on_recovery.append(function)
 
     # ------------------------------------------------------------------------------------- enter
@@ -134,6 +137,7 @@ class Run:
         if self._part is None:
             self._was_spare = env.read().rank < 0
         self._part, self._kept = part, False
+        self._on_recovery.clear()
         store, stock = part.store, part.stock_roots
         env.become(part.rank, part.world_size, part.group_rank, store, stock_roots=stock)
         if part.restore_step is None:

@@ -88,8 +88,8 @@ def test_thirty_recoveries_leak_nothing(tmp_path: Path) -> None:
             for line in (tmp_path / f"out/watch-{rank}.txt").read_text().splitlines()
         ]
         assert len({line[1] for line in lines}) == 1, f"rank {rank} is not the same process"
-        first = [line[2:] for line in lines if line[0] == EARLY + 1]
-        last = [line[2:] for line in lines if line[0] == RECOVERIES + 1]
+        first = [line[2:5] for line in lines if line[0] == EARLY + 1]
+        last = [line[2:5] for line in lines if line[0] == RECOVERIES + 1]
         before, after = ((*map(min, zip(*part, strict=True)), 0) for part in (first, last))
         print(f"rank {rank}: files, threads, KiB {before[:3]} -> {after[:3]}")
         wrong += _grown(f"rank {rank}", before, after)

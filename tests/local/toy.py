@@ -9,6 +9,7 @@ and generations, unless it is "often". Without "step" it strikes at any; with "a
 fault) only in the recovery from that one or later.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -202,16 +203,35 @@ def build(run: Any) -> ckptless.State:
 
 
 def watch(rank: int, generation: int) -> None:
-    """What this process holds, for a test of leaks."""
+    """What this process holds, for a test of leaks; last what it has allocated and not freed, in KiB."""
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
     numbers = (
         os.getpid(),
         len([*Path("/proc/self/fd").iterdir()]),
         status["Threads"],
         status["VmRSS"].split()[0],
+        allocated(),
     )
     with (OUT / f"watch-{rank}.txt").open("a") as log:
         log.write(" ".join(map(str, (generation, *numbers))) + "\n")
+
+
+class Malloc(ctypes.Structure):
+    """What mallinfo2(3) gives."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for line in ("arena ordblks smblks hblks hblkhd usmblks", "fsmblks uordblks fordblks keepcost")
+        for name in line.split()
+    )
+
+
+def allocated() -> str:
+    """KiB that malloc has given out, without what it keeps of freed memory for each thread there has been."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = Malloc
+    found = ask()
+    return str((found.uordblks + found.hblkhd) >> 10)
 
 
 def train(run: Any) -> None:

@@ -1,0 +1,177 @@
+"""Measures what committing and replicating every step costs a step: `bench_step.py [--times 20 100]`.
+
+An FSDP2 model on two nodes of local mode, each of which holds the other's shard, in one run for each of the
+`--times`: its step takes so many times as long as one memcpy of a rank's state, by more or less of the same
+computation for one update. Steps with a commit and without take turns, some in a row; the first in a row
+pays for what the row before has left to do, and does not count. Neighbouring rows are compared, and the
+median over all these pairs is told, with its quartiles. So is the CPU time of a rank and its agent: what is
+more of it with a commit, by what a rank takes without. Other load on the machine changes that by less.
+
+Where training takes all cores that there are, as here with two ranks on two cores, it is not only the copy
+that holds it up: digests, sockets and verification take their time from it, too. On a machine with a core to
+spare for each agent they do not; with `--ranks 1` (and a node that trains nothing) there is one on two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+WIDTH, LAYERS = 1024, 4
+IN_A_ROW = 4
+DEADLINE_S = 900
+
+
+# ----------------------------------------------------------------------------------- what is trained
+
+
+def main_train(out: Path, times: float, rows: int) -> None:
+    """The training script: writes what it has measured."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import ckptless
+
+    def build(run: Any) -> Any:
+        torch.manual_seed(1)
+        body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        model: Any = fully_shard(body, mesh=init_device_mesh("cpu", (run.world_size,)))
+        return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+    def train(run: Any) -> None:
+        state = run.keep(lambda: build(run))
+        batch = torch.randn(32, WIDTH)
+
+        def step(repeats: int) -> None:
+            for _ in range(repeats):
+                state.model(batch).pow(2).mean().backward()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+
+        def timed(repeats: int, *, commit: bool) -> float:
+            start = time.perf_counter()
+            step(repeats)
+            if commit:
+                run.commit()
+            return time.perf_counter() - start
+
+        step(1)
+        nbytes = 3 * 4 * WIDTH * WIDTH * LAYERS // run.world_size
+        copy_s = memcpy_s(nbytes)
+        # The same on all ranks, as collectives are in it.
+        few, many = (min(timed(n, commit=False) for _ in range(3)) for n in (2, 6))
+        wanted = torch.tensor(1 + (times * copy_s - few) / max(1e-4, (many - few) / 4))
+        torch.distributed.all_reduce(wanted, torch.distributed.ReduceOp.MAX)
+        repeats = max(1, round(wanted.item()))
+        found: list[tuple[bool, list[float], float]] = []
+        for row in range(-2, rows):
+            commit = row % 2 == 0
+            timed(repeats, commit=commit)
+            before = cpu_s()
+            took = [timed(repeats, commit=commit) for _ in range(IN_A_ROW - 1)]
+            found.append((commit, took, cpu_s() - before))
+        if run.rank == 0:
+            told = {"nbytes": nbytes, "memcpy_s": copy_s, "rows": found[2:], "waited_s": run.waited_s}
+            out.write_text(json.dumps(told))
+
+    def cpu_s() -> float:
+        """Of this rank, and of its agent, which is its parent."""
+        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        agent_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return time.process_time() + agent_s
+
+    def memcpy_s(nbytes: int) -> float:
+        source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+        took: list[float] = []
+        for _ in range(9):
+            start = time.perf_counter()
+            target.copy_(source)
+            took.append(time.perf_counter() - start)
+        return statistics.median(took)
+
+    ckptless.run(train)
+
+
+# ------------------------------------------------------------------------------------------ measuring
+
+
+def measure(times: float, ranks: int, rows: int) -> dict[str, Any]:
+    """One run."""
+    with tempfile.TemporaryDirectory(prefix="ckptless-bench-") as scratch:
+        out = Path(scratch) / "found.json"
+        command = [sys.executable, "-m", "ckptless.daemon.launch.main", "--local", "--tee", "none"]
+        command += ["--nodes", str(ranks), "--spares", str(2 - ranks), "--copies", "1"]
+        command += ["--state-dir", f"{scratch}/state", __file__]
+        command += ["--train", str(out), "--times", str(times), "--rows", str(rows)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, stdin=subprocess.DEVNULL
+        )
+        if done.returncode:
+            raise SystemExit(f"exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads(out.read_text())
+    medians = [(commit, statistics.median(took)) for commit, took, _ in found["rows"]]
+    ratios = _ratios(medians)
+    cpu_ratios = _ratios([(commit, cpu) for commit, _, cpu in found["rows"]])
+    without = statistics.median(took for commit, took in medians if not commit)
+    return {
+        "wanted_times": times,
+        "ranks": ranks,
+        "shard_mb": found["nbytes"] / 1e6,
+        "memcpy_ms": found["memcpy_s"] * 1e3,
+        "step_ms": without * 1e3,
+        "times_memcpy": without / found["memcpy_s"],
+        "cpu_overhead": statistics.median(cpu_ratios) - 1,
+        "overhead": statistics.median(ratios) - 1,
+        "quartiles": [q - 1 for q in statistics.quantiles(ratios, n=4)],
+        "pairs": len(ratios),
+        "waited_s": found["waited_s"],
+        "load": os.getloadavg()[0],
+        "cpus": os.cpu_count(),
+    }
+
+
+def _ratios(rows: list[tuple[bool, float]]) -> list[float]:
+    """Of neighbours: with a commit by without."""
+    return sorted(one / other if commit else other / one for (commit, one), (_, other) in pairwise(rows))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--times", type=float, nargs="+", default=[20, 100], help="step to memcpy")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--rows", type=int, default=40, help="of four steps each, by turns")
+    parser.add_argument("--json", type=Path, help="write all that was measured to this file")
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train is not None:
+        main_train(args.train, args.times[0], args.rows)
+        return
+    found = [measure(times, args.ranks, args.rows) for times in args.times]
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    for one in found:
+        low, _, high = one["quartiles"]
+        sys.stdout.write(
+            f"{one['ranks']} ranks, shard {one['shard_mb']:.0f} MB, step {one['step_ms']:.0f} ms = "
+            f"{one['times_memcpy']:.0f} x memcpy: with a commit {100 * one['overhead']:+.1f} % "
+            f"({100 * low:+.1f} to {100 * high:+.1f}), {one['pairs']} pairs; CPU time "
+            f"{100 * one['cpu_overhead']:+.1f} %; load {one['load']:.1f}, {one['cpus']} cores\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
