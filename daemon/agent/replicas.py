@@ -15,6 +15,7 @@ from ckptless.daemon.agent.holders import (
     Version,
 )
 from ckptless.daemon.agent.lost_copies import Key, LostCopies
+from ckptless.daemon.agent.pushed import Pushed, both, nothing
 from ckptless.daemon.agent.serving import Serving
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.api.errors import CkptlessError, PeerError
@@ -31,35 +32,6 @@ DIAL_DEADLINE_S = 3.0
 # Of a record, which is small.
 FETCH_DEADLINE_S = 60.0
 Reply = TypeVar("Reply", p.SaveReply, p.HeldBy)
-
-
-def _nothing() -> None:
-    """Nobody waits for it."""
-
-
-def _both(one: Callable[[], None], other: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        one()
-        other()
-
-    return call
-
-
-class _Pushed:
-    """Something that holders are given: who has it, and who has not got it yet; then `acked` is called.
-
-    `targets` finds out who is to hold it, of the nodes that can be reached.
-    """
-
-    def __init__(
-        self,
-        what: p.PutRecord | Version,
-        targets: Callable[[], Sequence[NodeInfo]],
-        acked: Callable[[], None],
-    ) -> None:
-        self.what, self.targets, self.acked = what, targets, acked
-        self.missing: set[int] = set()
-        self.held: set[int] = set()
 
 
 class Replicas:
@@ -93,9 +65,9 @@ class Replicas:
         self._unreachable: set[int] = set()
         self._records: dict[int, RecordHolder] = {}
         self._tensors: dict[int, TensorHolder] = {}
-        self._waiting: dict[Key, _Pushed] = {}
+        self._waiting: dict[Key, Pushed] = {}
         # Of each rank's record and shard's tensors the newest that its holders have.
-        self._newest: dict[tuple[str, int], tuple[Key, _Pushed]] = {}
+        self._newest: dict[tuple[str, int], tuple[Key, Pushed]] = {}
         self._lost_copies = LostCopies()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -167,7 +139,7 @@ class Replicas:
         if lost.what == "tensors" and (found := self._vault.tensors(number, step)) is not None:
             version = Version(assignment.generation, number, step, *found)
             targets = lambda: self._copies.of_tensors(assignment, number, self._unreachable)  # noqa: E731
-            pushed = _Pushed(version, targets, lambda: self._lost_copies.end(key))
+            pushed = Pushed(version, targets, lambda: self._lost_copies.end(key))
         if pushed is None:
             self._lost_copies.fail(key, "this node has lost it, too")
             return
@@ -175,7 +147,7 @@ class Replicas:
         pushed.held = {info.node for info in pushed.targets()} - set(lost.takers)
         self._push(key, pushed)
 
-    def _remade_record(self, assignment: Assignment, key: Key) -> _Pushed | None:
+    def _remade_record(self, assignment: Assignment, key: Key) -> Pushed | None:
         _, rank, step = key
         held = self._vault.record(rank, step)
         if held is None:
@@ -189,12 +161,12 @@ class Replicas:
             digest=held.digest,
         )
         targets = lambda: self._copies.of_record(assignment, rank, self._unreachable)  # noqa: E731
-        return _Pushed(record, targets, lambda: self._lost_copies.end(key))
+        return Pushed(record, targets, lambda: self._lost_copies.end(key))
 
     def push(self, record: p.PutRecord) -> None:
         """Send a record to its holders. With nobody to hold it, it counts as held, and that is an event."""
         acked = lambda: self.on_acked(record.rank, record.step)  # noqa: E731
-        self._push(("record", record.rank, record.step), _Pushed(record, self._holders, acked))
+        self._push(("record", record.rank, record.step), Pushed(record, self._holders, acked))
 
     def _holders(self) -> tuple[NodeInfo, ...]:
         return holders(self._nodes, self._me, self._copies.count, self._unreachable, self._domains)
@@ -206,13 +178,13 @@ class Replicas:
         def targets() -> tuple[NodeInfo, ...]:
             return shard_holders(self._nodes, self._me, count, twins, self._unreachable, self._domains)
 
-        self._push(("tensors", version.shard, version.step), _Pushed(version, targets, acked))
+        self._push(("tensors", version.shard, version.step), Pushed(version, targets, acked))
 
-    def _push(self, key: Key, pushed: _Pushed) -> None:
+    def _push(self, key: Key, pushed: Pushed) -> None:
         """To all that are to hold it and have not been sent it."""
         before = self._waiting.pop(key, None)
         if before is not None and before is not pushed:
-            pushed.acked = _both(before.acked, pushed.acked)
+            pushed.acked = both(before.acked, pushed.acked)
         infos = {info.node: info for info in pushed.targets() if info.node not in pushed.held}
         fresh = infos.keys() - pushed.missing
         pushed.missing = set(infos)
@@ -228,13 +200,13 @@ class Replicas:
             else:
                 self._record_holder(infos[node]).send(pushed.what)
 
-    def _all_have(self, key: Key, pushed: _Pushed) -> None:
+    def _all_have(self, key: Key, pushed: Pushed) -> None:
         self._waiting.pop(key, None)
         known = self._newest.get(key[:2])
         if known is None or known[0][2] <= key[2]:
             self._newest[key[:2]] = (key, pushed)
         self._giving_back.settled.held(key[:2], key[2], pushed.held)
-        acked, pushed.acked = pushed.acked, _nothing
+        acked, pushed.acked = pushed.acked, nothing
         acked()
 
     def _record_holder(self, info: NodeInfo) -> RecordHolder:
@@ -305,7 +277,7 @@ class Replicas:
                 pushed.held.discard(node)
                 self._replace(key, pushed)
 
-    def _replace(self, key: Key, pushed: _Pushed) -> None:
+    def _replace(self, key: Key, pushed: Pushed) -> None:
         """It was held by all, one of whom is gone: another gets it, not only the next step."""
         if any(info.node not in pushed.held for info in pushed.targets()):
             pushed.acked = lambda: self._lost_copies.end(key)

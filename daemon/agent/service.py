@@ -21,6 +21,7 @@ from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
 from ckptless.daemon.agent.replicas import Replicas
 from ckptless.daemon.agent.save_service import SaveService
+from ckptless.daemon.agent.seats import Seats
 from ckptless.daemon.agent.slots import Slot
 from ckptless.daemon.agent.state_service import StateService
 from ckptless.daemon.agent.store_server import StoreServer
@@ -60,6 +61,7 @@ class Agent:
         )
         self._twins = Twins(config.node, config.twins, self._vault, self._replicas.dial)
         self._state = StateService(config.node, self._vault, self._replicas, self._crew, self._twins)
+        self._seats = Seats(config.node, self._crew, self._state)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
         self._store = StoreServer()
@@ -257,7 +259,7 @@ class Agent:
                 self._assign(order.assignment)
             case m.Go() | m.Release():
                 if self._assignment is not None and order.generation == self._assignment.generation:
-                    self._to_ranks(order)
+                    self._seats.tell(order)
                     if isinstance(order, m.Release):
                         self._replicas.release()
             case m.End():
@@ -268,17 +270,6 @@ class Agent:
             case m.Running():
                 pass
 
-    def _to_ranks(self, message: m.ToRank) -> None:
-        for slot in self._crew.slots:
-            if slot.tenant is not None and slot.tenant.link is not None and self._rank(slot) is not None:
-                slot.tenant.released = isinstance(message, m.Release)
-                slot.tenant.link.send(message)
-
-    def _rank(self, slot: Slot) -> int | None:
-        if self._assignment is None:
-            return None
-        return self._assignment.rank_at(m.Place(node=self._config.node, slot=slot.index))
-
     def _stop(self, order: m.Stop) -> None:
         """Freeze, tell the ranks; processes without hooks cannot be told, so they end."""
         if self._assignment is None or order.generation != self._assignment.generation:
@@ -287,13 +278,7 @@ class Agent:
         if self._frozen != order.generation:
             self._frozen = order.generation
             self._replicas.serving.accepting = False
-            self._to_ranks(order)
-            for slot in self._crew.slots:
-                tenant = slot.tenant
-                alive = tenant is not None and tenant.process.returncode is None
-                if tenant is not None and alive and not tenant.hooked and self._rank(slot) is not None:
-                    self._crew.retire(slot, tenant)
-                    slot.enter("exited", slot.generation, m.Cause(kind="stop"))
+            self._seats.stop(order)
         for place in order.kill:
             if place.node == self._config.node:
                 self._crew.kill_hung(self._crew.slots[place.slot])
@@ -315,50 +300,15 @@ class Agent:
         self._crew.store = (info.store_address, info.store_port)
         self._state.follow(assignment)
         self._saving.follow(assignment)
-        for slot in self._crew.slots:
-            self._settle(slot, assignment)
+        self._seats.follow(assignment)
         self._changed()
-
-    def _settle(self, slot: Slot, assignment: m.Assignment) -> None:
-        """Make a slot what the assignment says: a rank that goes on, a new process, or a spare."""
-        place = m.Place(node=self._config.node, slot=slot.index)
-        rank = assignment.rank_at(place)
-        tenant = slot.tenant
-        alive = tenant is not None and tenant.process.returncode is None
-        if rank is None:
-            if tenant is not None and alive and slot.step is not None:
-                self._crew.retire(slot, tenant)
-                slot.enter("empty", assignment.generation)
-            elif tenant is None and slot.phase == "empty":
-                self._crew.occupy(slot, None)
-            return
-        keeps = tenant is not None and alive and tenant.hooked and place not in assignment.renew
-        if not keeps:
-            if tenant is not None and alive:
-                self._crew.retire(slot, tenant)
-            self._crew.occupy(slot, assignment)
-            self._state.prefetch(rank)
-            return
-        self._tell_rank(slot, assignment, rank)
-
-    def _tell_rank(self, slot: Slot, assignment: m.Assignment, rank: int) -> None:
-        """Give a process that said Hello its rank."""
-        tenant = slot.tenant
-        if tenant is None or tenant.link is None:
-            return
-        if not tenant.lived:
-            self._state.prefetch(rank)
-            self._crew.promote(tenant, rank)
-        tenant.lived = True
-        slot.enter("assigned", assignment.generation)
-        tenant.link.send(self._state.assigned(assignment, rank))
 
     # --------------------------------------------------------------------------------- the ranks
 
     def _rank_hello(self, slot: Slot) -> None:
-        assignment, rank = self._assignment, self._rank(slot)
-        if assignment is not None and rank is not None and self._frozen is None:
-            self._tell_rank(slot, assignment, rank)
+        rank = self._seats.rank(slot)
+        if rank is not None and self._frozen is None:
+            self._seats.give(slot, rank)
         else:
             slot.enter("waiting", slot.generation)
         self._changed()

@@ -346,13 +346,11 @@ class Controller(Follower):
         assert self.assignment is not None
         if not places:
             return
-        names = ", ".join(f"node-{place.node}/{place.slot}" for place in places)
-        self._note(now, "warning", "kill", f"{names} did not leave in time")
+        names, why = ", ".join(f"node-{place.node}/{place.slot}" for place in places), "did not leave in time"
+        self._note(now, "warning", "kill", f"{names} {why}")
         self._since = now
         self._killed.update(places)
-        stop = m.Stop(
-            generation=self.assignment.generation, reason="did not leave in time", kill=tuple(places)
-        )
+        stop = m.Stop(generation=self.assignment.generation, reason=why, kill=tuple(places))
         self._broadcast(stop, now)
 
     def _decided_generation(self, assignment: m.Assignment, now: float) -> None:
