@@ -9,7 +9,7 @@ more of it with a commit, by what a rank takes without. Other load on the machin
 
 Where training takes all cores that there are, as here with two ranks on two cores, it is not only the copy
 that holds it up: digests, sockets and verification take their time from it, too. On a machine with a core to
-spare for each agent they do not; with `--ranks 1` (and a node that trains nothing) there is one on two.
+spare for each agent they do not.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, LAYERS = 1024, 4
+RANKS = 2
 IN_A_ROW = 4
 DEADLINE_S = 900
 
@@ -106,12 +107,12 @@ def main_train(out: Path, times: float, rows: int) -> None:
 # ------------------------------------------------------------------------------------------ measuring
 
 
-def measure(times: float, ranks: int, rows: int) -> dict[str, Any]:
+def measure(times: float, rows: int) -> dict[str, Any]:
     """One run."""
     with tempfile.TemporaryDirectory(prefix="ckptless-bench-") as scratch:
         out = Path(scratch) / "found.json"
         command = [sys.executable, "-m", "ckptless.daemon.launch.main", "--local", "--tee", "none"]
-        command += ["--nodes", str(ranks), "--spares", str(2 - ranks), "--copies", "1"]
+        command += ["--nodes", str(RANKS), "--copies", "1"]
         command += ["--state-dir", f"{scratch}/state", __file__]
         command += ["--train", str(out), "--times", str(times), "--rows", str(rows)]
         done = subprocess.run(
@@ -126,7 +127,7 @@ def measure(times: float, ranks: int, rows: int) -> dict[str, Any]:
     without = statistics.median(took for commit, took in medians if not commit)
     return {
         "wanted_times": times,
-        "ranks": ranks,
+        "ranks": RANKS,
         "shard_mb": found["nbytes"] / 1e6,
         "memcpy_ms": found["memcpy_s"] * 1e3,
         "step_ms": without * 1e3,
@@ -152,7 +153,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--times", type=float, nargs="+", default=[20, 100], help="step to memcpy")
-    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--rows", type=int, default=40, help="of four steps each, by turns")
     parser.add_argument("--json", type=Path, help="write all that was measured to this file")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
@@ -160,7 +160,7 @@ def main() -> None:
     if args.train is not None:
         main_train(args.train, args.times[0], args.rows)
         return
-    found = [measure(times, args.ranks, args.rows) for times in args.times]
+    found = [measure(times, args.rows) for times in args.times]
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     for one in found:
