@@ -43,7 +43,7 @@ def run(home: Path, faults: Sequence[Fault], parallel: str, **env: str) -> Snaps
     return ledger
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_fixed_interval(tmp_path: Path, parallel: str) -> None:
     ledger = run(tmp_path, FAULTS, parallel, TOY_COMMIT_EVERY="10")
     restored = [one.restore_step for one in ledger.generations if one.restore_step is not None]

@@ -24,11 +24,11 @@ pytestmark = pytest.mark.timeout(400)
 
 HERE = Path(__file__).parent
 STEPS = 120
-EVERY = 20
+EVERY = 10
 RANKS = 2
 DEADLINE_S = 120.0
-# Long enough to do something to a job in the middle of its steps.
-SLOW = {"TOY_SLEEP_S": "0.03"}
+# Long enough to do something to a job in the middle of its steps, also where a save takes seconds.
+SLOW = {"TOY_SLEEP_S": "0.1"}
 
 
 def options(home: Path, every: int = EVERY) -> list[object]:
@@ -70,7 +70,8 @@ def as_if_nothing_had_been(home: Path, parallel: str) -> None:
     assert found.finals == clean.finals
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
+# With DDP the step before is gone on from in `test_a_damaged_step_...`, too.
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp", "hsdp"])
 def test_a_job_that_is_killed_wholly_goes_on_from_its_newest_saved_step(
     tmp_path: Path, parallel: str
 ) -> None:
@@ -92,7 +93,7 @@ def test_a_job_that_is_killed_wholly_goes_on_from_its_newest_saved_step(
     assert left == []
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_at_sigterm_the_newest_step_is_saved(tmp_path: Path, parallel: str) -> None:
     with run(tmp_path, parallel, every=0, env=SLOW) as job:
         wait_until(lambda: newest_loss(tmp_path) > 30, DEADLINE_S, job)
@@ -106,7 +107,7 @@ def test_at_sigterm_the_newest_step_is_saved(tmp_path: Path, parallel: str) -> N
     as_if_nothing_had_been(tmp_path, parallel)
 
 
-@pytest.mark.parametrize("every", [0, 41])
+@pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), 41])
 def test_no_spare_is_left_and_the_lost_nodes_shard_is_saved_from_its_copies(
     tmp_path: Path, every: int
 ) -> None:
@@ -238,7 +239,7 @@ def asked_to_save(job: Job, *words: object) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)["saved"]
 
 
-@pytest.mark.parametrize("pause_s", ["0", "0.05", "0.8"])
+@pytest.mark.parametrize("pause_s", ["0", pytest.param("0.05", marks=pytest.mark.slow), "0.8"])
 def test_it_is_saved_when_somebody_asks_for_it(tmp_path: Path, pause_s: str) -> None:
     """Of fast steps one that is to come, of slow ones what there is; and from there it goes on."""
     slow = tmp_path / "slow"

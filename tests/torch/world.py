@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -18,6 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HERE = Path(__file__).parent
+SCENARIOS = ("fabric_scenarios", "sharded_scenarios")
+START_S = 100.0
+END = "end"
 
 
 class Place:
@@ -49,24 +55,67 @@ class Place:
             time.sleep(0.002)
 
 
+class _Server:
+    """A process that has torch and the scenarios loaded, which takes seconds; forks a runner for each run."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "world.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=environment,
+        )
+        self._unread = b""
+        atexit.register(self._end)
+
+    def ask(self, request: str, deadline: float) -> str:
+        """What the runner has printed; whatever it has started is gone then."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(request.encode() + b"\n")
+        self._process.stdin.flush()
+        limit = time.monotonic() + START_S
+        runner, output = int(self._line(limit)), ""
+        try:
+            limit = time.monotonic() + deadline
+            while (line := self._line(limit)) != END:
+                output = line
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all are gone, as they should be
+                os.killpg(runner, signal.SIGKILL)
+        return output
+
+    def _line(self, limit: float) -> str:
+        assert self._process.stdout is not None
+        while b"\n" not in self._unread:
+            if not select.select([self._process.stdout], [], [], max(0.0, limit - time.monotonic()))[0]:
+                self._end()
+                raise TimeoutError("a scenario has not come to its end")
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            assert data, "the process that starts the scenarios has ended"
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
+
+    def _end(self) -> None:
+        """The next run has a new one."""
+        _server.cache_clear()
+        self._process.kill()
+        self._process.communicate()
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
 def run(
     scenario: str, size: int, *, lost: tuple[int, ...] = (), deadline: float = 40.0, **arguments: Any
 ) -> list[Any]:
     """Results of `module:function(place, **arguments)` by process; those in `lost` are not waited for."""
     request = json.dumps([scenario, size, lost, deadline, arguments])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    with subprocess.Popen(
-        [sys.executable, str(HERE / "world.py"), request],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        env=environment,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=deadline + 20)
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # all are gone, as they should be
-                os.killpg(process.pid, signal.SIGKILL)
-    results: list[Any] = json.loads(output.splitlines()[-1])
+    results: list[Any] = json.loads(_server().ask(request, deadline + 20))
     failed = {
         index: result and result["error"]
         for index, result in enumerate(results)
@@ -94,7 +143,6 @@ def _child(scenario: str, index: int, size: int, ports: int, out: int, arguments
 def _main(scenario: str, size: int, lost: list[int], deadline: float, arguments: dict[str, Any]) -> None:
     import torch.distributed as dist
 
-    importlib.import_module(scenario.partition(":")[0])  # torch is imported once, before the forks
     children: list[tuple[int, int, int]] = []
     for index in range(size):
         ports, tell = os.pipe()
@@ -128,5 +176,20 @@ def _main(scenario: str, size: int, lost: list[int], deadline: float, arguments:
     os._exit(0)
 
 
+def _serve() -> None:
+    """A runner for each line, in a session of its own; its number, what it prints, and END."""
+    for name in SCENARIOS:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            print(os.getpid(), flush=True)
+            _main(*json.loads(line))
+        os.waitpid(pid, 0)
+        print(END, flush=True)
+
+
 if __name__ == "__main__":
-    _main(*json.loads(sys.argv[1]))
+    _serve()

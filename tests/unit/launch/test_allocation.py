@@ -137,7 +137,7 @@ values = st.one_of(
 )
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), values))
 def test_damaged_values_are_refused_or_read(env: dict[str, str]) -> None:
     env = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", **env}
