@@ -16,7 +16,7 @@ from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.api.model import NO_RUN
 
 MAGIC = b"ckptVERS"
-FORMAT = 2
+FORMAT = 1
 PAGE_NBYTES = 4096
 CHUNK_NBYTES = 16 << 20
 JOB_LIMIT = 256

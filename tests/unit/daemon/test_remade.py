@@ -171,9 +171,10 @@ def test_what_is_bad_is_not_given_to_others() -> None:
             nodes.follow(nodes.assignment([0], STEP))
             await until(lambda: nodes[0].told("copies-not-remade"))
             assert nodes[0].told("bad-version")
-            for node in (nodes[1], nodes[2]):
-                assert node.told("refused-version")
-                assert node.payload(0, STEP) is None
+            # Whoever is sent it refuses it; the other may not be sent it any more.
+            others = (nodes[1], nodes[2])
+            assert any(node.told("refused-version") for node in others)
+            assert all(node.payload(0, STEP) is None for node in others)
 
     asyncio.run(play())
 
