@@ -302,6 +302,8 @@ class Checks:
         if "nodes came up" in outcome.reason:
             living = sum(self._sound(node) for node in world.agents)
             return None if living < spec.nodes else f"{living} live"
+        if outcome.why == "corrupt":
+            return None if world.flips > spec.limits.process_tries else f"{world.flips} values have changed"
         often = [text for text, count in world.raised.items() if count > spec.limits.raise_tries + 1]
         return None if any(text in outcome.reason for text in often) else f"raised: {dict(world.raised)}"
 

@@ -52,6 +52,7 @@ class Flipping(World):
             process = self.twin_chance.choice(able)
             process.value ^= 1 << self.twin_chance.randrange(60)
             self.flipped.append(process)
+            self.flips += 1
             self.faulted("flip")
             self.story.tell("fault", f"a bit of rank {process.rank} flips after step {process.step}")
 
@@ -102,6 +103,14 @@ def test_what_is_wrong_is_never_restored() -> None:
     assert sum(bool(world.flipped) and not world.excused for world in worlds) > 10
     # Only what went with its node.
     assert all(not world.restored[False] or world.excused for world in worlds)
+
+
+def test_a_job_whose_twins_differ_each_time_ends() -> None:
+    """Four times at the same step, in this one."""
+    world = flipping(9611)
+    assert world is not None
+    assert world.checks.outcome is not None
+    assert (world.checks.outcome.why, world.flips) == ("corrupt", 4)
 
 
 BUGS = (

@@ -70,6 +70,8 @@ class World:
         self._lives = Random(f"lives of {seed}")
         # Whether twins are compared, which takes no draw of the seed's.
         self.twins: TwinsMode = "off"
+        # How many values have changed where they lay.
+        self.flips = 0
         self.twin_chance = Random(f"twins of {seed}")
         self._waiting: list[Fault] = []
 
