@@ -33,6 +33,8 @@ from ckptless.daemon.slurm.run_name import slurm_job_id
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+# How an agent ends that has not come as far as to be heard.
+CANNOT_START = (UsageError.exit_code, StartError.exit_code)
 # From SIGTERM to the agents until their steps must be over; Slurm's own KillWait is 30 s by default.
 TERM_DEADLINE_S = 20.0
 KILL_DEADLINE_S = 5.0
@@ -157,7 +159,7 @@ class SlurmRun:
     def _check_start(self) -> None:
         """An agent that could not start tells so by its exit code: the job would wait for it in vain."""
         for step in self._steps:
-            if step.process is not None and step.process.returncode == StartError.exit_code:
+            if step.process is not None and step.process.returncode in CANNOT_START:
                 raise StartError(f"{step.name}: {_last_line(step.log)}")
 
     def _signal(self, number: signal.Signals) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import signal
 import socket
 import threading
 import time
@@ -228,3 +229,28 @@ def test_every_agent_is_told_the_same_failure_domains(
     with pytest.raises(StartError):
         asyncio.run(run.run())  # no step is running: nobody is left
     assert told == [("a", "b")] * 2
+
+
+@pytest.mark.parametrize("code", [UsageError.exit_code, StartError.exit_code])
+def test_an_agent_that_cannot_start_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The others, which wait for it, are ended."""
+    processes: list[asyncio.subprocess.Process] = []
+
+    async def start(_run: SlurmRun, name: str) -> slurm.Step:
+        step = slurm.Step(name, tmp_path / f"console-{name}", tmp_path / f"log-{name}")
+        what = f"echo {name} has no such address >&2; exit {code}" if name == "n2" else "exec sleep 100"
+        with step.log.open("wb") as log:
+            step.process = await asyncio.create_subprocess_exec("sh", "-c", what, stderr=log)
+        processes.append(step.process)
+        return step
+
+    async def binding() -> tuple[str, ...]:
+        return ()
+
+    monkeypatch.setattr(SlurmRun, "_start", start)
+    monkeypatch.setattr(slurm, "cpu_binding", binding)
+    with pytest.raises(StartError, match="n2: n2 has no such address"):
+        asyncio.run(SlurmRun(config(tmp_path), {}).run())
+    assert [process.returncode for process in processes] == [-signal.SIGTERM, code]
