@@ -1,4 +1,4 @@
-"""Measures what committing and replicating every step costs a step: `bench_step.py [--times 20 100]`.
+"""Measures what committing and replicating every step costs: `bench_step.py [--times 20 100] [--spare]`.
 
 An FSDP2 model on two nodes of local mode, each of which holds the other's shard, in one run for each of the
 `--times`: its step takes so many times as long as one memcpy of a rank's state, by more or less of the same
@@ -8,8 +8,9 @@ median over all these pairs is told, with its quartiles. So is the CPU time of a
 more of it with a commit, by what a rank takes without. Other load on the machine changes that by less.
 
 Where training takes all cores that there are, as here with two ranks on two cores, it is not only the copy
-that holds it up: digests, sockets and verification take their time from it, too. On a machine with a core to
-spare for each agent they do not.
+that holds it up: digests, sockets and verification take their time from it, too. On a machine with cores to
+spare they do not: with `--spare` the ranks keep to the first core, and the others are free. How long commit()
+itself holds up a rank is told, too: that is the copy, and the wait for the one before.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DEADLINE_S = 900
 # ----------------------------------------------------------------------------------- what is trained
 
 
-def main_train(out: Path, times: float, rows: int) -> None:
+def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
     """The training script: writes what it has measured."""
     import torch
     from torch import nn
@@ -53,6 +54,7 @@ def main_train(out: Path, times: float, rows: int) -> None:
     def train(run: Any) -> None:
         state = run.keep(lambda: build(run))
         batch = torch.randn(32, WIDTH)
+        held_up_s: list[float] = []
 
         def step(repeats: int) -> None:
             for _ in range(repeats):
@@ -64,10 +66,17 @@ def main_train(out: Path, times: float, rows: int) -> None:
             start = time.perf_counter()
             step(repeats)
             if commit:
+                stepped = time.perf_counter()
                 run.commit()
+                held_up_s.append(time.perf_counter() - stepped)
             return time.perf_counter() - start
 
         step(1)
+        if spare:
+            # The threads that digest are there by now, and stay free to go where there is room.
+            run.commit()
+            torch.set_num_threads(1)
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         nbytes = 3 * 4 * WIDTH * WIDTH * LAYERS // run.world_size
         copy_s = memcpy_s(nbytes)
         # The same on all ranks, as collectives are in it.
@@ -84,6 +93,7 @@ def main_train(out: Path, times: float, rows: int) -> None:
             found.append((commit, took, cpu_s() - before))
         if run.rank == 0:
             told = {"nbytes": nbytes, "memcpy_s": copy_s, "rows": found[2:], "waited_s": run.waited_s}
+            told["commit_s"] = statistics.median(held_up_s)
             out.write_text(json.dumps(told))
 
     def cpu_s() -> float:
@@ -107,7 +117,7 @@ def main_train(out: Path, times: float, rows: int) -> None:
 # ------------------------------------------------------------------------------------------ measuring
 
 
-def measure(times: float, rows: int) -> dict[str, Any]:
+def measure(times: float, rows: int, *, spare: bool) -> dict[str, Any]:
     """One run."""
     with tempfile.TemporaryDirectory(prefix="ckptless-bench-") as scratch:
         out = Path(scratch) / "found.json"
@@ -115,6 +125,7 @@ def measure(times: float, rows: int) -> dict[str, Any]:
         command += ["--nodes", str(RANKS), "--copies", "1"]
         command += ["--state-dir", f"{scratch}/state", __file__]
         command += ["--train", str(out), "--times", str(times), "--rows", str(rows)]
+        command += ["--spare"] if spare else []
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, stdin=subprocess.DEVNULL
         )
@@ -132,6 +143,7 @@ def measure(times: float, rows: int) -> dict[str, Any]:
         "memcpy_ms": found["memcpy_s"] * 1e3,
         "step_ms": without * 1e3,
         "times_memcpy": without / found["memcpy_s"],
+        "commit_ms": found["commit_s"] * 1e3,
         "cpu_overhead": statistics.median(cpu_ratios) - 1,
         "overhead": statistics.median(ratios) - 1,
         "quartiles": [q - 1 for q in statistics.quantiles(ratios, n=4)],
@@ -155,20 +167,22 @@ def main() -> None:
     parser.add_argument("--times", type=float, nargs="+", default=[20, 100], help="step to memcpy")
     parser.add_argument("--rows", type=int, default=40, help="of four steps each, by turns")
     parser.add_argument("--json", type=Path, help="write all that was measured to this file")
+    parser.add_argument("--spare", action="store_true", help="keep the ranks to one core")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train is not None:
-        main_train(args.train, args.times[0], args.rows)
+        main_train(args.train, args.times[0], args.rows, spare=args.spare)
         return
-    found = [measure(times, args.rows) for times in args.times]
+    found = [measure(times, args.rows, spare=args.spare) for times in args.times]
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     for one in found:
         low, _, high = one["quartiles"]
         sys.stdout.write(
-            f"{one['ranks']} ranks, shard {one['shard_mb']:.0f} MB, step {one['step_ms']:.0f} ms = "
+            f"{one['ranks']} rank(s), shard {one['shard_mb']:.0f} MB, step {one['step_ms']:.0f} ms = "
             f"{one['times_memcpy']:.0f} x memcpy: with a commit {100 * one['overhead']:+.1f} % "
-            f"({100 * low:+.1f} to {100 * high:+.1f}), {one['pairs']} pairs; CPU time "
+            f"({100 * low:+.1f} to {100 * high:+.1f}), {one['pairs']} pairs; in commit() "
+            f"{one['commit_ms']:.1f} ms = {one['commit_ms'] / one['memcpy_ms']:.2f} x memcpy; CPU time "
             f"{100 * one['cpu_overhead']:+.1f} %; load {one['load']:.1f}, {one['cpus']} cores\n"
         )
 
