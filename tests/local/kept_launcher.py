@@ -29,6 +29,9 @@ class Start(local.LocalRun):
         name = f"{options.job.partition('.')[0]}.{self._restarts}"
         super().__init__(dataclasses.replace(options, job=name))
         self._earlier = earlier
+        if earlier is not None:
+            # As of a Slurm job, however often it starts.
+            self._spec = replace(self._spec, run_id=earlier._spec.run_id)
 
     def _prepare(self) -> None:
         if self._earlier is None:
