@@ -83,7 +83,7 @@ def made_twice(home: Path) -> list[int]:
     return [step for step in set(steps) if steps.count(step) > 1]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_it_goes_on_after_the_last_committed_step(tmp_path: Path, parallel: str) -> None:
     with run(tmp_path, {"TOY_PARALLEL": parallel, **SLOW}) as job:
         cancelled_after(job, tmp_path, 30)
@@ -100,6 +100,7 @@ def test_it_goes_on_after_the_last_committed_step(tmp_path: Path, parallel: str)
     assert len(made_twice(tmp_path)) <= 1
 
 
+@pytest.mark.slow
 def test_from_copies_where_other_nodes_have_come(tmp_path: Path) -> None:
     """One node of the first start is lost, and nothing is kept in its place; its shard is with the spare."""
     env = {"TOY_PARALLEL": "fsdp", "TOY_KEEP_LOST": "0", **SLOW}
@@ -112,6 +113,7 @@ def test_from_copies_where_other_nodes_have_come(tmp_path: Path) -> None:
     same_as_without(tmp_path, "fsdp")
 
 
+@pytest.mark.slow
 def test_no_spare_is_left_and_the_next_start_has_the_nodes_it_takes(tmp_path: Path) -> None:
     """The requeue rung: what the survivors hold is whole, though a node was lost with all it had."""
     faults = [fault("commit", "node", rank=1, step=40)]
@@ -138,6 +140,7 @@ def test_what_is_not_whole_is_not_used(tmp_path: Path) -> None:
     same_as_without(tmp_path, "fsdp")
 
 
+@pytest.mark.slow
 def test_no_room_and_then_from_the_disk(tmp_path: Path) -> None:
     env = {"TOY_KEEP_NBYTES": "1000", **SLOW}
     with run(tmp_path, env, options=["--save-dir", tmp_path / "save"]) as job:

@@ -71,7 +71,10 @@ def as_if_nothing_had_been(home: Path, parallel: str) -> None:
 
 
 # With DDP the step before is gone on from in `test_a_damaged_step_...`, too.
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow), "hsdp"],
+)
 def test_a_job_that_is_killed_wholly_goes_on_from_its_newest_saved_step(
     tmp_path: Path, parallel: str
 ) -> None:
@@ -239,7 +242,10 @@ def asked_to_save(job: Job, *words: object) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)["saved"]
 
 
-@pytest.mark.parametrize("pause_s", ["0", pytest.param("0.05", marks=pytest.mark.slow), "0.8"])
+@pytest.mark.parametrize(
+    "pause_s",
+    ["0", pytest.param("0.05", marks=pytest.mark.slow), pytest.param("0.8", marks=pytest.mark.slow)],
+)
 def test_it_is_saved_when_somebody_asks_for_it(tmp_path: Path, pause_s: str) -> None:
     """Of fast steps one that is to come, of slow ones what there is; and from there it goes on."""
     slow = tmp_path / "slow"

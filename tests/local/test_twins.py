@@ -73,6 +73,7 @@ def test_of_three_the_odd_one_is_named_and_moves_to_another_node(tmp_path: Path)
     assert after == (before[0], (3, 0), before[2])
 
 
+@pytest.mark.slow
 def test_without_a_spare_it_gets_another_process(tmp_path: Path) -> None:
     """Struck after a commit: by the next one its gradients are in everybody's parameters, too."""
     ledger = run(tmp_path, [fault("forward", "flip", 2, 9)], ranks=3)
@@ -95,6 +96,7 @@ def test_of_two_nobody_can_say_and_both_go_back(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_one_of_hsdp(tmp_path: Path) -> None:
     """Ranks 1 and 3 have one shard; its copy on a third node is of the same step."""
     ledger = run(tmp_path, [fault("update", "flip", 3, 9)], ranks=4, spares=1, parallel="hsdp")
@@ -118,6 +120,7 @@ def test_those_that_never_agree_are_let_be(tmp_path: Path) -> None:
     assert events(tmp_path, [fault("update", "flip", 1, often=True)]) == ["twins-unlike"] * 2
 
 
+@pytest.mark.slow
 def test_only_told(tmp_path: Path) -> None:
     assert (
         events(tmp_path / "warn", [fault("update", "flip", 1, 9)], "--twins", "warn") == ["twins-differ"] * 2
