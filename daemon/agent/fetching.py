@@ -5,14 +5,14 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.memory import Region
 from ckptless.daemon.agent.shares import Piece, Shares
 from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.agent.verifier import Verifier
 from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError
+from ckptless.daemon.api.errors import CkptlessError, PeerError
 from ckptless.daemon.api.messages import NodeInfo, TensorsAt
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import PATIENCE_S
@@ -23,8 +23,6 @@ AHEAD = 2
 LOOK_S = 0.25
 
 Tell = Callable[[str, str], None]
-# What is being looked at in a thread: its first bad chunk, or None.
-_Check: TypeAlias = tuple[Piece, "asyncio.Future[int | None]"]
 
 
 @dataclass(frozen=True)
@@ -163,27 +161,17 @@ class TensorsFetch:
         return self._coming
 
     async def _draw(self, node: int, link: Peer, coming: _Coming) -> None:
-        """Piece after piece, each verified while the next one comes."""
-        shares, asked, checks = coming.shares, deque[Piece](), deque[_Check]()
-        try:
-            while not shares.complete:
-                while len(asked) < AHEAD and (piece := shares.ask(node, _now())) is not None:
-                    self._ask(node, link, piece, asked)
-                if asked:
-                    piece = asked.popleft()
-                    await self._receive(node, link, coming, piece)
-                    checks.append((piece, self._check(coming, piece)))
-                if checks and (len(checks) > 1 or not asked):
-                    again = await self._checked(node, coming, checks[0])
-                    checks.popleft()
-                    if again is not None:
-                        self._ask(node, link, again, asked)
-                elif not asked and not checks:
-                    await self._idle(node, coming)
-        finally:
-            if checks:
-                # A thread reads the memory, and cannot be cancelled.
-                await asyncio.wait([future for _, future in checks])
+        """Piece after piece, each verified while it comes."""
+        shares, asked = coming.shares, deque[Piece]()
+        while not shares.complete:
+            while len(asked) < AHEAD and (piece := shares.ask(node, _now())) is not None:
+                self._ask(node, link, piece, asked)
+            if not asked:
+                await self._idle(node, coming)
+                continue
+            again = await self._receive(node, link, coming, asked.popleft())
+            if again is not None:
+                self._ask(node, link, again, asked)
 
     def _ask(self, node: int, link: Peer, piece: Piece, asked: deque[Piece]) -> None:
         asked.append(piece)
@@ -198,35 +186,27 @@ class TensorsFetch:
             )
         )
 
-    async def _receive(self, node: int, link: Peer, coming: _Coming, piece: Piece) -> None:
+    async def _receive(self, node: int, link: Peer, coming: _Coming, piece: Piece) -> Piece | None:
+        """What has come is done; or else what to ask of the same holder again, which then reads its own."""
         began = _now()
         reply = await _answer(link)
         if not isinstance(reply, p.ChunksReply) or reply.nbytes != piece.nbytes:
             raise PeerError("it does not hold them any more")
         at = coming.payload_at
+        checks = version.ChunkVerifier(coming.header, piece.start, piece.end)
         with coming.slot[at + piece.start : at + piece.end] as view:
-            await link.receive_bulk(view, _nobody)
-        self._given[node] = self._given.get(node, 0) + piece.nbytes
-        coming.shares.came(node, piece, _now(), began)
-
-    def _check(self, coming: _Coming, piece: Piece) -> "asyncio.Future[int | None]":
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(
-            None, version.bad_chunk, coming.slot, coming.header, piece.start, piece.end
-        )
-
-    async def _checked(self, node: int, coming: _Coming, check: _Check) -> Piece | None:
-        """What has come is done; or else what to ask of the same holder again, which then reads its own."""
-        piece, future = check
-        bad = await asyncio.shield(future)
-        if bad is None:
+            async with Verifier(view, checks) as verifier:
+                await link.receive_bulk(view, verifier.feed)
+                self._given[node] = self._given.get(node, 0) + piece.nbytes
+                coming.shares.came(node, piece, _now(), began)
+                fault = await verifier.fault()
+        if fault is None:
             coming.shares.done(node, piece)
             coming.wake()
             return None
-        text = f"chunk {bad} of {self._wanted} does not match"
         if piece.verify:
-            raise BadVersionError(f"{text}, again", bad)
-        self._tell("refused-version", f"from node-{node}: {text}")
+            raise fault
+        self._tell("refused-version", f"from node-{node}: {fault}")
         return coming.shares.again(node, piece, _now())
 
     async def _idle(self, node: int, coming: _Coming) -> None:
@@ -247,7 +227,3 @@ async def _answer(link: Peer) -> p.AgentMessage:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _nobody(_nbytes: int) -> None:
-    """Nobody asks."""

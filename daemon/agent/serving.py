@@ -11,7 +11,7 @@ from ckptless.daemon.agent.deltas import Base, base_of, missing
 from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.soundness import Soundness, header_of
 from ckptless.daemon.agent.vault import Held, Vault
-from ckptless.daemon.agent.verifier import Told, Verifier
+from ckptless.daemon.agent.verifier import Told, Verifier, WholeVersion
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, CkptlessError, MismatchError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import TensorsAt
@@ -38,7 +38,7 @@ async def receive_tensors(
     with vault.room(told.shard, told.nbytes) as (region, offset):
         with region.view(offset, told.nbytes) as view:
             try:
-                async with Verifier(view, told) as verifier:
+                async with Verifier(view, WholeVersion(told)) as verifier:
                     if base is not None:
                         await base.copy(view)
                     spans = missing(base.header, base.runs) if base is not None else [(0, told.nbytes)]

@@ -1,9 +1,9 @@
-"""A version that is still coming, verified in a thread while the rest of it comes."""
+"""What is still coming of a version, verified in a thread while the rest of it comes."""
 
 import asyncio
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError
@@ -25,12 +25,34 @@ class Told:
     digest: str
 
 
-class Verifier:
-    """Of the version that fills a view; in `async with`, as long as which the view has to live."""
+class Checks(Protocol):
+    """What bytes are checked by, in their order, in pieces of any size. Both raise BadVersionError."""
 
-    def __init__(self, view: memoryview, told: Told) -> None:
-        self._view, self._told = view, told
-        self._checks = version.Verifier(told.nbytes, told.digest)
+    def feed(self, data: memoryview) -> None:
+        """The next ones."""
+
+    def finish(self) -> object:
+        """Those were all."""
+
+
+class WholeVersion:
+    """The checks of all of a version, header first."""
+
+    def __init__(self, told: Told) -> None:
+        self._told, self._checks = told, version.Verifier(told.nbytes, told.digest)
+        self.feed = self._checks.feed
+
+    def finish(self) -> None:
+        """It is complete, and what was told."""
+        told = self._told
+        self._checks.finish().check(told.origin, told.shard, told.step, told.generation)
+
+
+class Verifier:
+    """Of the bytes that fill a view; in `async with`, as long as which the view has to live."""
+
+    def __init__(self, view: memoryview, checks: Checks) -> None:
+        self._view, self._checks = view, checks
         self._found: BadVersionError | None = None
         # Up to where the steps so far go, of which the newest may still run.
         self._begun = 0
@@ -62,9 +84,8 @@ class Verifier:
             self._check_on(len(self._view))
 
     def _end(self) -> BadVersionError | None:
-        told = self._told
         try:
-            self._checks.finish().check(told.origin, told.shard, told.step, told.generation)
+            self._checks.finish()
         except BadVersionError as error:
             return error
         return None

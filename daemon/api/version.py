@@ -212,6 +212,47 @@ def _check_fields(header: Header, job_nbytes: int, total: int) -> None:
         raise BadVersionError(f"a version of step {header.step}, generation {header.generation}")
 
 
+class ChunkVerifier:
+    """Takes whole chunks, bytes `start` to `end` of a payload, in pieces of any size, in their order.
+
+    Raises at the first chunk that is wrong. One thread at a time.
+    """
+
+    def __init__(self, header: Header, start: int, end: int) -> None:
+        self._header, self._at, self._end = header, start, end
+        self._chunk = xxhash.xxh3_64()
+        self._left = 0
+        self._next_chunk()
+
+    @property
+    def _index(self) -> int:
+        return self._at // self._header.chunk_nbytes
+
+    def _next_chunk(self) -> None:
+        self._chunk.reset()
+        self._left = min((self._index + 1) * self._header.chunk_nbytes, self._end) - self._at
+
+    def feed(self, data: memoryview) -> None:
+        """The next bytes. Raises BadVersionError."""
+        while len(data):
+            if not self._left:
+                raise BadVersionError("more bytes than the header says")
+            piece = data[: self._left]
+            self._chunk.update(piece)
+            self._left -= len(piece)
+            data = data[len(piece) :]
+            if not self._left:
+                if self._chunk.intdigest() != self._header.chunks[self._index]:
+                    raise _bad_chunk(self._header, self._index)
+                self._at = min((self._index + 1) * self._header.chunk_nbytes, self._end)
+                self._next_chunk()
+
+    def finish(self) -> None:
+        """That was all of it. Raises BadVersionError where something is missing."""
+        if self._at < self._end:
+            raise BadVersionError("a version that is cut off", self._index)
+
+
 class Verifier:
     """Takes a version's bytes, header first, in pieces of any size, and raises at the first that is wrong.
 
@@ -224,28 +265,20 @@ class Verifier:
         self._nbytes, self._digest = nbytes, digest
         self._head = bytearray()
         self._wanted = _FIXED.size
-        self._chunk = xxhash.xxh3_64()
-        self._index = 0
-        self._left = 0
+        self._chunks: ChunkVerifier | None = None
 
     def feed(self, data: memoryview) -> None:
         """The next bytes. Raises BadVersionError."""
-        if self.header is None:
+        if self._chunks is None:
             data = self._feed_header(data)
-        while len(data):
-            if not self._left:
-                raise BadVersionError("more bytes than the header says")
-            piece = data[: self._left]
-            self._chunk.update(piece)
-            self._left -= len(piece)
-            data = data[len(piece) :]
-            if not self._left:
-                self._end_chunk()
+        if self._chunks is not None:
+            self._chunks.feed(data)
 
     def finish(self) -> Header:
         """That was all of it: the header. Raises BadVersionError where something is missing."""
-        if self.header is None or self._index < len(self.header.chunks):
-            raise BadVersionError("a version that is cut off", self._index if self.header else None)
+        if self.header is None or self._chunks is None:
+            raise BadVersionError("a version that is cut off")
+        self._chunks.finish()
         return self.header
 
     def _feed_header(self, data: memoryview) -> memoryview:
@@ -259,21 +292,8 @@ class Verifier:
             self.header = decode(bytes(self._head), self._digest)
             if self.header.total_nbytes != self._nbytes:
                 raise BadVersionError(f"{self._nbytes} bytes; the header says {self.header.total_nbytes}")
-            self._next_chunk()
+            self._chunks = ChunkVerifier(self.header, 0, self.header.nbytes)
         return data
-
-    def _next_chunk(self) -> None:
-        assert self.header is not None
-        self._chunk.reset()
-        start = self._index * self.header.chunk_nbytes
-        self._left = max(0, min(self.header.chunk_nbytes, self.header.nbytes - start))
-
-    def _end_chunk(self) -> None:
-        assert self.header is not None
-        if self._chunk.intdigest() != self.header.chunks[self._index]:
-            raise _bad_chunk(self.header, self._index)
-        self._index += 1
-        self._next_chunk()
 
 
 def verify(slot: memoryview, told: str) -> Header:

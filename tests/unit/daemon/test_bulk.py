@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckptless.daemon.agent.memory import PAGE_NBYTES, Region
 from ckptless.daemon.agent.serving import receive_tensors
 from ckptless.daemon.agent.vault import Vault
-from ckptless.daemon.agent.verifier import STEP_MAX_NBYTES, STEP_MIN_NBYTES, Told, Verifier
+from ckptless.daemon.agent.verifier import STEP_MAX_NBYTES, STEP_MIN_NBYTES, Told, Verifier, WholeVersion
 from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.api.version import Header, Origin, digest_of, header_nbytes, spans, write_header
@@ -357,7 +357,7 @@ def test_others_get_their_turns_meanwhile() -> None:
         source, view = (memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
         told = version(source, nbytes - header_nbytes(nbytes))
         ticking = asyncio.create_task(ticker())
-        async with asyncio.TaskGroup() as group, Verifier(view, told) as verifier:
+        async with asyncio.TaskGroup() as group, Verifier(view, WholeVersion(told)) as verifier:
             group.create_task(sender.send_bulk(source))
             await receiver.receive_bulk(view, verifier.feed)
             assert await verifier.fault() is None
