@@ -33,7 +33,7 @@ test-slow: $(STAMP)
 CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.peering,ckptless.daemon.jobs
 coverage: $(STAMP)
 	$(BIN)/python -m coverage run --branch --source=$(CORE) --data-file=build/coverage -m pytest -q \
-		-m 'not slow' tests/unit/control tests/unit/membership tests/unit/daemon tests/sim \
+		-m 'not slow' tests/unit/control tests/unit/membership tests/unit/daemon tests/property tests/sim \
 		--deselect tests/sim/test_planted.py --deselect tests/sim/test_simulation.py::test_twenty_thousand_faults
 	$(BIN)/python -m coverage report --data-file=build/coverage --skip-covered --fail-under=95
 
