@@ -252,7 +252,6 @@ class Cluster:
     """All nodes of one job."""
 
     def __init__(self, count: int) -> None:
-        gc.disable()
         self.clock = Clock()
         names = tuple(f"node{node:05d}" for node in range(count))
         self.spec = m.JobSpec(
@@ -376,6 +375,8 @@ def _after(option: str) -> Path | None:
 def main() -> None:
     """Entry point."""
     logging.disable(logging.CRITICAL)
+    # Of thousands of nodes it takes longer than all else, and finds nothing.
+    gc.disable()
     found: list[Scale] = []
     for size in [int(word) for word in sys.argv[1:] if word.isdigit()]:
         found.append(measure(size))
