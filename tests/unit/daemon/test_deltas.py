@@ -87,6 +87,16 @@ def push(node: Node, step: int, payload: bytes, acked: list[int]) -> None:
     )
 
 
+async def first_step(nodes: Nodes) -> tuple[bytes, list[int]]:
+    """Its payload, which is held by now, and the steps that are."""
+    nodes.follow(nodes.assignment([0], None, generation=1))
+    acked: list[int] = []
+    first = payload_of(0, 1, NBYTES)
+    push(nodes[0], 1, first, acked)
+    await until(lambda: acked == [1])
+    return first, acked
+
+
 def changed(payload: bytes, step: int, chunks: Sequence[int]) -> bytes:
     """With other bytes in those chunks."""
     new = bytearray(payload)
@@ -115,11 +125,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_only_what_has_changed_is_sent(sent: list[int], chunks: tuple[int, ...]) -> None:
     async def play() -> None:
         async with Nodes(2, copies=1) as nodes:
-            nodes.follow(nodes.assignment([0], None, generation=1))
-            acked: list[int] = []
-            first = payload_of(0, 1, NBYTES)
-            push(nodes[0], 1, first, acked)
-            await until(lambda: acked == [1])
+            first, acked = await first_step(nodes)
             assert sum(sent) == PAGE + NBYTES
             sent.clear()
             second = changed(first, 2, chunks)
@@ -152,11 +158,7 @@ def test_many_steps_go_round_the_slots(sent: list[int]) -> None:
 def test_a_chunk_that_rotted_where_it_lay_is_not_taken(sent: list[int]) -> None:
     async def play() -> None:
         async with Nodes(2, copies=1) as nodes:
-            nodes.follow(nodes.assignment([0], None, generation=1))
-            acked: list[int] = []
-            first = payload_of(0, 1, NBYTES)
-            push(nodes[0], 1, first, acked)
-            await until(lambda: acked == [1])
+            first, acked = await first_step(nodes)
             nodes[1].spoil(0, 1)
             second = changed(first, 2, [0])
             push(nodes[0], 2, second, acked)
