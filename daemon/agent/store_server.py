@@ -37,8 +37,8 @@ class StoreServer:
 
     Owned by the event loop that `start` ran in; every method belongs to that loop's thread. `requests`
     counts what clients have asked, `refused` those that were cut off because they broke the protocol or its
-    limits. There is no authentication: who can reach the address can use the store, so it should be a loopback
-    one.
+    limits. There is no authentication: who can reach the address can use the store, so it should be a
+    loopback one.
     """
 
     def __init__(self) -> None:
