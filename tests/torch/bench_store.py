@@ -1,15 +1,17 @@
 """How long the ranks' exchange of addresses takes, and what the busiest endpoint is asked; run by hand.
 
-Each of N simulated ranks, 8 to a node, does what Gloo does for a full mesh: it sets its key, then waits for and
-gets all N. As torch's client sends it by default, that is a WAIT and a GET for each key; with
-GLOO_ENABLE_STORE_V2_API=1 a WAIT and a MULTI_GET for each 128 keys. All sockets are real. The stores of all nodes
-run in two processes of this machine, and so do the clients (an epoll loop each, in place of N processes); so the
-time is the sum of what N / 8 nodes would do beside each other. torch's TCPStore, asked by the same clients in the
-same run, has one process. `lazy` is what TORCH_GLOO_LAZY_INIT=1 leaves of it for a ring: two peers' keys.
+Each of N simulated ranks, 8 to a node, does what Gloo does for a full mesh: it sets its key, then waits for
+and gets all N. As torch's client sends it by default, that is a WAIT and a GET for each key; with
+GLOO_ENABLE_STORE_V2_API=1 a WAIT and a MULTI_GET for each 128 keys. `lazy` is what TORCH_GLOO_LAZY_INIT=1
+leaves of it for a ring: two peers' keys. All sockets are real. The stores of all nodes run in two processes
+of this machine, and so do the clients (an epoll loop each, in place of N processes): so the time is about
+the sum of what N / 8 nodes would do beside each other. torch's TCPStore is one process, asked by the same
+clients in the same run.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import select
 import socket
@@ -255,7 +257,7 @@ class Stores:
         bounds = [nodes * n // PROCESSES for n in range(PROCESSES + 1)]
         self._children = [
             Child("servers", str(lo), str(hi), str(nodes), str(per_node))
-            for lo, hi in zip(bounds, bounds[1:], strict=False)
+            for lo, hi in itertools.pairwise(bounds)
         ]
         found = [pair for child in self._children for pair in json.loads(child.hear())]
         for child in self._children:
