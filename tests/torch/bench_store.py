@@ -133,7 +133,7 @@ def clients(argv: Sequence[str]) -> None:
 
 async def servers(argv: Sequence[str]) -> None:
     """A process of stores: the nodes lo to hi of so many."""
-    from facades import Facade
+    from facades import Facade  # type: ignore[import-not-found]
     from msgspec import to_builtins
 
     from ckptless.daemon.api.messages import Assignment, NodeInfo, Place

@@ -17,6 +17,7 @@ from store_client import Client
 from ckptless.daemon.agent import store_protocol as protocol
 from ckptless.daemon.agent import store_wire as wire
 from ckptless.daemon.agent.holders import Peer
+from ckptless.daemon.agent.store_answers import Refusal
 from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
@@ -271,10 +272,10 @@ def test_an_owner_that_falls_silent_ends_a_wait(point: str) -> None:
     play(work)
 
 
-BAD = {
+BAD: dict[str, p.AgentMessage] = {
     "no msgpack": p.StoreSaid(generation=1, body=b"\xc1"),
     "no items": p.StoreSaid(generation=1, body=b"\x01"),
-    "an answer to nothing": said(1, wire.Told(7, wire.Refusal("x", hostile=False))),
+    "an answer to nothing": said(1, wire.Told(7, Refusal("x", hostile=False))),
     "a drop that nobody asked for": said(1, wire.Dropped(b"k")),
     "a key of another's": said(1, wire.Ask(1, protocol.Set(key_of(1), b"v"))),
     "one number twice": said(
