@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_HELD_NBYTES = 512 << 20
 # How long to wait before it is tried again where the other end is not ready, or has its own.
 AGAIN_S = 0.1
+# At one time, by one agent: all agents of a job may begin in the same moment.
+MOST_DIALS = 4
 Dial: TypeAlias = Callable[[NodeInfo], Awaitable[Peer]]
 
 
@@ -39,6 +41,7 @@ class _Other:
         self.link: Peer | None = None
         self.linked = asyncio.Event()
         self.dialling: asyncio.Task[None] | None = None
+        self.begun = False
         self.unsaid: list[Item] = []
         self.held: list[p.StoreSaid] = []
         self.heard_at = 0.0
@@ -57,6 +60,7 @@ class StoreExchange:
         self._generation = 0
         self._node: StoreNode | None = None
         self._others: dict[int, _Other] = {}
+        self._dials = asyncio.Semaphore(MOST_DIALS)
         self._flushing: asyncio.Handle | None = None
         self._looking: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,7 +96,9 @@ class StoreExchange:
 
     def _flush(self) -> None:
         self._flushing = None
-        for number, other in self._others.items():
+        # Each begins with the next one, so that not all dial the same one, nor two each other.
+        count = max(self._others, default=0) + 1
+        for number, other in sorted(self._others.items(), key=lambda pair: (pair[0] - self._me) % count):
             if not other.unsaid:
                 continue
             if other.link is not None:
@@ -118,14 +124,16 @@ class StoreExchange:
     async def _reach(self, number: int, other: _Other) -> None:
         """Dial, until there is a connection, this one or the other end's; then hear it to its end."""
         try:
-            async with asyncio.timeout(self._silence_s):
-                link = await self._open(other)
+            async with self._dials:
+                other.begun = other.link is None
+                async with asyncio.timeout(self._silence_s):
+                    link = await self._open(other)
         except (OSError, TimeoutError, CkptlessError) as error:
-            other.dialling = None
+            other.dialling, other.begun = None, False
             if other.link is None:
                 self._lose(number, other, f"cannot be reached: {error or type(error).__name__}")
             return
-        other.dialling = None
+        other.dialling, other.begun = None, False
         if link is not None:
             await self._hear(number, other, link)
 
@@ -134,8 +142,8 @@ class StoreExchange:
         while other.link is None:
             try:
                 link = await self._dial(other.info)
-            except GreetingCutError:
-                # It has not been given the job's key yet.
+            except (GreetingCutError, TimeoutError):
+                # It has not been given the job's key yet, or has a lot to do.
                 await asyncio.sleep(AGAIN_S)
                 continue
             self.handshakes += 1
@@ -177,7 +185,7 @@ class StoreExchange:
             # It has heard of a generation that this agent has not heard of, or the other way round.
             link.send(p.StoreYield())
             return
-        mine_stays = self._me < number and (other.dialling is not None or other.link is not None)
+        mine_stays = self._me < number and (other.begun or other.link is not None)
         if mine_stays:
             link.send(p.StoreYield())
             return

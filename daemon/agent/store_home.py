@@ -15,6 +15,8 @@ from ckptless.daemon.api.errors import ProtocolError
 # torch's own name of the default group is 0; ckptless.run has a prefix of its own in place of torch's.
 _GLOO = re.compile(rb"(?:(?:default_pg/)?0//[a-z]{1,16}//|ckptless/[0-9]{1,18}/0//)[0-9]{1,6}/([0-9]{1,9})")
 _OURS = re.compile(rb"ckptless/([0-9]{1,18})/")
+# Each rank asks for the same keys: so many of them, of so many bytes at most, are not looked at again.
+KNOWN, KNOWN_NBYTES = 65536, 256
 
 
 class Homes:
@@ -24,10 +26,19 @@ class Homes:
         if not nodes:
             raise ValueError("a store without a node")
         self._ranks, self._generation = tuple(nodes), generation
+        self._known: dict[bytes, int] = {}
         self.nodes = tuple(sorted(set(nodes)))
 
     def of(self, key: bytes) -> int:
         """The node that keeps `key`."""
+        known = self._known.get(key)
+        if known is None:
+            known = self._home(key)
+            if len(self._known) < KNOWN and len(key) <= KNOWN_NBYTES:
+                self._known[key] = known
+        return known
+
+    def _home(self, key: bytes) -> int:
         found = _GLOO.fullmatch(key)
         if found is not None and (rank := int(found[1])) < len(self._ranks):
             return self._ranks[rank]

@@ -112,9 +112,11 @@ class Nodes:
         elif self._dice.random() < 0.5:
             store.ask(protocol.Get(key), done)
         else:
-            self._waits.append(
-                store.ask(protocol.Wait((key,)), lambda _answer: store.ask(protocol.Get(key), done))
-            )
+
+            def get(_waited: Answer) -> None:
+                store.ask(protocol.Get(key), done)
+
+            self._waits.append(store.ask(protocol.Wait((key,)), get))
 
 
 async def play(seed: int, *, fenced: bool) -> Nodes:
