@@ -1,4 +1,4 @@
-"""Every point of the replication protocol at which a node may be lost, in their order."""
+"""Every point of the replication protocol and of the store's at which a node may be lost, in their order."""
 
 from enum import Enum
 
@@ -34,6 +34,11 @@ class Point(Enum):
     FETCH_HALF = "newcomer: half of a chunk is there"
     FETCH_CAME = "newcomer: the chunk is there, unverified"
     FETCH_VERIFIED = "newcomer: all are verified, the header is not written"
+    # In the same recovery, while process groups come together by the key-value store:
+    STORE_OPENED = "owner: the store of another agent has connected"
+    STORE_ASKED = "owner: another agent's store asks for a key"
+    STORE_WAITED = "owner: it has been asked, and has not answered"
+    STORE_TOLD = "asker: the answer is there, and nobody has been told"
 
 
 RECOVERY = frozenset(list(Point)[list(Point).index(Point.REMAKE_BEGUN) :])

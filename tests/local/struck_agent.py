@@ -27,6 +27,8 @@ from ckptless.daemon.agent.lost_copies import LostCopies
 from ckptless.daemon.agent.replicas import Replicas
 from ckptless.daemon.agent.serving import Serving
 from ckptless.daemon.agent.state_service import StateService
+from ckptless.daemon.agent.store_exchange import StoreExchange
+from ckptless.daemon.agent.store_node import StoreNode
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api.version import PAGE_NBYTES
 from ckptless.daemon.peers import messages as p
@@ -214,6 +216,28 @@ def finish(original: Any) -> Any:
     """All chunks have come, or nobody gives them."""
     reached(Point.FETCH_VERIFIED)
     return original()
+
+
+@wrap(StoreExchange, "adopt")
+async def adopt(original: Any, link: Any) -> None:
+    """It hears the connection to its end."""
+    reached(Point.STORE_OPENED)
+    await original(link)
+
+
+@wrap(StoreNode, "_serve")
+def serve_key(original: Any, *args: Any) -> None:
+    """Of another node."""
+    reached(Point.STORE_ASKED)
+    original(*args)
+    reached(Point.STORE_WAITED)
+
+
+@wrap(StoreNode, "_told")
+def told(original: Any, *args: Any) -> None:
+    """By another node."""
+    reached(Point.STORE_TOLD)
+    original(*args)
 
 
 if __name__ == "__main__":
