@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ckptless.daemon.agent import store_protocol as protocol
 from ckptless.daemon.agent.nccl_ids import NcclIds
+from ckptless.daemon.agent.sock_owner import Endpoint
 from ckptless.daemon.agent.store_ids import ClientIds
 from ckptless.daemon.agent.store_protocol import QueueRequest, ReadRequest, Request, WaitRequest, WriteRequest
 from ckptless.daemon.agent.store_state import Registration, StoreState
@@ -19,17 +20,22 @@ logger = logging.getLogger(__name__)
 # All ranks of a job connect in the same moment.
 BACKLOG = 4096
 
+Refuses = Callable[[Endpoint, Endpoint], str | None]
+"""From our end of a connection and the other one to why it is refused; None where it is not."""
+
 
 class StoreServer:
     """One key-value store for all ranks of a job, spoken to by `dist.TCPStore(..., is_master=False)`.
 
     Owned by the event loop that `start` ran in; every method belongs to that loop's thread. `refused` counts
-    the clients that were cut off because they broke the protocol or its limits. There is no authentication:
-    who can reach the address can use the store, so the address should be a loopback one.
+    the clients that were cut off because they broke the protocol or its limits, or because `refuses` gave a
+    reason when they connected. torch's clients cannot be asked for a secret: without `refuses` (`StoreGuard`
+    has one, for loopback addresses) who can reach the address can use the store.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refuses: Refuses | None = None) -> None:
         self.refused = 0
+        self._refuses = refuses
         self._state = StoreState()
         self._ids: NcclIds | None = None
         self._clients: set[_Client] = set()
@@ -72,7 +78,7 @@ class StoreServer:
 
     def _make_client(self) -> "_Client":
         ids = ClientIds(self._ids, self._state) if self._ids is not None else None
-        return _Client(self._state, ids, self._clients, self._count_refused)
+        return _Client(self._state, ids, self._clients, self._count_refused, self._refuses)
 
     def _count_refused(self) -> None:
         self.refused += 1
@@ -87,9 +93,11 @@ class _Client(asyncio.Protocol):
         ids: ClientIds | None,
         clients: "set[_Client]",
         on_refused: Callable[[], None],
+        refuses: Refuses | None,
     ) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._state, self._ids, self._clients, self._on_refused = state, ids, clients, on_refused
+        self._refuses = refuses
         self._parser = protocol.StoreParser()
         self._pending: deque[Request] = deque()
         self._waiting: Registration | None = None
@@ -101,6 +109,10 @@ class _Client(asyncio.Protocol):
         # Answers of a few bytes, each waited for: Nagle's algorithm would add 40 ms to some of them.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._clients.add(self)
+        if self._refuses is not None:
+            own, peer = (transport.get_extra_info(name) for name in ("sockname", "peername"))
+            if (why := self._refuses(own[:2], peer[:2])) is not None:
+                self._refuse(ProtocolError(why))
 
     def connection_lost(self, error: Exception | None) -> None:
         if error is not None:
