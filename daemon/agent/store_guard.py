@@ -17,7 +17,6 @@ from ckptless.daemon.peers.bucket import TokenBucket
 # Events that a stranger can cause: some at once, then few, or the ledger is full of nothing else.
 TOLD_AT_ONCE = 20
 TOLD_PER_S = 1 / 60
-# Of a process's sockets the newest is the one that has just been connected.
 _SOCKET = "socket:[{}]"
 
 
@@ -44,6 +43,7 @@ class StoreGuard:
         self._events = TokenBucket(TOLD_PER_S, TOLD_AT_ONCE)
         self._untold = 0
         self._said = False
+        self._likely = ""
 
     def refuses(self, own: Endpoint, peer: Endpoint) -> str | None:
         """Why the process at `peer`, connected to us at `own`, may not come in; None where it may."""
@@ -68,13 +68,22 @@ class StoreGuard:
             return "a process has connected to the store that is gone already"
         if owner.uid != self._uid:
             return f"a process of uid {owner.uid} has connected to the store of uid {self._uid}"
-        # While the first look goes on a process may be adopted by one that was looked at before.
-        if not (_held_by(descendants(self._root), owner.inode) or self._held_by_any(owner.inode)):
+        if not self._is_ours(_SOCKET.format(owner.inode)):
             return "a process that is none of this job's on this node has connected to the store"
         return None
 
-    def _held_by_any(self, inode: int) -> bool:
-        return _held_by(descendants_by_parents(self._root), inode)
+    def _is_ours(self, wanted: str) -> bool:
+        # Ranks are much alike: what was the socket's number in one of them is it in the next, too.
+        for pid in _children(self._root):
+            if _link_of(pid, self._likely) == wanted:
+                return True
+        # While the first look goes on a process may be adopted by one that was looked at before.
+        for look in (descendants, descendants_by_parents):
+            for pid in look(self._root):
+                if (fd := _find(pid, wanted)) is not None:
+                    self._likely = fd
+                    return True
+        return False
 
     def _tell(self, text: str) -> None:
         if self._events.take(1, self._clock()) > 0:
@@ -86,22 +95,20 @@ class StoreGuard:
         self._on_event("store-refused", text + more)
 
 
-def _held_by(pids: Iterator[int], inode: int) -> bool:
-    wanted = _SOCKET.format(inode)
-    return any(_has_open(pid, wanted) for pid in pids)
-
-
-def _has_open(pid: int, wanted: str) -> bool:
-    folder = f"/proc/{pid}/fd"
+def _link_of(pid: int, fd: str) -> str:
     try:
-        names = os.listdir(folder)  # noqa: PTH208 - the names are all that is wanted, and this is faster
+        return os.readlink(f"/proc/{pid}/fd/{fd}")  # noqa: PTH115 - this is faster
     except OSError:
-        return False  # ended, or somebody else's
-    for name in reversed(names):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"{folder}/{name}") == wanted:  # noqa: PTH115 - as above
-                return True
-    return False
+        return ""  # closed or ended, or somebody else's
+
+
+def _find(pid: int, wanted: str) -> str | None:
+    """The descriptor of a process that is this socket."""
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208 - the names are all that is wanted
+    except OSError:
+        return None
+    return next((fd for fd in reversed(names) if _link_of(pid, fd) == wanted), None)
 
 
 def descendants(root: int) -> Iterator[int]:
