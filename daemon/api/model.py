@@ -108,8 +108,6 @@ class NodeInfo(Value, frozen=True, kw_only=True):
     name: str
     address: str
     agent_port: int
-    store_address: str
-    store_port: int
     nccl_port: int = 0
 
 
@@ -214,9 +212,9 @@ class Assignment(Value, frozen=True, kw_only=True):
     `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
     `shards[rank]` is what the rank has tensors of (see Holdings); `tensor_nodes` are (shard, nodes that hold
     its tensors of that step), `record_nodes[rank]` those that hold the rank's record, nearest first.
-    `store_node` serves the key-value store of this generation. `renew` are slots whose process is replaced
-    although it lives. `tries`, `replaced` and `bad` (slots that may hold no rank any more) are the memory of
-    the ladder. `flapping` are the slots of the generation before whose process was replaced too often.
+    `renew` are slots whose process is replaced although it lives. `tries`, `replaced` and `bad` (slots that
+    may hold no rank any more) are the memory of the ladder. `flapping` are the slots of the generation before
+    whose process was replaced too often.
     `origin`: what the first generation goes on from, for people.
     `stock_roots`: an agent does not know this job's NCCL, which makes roots of its own from now on.
     """
@@ -227,7 +225,6 @@ class Assignment(Value, frozen=True, kw_only=True):
     leader: int
     places: tuple[Place, ...]
     nodes: tuple[NodeInfo, ...]
-    store_node: int
     restore_step: int | None
     shards: tuple[int, ...] = ()
     tensor_nodes: tuple[tuple[int, tuple[int, ...]], ...] = ()

@@ -196,7 +196,6 @@ class LocalRun:
             node=node.number,
             name=node.peer.name,
             address=node.peer.address,
-            store_address=LOCALHOST,
             spec=self._spec,
             argv=options.argv,
             module=options.module,

@@ -8,7 +8,7 @@ import pytest
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.faults import FaultLog, Finding, NodeView, observe
 
-INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1, store_address="a", store_port=2)
+INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1)
 ASSIGNMENT = m.Assignment(
     job="j",
     generation=3,
@@ -16,7 +16,6 @@ ASSIGNMENT = m.Assignment(
     leader=0,
     places=(m.Place(node=0, slot=0), m.Place(node=0, slot=1), m.Place(node=1, slot=0)),
     nodes=(INFO,),
-    store_node=0,
     restore_step=None,
 )
 

@@ -18,8 +18,6 @@ INFOS = tuple(
         name=f"n{node}",
         address=f"10.0.0.{node}",
         agent_port=1,
-        store_address="127.0.0.1",
-        store_port=2,
         nccl_port=100 + node,
     )
     for node in range(3)
@@ -32,7 +30,6 @@ ASSIGNMENT = m.Assignment(
     # The spare has taken the place of node 1.
     places=(m.Place(node=0, slot=0), m.Place(node=2, slot=0)),
     nodes=INFOS,
-    store_node=0,
     restore_step=None,
 )
 

@@ -27,9 +27,7 @@ def view(
     *,
     known: bool = True,
 ) -> NodeView:
-    info = m.NodeInfo(
-        node=node, name=f"node-{node}", address="a", agent_port=1, store_address="a", store_port=2
-    )
+    info = m.NodeInfo(node=node, name=f"node-{node}", address="a", agent_port=1)
     hello = m.AgentHello(protocol=m.PROTOCOL, spec=spec(), info=info, pid=1)
     pairs = tuple((rank, 0, tuple(steps)) for rank, steps in sorted((records or {}).items()))
     holdings = m.Holdings(tensors=((0, tuple(tensors)),), records=pairs)
@@ -177,7 +175,6 @@ def test_two_nodes_at_once_and_the_nearest_record_first() -> None:
     assert following.places[:4] == tuple(m.Place(node=n, slot=s) for n in (3, 4) for s in (0, 1))
     assert following.record_nodes[0][0] == 3
     assert following.record_nodes[2][0] == 4
-    assert following.store_node == 2
 
 
 def test_no_spare_left_names_node_and_rank() -> None:
