@@ -26,64 +26,102 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from facades import HOST, Facade
 
 from ckptless.daemon.agent.environment import GLOO
+from ckptless.daemon.agent.store_guard import StoreGuard
+from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 
 DEADLINE_S = 120.0
-LOCALHOST = "127.0.0.1"
 SHARED = "TORCHELASTIC_USE_AGENT_STORE"
-# "Here I am", as a port number, from a server's process.
 READY_DEADLINE_S = 60.0
+RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to come together: servers to start, and the variables of a rank. None: rank 0 serves."""
+    """One way to come together: servers (from the number of ranks to ports), and the ranks' variables."""
 
     name: str
-    servers: Callable[[], contextlib.AbstractContextManager[list[int]]]
+    servers: Callable[[int], contextlib.AbstractContextManager[list[int]]]
     env: dict[str, str]
 
 
 # ------------------------------------------------------------------------------------ the servers
 
 
-async def serve_stores(count: int) -> None:
-    """`count` agents' stores in this process, until standard input ends; their ports on standard output."""
-    from ckptless.daemon.agent.store_guard import StoreGuard
-    from ckptless.daemon.agent.store_server import StoreServer
+async def serve_agent(number: int, ranks: int) -> None:
+    """What the agent of a node of 8 ranks has for the store, until standard input ends.
 
+    Its ports go to standard output; the ports for agents of all nodes come in over standard input.
+    """
+    facade = Facade(number, silence_s=DEADLINE_S)
     # The ranks are this process's siblings here.
-    guard = StoreGuard(lambda _kind, text: print(text, file=sys.stderr), root=os.getppid())
-    stores = [StoreServer(guard.refuses) for _ in range(count)]
-    print(json.dumps([await store.start(LOCALHOST) for store in stores]), flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    for store in stores:
-        await store.close()
+    refuses = StoreGuard(lambda _kind, text: print(text, file=sys.stderr), root=os.getppid()).refuses
+    facade.store.server.refuses = refuses
+    await facade.start()
+    try:
+        print(json.dumps([facade.port, facade.info.agent_port]), flush=True)
+        ports = json.loads(await asyncio.to_thread(sys.stdin.readline))
+        infos = [
+            NodeInfo(node=n, name=f"n{n}", address=HOST, agent_port=port) for n, port in enumerate(ports)
+        ]
+        places = [Place(node=rank * len(ports) // ranks, slot=0) for rank in range(ranks)]
+        assignment = Assignment(
+            job="job",
+            generation=1,
+            term=1,
+            leader=0,
+            places=tuple(places),
+            nodes=tuple(infos),
+            restore_step=None,
+        )
+        facade.store.follow(assignment, None)
+        print(json.dumps("ready"), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await facade.close()
 
 
 def serve_tcp_store() -> None:
     """torch's own, until standard input ends."""
-    import torch.distributed as dist
+    from ckptless.pytorch_hooks.torch_private import TCPStore
 
-    store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     print(json.dumps([store.port]), flush=True)
     sys.stdin.read()
 
 
-@contextlib.contextmanager
-def server(what: str) -> Iterator[list[int]]:
-    """A process of this file that serves; its ports."""
-    with subprocess.Popen(
-        [sys.executable, __file__, "--serve", what], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        try:
-            if not select.select([process.stdout], [], [], READY_DEADLINE_S)[0]:
-                raise TimeoutError(f"{what} did not come up in {READY_DEADLINE_S:.0f} s")
-            yield json.loads(process.stdout.readline())
-        finally:
+class Server:
+    """A process of this file that serves; in `with`."""
+
+    def __init__(self, *words: object) -> None:
+        command = [sys.executable, __file__, *map(str, words)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def hear(self) -> Any:
+        """The next line that it says. Raises TimeoutError."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], READY_DEADLINE_S)[0]:
+            raise TimeoutError(f"{self._process.args!r} did not come up in {READY_DEADLINE_S:.0f} s")
+        return json.loads(self._process.stdout.readline())
+
+    def tell(self, what: object) -> None:
+        """A line to it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        with self._process as process:
+            assert process.stdin is not None
             process.stdin.close()
             try:
                 process.wait(READY_DEADLINE_S)
@@ -92,19 +130,41 @@ def server(what: str) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def none() -> Iterator[list[int]]:
+def tcp_store(_ranks: int) -> Iterator[list[int]]:
+    """torch's own store in a process of its own; its port."""
+    with Server("--serve-tcp") as server:
+        yield server.hear()
+
+
+@contextlib.contextmanager
+def agents(ranks: int) -> Iterator[list[int]]:
+    """An agent's store for every 8 ranks, each in a process of its own; their ports."""
+    count = max(1, ranks // RANKS_PER_NODE)
+    with contextlib.ExitStack() as stack:
+        words = ("--ranks", ranks, "--serve-agent")
+        servers = [stack.enter_context(Server(*words, number)) for number in range(count)]
+        ports = [server.hear() for server in servers]
+        for server in servers:
+            server.tell([agent for _, agent in ports])
+        for server in servers:
+            assert server.hear() == "ready"
+        yield [port for port, _ in ports]
+
+
+@contextlib.contextmanager
+def nobody(_ranks: int) -> Iterator[list[int]]:
     """A free port, on which rank 0 will listen."""
-    with socket.create_server((LOCALHOST, 0)) as probe:
+    with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
     yield [port]
 
 
 WAYS = (
-    Way("torch's default", none, {}),
-    Way("a running TCPStore", lambda: server("tcp"), {SHARED: "True"}),
-    Way("a running TCPStore, lazy Gloo", lambda: server("tcp"), {SHARED: "True", **GLOO}),
-    Way("agents' stores, stock Gloo", lambda: server("stores"), {SHARED: "True"}),
-    Way("agents' stores", lambda: server("stores"), {SHARED: "True", **GLOO}),
+    Way("torch's default", nobody, {}),
+    Way("a running TCPStore", tcp_store, {SHARED: "True"}),
+    Way("a running TCPStore, lazy Gloo", tcp_store, {SHARED: "True", **GLOO}),
+    Way("agents' stores, stock Gloo", agents, {SHARED: "True"}),
+    Way("agents' stores", agents, {SHARED: "True", **GLOO}),
 )
 
 
@@ -132,7 +192,7 @@ def rank_process(rank: int, world: int, delay_s: float, at: float, out: int) -> 
 def one_round(way: Way, world: int, delays_s: Sequence[float], out: Path) -> float:
     """Seconds from the last start to the last end. Raises TimeoutError, with what the ranks have said."""
     reader, writer = os.pipe()
-    with way.servers() as ports, out.open("w") as log:
+    with way.servers(world) as ports, out.open("w") as log:
         at = time.monotonic() + 0.01 * world
         pids: list[int] = []
         try:
@@ -143,7 +203,7 @@ def one_round(way: Way, world: int, delays_s: Sequence[float], out: Path) -> flo
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
                     port = ports[rank * len(ports) // world]
-                    os.environ.update(way.env, MASTER_ADDR=LOCALHOST, MASTER_PORT=str(port))
+                    os.environ.update(way.env, MASTER_ADDR=HOST, MASTER_PORT=str(port))
                     with contextlib.suppress(KeyboardInterrupt):
                         rank_process(rank, world, delays_s[rank], at, writer)
                     os._exit(1)
@@ -193,15 +253,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--spread", type=float, default=0.3, help="seconds over which the ranks start")
-    parser.add_argument("--stores", type=int, default=1, help="agents' stores to deal the ranks out to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", choices=["tcp", "stores"])
+    parser.add_argument("--serve-tcp", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve-agent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve == "tcp":
+    if options.serve_tcp:
         serve_tcp_store()
         return
-    if options.serve == "stores":
-        asyncio.run(serve_stores(options.stores))
+    if options.serve_agent is not None:
+        asyncio.run(serve_agent(options.serve_agent, options.ranks))
         return
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     import torch
