@@ -252,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--spread", type=float, default=0.3, help="seconds over which the ranks start")
+    parser.add_argument("--spread", type=float, default=0.1, help="seconds over which the ranks start")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve-tcp", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--serve-agent", type=int, help=argparse.SUPPRESS)
