@@ -46,8 +46,9 @@ FLUSH_DEADLINE_S = 1.0
 class Agent:
     """One agent. `run` returns the job's exit code when the job is over."""
 
-    def __init__(self, config: AgentConfig) -> None:
-        self._config = config
+    def __init__(self, config: AgentConfig, zygote: tuple[int, int] | None = None) -> None:
+        """`zygote`: pid and socket of one that this process has already, see `hatch`."""
+        self._config, self._own_zygote = config, zygote
         self._vault = Vault()
         self._zygote = Zygote(self._event)
         self._console = ConsoleOutput(1, self._event)
@@ -103,7 +104,7 @@ class Agent:
             nccl_port = await self._nccl.start(config.address, config.env)
             self._ranks.start()
             brought = await self._keeping.claim()
-            await self._zygote.start(config.preload, config.env, config.zygote_deadline_s)
+            await self._zygote.start(config.preload, config.env, config.zygote_deadline_s, self._own_zygote)
             info = m.NodeInfo(
                 node=config.node,
                 name=config.name,
