@@ -78,10 +78,13 @@ class StoreExchange:
             for said in held:
                 self._take(number, said)
 
-    def send(self, node: int, item: Item) -> None:
-        """Soon, with what else goes there: in order, or the other agent is lost."""
+    def send(self, generation: int, node: int, item: Item) -> None:
+        """Soon, with what else goes there: in order, or the other agent is lost.
+
+        What the store of an old generation has to say, to take something back, is not said any more.
+        """
         other = self._others.get(node)
-        if other is None or self._closed:
+        if other is None or generation != self._generation or self._closed:
             return
         other.unsaid.append(item)
         if self._flushing is None:

@@ -1,6 +1,7 @@
 """The key-value store as an agent has it: its ranks' end, its keys, and its way to the other agents."""
 
 from collections.abc import Callable
+from functools import partial
 
 from ckptless.daemon.agent.nccl_ids import NcclIds
 from ckptless.daemon.agent.store_exchange import Dial, StoreExchange
@@ -29,10 +30,11 @@ class StoreService:
 
     def follow(self, assignment: Assignment, ids: NcclIds | None) -> None:
         """A new generation: no key of the old one, and nobody who waits for one, is left."""
-        homes = Homes([place.node for place in assignment.places], assignment.generation)
-        node = StoreNode(self._me, homes, self.exchange.send)
+        generation = assignment.generation
+        homes = Homes([place.node for place in assignment.places], generation)
+        node = StoreNode(self._me, homes, partial(self.exchange.send, generation))
         self.server.cut(ids, node)
-        self.exchange.follow(assignment.generation, {info.node: info for info in assignment.nodes}, node)
+        self.exchange.follow(generation, {info.node: info for info in assignment.nodes}, node)
 
     async def close(self) -> None:
         """Hang up on everybody."""

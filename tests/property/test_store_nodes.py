@@ -27,24 +27,23 @@ VALUES = (b"1", b"2", b"x")
 
 def any_request(dice: random.Random) -> Request:
     key, value = dice.choice(KEYS), dice.choice(VALUES)
-    return dice.choice(
-        [
-            protocol.Set(key, value),
-            protocol.Get(key),
-            protocol.Get(key),
-            protocol.MultiGet(tuple(dice.choices(KEYS, k=2))),
-            protocol.MultiSet(((key, value), (dice.choice(KEYS), b"m"))),
-            protocol.Append(key, value),
-            protocol.Add(b"n", 1),
-            protocol.CompareSet(key, dice.choice((*VALUES, b"")), value),
-            protocol.Delete(key),
-            protocol.Wait((key,)),
-            protocol.Wait(KEYS),
-            protocol.Check((key,)),
-            protocol.QueuePush(b"q", value),
-            protocol.QueuePop(b"q"),
-        ]
-    )
+    requests: list[Request] = [
+        protocol.Set(key, value),
+        protocol.Get(key),
+        protocol.Get(key),
+        protocol.MultiGet(tuple(dice.choices(KEYS, k=2))),
+        protocol.MultiSet(((key, value), (dice.choice(KEYS), b"m"))),
+        protocol.Append(key, value),
+        protocol.Add(b"n", 1),
+        protocol.CompareSet(key, dice.choice((*VALUES, b"")), value),
+        protocol.Delete(key),
+        protocol.Wait((key,)),
+        protocol.Wait(KEYS),
+        protocol.Check((key,)),
+        protocol.QueuePush(b"q", value),
+        protocol.QueuePop(b"q"),
+    ]
+    return dice.choice(requests)
 
 
 def play(seed: int, make: Callable[..., StoreNode] = StoreNode) -> World:
@@ -104,7 +103,11 @@ class Unacknowledged(StoreNode):
 
     def __init__(self, me: int, homes: Homes, send: Callable[..., None]) -> None:
         super().__init__(me, homes, send)
-        self._owner._drop = lambda node, key: (send(node, Drop(key)), self._owner.dropped(node, key))[0]
+        self._owner._drop = self._call_back
+
+    def _call_back(self, node: int, key: bytes) -> None:
+        self._send(node, Drop(key))
+        self._owner.dropped(node, key)
 
     def heard(self, node: int, item: Item) -> None:
         if not isinstance(item, Dropped):

@@ -34,6 +34,7 @@ T = TypeVar("T")
 Client: TypeAlias = Any
 SOON = timedelta(milliseconds=150)
 LONG = timedelta(seconds=30)
+FACADES = Path(__file__).parents[1] / "unit" / "daemon" / "facades.py"
 HELLO = struct.pack("<BI", protocol.Op.VALIDATE, protocol.MAGIC)
 
 
@@ -81,7 +82,7 @@ def served() -> Iterator[Served]:
 def our_process(nodes: int = 1) -> Iterator[list[int]]:
     """Our stores in a process. Gives the port of each node; at the end, they must have refused nobody."""
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("facades.py")), str(nodes)],
+        [sys.executable, str(FACADES), str(nodes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
