@@ -69,12 +69,7 @@ class Crew:
         spec = SpawnSpec(
             argv=self._config.argv,
             module=self._config.module,
-            env={
-                **user_env(self._config.env),
-                **own,
-                AGENT_SOCKET: self._config.rank_socket,
-                RESUME: self._resume,
-            },
+            env={**user_env(self._config.env), **own, **self._hooks_env()},
             cwd=Path(self._config.cwd),
             stdout="pipe",
         )
@@ -104,6 +99,12 @@ class Crew:
         elif link is not None:
             link.close()
         self.on_change()
+
+    def _hooks_env(self) -> dict[str, str]:
+        """By which ckptless.run finds the agent; without it a script is plain PyTorch."""
+        if not self._config.spec.recovers:
+            return {}
+        return {AGENT_SOCKET: self._config.rank_socket, RESUME: self._resume}
 
     def _attach_output(self, tenant: Tenant, rank: int | None) -> None:
         process = tenant.process

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.environment import RANKS_PER_ROOT, rank_env, ranks_per_root, user_env
+from ckptless.daemon.agent.environment import GLOO, RANKS_PER_ROOT, rank_env, ranks_per_root, user_env
 from ckptless.daemon.agent.nccl_service import NcclService
 from ckptless.daemon.agent.nccl_wire import Address
 from ckptless.daemon.api import messages as m
@@ -91,7 +91,8 @@ def test_an_unknown_nccl_is_told_to_the_daemon_once() -> None:
 
 def test_nccl_comm_id_does_not_reach_the_ranks() -> None:
     env = {"NCCL_COMM_ID": "10.0.0.1:1234", "NCCL_DEBUG": "WARN"}
-    assert user_env(env) == {"NCCL_DEBUG": "WARN"}
+    assert user_env(env) == {**GLOO, "NCCL_DEBUG": "WARN"}
+    assert user_env({"TORCH_GLOO_LAZY_INIT": "0"})["TORCH_GLOO_LAZY_INIT"] == "0"
     assert asyncio.run(_started(env)) == ["nccl-comm-id"]
     assert asyncio.run(_started({})) == []
 
