@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.ready
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
 	tests/nccl tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm bench-store lint types imports check format clean
+.PHONY: setup demo test test-slow test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm bench-store lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
@@ -28,6 +28,11 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+# The tests that stand on torch, on other torches: environments of 7 GB each in .torch/, one after the other.
+VERSIONS ?= 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1
+test-torch-matrix: $(STAMP)
+	$(BIN)/python tests/torch/matrix.py $(ARGS) $(VERSIONS)
 
 # How much of the control core the unit tests and the simulator reach.
 CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.peering,ckptless.daemon.jobs

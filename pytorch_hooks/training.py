@@ -138,7 +138,7 @@ class Run:
             self._was_spare = env.read().rank < 0
         self._part, self._kept = part, False
         self._on_recovery.clear()
-        env.become(part.rank, part.world_size, part.group_rank, part.store, stock_roots=part.stock_roots)
+        env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
         if part.restore_step is None:
             self._state = self._tensors = None
             self._cursor, self._step, self._saved, self._dirty = Cursor(), 0, 0, False
