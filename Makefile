@@ -8,9 +8,9 @@ STAMP  := $(VENV)/.ready
 
 # Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
-	tests/nccl tests/sim tests/local tests/slurm docs/demo
+	tests/nccl tests/gpu tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm lint types imports check format clean
+.PHONY: setup demo test test-slow test-gpu coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
@@ -28,6 +28,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+# What needs a CUDA device; without one all of it is skipped.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q tests/gpu $(ARGS)
 
 # How much of the control core the unit tests and the simulator reach.
 CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.peering,ckptless.daemon.jobs
