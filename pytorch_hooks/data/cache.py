@@ -48,9 +48,9 @@ class Cache:
         process that has been making it for an hour, and what `make` raises.
         """
         path = self.folder / name
-        if self._use(path):
-            return path
         try:
+            if self._use(path):
+                return path
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._locked(path):
                 if not self._use(path):
@@ -66,8 +66,11 @@ class Cache:
 
     @staticmethod
     def _use(path: Path) -> bool:
+        """Whether it is there. Its age is the time of its last use; that of the last change is part of
+        what it is.
+        """
         try:
-            os.utime(path)
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
             return False
         except PermissionError:
@@ -116,7 +119,7 @@ class Cache:
             with contextlib.suppress(FileNotFoundError):
                 if path.suffix not in {".lock", ".part"} and path != but:
                     status = path.stat()
-                    found.append((status.st_mtime, status.st_size, path))
+                    found.append((status.st_atime, status.st_size, path))
         taken = sum(size for _time, size, _path in found)
         for _time, size, path in sorted(found):
             if taken + nbytes <= self._budget_nbytes:

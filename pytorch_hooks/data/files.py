@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -23,18 +24,19 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 class DataFile:
-    """An open file, read by several processes (it has no position). Raises DataError."""
+    """An open file, read by several processes (it has no position); `close` closes it. Raises DataError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            self._file = self.path.open("rb", buffering=0)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise DataError(f"cannot open {self.path}: {error.strerror}") from error
+        self.close = weakref.finalize(self, os.close, self._fd)
         self.stamp = self._stamp()
 
     def _stamp(self) -> Stamp:
-        status = os.fstat(self._file.fileno())
+        status = os.fstat(self._fd)
         return Stamp(str(self.path), status.st_size, status.st_mtime_ns)
 
     def check(self) -> None:
@@ -52,13 +54,9 @@ class DataFile:
         """The bytes from `begin` to `end`."""
         self.check()
         try:
-            data = os.pread(self._file.fileno(), end - begin, begin)
+            data = os.pread(self._fd, end - begin, begin)
         except OSError as error:
             raise DataError(f"cannot read {self.path} at byte {begin}: {error.strerror}") from error
         if len(data) != end - begin:
             raise DataError(f"{self.path} ends at byte {begin + len(data)}, not at {end} or later")
         return data
-
-    def close(self) -> None:
-        """Close it."""
-        self._file.close()

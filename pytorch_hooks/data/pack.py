@@ -86,6 +86,8 @@ def pack(documents: Iterable[Indices], how: Pack) -> list[dict[str, Indices]]:
     stream = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
     owner = np.concatenate(owners) if owners else stream
     count = how.rows(len(stream))
+    if not count:
+        return []
     missing = max(0, count * how.length - len(stream))
     stream = np.append(stream, np.full(missing, how.padding, dtype=np.int64))[: count * how.length]
     owner = np.append(owner, np.full(missing, -1, dtype=np.int64))[: count * how.length]

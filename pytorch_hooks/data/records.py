@@ -33,15 +33,15 @@ _NEWLINE = 10
 _SPACE = np.frombuffer(b" \t\r\n\v\f", dtype=np.uint8)
 
 
-def offsets_of(file: DataFile) -> Offsets:
+def offsets_of(file: DataFile, read_nbytes: int = READ_NBYTES) -> Offsets:
     """Find the records: (records + 1) offsets. Raises DataError."""
     size = file.stamp.nbytes
     first = len(BOM) if file.read(0, min(size, len(BOM))) == BOM else 0
     begins: list[Offsets] = [np.empty(0, dtype=np.uint64)]
     doubtful: list[npt.NDArray[np.bool_]] = [np.empty(0, dtype=bool)]
     at_start = True
-    for begin in range(first, size, READ_NBYTES):
-        data = np.frombuffer(file.read(begin, min(begin + READ_NBYTES, size)), dtype=np.uint8)
+    for begin in range(first, size, read_nbytes):
+        data = np.frombuffer(file.read(begin, min(begin + read_nbytes, size)), dtype=np.uint8)
         lines = np.flatnonzero(data == _NEWLINE) + 1
         if at_start:
             lines = np.concatenate([[0], lines])

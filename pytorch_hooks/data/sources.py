@@ -92,7 +92,8 @@ class JsonLines:
         self._cache = cache or Cache()
         self._keep_damaged = keep_damaged
         self._files: list[_Lines] = []
-        self._stamps: list[DataFile] = []
+        self._given: list[DataFile] = []
+        self._held: list[DataFile] = []
         self._firsts = np.zeros(1, dtype=np.int64)
 
     @property
@@ -114,17 +115,24 @@ class JsonLines:
         self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
     def _open(self, path: Path) -> None:
-        given = DataFile(path)
-        self._stamps.append(given)
+        given = self._hold(DataFile(path))
+        self._given.append(given)
         plain, damage = self._plain(given)
         if damage and not self._keep_damaged:
             raise DataError(damage)
         self._files.append(_Lines(path, plain, _index(plain, self._cache), damage))
 
+    def _hold(self, file: DataFile) -> DataFile:
+        """Have `close` close it."""
+        self._held.append(file)
+        return file
+
     def _plain(self, given: DataFile) -> tuple[DataFile, str]:
         """The file as lines of JSON, and what of it is damaged."""
-        head = given.read(0, min(2, given.stamp.nbytes))
-        return _unpacked(given, self._cache) if head == GZIP else (given, "")
+        if given.read(0, min(2, given.stamp.nbytes)) != GZIP:
+            return given, ""
+        path, damage = _unpacked(given, self._cache)
+        return self._hold(DataFile(path)), damage
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -150,15 +158,15 @@ class JsonLines:
 
     def describe(self, *, strict: bool) -> object:
         """See Source."""
-        stamps = [file.stamp for file in self._stamps]
+        stamps = [file.stamp for file in self._given]
         files = [msgspec.structs.astuple(s) if strict else s.same_content() for s in stamps]
         return [type(self).__name__, len(self), files]
 
     def close(self) -> None:
         """See Source."""
-        for file in [*self._stamps, *(lines.file for lines in self._files)]:
+        for file in self._held:
             file.close()
-        self._files, self._stamps = [], []
+        self._files, self._given, self._held = [], [], []
 
 
 class Json(JsonLines):
@@ -184,10 +192,7 @@ class Json(JsonLines):
                 # A line break in JSON is white space: within strings it is escaped.
                 out.write(bytes(element).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n")
 
-        lines = DataFile(self._cache.entry(name, make, nbytes=found.stamp.nbytes))
-        if found is not given:
-            found.close()
-        return lines, ""
+        return self._hold(DataFile(self._cache.entry(name, make, nbytes=found.stamp.nbytes))), ""
 
 
 def _index(file: DataFile, cache: Cache) -> records.Offsets:
@@ -202,7 +207,7 @@ def _index(file: DataFile, cache: Cache) -> records.Offsets:
     raise DataError(f"the index {path} cannot be read back after it was written: is the disk sound?")
 
 
-def _unpacked(given: DataFile, cache: Cache) -> tuple[DataFile, str]:
+def _unpacked(given: DataFile, cache: Cache) -> tuple[Path, str]:
     """The file without gzip, and what of it is damaged."""
     stamp = given.stamp
     name = f"{key('gzip', given.path.resolve(), stamp.nbytes, stamp.changed_ns)}.jsonl"
@@ -216,8 +221,8 @@ def _unpacked(given: DataFile, cache: Cache) -> tuple[DataFile, str]:
         cache.drop(damage_name)
         cache.entry(damage_name, lambda note: _put(note, damage))
 
-    file = DataFile(cache.entry(name, unpack, nbytes=stamp.nbytes * UNPACKED))
-    return file, cache.entry(damage_name, lambda note: _find_damage(note, given.path)).read_text()
+    path = cache.entry(name, unpack, nbytes=stamp.nbytes * UNPACKED)
+    return path, cache.entry(damage_name, lambda note: _find_damage(note, given.path)).read_text()
 
 
 def _put(out: BinaryIO, text: str) -> None:
