@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -149,9 +150,25 @@ FAULTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(job=jobs(), replicas=st.integers(1, MOST_REPLICAS), faults=FAULTS)
+FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+REPLICAS = st.integers(1, MOST_REPLICAS)
+
+
+@FEW
+@given(job=jobs(), replicas=REPLICAS, faults=FAULTS)
 def test_no_sample_twice_and_none_left_out(job: Job, replicas: int, faults: list[Fault]) -> None:
+    check(job, replicas, faults)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(FEW, max_examples=400)
+@given(job=jobs(), replicas=REPLICAS, faults=FAULTS)
+def test_no_sample_twice_and_none_left_out_in_many(job: Job, replicas: int, faults: list[Fault]) -> None:
+    check(job, replicas, faults)
+
+
+def check(job: Job, replicas: int, faults: list[Fault]) -> None:
     whole = job.loader(0, 1, 0)
     want = [batch for _ in range(job.epochs) for batch in whole]
     living = {r: Replica(job, r, replicas, 0) for r in range(replicas)}
