@@ -18,7 +18,7 @@ setup: $(STAMP)
 $(STAMP): setup.cfg Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar off $(TORCH)
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,plot,test,lint]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint]'
 	touch $@
 
 demo: $(STAMP)
