@@ -24,6 +24,7 @@ from ckptless.daemon.agent.save_service import SaveService
 from ckptless.daemon.agent.seats import Seats
 from ckptless.daemon.agent.slots import Slot
 from ckptless.daemon.agent.state_service import StateService
+from ckptless.daemon.agent.store_guard import StoreGuard
 from ckptless.daemon.agent.store_service import StoreService
 from ckptless.daemon.agent.twins import Twins
 from ckptless.daemon.agent.vault import Vault
@@ -88,6 +89,7 @@ class Agent:
         self._crew.on_change = self._changed
         self._crew.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
         self._replicas.serving.on_store = self._store.adopt
+        self._store.server.refuses = StoreGuard(self._event).refuses
         self._replicas.serving.on_compare, self._twins.check.on_doubt = self._twins.asked, self._changed
         self._saving.saver.on_event = self._keeping.on_event = self._tell_of
         self._crew.on_hello = self._rank_hello

@@ -5,9 +5,11 @@ import ipaddress
 import logging
 import socket
 from collections import deque
+from collections.abc import Callable
 
 from ckptless.daemon.agent import store_protocol as protocol
 from ckptless.daemon.agent.nccl_ids import NcclIds
+from ckptless.daemon.agent.sock_owner import Endpoint
 from ckptless.daemon.agent.store_answers import Answer, Refusal, Reply
 from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.agent.store_ids import ClientIds
@@ -21,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # All ranks of a job connect in the same moment.
 BACKLOG = 4096
+
+Refuses = Callable[[Endpoint, Endpoint], str | None]
+"""From our end of a connection and the other one to why it is refused; None where it is not."""
 
 
 def _to_nobody(_node: int, _item: Item) -> None:
@@ -37,12 +42,13 @@ class StoreServer:
 
     Owned by the event loop that `start` ran in; every method belongs to that loop's thread. `requests`
     counts what clients have asked, `refused` those that were cut off because they broke the protocol or its
-    limits. There is no authentication: who can reach the address can use the store, so it should be a
-    loopback one.
+    limits, or because `refuses` gave a reason when they connected. torch's clients cannot be asked for a
+    secret: without `refuses` (see `StoreGuard`) whoever can reach the address can use the store.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refuses: Refuses | None = None) -> None:
         self.refused = 0
+        self.refuses = refuses
         self.requests = 0
         self._node, self._rounds = alone(), StoreState()
         self._ids: NcclIds | None = None
@@ -115,6 +121,10 @@ class _Client(asyncio.Protocol):
         # Answers of a few bytes, each waited for: Nagle's algorithm would add 40 ms to some of them.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server.clients.add(self)
+        if self._server.refuses is not None:
+            own, peer = (transport.get_extra_info(name) for name in ("sockname", "peername"))
+            if (why := self._server.refuses(own[:2], peer[:2])) is not None:
+                self._refuse(Refusal(why, hostile=True))
 
     def connection_lost(self, error: Exception | None) -> None:
         if error is not None:

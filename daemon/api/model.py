@@ -74,6 +74,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
     knows, and an empty tuple that of none is known. `saved_step` is the one on the disk, if any.
     Every agent of a job must tell the same: the first voters follow from it.
 
+    `recovers` False is tier 1: no fault is answered, the first one ends the job. Ranks know of no agent then.
+
     `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
     in all of its runs and after a requeue (see launch/identity.py); in local mode each run has its own.
     """
@@ -88,6 +90,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     domains: tuple[str, ...] = ()
     run_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] = NO_RUN
     saved_step: int | None = None
+    recovers: bool = True
 
     @property
     def world_size(self) -> int:

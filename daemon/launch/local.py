@@ -53,8 +53,9 @@ ALWAYS_PRELOADED = (
     "torch._dynamo",
     "torch.nn.parallel",
     "torch.utils.data",
-    "ckptless.pytorch_hooks",
 )
+# And this, where faults are answered.
+HOOKS = "ckptless.pytorch_hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class LocalOptions:
     state_dir: Path | None
     port: int
     verbose: bool
+    recovers: bool = True
     domains: tuple[str, ...] = ()
     save: SaveConfig | None = None
     replication: ReplicationConfig = field(default_factory=ReplicationConfig)
@@ -109,6 +111,7 @@ class LocalRun:
             domains=options.domains,
             run_id=secrets.token_hex(16),
             saved_step=saved_step(options.save),
+            recovers=options.recovers,
         )
         root = options.state_dir or default_state_dir().parent / options.job
         self.state_dir = root.absolute()
