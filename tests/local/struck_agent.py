@@ -36,7 +36,7 @@ from ckptless.daemon.peers.bulk import Pump
 from ckptless.daemon.peers.link import Link
 
 PLAN = Path(sys.argv[1])
-CONFIG = Path(sys.argv[-1])
+CONFIG = Path(sys.argv[sys.argv.index("--local") + 1])
 NODE = int(CONFIG.parent.name.removeprefix("node-"))
 STRIKES = [(Point[name], int(step), int(node)) for name, step, node in json.loads(PLAN.read_text())]
 # What the task is doing: "give" or "hold" a copy, "serve" or "fetch" chunks.
