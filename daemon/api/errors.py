@@ -5,6 +5,8 @@ CkptlessError
  +- ProtocolError       a message or file that breaks its format, version or limits
  |   +- MismatchError          the other end is a ckptless that speaks another protocol
  |   +- BadVersionError        a version of the state that does not verify
+ |   +- BadEntryError          a batch in shared memory that does not verify
+ +- DataError           a batch could not be made: what the loader's code raised, or its process's end
  +- LedgerError         the ledger cannot be opened or written
  +- PeerError           another process cannot be reached, or is not who it should be
  +- StartError          a daemon or agent could not start
@@ -41,10 +43,18 @@ class BadVersionError(ProtocolError):
         self.chunk = chunk
 
 
+class BadEntryError(ProtocolError):
+    """An entry of a ring that does not verify, or is another one than was said."""
+
+
 class LedgerError(CkptlessError):
     """The ledger cannot be opened, migrated or written."""
 
     exit_code = 3
+
+
+class DataError(CkptlessError):
+    """A batch could not be made; the text has the traceback of what was raised in the producer."""
 
 
 class PeerError(CkptlessError):

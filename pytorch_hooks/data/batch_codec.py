@@ -26,6 +26,7 @@ VERSION = 1
 ALIGN_NBYTES = 64
 TABLE_LIMIT = 64 << 20
 ARRAYS_LIMIT = 1 << 20
+DIMENSIONS_LIMIT = 64
 DEPTH_LIMIT = 60
 """Of containers in each other: state.codec's, less the table's own."""
 
@@ -199,8 +200,10 @@ def _read_head(head: Any) -> _Array:
     if type(head) is not list or len(head) != 3 or head[0] not in _MAKERS or type(head[1]) is not str:
         raise ProtocolError("the table of a batch has an array of another form")
     kind, dtype, sizes = head
-    if type(sizes) is not list or len(sizes) > 64 or not all(type(n) is int and 0 <= n < 1 << 48 for n in sizes):
+    if type(sizes) is not list or not all(type(n) is int and 0 <= n < 1 << 48 for n in sizes):
         raise ProtocolError("a shape in the table of a batch is no list of sizes")
+    if len(sizes) > DIMENSIONS_LIMIT:
+        raise ProtocolError(f"an array of {len(sizes)} dimensions in a batch")
     if kind == "tensor":
         if dtype not in raw.DTYPES:
             raise ProtocolError(f"a tensor of the unknown type {dtype!r} in a batch")

@@ -137,7 +137,9 @@ def test_changed_bytes_decode_or_are_refused(batch: Any, data: st.DataObject) ->
 
 
 heads = st.one_of(
-    st.lists(st.one_of(st.sampled_from(["tensor", "array", "int64", "<i8", "<b9"]), st.integers()), max_size=4),
+    st.lists(
+        st.one_of(st.sampled_from(["tensor", "array", "int64", "<i8", "<b9"]), st.integers()), max_size=4
+    ),
     st.tuples(
         st.sampled_from(["tensor", "array"]),
         st.sampled_from(["int64", "<i8", "|O8", "nothing"]),
