@@ -22,7 +22,7 @@ DEATHS = 3
 
 @dataclass
 class _Mark:
-    """Where a reader is: it takes `next`, never goes back before `done`, and was sent what is before `sent`."""
+    """A reader takes `next` next, never goes back before `done`, and was sent what is before `sent`."""
 
     stream: int
     next: int
@@ -132,9 +132,7 @@ class Ring:
         for mark in self._marks.values():
             if mark.stream == number:
                 mark.sent, mark.told = max(mark.next, min(mark.sent, seq)), False
-        text = (
-            f"{len(gone)} batches of stream {number}, from {seq} on, are not used: others are to follow now"
-        )
+        text = f"{len(gone)} batches of stream {number}, from {seq} on, are not used: others follow now"
         return [*(Free(number, other) for other in gone), Tell("ring-position", text)]
 
     def took(self, reader: int, seq: int, done: int) -> list[Action]:
