@@ -1,7 +1,7 @@
 """Batches to bytes and back: trees of Python values, whose tensors and arrays come back without a copy.
 
     head     magic "CKBT", version u16, zero u16, bytes of the table u64   (little-endian)
-    table    state.codec: [what each tensor or array is, the batch with a reference in place of each]
+    table    state.codec: [what each tensor or array is, the batch with references in their place, encoded]
     arrays   the bytes of each, in that order, each at the next multiple of 64
 
 Where an array lies follows from the sizes before it, so that no two can overlap. There is no checksum: what
@@ -79,7 +79,7 @@ def encode(batch: object) -> Encoded:
     if len(arrays) > ARRAYS_LIMIT:
         raise UsageError(f"a batch with {len(arrays)} tensors and arrays; the limit is {ARRAYS_LIMIT}")
     heads = [[array.kind, array.dtype, list(array.shape)] for array, _ in arrays]
-    table = codec.pack([heads, tree], name="batch")
+    table = codec.pack([heads, codec.pack(tree, name="batch")])
     if len(table) > TABLE_LIMIT:
         raise UsageError(
             f"what is not tensors and arrays in a batch takes {len(table)} bytes; the limit is {TABLE_LIMIT}"
@@ -189,11 +189,11 @@ def _decode(data: Buffer, start: int, nbytes: int) -> Any:
 
 def _read_table(data: memoryview) -> tuple[list[_Array], Any]:
     found = codec.unpack(data)
-    if type(found) is not list or len(found) != 2 or type(found[0]) is not list:
+    if type(found) is not list or [type(part) for part in found] != [list, bytes]:
         raise ProtocolError("the table of a batch is of another form")
     if len(found[0]) > ARRAYS_LIMIT:
         raise ProtocolError(f"a batch of {len(found[0])} arrays; the limit is {ARRAYS_LIMIT}")
-    return [_read_head(head) for head in found[0]], found[1]
+    return [_read_head(head) for head in found[0]], codec.unpack(found[1])
 
 
 def _read_head(head: Any) -> _Array:

@@ -151,7 +151,7 @@ heads = st.one_of(
 @FEW
 @given(st.lists(heads, max_size=3), st.integers(0, 300))
 def test_any_table_decodes_or_is_refused(table: list[Any], more: int) -> None:
-    body = codec.pack([table, [codec.Ref(str(i)) for i in range(len(table))]])
+    body = codec.pack([table, codec.pack([codec.Ref(str(i)) for i in range(len(table))])])
     data = bytearray(struct.pack("<4sHHQ", b"CKBT", 1, 0, len(body)) + body + bytes(more))
     with suppress(ProtocolError):
         batch_codec.decode(data, 0, len(data))
@@ -159,7 +159,7 @@ def test_any_table_decodes_or_is_refused(table: list[Any], more: int) -> None:
 
 def test_each_array_has_one_place() -> None:
     for tree in ([], [codec.Ref("0"), codec.Ref("0")], [codec.Ref("1")], [codec.Ref("x")], [codec.Ref("-1")]):
-        body = codec.pack([[["tensor", "int64", [0]]], tree])
+        body = codec.pack([[["tensor", "int64", [0]]], codec.pack(tree)])
         data = bytearray(struct.pack("<4sHHQ", b"CKBT", 1, 0, len(body)) + body)
         with pytest.raises(ProtocolError):
             batch_codec.decode(data, 0, len(data))
