@@ -30,7 +30,7 @@ from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit/daemon"))
 
-from facades import HOST, Facade
+from facades import HOST, Facade  # type: ignore[import-not-found]
 
 from ckptless.daemon.agent.environment import GLOO
 from ckptless.daemon.agent.store_guard import StoreGuard
