@@ -115,7 +115,13 @@ def check() -> None:
         raise TorchMismatch(f"torch {torch.__version__} is too old for ckptless, which supports {_SPAN}.")
     refuse_moved(_NEEDED)
     if version > NEWEST:
-        _log.warning("torch %s is newer than what ckptless was tested with (%s)", torch.__version__, _SPAN)
+        # What is compiled says nothing of what it does: only tests tell, and nobody has run them.
+        _log.warning(
+            "torch %s is newer than what ckptless was tested with (%s): all that recovery uses inside it is "
+            "there, so it is used; where a recovery goes wrong, take one of those",
+            torch.__version__,
+            _SPAN,
+        )
 
 
 # ------------------------------------------------------------------------------------- process groups

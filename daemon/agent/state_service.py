@@ -68,7 +68,7 @@ class StateService:
             restore_step=assignment.restore_step,
             store=self._crew.store,
             peers=tuple(info.address for info in assignment.nodes),
-            stock_roots=assignment.stock_roots,
+            ranks_per_root=self._crew.ranks_per_root(assignment),
         )
 
     # ----------------------------------------------------------------------------------- commits

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import pytest
+import torch
 
 # What torch.distributed has too, but only here do type checkers find it.
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -35,6 +36,12 @@ Client: TypeAlias = Any
 SOON = timedelta(milliseconds=150)
 LONG = timedelta(seconds=30)
 FACADES = Path(__file__).parents[1] / "unit" / "daemon" / "facades.py"
+# Calls that came with this torch; an older one's clients have none to make.
+SINCE = {"list_keys": (2, 10), "barrier": (2, 13)}
+ALWAYS = """
+    add append check clone compare_set delete_key get has_extended_api host libuvBackend multi_get multi_set
+    num_keys port queue_len queue_pop queue_push set set_timeout timeout wait
+"""
 HELLO = struct.pack("<BI", protocol.Op.VALIDATE, protocol.MAGIC)
 
 
@@ -123,15 +130,28 @@ def settle(*stores: Client) -> None:
         store.num_keys()
 
 
+def has(call: str) -> bool:
+    return hasattr(TCPStore, call)
+
+
+def test_a_client_has_the_calls_of_its_torch() -> None:
+    """What is missing elsewhere, or is new, would be compared by nobody."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert {call: has(call) for call in SINCE} == {call: version >= since for call, since in SINCE.items()}
+    assert {name for name in dir(TCPStore) if not name.startswith("_")} - set(SINCE) == set(ALWAYS.split())
+
+
 def script(ports: list[int]) -> Iterator[Any]:
     """Every call of a store, with two clients, of the last two nodes. Yields what each one gave."""
     a, b = connect(ports[-1]), connect(ports[-2 % len(ports)])
     yield from values(a, b)
     yield from waits(a, b)
     yield from queues(a, b)
-    yield from barriers(a, b)
+    if has("barrier"):
+        yield from barriers(a, b)
     yield from prefixes(a, b)
-    yield sorted(a.list_keys())
+    if has("list_keys"):
+        yield sorted(a.list_keys())
 
 
 def values(a: Client, b: Client) -> Iterator[Any]:
@@ -294,9 +314,11 @@ group = dist.new_group([0, size - 1])
 store = dist.distributed_c10d._get_default_store()
 total = torch.tensor([float(rank)])
 dist.all_reduce(total)
-store.barrier("all here", size)
-# A PrefixStore makes its barrier of other calls.
-listed = "all here/last_member" in store.list_keys()
+listed = True
+if hasattr(store, "barrier"):
+    store.barrier("all here", size)
+    # A PrefixStore makes its barrier of other calls.
+    listed = "all here/last_member" in store.list_keys()
 print(int(total), listed, type(store).__name__)
 dist.barrier()
 dist.destroy_process_group()
@@ -325,8 +347,9 @@ def test_an_unchanged_env_script_of_four_processes(served: Served, tmp_path: Pat
     ]
     try:
         for rank in ranks:
-            out, errors = rank.communicate(timeout=60)
-            assert (rank.returncode, out) == (0, "6 True PrefixStore\n"), errors
+            out, errors = rank.communicate(timeout=100)
+            # Gloo of torch 2.8 and 2.9 says something there, too.
+            assert (rank.returncode, out.splitlines()[-1:]) == (0, ["6 True PrefixStore"]), errors
     finally:
         for rank in ranks:
             rank.kill()
@@ -349,7 +372,9 @@ def test_cut_ends_waits_at_once_and_forgets_every_key(served: Served) -> None:
     idle, waiting, at_barrier = served.client(), served.client(), served.client()
     idle.set("k", "old")
     settle(idle)
-    ends = [in_thread(waiting.wait, ["never"], LONG), in_thread(at_barrier.barrier, "b", 2, LONG)]
+    ends = [in_thread(waiting.wait, ["never"], LONG)]
+    if has("barrier"):
+        ends.append(in_thread(at_barrier.barrier, "b", 2, LONG))
     time.sleep(0.1)
     assert not any(end.done() for end in ends)
     began = time.monotonic()

@@ -126,6 +126,9 @@ def test_where_nobody_can_say_who_is_wrong_all_go_back_then_get_new_processes_th
     [
         ([fault("broken", 1)], 1, "in-process", ()),
         ([fault("stall", 0, None)], 1, "in-process", ()),
+        ([fault("nccl-unknown", 1, None)], 1, "in-process", ()),
+        # Of its ranks some have ended over it.
+        ([DIED, fault("nccl-unknown", 1, None)], 1, "process", ((0, 0),)),
         ([fault("raised")], 1, "in-process", ()),
         ([fault("raised")], 2, "process", ((0, 0),)),
         ([fault("no-state")], 3, "in-process", ()),
