@@ -240,10 +240,14 @@ def measure(world: int, rounds: int, spread_s: float, seed: int) -> dict[str, li
     chance = random.Random(seed)
     found: dict[str, list[float]] = {way.name: [] for way in WAYS}
     log = Path(f"/tmp/bench-init-{os.getpid()}.log")
-    for _ in range(rounds):
+    for number in range(rounds):
         delays_s = [chance.uniform(0, spread_s) for _ in range(world)]
         for way in WAYS:
             found[way.name].append(one_round(way, world, delays_s, log))
+            # On a busy machine this takes long: what is known so far is worth having.
+            load = os.getloadavg()[0]
+            text = f"round {number}, {way.name}: {found[way.name][-1] * 1e3:.0f} ms, load {load:.0f}"
+            print(text, file=sys.stderr, flush=True)
     log.unlink()
     return found
 
