@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit/daemon"))
 from facades import HOST, Facade  # type: ignore[import-not-found]
 
 from ckptless.daemon.agent.environment import GLOO
+from ckptless.daemon.agent.prctl import set_pdeathsig
 from ckptless.daemon.agent.store_guard import StoreGuard
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 
@@ -199,6 +200,7 @@ def one_round(way: Way, world: int, delays_s: Sequence[float], out: Path) -> flo
             for rank in range(world):
                 pid = os.fork()
                 if pid == 0:
+                    set_pdeathsig(signal.SIGKILL)
                     os.close(reader)
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
