@@ -105,6 +105,12 @@ class ReplicationSettings(_Part, frozen=True):
     interface: str | None = None
 
 
+class CommSettings(_Part, frozen=True):
+    """Over what the ranks talk to each other, where a job says nothing else: `interface` as for copies."""
+
+    interface: str | None = None
+
+
 class KeepSettings(_Part, frozen=True):
     """What a daemon keeps of the memory of jobs that end before their training; see `control.keeping`."""
 
@@ -127,6 +133,7 @@ class SettingsFile(_Part, frozen=True):
     slurm: SlurmSettings = SlurmSettings()
     munge: MungeSettings = MungeSettings()
     replication: ReplicationSettings = ReplicationSettings()
+    comm: CommSettings = CommSettings()
     keep: KeepSettings = KeepSettings()
 
 
@@ -182,6 +189,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     slurm: SlurmSettings
     munge: MungeSettings
     replication: ReplicationSettings
+    comm: CommSettings
     keep: KeepSettings
 
     def limits(self, max_stall_s: float | None = None, start_tries: int = 0) -> Limits:
@@ -242,6 +250,7 @@ WANTED = {
     "munge.socket": f"{_SOCKET}, or null",
     "replication.bandwidth": "a rate with its unit from 1MB/s to 1000GB/s, such as 500MB/s, or null",
     "replication.interface": "a network such as 10.1.0.0/16, an interface such as ib0, or null",
+    "comm.interface": "a network such as 10.1.0.0/16, an interface such as ib0, or null",
     "keep.memory": "a size with its unit, such as 512MiB or 64GiB, or 0",
     "keep.ttl": "a duration with its unit from 1s to 24h, such as 15m",
 }
@@ -284,6 +293,7 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
         slurm=found.slurm,
         munge=found.munge,
         replication=found.replication,
+        comm=found.comm,
         keep=found.keep,
     )
     if found.daemon.port in SLURM_PORTS:
@@ -293,10 +303,10 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
     if found.daemon.bind is not None and not is_bind(found.daemon.bind):
         text = f"daemon.bind is {found.daemon.bind}: it must be {WANTED['daemon.bind']}"
         raise source.mistake("daemon.bind", text)
-    interface = found.replication.interface
-    if interface is not None and not is_shared_bind(interface):
-        text = f"replication.interface is {interface}: it must be {WANTED['replication.interface']}"
-        raise source.mistake("replication.interface", text)
+    shared = {"replication.interface": found.replication.interface, "comm.interface": found.comm.interface}
+    for key, interface in shared.items():
+        if interface is not None and not is_shared_bind(interface):
+            raise source.mistake(key, f"{key} is {interface}: it must be {WANTED[key]}")
     _check_timeouts(source, timeouts, found)
     return settings
 

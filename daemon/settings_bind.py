@@ -1,5 +1,6 @@
 """Which address of a node is meant by an address, a network or an interface, as in `daemon.bind`."""
 
+import contextlib
 import ctypes
 import ipaddress
 import os
@@ -43,19 +44,24 @@ def choose(bind: str, found: Sequence[Interface], name: str = "daemon.bind") -> 
 
     Raises UsageError where the node has none; `name` is what it calls the setting.
     """
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(bind))  # as told: binding it says whether it is here
+    return str(choose_interface(bind, found, name).address)
+
+
+def choose_interface(bind: str, found: Sequence[Interface], name: str) -> Interface:
+    """The same with its name, of a network of many addresses or an interface. Raises UsageError."""
     try:
         network = ipaddress.ip_network(bind)
     except ValueError:
         fitting = [one for one in found if one.name == bind and not one.address.is_link_local]
     else:
-        if network.num_addresses == 1:
-            return str(network.network_address)  # as told: binding it says whether it is here
         fitting = [one for one in found if one.address in network]
     fitting.sort(key=lambda one: one.address.version)
     if not fitting:
         here = ", ".join(f"{one.name} {one.address}" for one in found) or "none"
         raise UsageError(f"{name} is {bind}, and this node has no such address; it has {here}")
-    return str(fitting[0].address)
+    return fitting[0]
 
 
 def by_name(node_name: str) -> str:

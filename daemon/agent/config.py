@@ -12,10 +12,11 @@ from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.api.saving import SaveConfig
-from ckptless.daemon.settings_bind import choose, interfaces
+from ckptless.daemon.settings_bind import choose, choose_interface, interfaces
 
 # The environment variable that carries a SharedConfig (base64 of JSON) to the agents of a Slurm job.
 AGENT_CONFIG = "CKPTLESS_AGENT_CONFIG"
+GLOO_IFNAME, NCCL_IFNAME = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 class ReplicationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +39,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     writes how the job ended, if anywhere. `save`: where steps are saved, if anywhere. `replication`: how
     copies of the state go to the other nodes. `twins`: what is done when ranks that should have the same
     tensors do not. `restarts`: how often Slurm has started the job again; None where it never does.
+    `comm_interface`: the interface or network that ranks talk over; None leaves that to torch.
     """
 
     spec: JobSpec
@@ -56,6 +58,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     replication: ReplicationConfig = ReplicationConfig()
     twins: TwinsMode = "act"
     restarts: int | None = None
+    comm_interface: str | None = None
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +67,7 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     `env` is the ranks' environment without torchrun's variables.
     `copies_address`: where other agents reach this one, and from where it connects to them; None: at
     `address`, and from wherever the kernel likes.
+    `comm_address`: where ranks of other nodes reach those of this one; None: at `address`.
     """
 
     node: int
@@ -72,6 +76,7 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     env: dict[str, str]
     rank_socket: str
     copies_address: str | None = None
+    comm_address: str | None = None
 
 
 def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
@@ -91,6 +96,8 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
     address = _address(name)
     own = {key: value for key, value in env.items() if key != AGENT_CONFIG}
     own.update(_threads(own, shared.spec.slots_per_node, cores))
+    names, comm_address = _comm(own, shared.comm_interface)
+    own.update(names)
     return AgentConfig(
         **{field: getattr(shared, field) for field in shared.__struct_fields__},
         node=shared.spec.names.index(name),
@@ -99,6 +106,7 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         env=own,
         rank_socket=rank_socket(shared.spec.job),
         copies_address=_copies_address(shared.replication.interface),
+        comm_address=comm_address,
     )
 
 
@@ -132,6 +140,30 @@ def _copies_address(interface: str | None) -> str | None:
         return choose(interface, found, "the interface or network for copies (replication.interface)")
     except UsageError as error:
         raise StartError(str(error)) from error
+
+
+def _comm(env: Mapping[str, str], interface: str | None) -> tuple[dict[str, str], str | None]:
+    """The variables by which Gloo and NCCL are told of it, and the node's address there.
+
+    What the user has set stays. Raises StartError where the node has no such interface.
+    """
+    users = env.get(GLOO_IFNAME, "").partition(",")[0]
+    names: dict[str, str] = {}
+    try:
+        if interface is not None:
+            setting = "the interface or network for training (comm.interface)"
+            chosen = choose_interface(interface, interfaces(), setting)
+            # With = NCCL takes this name alone, without it all that begin so.
+            names = {GLOO_IFNAME: chosen.name, NCCL_IFNAME: f"={chosen.name}"}
+        if users:
+            return _unset(names, env), str(choose_interface(users, interfaces(), GLOO_IFNAME).address)
+    except UsageError as error:
+        raise StartError(str(error)) from error
+    return _unset(names, env), str(chosen.address) if interface is not None else None
+
+
+def _unset(names: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in names.items() if not env.get(name)}
 
 
 def _address(name: str) -> str:

@@ -161,7 +161,7 @@ class Crew:
                 job=self._config.spec.job,
                 run=self._config.spec.run_id,
                 slot=slot.index,
-                host=self._config.address,
+                host=self._config.comm_address or self._config.address,
                 pong_s=self._config.spec.limits.pong_s,
             )
         )

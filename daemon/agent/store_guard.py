@@ -21,7 +21,10 @@ _SOCKET = "socket:[{}]"
 
 
 class StoreGuard:
-    """Decides for each connection. Owned by the agent's event loop, which it holds up for about 1 ms at most.
+    """Decides for each connection. Owned by the agent's event loop.
+
+    It holds that up for 0.1 ms where the process is much like the one before; else it looks through the
+    descriptors of all of the job's processes here: some ms.
 
     `on_event(kind, text)` hears of refusals ("store-refused"), and once if the kernel cannot be asked at all
     ("store-unguarded"): everybody is let in then. `root` is the process whose descendants belong to the job:

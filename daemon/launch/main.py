@@ -132,6 +132,12 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     "[default: what sbatch --ckptless or the site says, else that of the nodes' names]",
 )
 @click.option(
+    "--comm-interface",
+    metavar="NAME",
+    help="As ib0 or 10.1.0.0/16: the interface or network that the ranks talk over.  [default: what the site "
+    "says, else torch's and NCCL's own choice; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME count more]",
+)
+@click.option(
     "--twins",
     type=click.Choice(["off", "warn", "act"]),
     default="act",

@@ -16,7 +16,7 @@ from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.identity import run_id
 from ckptless.daemon.launch.local import ALWAYS_PRELOADED, HOOKS, LocalOptions
-from ckptless.daemon.launch.replication import replication_config
+from ckptless.daemon.launch.replication import comm_interface, replication_config
 from ckptless.daemon.launch.requeue import restarts
 from ckptless.daemon.launch.saving import save_config, saved_step
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
@@ -46,10 +46,10 @@ def local_options(
         )
     if options["requeue"]:
         raise UsageError("--requeue is for a Slurm job: leave it out with --local")
-    if options["replication_interface"]:
-        raise UsageError(
-            "--replication-interface is for a Slurm job: with --local each node has an address of its own"
-        )
+    for name in ("replication_interface", "comm_interface"):
+        if options[name]:
+            text = "is for a Slurm job: with --local each node has an address of its own"
+            raise UsageError(f"--{name.replace('_', '-')} {text}")
     state_dir = options["state_dir"]
     return LocalOptions(
         argv=_argv(script, script_args, options),
@@ -94,6 +94,7 @@ def slurm_run(
     tee, copies = _ranks(str(options["tee"])), _number(options, "copies")
     copies = copies or slurm.whole_number(env, slurm.REPLICAS) or 2
     replication = replication_config(options, env, settings.replication)
+    comm = comm_interface(options, settings.comm)
     save = save_config(options, shape.nodes * shape.slots)
     log_dir, job = _log_dir(options, found)  # the last that may be refused: it is made
     spec = JobSpec(
@@ -123,6 +124,7 @@ def slurm_run(
         save=save,
         replication=replication,
         restarts=restarts(env),
+        comm_interface=comm,
     )
     if found.step is not None:
         return _step_run(config, env, options, found.step)

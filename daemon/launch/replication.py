@@ -1,10 +1,10 @@
-"""How fast, and over which network, a run's copies go: by its options, else by sbatch, else by the site."""
+"""Over which networks a run's copies go, how fast, and its ranks talk: by options, sbatch, or the site."""
 
 from collections.abc import Mapping
 
 from ckptless.daemon.agent.config import ReplicationConfig
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.settings import WANTED, ReplicationSettings
+from ckptless.daemon.settings import WANTED, CommSettings, ReplicationSettings
 from ckptless.daemon.settings_bind import is_shared_bind
 from ckptless.daemon.settings_file import rate
 
@@ -25,6 +25,12 @@ def replication_config(
     for source, text in _said(options, "replication_interface", env, INTERFACE):
         interface = _interface(source, text)
     return ReplicationConfig(bandwidth=bandwidth, interface=interface)
+
+
+def comm_interface(options: Mapping[str, object], site: CommSettings) -> str | None:
+    """What the ranks talk over. Raises UsageError."""
+    given = options.get("comm_interface")
+    return _interface("--comm-interface", given) if isinstance(given, str) else site.interface
 
 
 def _said(

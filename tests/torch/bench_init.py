@@ -28,11 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "daemon"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit/daemon"))
 
 from facades import HOST, Facade  # type: ignore[import-not-found]
 
 from ckptless.daemon.agent.environment import GLOO
+from ckptless.daemon.agent.prctl import set_pdeathsig
 from ckptless.daemon.agent.store_guard import StoreGuard
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 
@@ -199,6 +200,7 @@ def one_round(way: Way, world: int, delays_s: Sequence[float], out: Path) -> flo
             for rank in range(world):
                 pid = os.fork()
                 if pid == 0:
+                    set_pdeathsig(signal.SIGKILL)
                     os.close(reader)
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
@@ -240,10 +242,14 @@ def measure(world: int, rounds: int, spread_s: float, seed: int) -> dict[str, li
     chance = random.Random(seed)
     found: dict[str, list[float]] = {way.name: [] for way in WAYS}
     log = Path(f"/tmp/bench-init-{os.getpid()}.log")
-    for _ in range(rounds):
+    for number in range(rounds):
         delays_s = [chance.uniform(0, spread_s) for _ in range(world)]
         for way in WAYS:
             found[way.name].append(one_round(way, world, delays_s, log))
+            # On a busy machine this takes long: what is known so far is worth having.
+            load = os.getloadavg()[0]
+            text = f"round {number}, {way.name}: {found[way.name][-1] * 1e3:.0f} ms, load {load:.0f}"
+            print(text, file=sys.stderr, flush=True)
     log.unlink()
     return found
 

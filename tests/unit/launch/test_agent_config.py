@@ -87,6 +87,32 @@ def test_copies_go_over_the_chosen_network(monkeypatch: pytest.MonkeyPatch) -> N
         assert (agent.copies_address, agent.address) == ("10.1.2.7", "127.0.0.1")
 
 
+def test_ranks_talk_over_the_chosen_network_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = tuple(
+        Interface(name, ipaddress.ip_address(address))
+        for name, address in [("lo", "127.0.0.1"), ("eth0", "192.0.2.7"), ("ib0", "10.1.2.7")]
+    )
+    monkeypatch.setattr(config, "interfaces", lambda: found)
+    assert of_this_node(GOOD, cores=1).comm_address is None
+    assert "GLOO_SOCKET_IFNAME" not in of_this_node(GOOD, cores=1).env
+    for interface in ("ib0", "10.1.0.0/16"):
+        chosen = carried(msgspec.json.encode(msgspec.structs.replace(SHARED, comm_interface=interface)))
+        agent = of_this_node(chosen, cores=1)
+        assert (agent.comm_address, agent.address) == ("10.1.2.7", "127.0.0.1")
+        assert agent.env["GLOO_SOCKET_IFNAME"] == "ib0"
+        assert agent.env["NCCL_SOCKET_IFNAME"] == "=ib0"
+        users = of_this_node({**chosen, "GLOO_SOCKET_IFNAME": "eth0,ib0", "NCCL_SOCKET_IFNAME": "e"}, cores=1)
+        assert users.comm_address == "192.0.2.7"
+        assert (users.env["GLOO_SOCKET_IFNAME"], users.env["NCCL_SOCKET_IFNAME"]) == ("eth0,ib0", "e")
+    wrong = carried(msgspec.json.encode(msgspec.structs.replace(SHARED, comm_interface="ib7")))
+    with pytest.raises(StartError, match=r"training \(comm.interface\) is ib7, and this node has no such"):
+        of_this_node(wrong, cores=1)
+    with pytest.raises(StartError, match="GLOO_SOCKET_IFNAME is eth9, and this node has no such address"):
+        of_this_node({**GOOD, "GLOO_SOCKET_IFNAME": "eth9"}, cores=1)
+
+
 @pytest.mark.parametrize("interface", ["ib7", "172.16.0.0/12", "lo", "127.0.0.0/8"])
 def test_a_node_that_is_not_on_the_chosen_network(interface: str) -> None:
     """The launcher shows it, with the node's name, and ends the job: exit code 3."""

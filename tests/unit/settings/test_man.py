@@ -14,9 +14,10 @@ from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.launch.main import command as ckptless_run
 from ckptless.daemon.main import command as ckptlessd
+from ckptless.doctor.__main__ import command as ckptless_doctor
 
 MAN = Path(__file__).parents[3] / "docs" / "man"
-PAGES = ["ckptctl.1", "ckptless-run.1", "ckptless.yaml.5", "ckptlessd.8"]
+PAGES = ["ckptctl.1", "ckptless-doctor.1", "ckptless-run.1", "ckptless.yaml.5", "ckptlessd.8"]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -61,7 +62,12 @@ def said(page: str, option: str) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "command"),
-    [("ckptless-run.1", ckptless_run), ("ckptlessd.8", ckptlessd), ("ckptctl.1", ckptctl)],
+    [
+        ("ckptless-run.1", ckptless_run),
+        ("ckptless-doctor.1", ckptless_doctor),
+        ("ckptlessd.8", ckptlessd),
+        ("ckptctl.1", ckptctl),
+    ],
 )
 def test_every_option_is_in_the_manual(name: str, command: click.Command) -> None:
     page = (MAN / name).read_text()

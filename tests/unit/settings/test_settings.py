@@ -113,6 +113,7 @@ munge: {socket: /run/m.sock}
 keep: {memory: 512MiB, ttl: 1h}
 domains: {rack1: "node[1-4]"}
 replication: {bandwidth: 2GB/s, interface: ib0}
+comm: {interface: 10.3.0.0/16}
 budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )
@@ -123,6 +124,7 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert (found.daemon.bind, found.daemon.log_level) == ("10.1.0.0/16", "debug")
     assert (found.slurm.poll_s, found.slurm.on_node_lost) == (60.0, "drain")
     assert found.munge.socket == "/run/m.sock"
+    assert found.comm.interface == "10.3.0.0/16"
     assert (found.keep.memory_nbytes, found.keep.ttl_s) == (512 << 20, 3600.0)
     assert found.limits(start_tries=2) == Limits(
         pong_s=5.0,
