@@ -20,7 +20,7 @@ from ckptless.pytorch_hooks.comm import ddp
 from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
 from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.copying import Copying
-from ckptless.pytorch_hooks.cursor import Cursor
+from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.durable.load import load
 from ckptless.pytorch_hooks.overlap import Policy
 from ckptless.pytorch_hooks.session import Session
@@ -59,7 +59,7 @@ class Run:
         self._part: m.Assigned | None = None
         self._state: State | None = None
         self._tensors: TensorSet | None = None
-        self._cursor = Cursor()
+        self._cursor = Cursors()
         self._kept = False
         # The ranks that have the same tensors as this one (none named: all), and which of those on this node
         # writes them.
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the data that `batches` is in."""
+        """The epoch of the data that `batches` is in, of the loader that is not named."""
         return self._cursor.position.epoch
 
     @property
@@ -152,10 +152,10 @@ class Run:
             self._was_spare = env.read().rank < 0
         self._part, self._kept = part, False
         self._on_recovery.clear()
-        env.become(part.rank, part.world_size, part.group_rank, part.store, stock_roots=part.stock_roots)
+        env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
         if part.restore_step is None:
             self._state = self._tensors = None
-            self._cursor, self._step, self._saved, self._dirty = Cursor(), 0, 0, False
+            self._cursor, self._step, self._saved, self._dirty = Cursors(), 0, 0, False
             self._layouts = {}
             self._join()
             self._open(self._store())
@@ -277,15 +277,15 @@ class Run:
 
     # ----------------------------------------------------------------------------------- batches
 
-    def batches(self, loader: Iterable[Any], epochs: int = 1) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], epochs: int = 1, *, name: str = "") -> Iterator[Any]:
         """Batches of `loader` from the committed position on, to the end of `epochs` epochs.
 
         The position is committed with the step. A loop over epochs goes `for epoch in range(run.epoch, n)`.
         A loader with state_dict and load_state_dict is continued by them; any other is begun again in a new
-        process, and the batches already trained on are passed over.
+        process, and the batches already trained on are passed over. Of several loaders each has a `name`.
         """
         self._need_state("batches")
-        return self._cursor.batches(loader, epochs)
+        return self._cursor.batches(loader, epochs, name)
 
     # ------------------------------------------------------------------------------------ commit
 
