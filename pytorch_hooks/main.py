@@ -83,6 +83,14 @@ class _Worker:
             self._session.send(m.Broken(generation=generation, text=_shorten(text)))
 
     def run(self) -> None:
+        try:
+            self._generations()
+        except BaseException:
+            # The script ends itself (sys.exit, Ctrl-C): no thread is left waiting for it.
+            self._run.leave()
+            raise
+
+    def _generations(self) -> None:
         generation = 0
         while True:
             part = self._session.wait_assigned(after=generation)

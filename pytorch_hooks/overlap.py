@@ -3,7 +3,7 @@
 A *device* makes the copies (`host_copy`, `device_copy`). This is what holds for all of them. Three things
 keep a torn version from being sealed:
 
-- An optimizer's step begins with `Overlap.fence`: what it changes comes after the copies.
+- An optimizer's step begins with `Versions.fence`: what it changes comes after the copies.
 - Writes by anybody else are counted by torch. The counters are taken when the copies begin, and looked at
   once by the main thread between two of its own operations (`Guard.close`), when the copies are over or
   nothing more will be written before they are. A write that is under way is not counted yet: therefore no
@@ -14,11 +14,10 @@ keep a torn version from being sealed:
 """
 
 import ctypes
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -28,8 +27,6 @@ from ckptless.pytorch_hooks.state import Copy, private
 
 # Copies that are compared with what lives, before any is made beside the training.
 TRIALS = 2
-# How often a thread that waits for the main thread looks whether there still is one.
-LOOK_S = 0.5
 
 Wanted = Literal["auto", "on", "off"]
 
@@ -85,17 +82,12 @@ class Guard:
     def wait(self, ask: Callable[[Callable[[], None]], None]) -> str | None:
         """The copies are over: the first tensor that was written to, if one was. Not in the main thread.
 
-        `ask(close)` has the main thread close it as soon as it can. Where there is no main thread any more,
-        all counts as written to.
+        `ask(close)` has the main thread close it as soon as it can. It ends no generation and no process
+        without closing it itself: that is the deadline.
         """
         if not self._is_closed:
             ask(self.close)
-        while not self._is_closed:
-            try:
-                self._closed.get(timeout=LOOK_S)
-            except Empty:
-                if not threading.main_thread().is_alive():
-                    return "everything, as the process ends"
+            self._closed.get()
         return self.moved
 
 

@@ -2,8 +2,9 @@
 
 In turn: one copy_ of a flat buffer into the same memory, the commit of a State of as many bytes (from asking
 for it until the training goes on; its digests and its Commit are waited for in between, outside the
-measurement), the same until the Commit is sent, and torch.distributed.checkpoint.async_save to /dev/shm.
-Medians, in milliseconds.
+measurement), and the same until the Commit is sent; both once more with copies beside the training, which
+does nothing here; and torch.distributed.checkpoint.async_save to /dev/shm. Medians, in milliseconds; cpu_ms
+is the CPU time of all threads until the Commit is sent.
 """
 
 import argparse
@@ -76,11 +77,12 @@ class Bench:
         target.copy_(self.flat)
         return time.perf_counter() - start
 
-    def commit(self) -> tuple[float, float]:
-        """As Run._save does it: (seconds until the training goes on, seconds until the Commit is sent)."""
+    def commit(self, *, beside: bool = False) -> tuple[float, float, float]:
+        """As Run._save does it: seconds until the training goes on, until the Commit is sent; CPU seconds."""
         self.step += 1
-        start = time.perf_counter()
-        written = self.versions.write(self.tensors, self.step, GENERATION, 0, 0)
+        start, used = time.perf_counter(), time.process_time()
+        write = self.versions.begin if beside else self.versions.write
+        written = write(self.tensors, self.step, GENERATION, 0, 0)
         record = capture(self.state, self.step, None, {}, self.tensors)
         commit = m.Commit(
             generation=GENERATION,
@@ -93,7 +95,7 @@ class Bench:
         self.versions.send(commit, written)
         blocked = time.perf_counter() - start
         self.versions.wait()
-        return blocked, time.perf_counter() - start
+        return blocked, time.perf_counter() - start, time.process_time() - used
 
     def async_save(self) -> float:
         """What PyTorch's own asynchronous checkpoint takes from the training."""
@@ -114,22 +116,23 @@ class Bench:
 def measure(mib: int, rounds: int) -> dict[str, float]:
     """Every kind once to warm up, then `rounds` times in turn."""
     bench = Bench(mib << 20)
-    took: dict[str, list[float]] = {"memcpy_ms": [], "commit_ms": [], "sent_ms": [], "async_save_ms": []}
+    names = ("memcpy_ms", "commit_ms", "sent_ms", "cpu_ms", "beside_ms", "beside_sent_ms", "beside_cpu_ms")
+    took: dict[str, list[float]] = {name: [] for name in (*names, "async_save_ms")}
     try:
         for _ in range(SLOTS):
             bench.commit()
         bench.async_save()
         for _ in range(rounds):
             took["memcpy_ms"].append(bench.copy())
-            blocked, sent = bench.commit()
-            took["commit_ms"].append(blocked)
-            took["sent_ms"].append(sent)
+            for name, value in zip(names[1:], (*bench.commit(), *bench.commit(beside=True)), strict=True):
+                took[name].append(value)
             took["async_save_ms"].append(bench.async_save())
     finally:
         bench.close()
     found = {name: round(1e3 * statistics.median(values), 2) for name, values in took.items()}
     found["mib"] = round(bench.flat.numel() / (1 << 20), 1)
     found["to_memcpy"] = round(found["commit_ms"] / found["memcpy_ms"], 3)
+    found["beside_to_memcpy"] = round(found["beside_ms"] / found["memcpy_ms"], 3)
     found["to_async_save"] = round(found["commit_ms"] / found["async_save_ms"], 3)
     found["load"] = round(os.getloadavg()[0], 2)
     return found

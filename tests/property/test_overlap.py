@@ -273,7 +273,7 @@ def test_no_torn_version_is_sealed(chance: random.Random, strangers: dict[int, i
 
 
 def test_an_update_that_does_not_wait_is_found() -> None:
-    @settings(max_examples=40, deadline=None, derandomize=True, phases=FIRST, suppress_health_check=SLOW)
+    @settings(max_examples=300, deadline=None, derandomize=True, phases=FIRST, suppress_health_check=SLOW)
     @given(chance=st.randoms(use_true_random=False))
     def without(chance: random.Random) -> None:
         train(chance, {}, fences=False)
@@ -291,8 +291,12 @@ def test_a_guard_that_does_not_look_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Guard, "close", blind)
 
-    @settings(max_examples=40, deadline=None, derandomize=True, phases=FIRST, suppress_health_check=SLOW)
-    @runs
+    @settings(max_examples=300, deadline=None, derandomize=True, phases=FIRST, suppress_health_check=SLOW)
+    @given(
+        chance=st.randoms(use_true_random=False),
+        # After a commit, so that there is something to tear.
+        strangers=st.dictionaries(st.integers(2, STEPS), st.integers(0, PARAMETERS - 1), min_size=1),
+    )
     def without(chance: random.Random, strangers: dict[int, int]) -> None:
         train(chance, strangers)
 
