@@ -5,6 +5,8 @@ CkptlessError
  +- ProtocolError       a message or file that breaks its format, version or limits
  |   +- MismatchError          the other end is a ckptless that speaks another protocol
  |   +- BadVersionError        a version of the state that does not verify
+ |   +- BadEntryError          a batch in shared memory that does not verify
+ +- DataError           a batch could not be made: what the loader's code raised, or its process's end
  +- LedgerError         the ledger cannot be opened or written
  +- PeerError           another process cannot be reached, or is not who it should be
  +- DataError           training data that cannot be read or made into a batch; the text names file and record
@@ -41,6 +43,10 @@ class BadVersionError(ProtocolError):
     def __init__(self, text: str, chunk: int | None = None) -> None:
         super().__init__(text)
         self.chunk = chunk
+
+
+class BadEntryError(ProtocolError):
+    """An entry of a ring that does not verify, or is another one than was said."""
 
 
 class LedgerError(CkptlessError):
