@@ -285,7 +285,12 @@ class Run:
         process, and the batches already trained on are passed over. Of several loaders each has a `name`.
         """
         self._need_state("batches")
+        if hasattr(loader, "on_event"):
+            loader.on_event = self._tell_event
         return self._cursor.batches(loader, epochs, name)
+
+    def _tell_event(self, kind: str, text: str) -> None:
+        self._session.send(m.Note(level="warning", kind=kind, text=f"rank {self.rank}: {text}"))
 
     # ------------------------------------------------------------------------------------ commit
 

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 TIMEOUT_S = 600.0
 DEATHS_IN_A_ROW = 3
+EVENTS_OF_SKIPPED = 8
 
 
 class Options(TypedDict, total=False):
@@ -68,8 +69,9 @@ class MappedLoader:
     any word; another one is another data set. `replica` of `replicas`: else rank and world size.
     `timeout_s`: so long may a batch take.
 
-    Iterating gives one epoch, or the rest of it after `load_state_dict`. Main thread only. Raises UsageError,
-    DataError.
+    Iterating gives one epoch, or the rest of it after `load_state_dict`. What is skipped or begun again is
+    logged, and told to `on_event(kind, text)`, which `run.batches` has write it to the ledger. Main thread
+    only. Raises UsageError, DataError.
     """
 
     def __init__(self, source: Any, **options: Unpack[Options]) -> None:
@@ -86,6 +88,7 @@ class MappedLoader:
             self._workers > 1 and isinstance(self._source, Stream) and self._source.batched
         ):
             raise UsageError("workers must be 0 or more, and at most 1 for a DataLoader, which has its own")
+        self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self._production: Production | None = None
         self._manifest: Manifest | None = None
         self._epoch = 0
@@ -173,11 +176,17 @@ class MappedLoader:
         for batch, after, skipped in batches(position):
             if turn != self._turn:
                 raise UsageError("another iteration over this loader has begun: make a second loader for it")
-            for why in skipped:
-                logger.warning("skipped: %s", why)
             self._position = after
+            for number, why in enumerate(skipped, after.skipped - len(skipped) + 1):
+                self._tell_skipped(number, why)
             yield batch
         self._epoch = position.epoch + 1
+
+    def _tell_skipped(self, number: int, why: str) -> None:
+        logger.warning("skipped: %s", why)
+        # Of a file that is all wrong there are too many for a ledger.
+        if number <= EVENTS_OF_SKIPPED or number & (number - 1) == 0:
+            self.on_event("data-skipped", f"{number} records of this epoch: {why}")
 
     def _in_process(self, position: Position) -> Iterator[tuple[Any, Position, Any]]:
         batches = self.production.produce(position)
@@ -222,6 +231,7 @@ class MappedLoader:
             except WorkerDied as death:
                 why = f"the producer of batch {position.batch} of epoch {position.epoch} {death}"
                 logger.warning("%s; another one takes its place", why)
+                self.on_event("data-producer-died", why)
                 self._pool[turn].close()
                 self._pool[turn] = self._worker(production, position, turn)
                 continue

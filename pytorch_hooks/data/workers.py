@@ -2,8 +2,7 @@
 
 Forked as DataLoader's workers are, so that datasets and functions need not be pickled; with the same limits:
 no CUDA in them, and one torch thread. What comes back is encoded by `state.codec`, not pickled either. A
-worker is one value ahead: it makes the next while the last one waits in the pipe. It dies with the thread
-that forked it.
+worker is as far ahead as its pipe holds, and one value more. It dies with the thread that forked it.
 """
 
 from __future__ import annotations

@@ -260,9 +260,12 @@ def test_a_transform_that_raises(workers: int) -> None:
 def test_what_is_skipped_moves_nothing(workers: int, caplog: pytest.LogCaptureFixture) -> None:
     want = run(make(workers=0), epochs=1)
     loader = make(workers=workers, on_error="skip", transform=fails_at(20, ValueError("x")))
+    events: list[tuple[str, str]] = []
+    loader.on_event = lambda kind, text: events.append((kind, text))
     batches = iter(loader)
     with caplog.at_level(logging.WARNING):
         found = [next(batches) for _ in range(5)]
+    assert [kind for kind, _text in events] == ["data-skipped"]
     assert loader.skipped == 1
     assert "sample 20 of Numbers" in caplog.text
     again = make(workers=workers, on_error="skip", transform=fails_at(20, ValueError("x")))

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.pytorch_hooks.cursor import Cursor
+from ckptless.pytorch_hooks.cursor import Cursor, Cursors
 from ckptless.pytorch_hooks.state import codec, rng
 
 EPOCHS = 6
@@ -243,3 +243,32 @@ def test_memory_of_batches_is_bounded() -> None:
         next(process.batches)
         process.cursor.committed()
     assert len(process.cursor._taken) <= 3
+
+
+def test_two_loaders_side_by_side() -> None:
+    """Each has its own position; one that was not begun at the commit begins anew."""
+
+    def pairs(cursors: Cursors) -> Iterator[tuple[float, float]]:
+        left, right = build("list"), build("list")
+        for a, b in zip(cursors.batches(left, 2, "a"), cursors.batches(right, 9, "b"), strict=False):
+            yield a[0].item(), b[0].item()
+
+    want = list(pairs(Cursors()))
+    assert want == [(n % LENGTH, n % LENGTH) for n in range(2 * LENGTH)]
+    living = Cursors()
+    batches = pairs(living)
+    for _ in range(3):
+        next(batches)
+    saved = codec.unpack(codec.pack(living.committed()))
+    again = Cursors()
+    next(again.batches(build("list"), 1, "c"))
+    again.restore(saved)
+    assert list(pairs(again)) == want[3:]
+    assert next(again.batches(build("list"), 1, "c"))[0].item() == 0
+
+
+def test_positions_that_are_none() -> None:
+    bad: list[Any] = [None, [], {"": {"epoch": "one"}}]
+    for saved in bad:
+        with pytest.raises(ProtocolError, match="data position"):
+            Cursors().restore(saved)
