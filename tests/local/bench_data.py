@@ -1,9 +1,9 @@
-"""What the ring costs and saves against DataLoaders: `python tests/local/bench_data.py [RANKS] [STEPS] [KIB]`.
+"""What the ring costs and saves against DataLoaders: python tests/local/bench_data.py [RANKS] [STEPS] [KIB].
 
 All ranks of a node want the same batches, as in tensor parallelism. Measured one after the other in the same
-run, several times in turn: memory (PSS, summed over all processes of the node, less that of the same processes
-before there is a batch), batches a second and rank, what `take` costs where the batch is there, and how long
-the first batch takes after a rank was killed.
+run, several times in turn: memory of the batches (PSS of their mappings, summed over all processes, and the
+agent's memfds, mapped or not), batches a second and rank, what `take` costs where the batch is there, and
+how long the first batch takes after a rank was killed.
 """
 
 import os
@@ -88,17 +88,23 @@ class Theirs:
         del self._batches
 
 
-def pss_of(pid: int) -> int:
-    """Of a process and all below it."""
-    total = 0
+def memory_of(pid: int) -> int:
+    """Bytes of batches in a process and all below it: what is mapped, and an agent's memfds."""
+    total, is_batch = 0, False
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total = int(line.split()[1]) << 10
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            first = line.split()[0]
+            if not first.endswith(":"):
+                is_batch = "/memfd:ckptless-batch" in line or "/torch_" in line
+            elif is_batch and first == "Pss:":
+                total += int(line.split()[1]) << 10
+        if AGENT.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                total += fd.stat().st_size if "ckptless-batch" in str(fd.readlink()) else 0
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return total + sum(pss_of(int(child)) for child in children)
+    return total + sum(memory_of(int(child)) for child in children)
 
 
 class Rank:
@@ -139,22 +145,21 @@ class Rank:
 
 
 def measure(kind: type[Ours | Theirs], socket: str, ranks: int, steps: int, nbytes: int) -> tuple[int, float]:
-    """Bytes of all processes with their prefetched batches, and batches a second and rank."""
+    """Bytes of all batches, the prefetched ones included, and batches a second and rank."""
     crew = [Rank(lambda slot=slot: kind(socket, slot, nbytes)) for slot in range(ranks)]  # type: ignore[misc]
-    before = pss_of(os.getpid())
     for count in (4, steps):
         for rank in crew:
             rank.ask(count)
         seconds = max(rank.answer() for rank in crew)
     # Until as much has been made ahead as ever will be.
-    memory, grown = 0, pss_of(os.getpid())
+    memory, grown = 0, memory_of(os.getpid())
     while grown > memory * 1.01:
         memory = grown
         time.sleep(1.0)
-        grown = pss_of(os.getpid())
+        grown = memory_of(os.getpid())
     for rank in crew:
         rank.close()
-    return grown - before, steps / seconds
+    return grown, steps / seconds
 
 
 def cost_of_take(socket: str, nbytes: int) -> list[float]:
