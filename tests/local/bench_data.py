@@ -139,8 +139,16 @@ class Rank:
         return float(os.read(self._reads, 40))
 
     def close(self) -> None:
-        os.close(self._writes)
+        # Not by the pipe's end: ranks that were forked later have it, too.
+        os.write(self._writes, b"0")
         os.waitpid(self.pid, 0)
+        os.close(self._writes)
+        os.close(self._reads)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._writes)
         os.close(self._reads)
 
 
@@ -182,8 +190,7 @@ def after_a_death(socket: str, nbytes: int) -> list[float]:
         rank = Rank(lambda: Ours(socket, 0, nbytes))
         rank.ask(5)
         rank.answer()
-        os.kill(rank.pid, signal.SIGKILL)
-        rank.close()
+        rank.kill()
         begun = time.perf_counter()
         heir = Ours(socket, 0, nbytes)
         heir.reader.seek(0, 3, 3)
