@@ -1,11 +1,12 @@
 """What the ring costs and saves against DataLoaders: python tests/local/bench_data.py [RANKS] [STEPS] [KIB].
 
 All ranks of a node want the same batches, as in tensor parallelism. Measured one after the other in the same
-run, several times in turn: memory of the batches (PSS of their mappings, summed over all processes, and the
-agent's memfds, mapped or not), batches a second and rank, what `take` costs where the batch is there, and
+run, several times in turn: memory of the batches (of each that a process has open or mapped, counted once, as
+the sum of PSS does), batches a second and rank, what `take` costs where the batch is there, and
 how long the first batch takes after a rank was killed.
 """
 
+import contextlib
 import os
 import signal
 import statistics
@@ -88,23 +89,30 @@ class Theirs:
         del self._batches
 
 
-def memory_of(pid: int) -> int:
-    """Bytes of batches in a process and all below it: what is mapped, and an agent's memfds."""
-    total, is_batch = 0, False
+def files_of(pid: int) -> dict[int, int]:
+    """Bytes of the files that batches lie in, by inode: open or mapped in a process or one below it."""
+    found: dict[int, int] = {}
     try:
-        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-            first = line.split()[0]
-            if not first.endswith(":"):
-                is_batch = "/memfd:ckptless-batch" in line or "/torch_" in line
-            elif is_batch and first == "Pss:":
-                total += int(line.split()[1]) << 10
-        if AGENT.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                total += fd.stat().st_size if "ckptless-batch" in str(fd.readlink()) else 0
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            # Gone by now: that of this listing.
+            with contextlib.suppress(FileNotFoundError):
+                if any(name in str(fd.readlink()) for name in ("ckptless-batch", "/torch_")):
+                    found[fd.stat().st_ino] = fd.stat().st_blocks * 512
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "ckptless-batch" in line or "/torch_" in line:
+                begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+                found.setdefault(int(line.split()[4]), end - begin)
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return total + sum(memory_of(int(child)) for child in children)
+        return {}
+    for child in children:
+        found.update(files_of(int(child)))
+    return found
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of all batches of a process and those below it, each counted once."""
+    return sum(files_of(pid).values())
 
 
 class Rank:
@@ -211,6 +219,12 @@ def main() -> None:
         )
         assert agent.stdout is not None
         agent.stdout.readline()
+        taken, first = cost_of_take(socket, nbytes), after_a_death(socket, nbytes)
+        print(f"take          median {statistics.median(taken) * 1e6:6.0f} us, worst {max(taken) * 1e6:.0f}")
+        print(
+            f"after a death median {statistics.median(first) * 1e3:6.1f} ms, worst {max(first) * 1e3:.1f}",
+            flush=True,
+        )
         found: dict[type[Ours | Theirs], list[tuple[int, float]]] = {Ours: [], Theirs: []}
         for _ in range(ROUNDS):
             for kind, results in found.items():
@@ -219,9 +233,6 @@ def main() -> None:
             memory = statistics.median(one for one, _ in results) / (1 << 20)
             rate = statistics.median(one for _, one in results)
             print(f"{kind.__name__:8s} {memory:8.1f} MiB {rate:8.1f} batches/s and rank")
-        taken, first = cost_of_take(socket, nbytes), after_a_death(socket, nbytes)
-        print(f"take          median {statistics.median(taken) * 1e6:6.0f} us, worst {max(taken) * 1e6:.0f}")
-        print(f"after a death median {statistics.median(first) * 1e3:6.1f} ms, worst {max(first) * 1e3:.1f}")
         assert agent.stdin is not None
         agent.stdin.close()
         agent.stdout.close()
