@@ -8,16 +8,17 @@ STAMP  := $(VENV)/.ready
 
 # Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
-	tests/nccl tests/sim tests/local tests/slurm docs/demo
+	tests/nccl tests/gpu tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm lint types imports check format clean
+.PHONY: setup demo test test-slow test-gpu test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix
+.PHONY: scale bench bench-slurm bench-store lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
 $(STAMP): setup.cfg Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar off $(TORCH)
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,plot,test,lint]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint]'
 	touch $@
 
 demo: $(STAMP)
@@ -28,6 +29,15 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+# The tests that stand on torch, on other torches: environments of 7 GB each in .torch/, one after the other.
+VERSIONS ?= 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1
+test-torch-matrix: $(STAMP)
+	$(BIN)/python tests/torch/matrix.py $(ARGS) $(VERSIONS)
+
+# What needs a CUDA device; without one all of it is skipped.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q tests/gpu $(ARGS)
 
 # How much of the control core the unit tests and the simulator reach.
 CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.peering,ckptless.daemon.jobs
@@ -64,6 +74,10 @@ scale: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal
 	$(BIN)/python tests/local/bench.py stall
+
+# The exchange of addresses between so many simulated ranks, beside torch's TCPStore.
+bench-store: $(STAMP)
+	$(BIN)/python tests/torch/bench_store.py $(ARGS)
 
 bench-slurm: $(STAMP) slurm-packages
 	$(BIN)/python tests/slurm/bench.py $(ARGS)

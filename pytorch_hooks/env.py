@@ -34,7 +34,7 @@ def read() -> Environment:
     )
 
 
-def become(rank: int, world_size: int, group_rank: int, store: tuple[str, int], *, stock_roots: bool) -> None:
+def become(rank: int, world_size: int, group_rank: int, store: tuple[str, int], ranks_per_root: int) -> None:
     """Correct the variables for the rank this process has now, for libraries that read them late."""
     os.environ.update(
         RANK=str(rank),
@@ -44,6 +44,6 @@ def become(rank: int, world_size: int, group_rank: int, store: tuple[str, int], 
         GROUP_RANK=str(group_rank),
         MASTER_ADDR=store[0],
         MASTER_PORT=str(store[1]),
-        # torch reads it with each communicator; 128 is its default, for NCCL's own roots.
-        TORCH_NCCL_RANKS_PER_ROOT="128" if stock_roots else "1",
+        # torch reads it with each communicator.
+        TORCH_NCCL_RANKS_PER_ROOT=str(ranks_per_root),
     )

@@ -24,14 +24,13 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.pytorch_hooks.errors import TorchMismatch
+from ckptless.torch_versions import NEWEST, OLDEST
 
 # torch.distributed has these under the same names, but its types do not say so.
 __all__ = ["Backend", "HashStore", "PrefixStore", "Store", "TCPStore", "Work", "check"]
 
 _log = logging.getLogger(__name__)
 
-OLDEST = (2, 8)
-NEWEST = (2, 13)
 _SPAN = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 
 _C10D = "torch._C._distributed_c10d"
@@ -116,7 +115,13 @@ def check() -> None:
         raise TorchMismatch(f"torch {torch.__version__} is too old for ckptless, which supports {_SPAN}.")
     refuse_moved(_NEEDED)
     if version > NEWEST:
-        _log.warning("torch %s is newer than what ckptless was tested with (%s)", torch.__version__, _SPAN)
+        # What is compiled says nothing of what it does: only tests tell, and nobody has run them.
+        _log.warning(
+            "torch %s is newer than what ckptless was tested with (%s): all that recovery uses inside it is "
+            "there, so it is used; where a recovery goes wrong, take one of those",
+            torch.__version__,
+            _SPAN,
+        )
 
 
 # ------------------------------------------------------------------------------------- process groups

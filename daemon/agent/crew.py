@@ -12,7 +12,14 @@ from typing import Any
 
 from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.console import ConsoleOutput, RankOutput, rank_log_path
-from ckptless.daemon.agent.environment import AGENT_SOCKET, RESUME, rank_env, user_env
+from ckptless.daemon.agent.environment import (
+    AGENT_SOCKET,
+    RANKS_PER_ROOT,
+    RESUME,
+    rank_env,
+    ranks_per_root,
+    user_env,
+)
 from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.slots import Slot, Tenant
@@ -53,6 +60,11 @@ class Crew:
 
     # ------------------------------------------------------------------------------------- start
 
+    def ranks_per_root(self, assignment: m.Assignment | None) -> int:
+        """Of how many ranks NCCL's communicators may be without an id of the store's."""
+        stock_roots = assignment is not None and assignment.stock_roots
+        return ranks_per_root(self._config.env, stock_roots=stock_roots)
+
     def occupy(self, slot: Slot, assignment: m.Assignment | None) -> None:
         """Start a process in an empty slot: a rank's by the assignment, or a spare's."""
         place = m.Place(node=self._config.node, slot=slot.index)
@@ -72,8 +84,8 @@ class Crew:
             env={
                 **user_env(self._config.env),
                 **own,
-                AGENT_SOCKET: self._config.rank_socket,
-                RESUME: self._resume,
+                RANKS_PER_ROOT: str(self.ranks_per_root(assignment)),
+                **self._hooks_env(),
             },
             cwd=Path(self._config.cwd),
             stdout="pipe",
@@ -104,6 +116,12 @@ class Crew:
         elif link is not None:
             link.close()
         self.on_change()
+
+    def _hooks_env(self) -> dict[str, str]:
+        """By which ckptless.run finds the agent; without it a script is plain PyTorch."""
+        if not self._config.spec.recovers:
+            return {}
+        return {AGENT_SOCKET: self._config.rank_socket, RESUME: self._resume}
 
     def _attach_output(self, tenant: Tenant, rank: int | None) -> None:
         process = tenant.process

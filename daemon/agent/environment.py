@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import Assignment, JobSpec, Place
 
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
@@ -11,18 +12,35 @@ SPARE_RANK = -1
 # With one root for each rank, every NCCL id is asked of the store, which computes it.
 RANKS_PER_ROOT = "TORCH_NCCL_RANKS_PER_ROOT"
 TORCH_RANKS_PER_ROOT = 128
+# torch reads the variable as a C int.
+MAX_RANKS_PER_ROOT = 2**31 - 1
 # It makes NCCL start a root at this address, and ask nobody for ids.
 NCCL_COMM_ID = "NCCL_COMM_ID"
+# Gloo connects two ranks when they first have something to say to each other, not all with all at the start;
+# and asks the store for many addresses at once. ckptless.run's own groups are connected at once all the same:
+# what is to be cut at a fault has to be known.
+GLOO = {"TORCH_GLOO_LAZY_INIT": "1", "GLOO_ENABLE_STORE_V2_API": "1"}
+_NOT_THE_USERS = frozenset((NCCL_COMM_ID, AGENT_SOCKET, RESUME))
 
 
 def user_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment that the ranks get from the user."""
-    return {name: value for name, value in env.items() if name != NCCL_COMM_ID}
+    """The environment that the ranks get from the user, and what they get where the user says nothing."""
+    return {**GLOO, **{name: value for name, value in env.items() if name not in _NOT_THE_USERS}}
 
 
-def ranks_per_root(*, stock_roots: bool) -> str:
-    """The value of that variable; with NCCL's own roots torch's default."""
-    return str(TORCH_RANKS_PER_ROOT if stock_roots else 1)
+def own_ranks_per_root(env: Mapping[str, str]) -> int | None:
+    """The user's own value of that variable, or None. Raises UsageError where torch could not read it."""
+    text = env.get(RANKS_PER_ROOT)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:11]) <= MAX_RANKS_PER_ROOT):
+        raise UsageError(f"{RANKS_PER_ROOT} must be a whole number from 1 on, or not set; it is {text!r}")
+    return int(text)
+
+
+def ranks_per_root(env: Mapping[str, str], *, stock_roots: bool) -> int:
+    """The value for the ranks: the user's own, else 1, or with NCCL's own roots torch's default."""
+    return own_ranks_per_root(env) or (TORCH_RANKS_PER_ROOT if stock_roots else 1)
 
 
 def rank_env(
@@ -56,5 +74,4 @@ def rank_env(
         "TORCHELASTIC_RUN_ID": spec.job,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.limits.start_tries),
-        RANKS_PER_ROOT: ranks_per_root(stock_roots=assignment is not None and assignment.stock_roots),
     }

@@ -12,13 +12,21 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from ckptless.daemon.agent.nccl_blocks import block
 from ckptless.daemon.agent.nccl_wire import Address, UniqueId, encode_id
+from ckptless.daemon.api.errors import ProtocolError
 
 # A magic's lower bytes name the communicator, the upper ones prove it and its generation. Two communicators
 # of one name would only disturb each other where they meet: in one agent, with the same number of root.
 _NAME_NBYTES, _PROOF_NBYTES = 4, 4
 # Lists of ids that are kept, since every rank of a node asks for the same.
 MAX_LISTS = 16
+# Other nodes may hear of a generation a little earlier than this one; and older ones are known by name.
+NEAR = (0, 1, 2, 3, -1, -2, -3)
+
+
+class StaleError(ProtocolError):
+    """It is of this job, and of a generation that is over."""
 
 
 def magic_of(key: bytes, generation: int, group: bytes, round_: int) -> int:
@@ -35,6 +43,16 @@ def generation_of(key: bytes, magic: int, near: Iterable[int]) -> int | None:
     return next((g for g in near if hmac.compare_digest(_proof(key, g, name), proof)), None)
 
 
+def admitted(key: bytes, magic: int, current: int) -> int:
+    """The generation of a magic: `current`, or one that is to come. Raises StaleError, ProtocolError."""
+    generation = generation_of(key, magic, (current + step for step in NEAR))
+    if generation is None:
+        raise ProtocolError("its magic is none of this job's")
+    if generation < current:
+        raise StaleError(f"it is of generation {generation}, here it is {current}")
+    return generation
+
+
 def _proof(key: bytes, generation: int, name: bytes) -> bytes:
     return _digest(key, b"proof", struct.pack("<q", generation) + name)[:_PROOF_NBYTES]
 
@@ -44,10 +62,16 @@ def _digest(key: bytes, purpose: bytes, text: bytes) -> bytes:
 
 
 class NcclIds:
-    """The ids of one generation; `homes[rank]` is where the roots of the rank's node listen."""
+    """The ids of one generation; `homes[rank]` is where the roots of the rank's node listen.
 
-    def __init__(self, key: bytes, generation: int, homes: Sequence[Address]) -> None:
+    `ranks_per_root` is what torch has been told: a communicator has so many times fewer roots than ranks.
+    """
+
+    def __init__(
+        self, key: bytes, generation: int, homes: Sequence[Address], ranks_per_root: int = 1
+    ) -> None:
         self.generation = generation
+        self._roots_of_all = -(-len(homes) // ranks_per_root)
         self._key, self._homes = key, tuple(homes)
         self._nodes = tuple(dict.fromkeys(homes))
         self._lists: OrderedDict[tuple[bytes, int, int], list[bytes]] = OrderedDict()
@@ -71,12 +95,12 @@ class NcclIds:
         return known
 
     def roots(self, group: bytes, count: int) -> list[Address]:
-        """Where they are. With one for each rank of the job, each is on its rank's node.
+        """Where they are. With as many as the whole job has, each is on the node of its block's first rank.
 
         Of a smaller group nobody says who is in it: its roots are dealt out over the nodes that have ranks,
         so that losing one of them ends the generation in any case.
         """
-        if count == len(self._homes):
-            return list(self._homes)
+        if count == self._roots_of_all:
+            return [self._homes[block(root, self.ranks, count)[0]] for root in range(count)]
         first = int.from_bytes(hashlib.sha256(group).digest()[:4], "little")
         return [self._nodes[(first + root) % len(self._nodes)] for root in range(count)]

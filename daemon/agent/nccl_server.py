@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from ckptless.daemon.agent.nccl_ids import generation_of
+from ckptless.daemon.agent.nccl_ids import StaleError, admitted
 from ckptless.daemon.agent.nccl_root import Answer, Dropped, Roots
 from ckptless.daemon.agent.nccl_wire import CheckIn, CheckInReader, UnknownLayoutError, encode_message
 from ckptless.daemon.api.errors import ProtocolError, UsageError
@@ -23,8 +23,6 @@ BACKLOG = 256
 MAX_ANSWERING = 128
 # Events of one kind are told once in so many seconds.
 TELL_EVERY_S = 5.0
-# Other nodes may hear of a generation a little earlier than this one; and older ones are known by name.
-NEAR = (0, 1, 2, 3, -1, -2, -3)
 
 
 def _ignore(*_: object) -> None:
@@ -115,13 +113,13 @@ class NcclServer:
             self._judge(rank, rank.magic, self._key)
 
     def _judge(self, rank: "_Rank", magic: int, key: bytes) -> None:
-        generation = generation_of(key, magic, (self._generation + step for step in NEAR))
-        if generation is None:
-            self._refuse(rank, "its magic is none of this job's")
-        elif generation < self._generation:
-            text = f"it is of generation {generation}, here it is {self._generation}"
-            self._refuse(rank, text, "nccl-stale")
-        elif isinstance(rank.error, UnknownLayoutError):
+        try:
+            generation = admitted(key, magic, self._generation)
+        except ProtocolError as error:
+            kind = "nccl-stale" if isinstance(error, StaleError) else "nccl-refused"
+            self._refuse(rank, str(error), kind)
+            return
+        if isinstance(rank.error, UnknownLayoutError):
             self._refuse(rank, str(rank.error), "nccl-unknown")
             self.on_unknown(str(rank.error))
         elif rank.error is not None:

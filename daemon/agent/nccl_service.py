@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from ckptless.daemon.agent.environment import NCCL_COMM_ID
+from ckptless.daemon.agent.environment import NCCL_COMM_ID, RANKS_PER_ROOT, own_ranks_per_root
 from ckptless.daemon.agent.nccl_ids import NcclIds
 from ckptless.daemon.agent.nccl_server import NcclServer
 from ckptless.daemon.agent.nccl_wire import Address
@@ -22,11 +22,21 @@ class NcclService:
         self._server.on_event, self._server.on_unknown = on_event, self._is_unknown
         self._key: bytes | None = None
         self._stock = False
-        self._comm_id = False
+        self._ranks_per_root = 1
+        # Of the user's environment, for events: once, and not before there is somebody to hear of them.
+        self._untold: list[tuple[str, str]] = []
 
     async def start(self, address: str, env: Mapping[str, str]) -> int:
         """Listen; the port. `env`: the ranks' environment as the user has it. Raises OSError, UsageError."""
-        self._comm_id = NCCL_COMM_ID in env
+        if NCCL_COMM_ID in env:
+            text = f"{NCCL_COMM_ID} is not passed on to the ranks: it would tie the job to one node"
+            self._untold.append(("nccl-comm-id", text))
+        self._ranks_per_root = own_ranks_per_root(env) or 1
+        if self._ranks_per_root > 1:
+            text = (
+                f"{RANKS_PER_ROOT}={self._ranks_per_root} is the job's own: where a communicator has no more "
+            )
+            self._untold.append(("nccl-ranks-per-root", text + "ranks than that, one of them is NCCL's root"))
         return await self._server.start(address)
 
     def learn_key(self, key: bytes) -> None:
@@ -37,11 +47,9 @@ class NcclService:
     def follow(self, assignment: Assignment) -> NcclIds | None:
         """A new generation's ids; None where NCCL is left to make its own and the store to pass them on."""
         self._server.follow(assignment.generation)
-        if self._comm_id:
-            # Once, and not sooner: only now somebody hears of it.
-            text = f"{NCCL_COMM_ID} is not passed on to the ranks: it would tie the job to one node"
-            self._on_event("nccl-comm-id", text)
-            self._comm_id = False
+        for event in self._untold:
+            self._on_event(*event)
+        self._untold.clear()
         if assignment.stock_roots:
             if not self._stock:
                 self._on_event("nccl-stock-roots", "NCCL has roots of its own from this generation on")
@@ -52,7 +60,7 @@ class NcclService:
         if self._key is None or not all(info.nccl_port for info in homes):
             return None
         addresses = [Address(info.address, info.nccl_port) for info in homes]
-        return NcclIds(self._key, assignment.generation, addresses)
+        return NcclIds(self._key, assignment.generation, addresses, self._ranks_per_root)
 
     def _is_unknown(self, text: str) -> None:
         if not self.unknown:

@@ -199,7 +199,8 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Assigned(Message, frozen=True, kw_only=True):
     """A rank's part of an assignment.
 
-    `store` is (host, port); `peers` are the addresses of the job's nodes. `stock_roots`: see Assignment.
+    `store` is (host, port); `peers` are the addresses of the job's nodes. `ranks_per_root`: what
+    torch is to be told of NCCL's roots.
     """
 
     generation: int
@@ -210,7 +211,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     restore_step: int | None
     store: tuple[str, int]
     peers: tuple[str, ...]
-    stock_roots: bool = False
+    ranks_per_root: int = 1
 
 
 class Left(Message, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from ckptless.daemon.api.records import FaultSource
 
 # Causes that are consequences as often as they are causes: they start a recovery, but are not counted
 # against anybody when a deeper fault is there as well.
-SECONDARY = frozenset({"broken", "stall", "twins-differ"})
+SECONDARY = frozenset({"broken", "stall", "twins-differ", "nccl-unknown"})
 
 # One broken collective breaks it for every rank: of more than so many the story is told by these.
 CONSEQUENCES = 64
@@ -161,7 +161,16 @@ def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[tuple[i
         detail = f"{view.lost} (rank {names})"
         return [Finding("node-lost", view.node, None, None, detail, view.lost_age_s, source=view.lost_source)]
     found = (_slot_finding(assignment, rank, place, view) for rank, place in ranks)
-    return [*(finding for finding in found if finding is not None), *_doubts(assignment, view)]
+    known = [finding for finding in found if finding is not None]
+    return [*known, *_doubts(assignment, view), *_unknown_nccl(assignment, view)]
+
+
+def _unknown_nccl(assignment: Assignment, view: NodeView) -> list[Finding]:
+    """Its ranks wait in NCCL's bootstrap for an answer that they never get, and nothing else would tell."""
+    if assignment.stock_roots or view.state is None or not view.state.nccl_unknown:
+        return []
+    text = f"{view.state.nccl_unknown}: NCCL gets roots of its own"
+    return [Finding("nccl-unknown", view.node, None, None, text, source="process")]
 
 
 def _doubts(assignment: Assignment, view: NodeView) -> list[Finding]:

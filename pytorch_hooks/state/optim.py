@@ -59,7 +59,17 @@ def _inside(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError if the state of an optimizer has a tensor key that is in no parameter group."""
+    """Raise UsageError for what cannot be put back as it was.
+
+    That is state under a tensor that is in no parameter group, and a learning rate that is one tensor with
+    the scheduler's `initial_lr`: each step changes both, and what is put back would be two.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), torch.Tensor) and group["lr"] is group.get("initial_lr"):
+            raise UsageError(
+                f"state.{name} has a learning rate that is one tensor with its initial_lr, as torch "
+                f"{torch.__version__} makes it: give it as a number, or take torch 2.10 or newer"
+            )
     known = {id(p) for _place, p in parameters(optimizer)}
     for key in optimizer.state:
         if isinstance(key, torch.Tensor) and id(key) not in known:

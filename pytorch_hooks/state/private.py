@@ -92,6 +92,18 @@ def reshard(modules: Iterable[torch.nn.Module]) -> None:
             module.reshard()
 
 
+def state_dict_of(one: Any) -> dict[str, Any]:
+    """Give `one.state_dict()`; of an SWALR without `anneal_func`, a function that its constructor gives it.
+
+    Torches before 2.10 leave it in, and no function can be saved; its `load_state_dict` does without it.
+    """
+    state: dict[str, Any] = one.state_dict()
+    kind: Any = getattr(sys.modules.get("torch.optim.swa_utils"), "SWALR", None)
+    if kind is None or not isinstance(one, kind) or "anneal_func" not in state:
+        return state
+    return {key: value for key, value in state.items() if key != "anneal_func"}
+
+
 def scaler_enabled(scaler: object) -> bool:
     """Say whether a GradScaler does anything; one that is off has an empty state_dict (`is_enabled`)."""
     return bool(getattr(scaler, "is_enabled", lambda: True)())

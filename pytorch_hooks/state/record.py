@@ -169,7 +169,7 @@ def _objects(parts: Parts) -> dict[str, Any]:
 
 
 def _state_of(one: Any) -> object:
-    return one.get_state() if isinstance(one, torch.Generator) else one.state_dict()
+    return one.get_state() if isinstance(one, torch.Generator) else private.state_dict_of(one)
 
 
 def _load(one: Any, saved: Any) -> None:

@@ -1,7 +1,7 @@
-"""A script whose NCCL nobody knows yet, as far as agents can see: `future_nccl.py OUT`.
+"""A script whose NCCL nobody knows yet, as far as agents can see: `future_nccl.py OUT [hooked]`.
 
 It asks the store for ids as torch does. Where they are computed, it checks in with a length that is not
-known, and ends as a job does that does not come together.
+known, and waits for its answer as NCCL does, for good; "hooked": inside of a training function.
 """
 
 import json
@@ -31,16 +31,22 @@ def main(out: Path) -> None:
     (out / f"rank-{rank}-{ranks_per_root}.json").write_text(json.dumps(told))
     if ranks_per_root == "1":
         check_in(ids[rank])
-        raise RuntimeError("nobody answers")
 
 
 def check_in(unique_id: bytes) -> None:
     magic, _, port = *struct.unpack_from("<QH", unique_id), int.from_bytes(unique_id[10:12], "big")
     host = socket.inet_ntoa(unique_id[12:16])
-    with socket.create_connection((host, port), timeout=DEADLINE_S) as connection:
-        connection.sendall(struct.pack("<QIi", magic, 1, 192))
-        assert connection.recv(1) == b"", "it was answered"
+    with socket.create_server((host, 0)) as answers:
+        with socket.create_connection((host, port), timeout=DEADLINE_S) as connection:
+            connection.sendall(struct.pack("<QIi", magic, 1, 192) + bytes(192))
+        answers.accept()
+    raise RuntimeError("it was answered")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[2:] == ["hooked"]:
+        import ckptless
+
+        ckptless.run(lambda _: main(Path(sys.argv[1])))
+    else:
+        main(Path(sys.argv[1]))

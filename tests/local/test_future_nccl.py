@@ -17,20 +17,29 @@ pytestmark = pytest.mark.timeout(240)
 SCRIPT = Path(__file__).with_name("future_nccl.py")
 
 
-def test_it_gets_roots_of_its_own_with_the_next_generation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", [[], pytest.param(["hooked"], id="hooked")])
+def test_it_gets_roots_of_its_own_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
 ) -> None:
+    """Its ranks would wait for good; and nothing is tried again, so that no budget is used."""
     monkeypatch.setenv("NCCL_COMM_ID", "127.0.0.1:1")
     out = tmp_path / "out"
     out.mkdir()
-    with Job(tmp_path, ["--nnodes=2", "--nproc_per_node=1", "--max_restarts=3"], [SCRIPT, out]) as job:
+    with Job(tmp_path, ["--nnodes=2", "--nproc_per_node=1", "--max-stall=30"], [SCRIPT, out, *how]) as job:
         job.ended(0)
-        kinds = {event.kind for event in job.ledger().events}
-    assert {"nccl-unknown", "nccl-stock-roots", "nccl-comm-id"} <= kinds
-    for rank in range(2):
-        computed = json.loads((out / f"rank-{rank}-1.json").read_text())
+        ledger = job.ledger()
+    assert {"nccl-unknown", "nccl-stock-roots", "nccl-comm-id"} <= {event.kind for event in ledger.events}
+    first = [fault.kind for fault in ledger.faults if fault.generation == 1]
+    assert first[0] == "nccl-unknown"
+    assert "stall" not in first
+    assert [generation.generation for generation in ledger.generations] == [1, 2]
+    # One has been enough: the other may not have come so far.
+    found = [json.loads(path.read_text()) for path in out.glob("rank-*-1.json")]
+    assert found
+    for computed in found:
         assert computed["comm_id"] is None
         assert len(set(computed["ids"])) == 2, "each rank's root is on its own node"
         assert len({data[:16] for data in computed["ids"]}) == 1, "and all have one magic"
+    for rank in range(2):
         passed_on = json.loads((out / f"rank-{rank}-128.json").read_text())
         assert passed_on["ids"] == [(bytes([root]) * 128).hex() for root in range(2)]

@@ -53,8 +53,8 @@ def newest_loss(home: Path) -> int:
 
 
 def killed_after(job: Job, home: Path, step: int) -> None:
-    """All of it, at once, a while after `step` was saved."""
-    wait_until(lambda: step in [s for s, _ in saved.steps_in(home / "save")], DEADLINE_S, job)
+    """All of it, at once, a while after `step` was saved, or where it was passed over a later one."""
+    wait_until(lambda: any(s >= step for s, _ in saved.steps_in(home / "save")), DEADLINE_S, job)
     reached = newest_loss(home)
     wait_until(lambda: newest_loss(home) > reached + 3, DEADLINE_S, job)
     job.launcher.kill()

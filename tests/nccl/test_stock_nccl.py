@@ -76,6 +76,12 @@ class Agents:
                 self.told.clear()
                 await self.told.wait()
 
+    async def has_kept(self, *counts: int) -> None:
+        """Returns once so many ranks wait at the last nodes."""
+        async with asyncio.timeout(LONG_S):
+            while [server._roots.kept for server in self.servers[-len(counts) :]] != list(counts):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
     async def close(self) -> None:
         for server in self.servers:
             await server.close()
@@ -203,15 +209,36 @@ def test_uneven_blocks_and_a_late_rank(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", SCALABLE)
+def test_interleaved_groups_and_a_late_node(version: str) -> None:
+    """The last node's ranks come late, and its agent is the last to hear of their generation."""
+
+    async def scenario(agents: Agents) -> None:
+        *early, late = agents.servers
+        for server in early:
+            server.follow(2)
+        agents.generation = 2
+        ids = agents.ids([0, 1, 0, 1, 2])
+        async with Ranks(version) as ranks:
+            communicators: list[Communicator] = [(range(5), ids.ids(b"world", 0, 5))]
+            for group, members in ((b"even", (0, 2, 4)), (b"odd", (1, 3))):
+                communicators += [(members, ids.ids(group, round_, len(members))) for round_ in range(2)]
+            formed = asyncio.create_task(ranks.run(communicators, late=[4]))
+            await agents.has_kept(1)
+            late.follow(2)
+            await formed
+        assert agents.events == []
+
+    in_agents(3, scenario)
+
+
+@pytest.mark.parametrize("version", SCALABLE)
 def test_a_new_generation_beside_ranks_of_the_old_one(version: str) -> None:
     async def scenario(agents: Agents) -> None:
         async with Ranks(version) as stale, Ranks(version) as ranks:
             old = agents.ids([0, 1, 1])
             stuck = [await stale.start(rank, [(range(3), old.ids(b"world", 0, 3))]) for rank in (0, 2)]
             # Rank 2 has heard of rank 0; rank 0 and the root before rank 2 wait for rank 1.
-            async with asyncio.timeout(LONG_S):
-                while [server._roots.kept for server in agents.servers] != [1, 1]:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+            await agents.has_kept(1, 1)
             agents.follow(2)
             stuck.append(await stale.start(1, [(range(3), old.ids(b"world", 0, 3))]))
             await ranks.run([(range(3), agents.ids([0, 1, 1]).ids(b"world", 0, 3))])

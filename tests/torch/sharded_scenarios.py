@@ -62,7 +62,7 @@ class Net(nn.Module):
         # Batch norm keeps its own dtype, which mixed precision does not know.
         self.norm: nn.Module = nn.LayerNorm(10) if job.kind == "mixed" else nn.BatchNorm1d(10)
         self.head = nn.Linear(10, 5)
-        self.checkpoint = job.kind == "checkpoint"
+        self.checkpoint = job.kind in ("checkpoint", "ddp-checkpoint")
         self.probe = job.probe_backward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Job:
         optimizer_of: Any = torch.optim.AdamW
         if self.kind.startswith("ddp"):
             model = DistributedDataParallel(model, bucket_cap_mb=0.001 if self.kind == "ddp" else 25)
-            if self.kind != "ddp":
+            if self.kind not in ("ddp", "ddp-checkpoint"):
                 model = torch.compile(model, backend=self.kind.partition("-")[2])  # type: ignore[assignment]
         elif self.kind != "plain":
             model = self._shard(model)
@@ -342,7 +342,7 @@ def settled(fabric: Fabric, start: tuple[int, int]) -> tuple[int, int]:
 
 def faults(place: Place, kind: str, places: list[str]) -> dict[str, Any]:
     """For each place one committed step, then one left there; rank 1 moves to another process each time."""
-    if kind == "by-hand":
+    if kind == "by-hand" and hasattr(FSDPModule, "reset_iter_state"):
         del FSDPModule.reset_iter_state  # as in a torch that has none
     ranks = place.size - 1
     plain = stock(place, kind, len(places) + 2) if place.index < ranks else {}

@@ -76,7 +76,9 @@ def test_left_at_every_place(kind: str, ranks: int, places: list[str]) -> None:
     check(kind, ranks, places)
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", pytest.param("wrapped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["checkpoint", "ddp-checkpoint", pytest.param("wrapped", marks=pytest.mark.slow)]
+)
 def test_left_while_activations_are_recomputed(kind: str) -> None:
     check(kind, 2, RECOMPUTED)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import pytest
+import torch
 
 # What torch.distributed has too, but only here do type checkers find it.
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -34,6 +35,13 @@ T = TypeVar("T")
 Client: TypeAlias = Any
 SOON = timedelta(milliseconds=150)
 LONG = timedelta(seconds=30)
+FACADES = Path(__file__).parents[1] / "unit" / "daemon" / "facades.py"
+# Calls that came with this torch; an older one's clients have none to make.
+SINCE = {"list_keys": (2, 10), "barrier": (2, 13)}
+ALWAYS = """
+    add append check clone compare_set delete_key get has_extended_api host libuvBackend multi_get multi_set
+    num_keys port queue_len queue_pop queue_push set set_timeout timeout wait
+"""
 HELLO = struct.pack("<BI", protocol.Op.VALIDATE, protocol.MAGIC)
 
 
@@ -77,31 +85,19 @@ def served() -> Iterator[Served]:
     served.stop()
 
 
-SERVER = """
-import asyncio, sys
-from ckptless.daemon.agent.store_server import StoreServer
-
-async def serve():
-    server = StoreServer()
-    print(await server.start("127.0.0.1"), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await server.close()
-    print(server.refused, "torch" in sys.modules)
-
-asyncio.run(serve())
-"""
-
-
 @contextmanager
-def our_process() -> Iterator[int]:
-    """Our server in a process. Gives its port; at the end, it must have refused nobody."""
+def our_process(nodes: int = 1) -> Iterator[list[int]]:
+    """Our stores in a process. Gives the port of each node; at the end, they must have refused nobody."""
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(FACADES), str(nodes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert server.stdout is not None
     try:
-        yield int(server.stdout.readline())
-        assert server.communicate(timeout=5)[0] == "0 False\n"
+        yield [int(port) for port in server.stdout.readline().split()]
+        assert server.communicate(timeout=15)[0] == "0 False\n"
     finally:
         server.kill()
         server.communicate()
@@ -134,15 +130,28 @@ def settle(*stores: Client) -> None:
         store.num_keys()
 
 
-def script(port: int) -> Iterator[Any]:
-    """Every call of a store, with two clients. Yields what each one gave."""
-    a, b = connect(port), connect(port)
+def has(call: str) -> bool:
+    return hasattr(TCPStore, call)
+
+
+def test_a_client_has_the_calls_of_its_torch() -> None:
+    """What is missing elsewhere, or is new, would be compared by nobody."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert {call: has(call) for call in SINCE} == {call: version >= since for call, since in SINCE.items()}
+    assert {name for name in dir(TCPStore) if not name.startswith("_")} - set(SINCE) == set(ALWAYS.split())
+
+
+def script(ports: list[int]) -> Iterator[Any]:
+    """Every call of a store, with two clients, of the last two nodes. Yields what each one gave."""
+    a, b = connect(ports[-1]), connect(ports[-2 % len(ports)])
     yield from values(a, b)
     yield from waits(a, b)
     yield from queues(a, b)
-    yield from barriers(a, b)
+    if has("barrier"):
+        yield from barriers(a, b)
     yield from prefixes(a, b)
-    yield sorted(a.list_keys())
+    if has("list_keys"):
+        yield sorted(a.list_keys())
 
 
 def values(a: Client, b: Client) -> Iterator[Any]:
@@ -226,22 +235,28 @@ def prefixes(a: Client, b: Client) -> Iterator[Any]:
     yield inner.num_keys(), inner.delete_key("i"), b.num_keys(), outcome(inner.wait, ["i"], SOON)
 
 
-def test_every_call_gives_the_same(torchs: Client) -> None:
-    expected = list(script(torchs.port))
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_every_call_gives_the_same(torchs: Client, nodes: int) -> None:
+    expected = list(script([torchs.port]))
     assert len(expected) > 25
-    with our_process() as port:
-        for ours, theirs in zip(script(port), expected, strict=True):
+    with our_process(nodes) as ports:
+        for ours, theirs in zip(script(ports), expected, strict=True):
             assert ours == theirs
 
 
-def test_many_random_calls_give_the_same(torchs: Client) -> None:
-    with our_process() as port:
-        call_at_random(connect(port), torchs, random.Random(7))
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_many_random_calls_give_the_same(torchs: Client, nodes: int) -> None:
+    with our_process(nodes) as ports:
+        call_at_random([connect(port) for port in ports], torchs, random.Random(7))
 
 
-def call_at_random(ours: Client, torchs: Client, dice: random.Random) -> None:
+def call_at_random(clients: list[Client], torchs: Client, dice: random.Random) -> None:
+    """Each call by another client; the next one is made when it has been done."""
     texts = ["", "0", "1", "-3"]
+    ours = clients[0]
     for _ in range(1500):
+        settle(ours)
+        ours = dice.choice(clients)
         calls: list[tuple[Any, ...]] = [
             ("set", dice.choice("abc"), dice.choice("012")),
             ("add", dice.choice("abcn"), dice.randrange(-3, 4)),
@@ -299,9 +314,11 @@ group = dist.new_group([0, size - 1])
 store = dist.distributed_c10d._get_default_store()
 total = torch.tensor([float(rank)])
 dist.all_reduce(total)
-store.barrier("all here", size)
-# A PrefixStore makes its barrier of other calls.
-listed = "all here/last_member" in store.list_keys()
+listed = True
+if hasattr(store, "barrier"):
+    store.barrier("all here", size)
+    # A PrefixStore makes its barrier of other calls.
+    listed = "all here/last_member" in store.list_keys()
 print(int(total), listed, type(store).__name__)
 dist.barrier()
 dist.destroy_process_group()
@@ -330,8 +347,9 @@ def test_an_unchanged_env_script_of_four_processes(served: Served, tmp_path: Pat
     ]
     try:
         for rank in ranks:
-            out, errors = rank.communicate(timeout=60)
-            assert (rank.returncode, out) == (0, "6 True PrefixStore\n"), errors
+            out, errors = rank.communicate(timeout=100)
+            # Gloo of torch 2.8 and 2.9 says something there, too.
+            assert (rank.returncode, out.splitlines()[-1:]) == (0, ["6 True PrefixStore"]), errors
     finally:
         for rank in ranks:
             rank.kill()
@@ -354,7 +372,9 @@ def test_cut_ends_waits_at_once_and_forgets_every_key(served: Served) -> None:
     idle, waiting, at_barrier = served.client(), served.client(), served.client()
     idle.set("k", "old")
     settle(idle)
-    ends = [in_thread(waiting.wait, ["never"], LONG), in_thread(at_barrier.barrier, "b", 2, LONG)]
+    ends = [in_thread(waiting.wait, ["never"], LONG)]
+    if has("barrier"):
+        ends.append(in_thread(at_barrier.barrier, "b", 2, LONG))
     time.sleep(0.1)
     assert not any(end.done() for end in ends)
     began = time.monotonic()
@@ -374,11 +394,15 @@ def test_a_wait_ends_with_its_client(served: Served) -> None:
     with served.connect() as gone:
         gone.sendall(HELLO + b"\x06" + struct.pack("<QQ", 1, 1) + b"k" + b"\x0d1234")
         assert gone.recv(4) == b"1234"
-        assert served.call(lambda: len(served.server._state._waiting)) == 1
+        assert served.call(lambda: len(waiting(served))) == 1
     deadline = time.monotonic() + 2
-    while served.call(lambda: len(served.server._clients)) and time.monotonic() < deadline:
+    while served.call(lambda: len(served.server.clients)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert served.call(lambda: (len(served.server._clients), len(served.server._state._waiting))) == (0, 0)
+    assert served.call(lambda: (len(served.server.clients), len(waiting(served)))) == (0, 0)
+
+
+def waiting(served: Served) -> Any:
+    return served.server._node._owner._state._waiting
 
 
 HOSTILE = {
@@ -420,7 +444,7 @@ def test_a_client_that_does_not_read_costs_one_answer(served: Served) -> None:
         bad.sendall(HELLO + gets)
         time.sleep(0.2)
         unsent = served.call(
-            lambda: max(client._transport.get_write_buffer_size() for client in served.server._clients)
+            lambda: max(client._transport.get_write_buffer_size() for client in served.server.clients)
         )
         assert 0 < unsent < 3 << 20
         assert good.get("k") == b"x" * (1 << 20)
@@ -437,7 +461,7 @@ def test_small_answers_are_not_delayed(served: Served) -> None:
     options = served.call(
         lambda: [
             peer._transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            for peer in served.server._clients
+            for peer in served.server.clients
         ]
     )
     assert options == [1]

@@ -62,7 +62,7 @@ def test_a_part_of_fsdp_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch
     try:
         model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
         (state,) = torch_fsdp.states(model.modules())
-        monkeypatch.delattr(state._fsdp_param_groups[0], "_all_gather_result")
+        monkeypatch.delattr(torch_fsdp._groups(state)[0], "_all_gather_result")
         with pytest.raises(TorchMismatch, match=r"FSDPParamGroup\._all_gather_result is gone\.$"):
             torch_fsdp.states(model.modules())
         monkeypatch.delattr(FSDPParamGroup, "reshard")

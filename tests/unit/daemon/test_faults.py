@@ -1,14 +1,15 @@
 """From what agents report to findings, each once."""
 
-from dataclasses import replace
+import dataclasses
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.faults import FaultLog, Finding, NodeView, observe
 
-INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1, store_address="a", store_port=2)
+INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1)
 ASSIGNMENT = m.Assignment(
     job="j",
     generation=3,
@@ -16,7 +17,6 @@ ASSIGNMENT = m.Assignment(
     leader=0,
     places=(m.Place(node=0, slot=0), m.Place(node=0, slot=1), m.Place(node=1, slot=0)),
     nodes=(INFO,),
-    store_node=0,
     restore_step=None,
 )
 
@@ -66,12 +66,23 @@ def test_of_a_lost_node_only_the_loss_counts() -> None:
     assert [f.kind for f in observe(ASSIGNMENT, {0: NodeView(0), 1: lost})] == ["node-lost"]
 
 
+def test_an_nccl_that_is_not_known_is_a_fault_until_it_has_roots_of_its_own() -> None:
+    slots = tuple(m.SlotState(slot=slot, phase="starting", generation=3) for slot in range(2))
+    # Also where it was heard of in the generation before, and came too late for the plan.
+    state = m.AgentState(seq=1, slots=slots, assigned=2, nccl_unknown="a check-in of 192 bytes")
+    nodes = {0: NodeView(0, state=state), 1: NodeView(1)}
+    (found,) = observe(ASSIGNMENT, nodes)
+    assert (found.kind, found.node, found.slot, found.rank) == ("nccl-unknown", 0, None, None)
+    assert found.detail == "a check-in of 192 bytes: NCCL gets roots of its own"
+    assert observe(replace(ASSIGNMENT, stock_roots=True), nodes) == []
+
+
 def test_the_log_takes_each_fault_once() -> None:
     log = FaultLog()
     finding = Finding("died", 0, 1, 1, "first", source="process")
     assert log.add(finding, "a") is not None
-    assert log.add(replace(finding, detail="told again", source="leader"), "b") is None
-    assert log.add(replace(finding, slot=0, rank=0), "c") is not None
+    assert log.add(dataclasses.replace(finding, detail="told again", source="leader"), "b") is None
+    assert log.add(dataclasses.replace(finding, slot=0, rank=0), "c") is not None
     assert [fault.id for fault in log.faults] == ["a", "c"]
 
 

@@ -27,6 +27,13 @@ def test_each_root_of_the_world_is_on_its_ranks_node_and_all_have_one_magic() ->
     assert {unique.magic for unique in ids} == {magic_of(KEY, 3, b"world", 0)}
 
 
+def test_with_fewer_roots_each_is_on_the_node_of_its_blocks_first_rank() -> None:
+    """As torch asks for them with two ranks for a root: three roots; and with four two, of three ranks."""
+    for ranks_per_root, roots in ((2, [HOMES[0], HOMES[2], HOMES[4]]), (4, [HOMES[0], HOMES[3]])):
+        ids = NcclIds(KEY, 3, HOMES, ranks_per_root).ids(b"world", 0, len(roots))
+        assert [decode_id(data).root for data in ids] == roots
+
+
 @given(st.binary(max_size=40), st.integers(1, 5))
 def test_roots_of_other_groups_are_dealt_out_over_nodes_with_ranks(group: bytes, count: int) -> None:
     roots = NcclIds(KEY, 1, HOMES).roots(group, count)

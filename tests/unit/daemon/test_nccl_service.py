@@ -3,23 +3,21 @@
 import asyncio
 from collections.abc import Mapping
 
+import pytest
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.environment import RANKS_PER_ROOT, rank_env, ranks_per_root, user_env
+from ckptless.daemon.agent.environment import GLOO, RANKS_PER_ROOT, ranks_per_root, user_env
 from ckptless.daemon.agent.nccl_service import NcclService
 from ckptless.daemon.agent.nccl_wire import Address
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import UsageError
 
-LIMITS = m.Limits(pong_s=1, leave_s=1, join_s=1, stall_s=1)
-SPEC = m.JobSpec(job="j", command=("t",), nodes=2, spares=1, slots_per_node=1, limits=LIMITS)
 INFOS = tuple(
     m.NodeInfo(
         node=node,
         name=f"n{node}",
         address=f"10.0.0.{node}",
         agent_port=1,
-        store_address="127.0.0.1",
-        store_port=2,
         nccl_port=100 + node,
     )
     for node in range(3)
@@ -32,7 +30,6 @@ ASSIGNMENT = m.Assignment(
     # The spare has taken the place of node 1.
     places=(m.Place(node=0, slot=0), m.Place(node=2, slot=0)),
     nodes=INFOS,
-    store_node=0,
     restore_step=None,
 )
 
@@ -94,13 +91,41 @@ def test_an_unknown_nccl_is_told_to_the_daemon_once() -> None:
 
 def test_nccl_comm_id_does_not_reach_the_ranks() -> None:
     env = {"NCCL_COMM_ID": "10.0.0.1:1234", "NCCL_DEBUG": "WARN"}
-    assert user_env(env) == {"NCCL_DEBUG": "WARN"}
+    assert user_env(env) == {**GLOO, "NCCL_DEBUG": "WARN"}
+    assert user_env({"TORCH_GLOO_LAZY_INIT": "0"})["TORCH_GLOO_LAZY_INIT"] == "0"
     assert asyncio.run(_started(env)) == ["nccl-comm-id"]
     assert asyncio.run(_started({})) == []
 
 
 def test_ranks_ask_the_store_for_every_id_unless_nccl_has_roots_of_its_own() -> None:
-    for assignment, value in ((None, "1"), (ASSIGNMENT, "1"), (replace(ASSIGNMENT, stock_roots=True), "128")):
-        env = rank_env(SPEC, m.Place(node=0, slot=0), assignment, ("127.0.0.1", 5), 0)
-        assert env[RANKS_PER_ROOT] == value
-    assert (ranks_per_root(stock_roots=False), ranks_per_root(stock_roots=True)) == ("1", "128")
+    assert ranks_per_root({}, stock_roots=False) == 1
+    assert ranks_per_root({}, stock_roots=True) == 128
+
+
+@pytest.mark.parametrize("stock_roots", [False, True])
+def test_the_jobs_own_ranks_per_root_is_kept(stock_roots: bool) -> None:
+    assert ranks_per_root({RANKS_PER_ROOT: "8"}, stock_roots=stock_roots) == 8
+
+
+def test_what_it_costs_is_told_once() -> None:
+    assert asyncio.run(_started({RANKS_PER_ROOT: "8"})) == ["nccl-ranks-per-root"]
+    assert asyncio.run(_started({RANKS_PER_ROOT: "1"})) == []
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "", "many", "8 ", "1.5", "\u0661", "2147483648", "9" * 5000])
+def test_a_value_that_torch_cannot_read_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"{RANKS_PER_ROOT} must be a whole number from 1 on"):
+        asyncio.run(_started({RANKS_PER_ROOT: text}))
+
+
+def test_ids_follow_the_jobs_own_ranks_per_root() -> None:
+    async def scenario() -> list[Address]:
+        told = Told()
+        told.service.learn_key(b"k")
+        await told.service.start("127.0.0.1", {RANKS_PER_ROOT: "2"})
+        ids = told.service.follow(replace(ASSIGNMENT, places=ASSIGNMENT.places[::-1] * 2))
+        await told.service.close()
+        assert ids is not None
+        return ids.roots(b"world", 2)
+
+    assert asyncio.run(scenario()) == [Address("10.0.0.2", 102)] * 2

@@ -179,6 +179,8 @@ def optimizers() -> Iterator[Any]:
         "Rprop": {},
         "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     }
+    if not hasattr(torch.optim, "Muon"):  # new with torch 2.9
+        del plain["Muon"]
     known = {n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type)}
     # SparseAdam takes sparse gradients only: test_sparse_adam.
     assert known - {"Optimizer", "SparseAdam"} == set(plain)
@@ -294,7 +296,26 @@ def test_every_scheduler(name: str, tensor_lr: bool) -> None:
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9)
         return State(model=model, optimizer=optimizer, scheduler=schedulers()[name](optimizer))
 
+    group = build().optimizer.param_groups[0]
+    if tensor_lr and group["lr"] is group.get("initial_lr"):
+        assert name == "SequentialLR"
+        assert torch.__version__.startswith(("2.8.", "2.9."))
+        with pytest.raises(UsageError, match="give it as a number, or take torch 2"):
+            check(build)
+        return
     check(build)
+
+
+def test_a_learning_rate_that_is_one_tensor_with_the_initial_one_is_refused() -> None:
+    """As SequentialLR of older torches makes it."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.05))
+    (group,) = optimizer.param_groups
+    group["initial_lr"] = group["lr"].clone()
+    TensorSet(State(model=model, optimizer=optimizer))
+    group["initial_lr"] = group["lr"]
+    with pytest.raises(UsageError, match=r"state\.optimizer has a learning rate that is one tensor"):
+        TensorSet(State(model=model, optimizer=optimizer))
 
 
 def test_ema_as_an_extra_module() -> None:
