@@ -105,7 +105,7 @@ class Reader:
             if self._interrupted is not None:
                 raise self._interrupted
             if self._verdict is not None:
-                self._judged(self._verdict)
+                self._raise_if_broken(self._verdict)
                 return None
             if not self._socket.wait(end - time.monotonic()):
                 raise TimeoutError(f"no batch {self._next} of {self._name.loader!r} in {deadline_s:g} s")
@@ -165,7 +165,7 @@ class Reader:
             self._producer.close()
         self._producer = ProducerProcess(self._agent_socket, lease, self._name.manifest, self._produce)
 
-    def _judged(self, verdict: m.RingEnd | m.RingBroken) -> None:
+    def _raise_if_broken(self, verdict: m.RingEnd | m.RingBroken) -> None:
         if isinstance(verdict, m.RingBroken):
             raise DataError(
                 f"batch {verdict.seq} of loader {self._name.loader!r} could not be made:\n{verdict.text}"

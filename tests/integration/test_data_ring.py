@@ -139,14 +139,16 @@ def until(done: Callable[[], bool]) -> None:
 class Rank:
     """A forked process that does `work`, and says "+" when it is done; it stays until it is killed."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], object]) -> None:
         ours, theirs = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                work()
+                # Kept, or what it has open is closed.
+                kept = work()
                 os.write(theirs, b"+")
                 signal.pause()
+                del kept
             except BaseException as error:  # noqa: BLE001 - it must not become a second pytest
                 os.write(theirs, repr(error).encode())
             finally:
@@ -308,12 +310,13 @@ def test_a_loader_that_kills_its_process(agent: Agent) -> None:
 
 
 def test_a_rank_is_killed_and_its_batches_are_there(agent: Agent) -> None:
-    def work() -> None:
+    def work() -> Reader:
         rank = reader(agent)
         rank.seek(0, 0, 0)
         for seq in range(20):
             rank.committed(max(0, seq - 2))
             expect(rank, 0, range(seq, seq + 1))
+        return rank
 
     dead = Rank(work)
     dead.done()
@@ -340,10 +343,11 @@ def alive(pid: int) -> bool:
 
 
 def test_another_rank_makes_them_when_the_first_is_killed(agent: Agent) -> None:
-    def work() -> None:
+    def work() -> Reader:
         rank = reader(agent)
         rank.seek(0, 0, 0)
         expect(rank, 0, range(3))
+        return rank
 
     first = Rank(work)
     first.done()

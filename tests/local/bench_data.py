@@ -1,11 +1,12 @@
-"""What the ring saves against DataLoaders: `python tests/local/bench_data.py [RANKS] [STEPS] [KIB]`.
+"""What the ring costs and saves against DataLoaders: python tests/local/bench_data.py [RANKS] [STEPS] [KIB].
 
 All ranks of a node want the same batches, as in tensor parallelism. Measured one after the other in the same
-run, several times in turn: memory (PSS, summed over all processes of the node, less that
-of the same processes before there is a batch), batches a second and rank, what `take` costs where the batch is there, and how long
-the first batch takes after a rank was killed.
+run, several times in turn: memory of the batches (of each that a process has open or mapped, counted once, as
+the sum of PSS does), batches a second and rank, what `take` costs where the batch is there, and
+how long the first batch takes after a rank was killed.
 """
 
+import contextlib
 import os
 import signal
 import statistics
@@ -88,17 +89,30 @@ class Theirs:
         del self._batches
 
 
-def pss_of(pid: int) -> int:
-    """Of a process and all below it."""
-    total = 0
+def files_of(pid: int) -> dict[int, int]:
+    """Bytes of the files that batches lie in, by inode: open or mapped in a process or one below it."""
+    found: dict[int, int] = {}
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total = int(line.split()[1]) << 10
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            # Gone by now: that of this listing.
+            with contextlib.suppress(FileNotFoundError):
+                if any(name in str(fd.readlink()) for name in ("ckptless-batch", "/torch_")):
+                    found[fd.stat().st_ino] = fd.stat().st_blocks * 512
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "ckptless-batch" in line or "/torch_" in line:
+                begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+                found.setdefault(int(line.split()[4]), end - begin)
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return total + sum(pss_of(int(child)) for child in children)
+        return {}
+    for child in children:
+        found.update(files_of(int(child)))
+    return found
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of all batches of a process and those below it, each counted once."""
+    return sum(files_of(pid).values())
 
 
 class Rank:
@@ -133,28 +147,35 @@ class Rank:
         return float(os.read(self._reads, 40))
 
     def close(self) -> None:
-        os.close(self._writes)
+        # Not by the pipe's end: ranks that were forked later have it, too.
+        os.write(self._writes, b"0")
         os.waitpid(self.pid, 0)
+        os.close(self._writes)
+        os.close(self._reads)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._writes)
         os.close(self._reads)
 
 
 def measure(kind: type[Ours | Theirs], socket: str, ranks: int, steps: int, nbytes: int) -> tuple[int, float]:
-    """Bytes of all processes with their prefetched batches, and batches a second and rank."""
+    """Bytes of all batches, the prefetched ones included, and batches a second and rank."""
     crew = [Rank(lambda slot=slot: kind(socket, slot, nbytes)) for slot in range(ranks)]  # type: ignore[misc]
-    before = pss_of(os.getpid())
     for count in (4, steps):
         for rank in crew:
             rank.ask(count)
         seconds = max(rank.answer() for rank in crew)
     # Until as much has been made ahead as ever will be.
-    memory, grown = 0, pss_of(os.getpid())
+    memory, grown = 0, memory_of(os.getpid())
     while grown > memory * 1.01:
         memory = grown
         time.sleep(1.0)
-        grown = pss_of(os.getpid())
+        grown = memory_of(os.getpid())
     for rank in crew:
         rank.close()
-    return grown - before, steps / seconds
+    return grown, steps / seconds
 
 
 def cost_of_take(socket: str, nbytes: int) -> list[float]:
@@ -177,8 +198,7 @@ def after_a_death(socket: str, nbytes: int) -> list[float]:
         rank = Rank(lambda: Ours(socket, 0, nbytes))
         rank.ask(5)
         rank.answer()
-        os.kill(rank.pid, signal.SIGKILL)
-        rank.close()
+        rank.kill()
         begun = time.perf_counter()
         heir = Ours(socket, 0, nbytes)
         heir.reader.seek(0, 3, 3)
@@ -199,6 +219,12 @@ def main() -> None:
         )
         assert agent.stdout is not None
         agent.stdout.readline()
+        taken, first = cost_of_take(socket, nbytes), after_a_death(socket, nbytes)
+        print(f"take          median {statistics.median(taken) * 1e6:6.0f} us, worst {max(taken) * 1e6:.0f}")
+        print(
+            f"after a death median {statistics.median(first) * 1e3:6.1f} ms, worst {max(first) * 1e3:.1f}",
+            flush=True,
+        )
         found: dict[type[Ours | Theirs], list[tuple[int, float]]] = {Ours: [], Theirs: []}
         for _ in range(ROUNDS):
             for kind, results in found.items():
@@ -207,9 +233,6 @@ def main() -> None:
             memory = statistics.median(one for one, _ in results) / (1 << 20)
             rate = statistics.median(one for _, one in results)
             print(f"{kind.__name__:8s} {memory:8.1f} MiB {rate:8.1f} batches/s and rank")
-        taken, first = cost_of_take(socket, nbytes), after_a_death(socket, nbytes)
-        print(f"take          median {statistics.median(taken) * 1e6:6.0f} us, worst {max(taken) * 1e6:.0f}")
-        print(f"after a death median {statistics.median(first) * 1e3:6.1f} ms, worst {max(first) * 1e3:.1f}")
         assert agent.stdin is not None
         agent.stdin.close()
         agent.stdout.close()

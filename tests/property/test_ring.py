@@ -1,6 +1,6 @@
 """A ring in any order of events: every reader gets its batches in order, nothing is lost, nobody hangs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,8 @@ class World:
 
     # ------------------------------------------------------------------------------ what it does
 
-    def do(self, actions: Iterable[r.Action]) -> None:
+    def do(self, actions: list[r.Action]) -> None:
+        anew = any(isinstance(action, r.Tell) and action.kind == "ring-position" for action in actions)
         for action in actions:
             match action:
                 case r.Give():
@@ -78,6 +79,8 @@ class World:
                     self.jobs.append(action)
                 case r.Free():
                     del self.memory[(action.stream, action.seq)]
+                    ahead = [one for one in self.readers if one.alive and one.next <= action.seq]
+                    assert anew or all(one.stream != action.stream for one in ahead), "still to be taken"
                 case r.Tell():
                     self.told.append(action)
         self.check()
