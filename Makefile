@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.ready
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
 	tests/nccl tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm lint types imports check format clean
+.PHONY: setup demo test test-slow test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm bench-store lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
@@ -69,6 +69,10 @@ scale: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal
 	$(BIN)/python tests/local/bench.py stall
+
+# The exchange of addresses between so many simulated ranks, beside torch's TCPStore.
+bench-store: $(STAMP)
+	$(BIN)/python tests/torch/bench_store.py $(ARGS)
 
 bench-slurm: $(STAMP) slurm-packages
 	$(BIN)/python tests/slurm/bench.py $(ARGS)

@@ -48,6 +48,11 @@ def wrapped_under(module: torch.nn.Module) -> str | None:
     return None
 
 
+def check() -> None:
+    """Raise `TorchMismatch` where this torch's checkpoints are not those that saving writes."""
+    refuse_moved((*_NEEDED_DTENSOR, *_NEEDED_DCP))
+
+
 def storage(file: str, offset: int, nbytes: int) -> object:
     """Where an item of a checkpoint lies."""
     refuse_moved(_NEEDED_DCP)

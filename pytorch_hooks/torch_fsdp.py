@@ -38,6 +38,11 @@ _PARAM_HOLDS = ("sharded_param", "unsharded_accumulated_grad", "grad_offload_eve
 # ------------------------------------------------------------------------------------- FSDP2
 
 
+def check() -> None:
+    """Raise `TorchMismatch` where this torch's FSDP2 is not one that recovery can stand on."""
+    refuse_moved(_NEEDED_FSDP)
+
+
 def states(modules: Iterable[torch.nn.Module]) -> list[Any]:
     """What `fully_shard` has attached to modules, each once; TorchMismatch if it is not what we know."""
     if "torch.distributed.fsdp" not in sys.modules:

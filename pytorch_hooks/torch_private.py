@@ -24,14 +24,13 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.pytorch_hooks.errors import TorchMismatch
+from ckptless.torch_versions import NEWEST, OLDEST
 
 # torch.distributed has these under the same names, but its types do not say so.
 __all__ = ["Backend", "HashStore", "PrefixStore", "Store", "TCPStore", "Work", "check"]
 
 _log = logging.getLogger(__name__)
 
-OLDEST = (2, 8)
-NEWEST = (2, 13)
 _SPAN = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 
 _C10D = "torch._C._distributed_c10d"

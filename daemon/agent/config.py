@@ -61,8 +61,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an agent is told.
 
-    `env` is the ranks' environment without torchrun's variables. `store_address` is where its key-value store
-    listens (in local mode 127.0.0.1, which every resolver knows: torch looks the name of its store up).
+    `env` is the ranks' environment without torchrun's variables.
     `copies_address`: where other agents reach this one, and from where it connects to them; None: at
     `address`, and from wherever the kernel likes.
     """
@@ -70,7 +69,6 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     node: int
     name: str
     address: str
-    store_address: str
     env: dict[str, str]
     rank_socket: str
     copies_address: str | None = None
@@ -98,7 +96,6 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         node=shared.spec.names.index(name),
         name=name,
         address=address,
-        store_address=address,
         env=own,
         rank_socket=rank_socket(shared.spec.job),
         copies_address=_copies_address(shared.replication.interface),

@@ -85,8 +85,7 @@ class Crew:
                 **user_env(self._config.env),
                 **own,
                 RANKS_PER_ROOT: str(self.ranks_per_root(assignment)),
-                AGENT_SOCKET: self._config.rank_socket,
-                RESUME: self._resume,
+                **self._hooks_env(),
             },
             cwd=Path(self._config.cwd),
             stdout="pipe",
@@ -117,6 +116,12 @@ class Crew:
         elif link is not None:
             link.close()
         self.on_change()
+
+    def _hooks_env(self) -> dict[str, str]:
+        """By which ckptless.run finds the agent; without it a script is plain PyTorch."""
+        if not self._config.spec.recovers:
+            return {}
+        return {AGENT_SOCKET: self._config.rank_socket, RESUME: self._resume}
 
     def _attach_output(self, tenant: Tenant, rank: int | None) -> None:
         process = tenant.process

@@ -16,11 +16,16 @@ TORCH_RANKS_PER_ROOT = 128
 MAX_RANKS_PER_ROOT = 2**31 - 1
 # It makes NCCL start a root at this address, and ask nobody for ids.
 NCCL_COMM_ID = "NCCL_COMM_ID"
+# Gloo connects two ranks when they first have something to say to each other, not all with all at the start;
+# and asks the store for many addresses at once. ckptless.run's own groups are connected at once all the same:
+# what is to be cut at a fault has to be known.
+GLOO = {"TORCH_GLOO_LAZY_INIT": "1", "GLOO_ENABLE_STORE_V2_API": "1"}
+_NOT_THE_USERS = frozenset((NCCL_COMM_ID, AGENT_SOCKET, RESUME))
 
 
 def user_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment that the ranks get from the user."""
-    return {name: value for name, value in env.items() if name != NCCL_COMM_ID}
+    """The environment that the ranks get from the user, and what they get where the user says nothing."""
+    return {**GLOO, **{name: value for name, value in env.items() if name not in _NOT_THE_USERS}}
 
 
 def own_ranks_per_root(env: Mapping[str, str]) -> int | None:

@@ -17,7 +17,7 @@ from ckptless.daemon.api.messages import Cancel
 from ckptless.daemon.config import load
 
 
-async def _run(config: AgentConfig) -> int:
+async def _run(config: AgentConfig, zygote: tuple[int, int] | None) -> int:
     loop = asyncio.get_running_loop()
     cancelled: asyncio.Future[Cancel] = loop.create_future()
 
@@ -27,14 +27,18 @@ async def _run(config: AgentConfig) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, cancel, number)
-    return await Agent(config).run(cancelled)
+    return await Agent(config, zygote).run(cancelled)
 
 
 @click.command()
 @click.option("--local", "path", type=click.Path(path_type=Path), help="Local mode, by this file.")
 @click.option("--slurm", is_flag=True, help="In a step of ckptless-run, by its environment.")
+@click.option("--zygote-pid", type=int, hidden=True)
+@click.option("--zygote-fd", type=int, hidden=True)
 @click.option("-v", "--verbose", is_flag=True)
-def command(path: Path | None, slurm: bool, verbose: bool) -> None:
+def command(
+    path: Path | None, slurm: bool, zygote_pid: int | None, zygote_fd: int | None, verbose: bool
+) -> None:
     """Start, watch and restart the ranks of one node."""
     try:
         if (path is None) is not slurm:
@@ -42,7 +46,8 @@ def command(path: Path | None, slurm: bool, verbose: bool) -> None:
         config = load(path, AgentConfig) if path else of_this_node(os.environ, len(os.sched_getaffinity(0)))
         log.configure(f"agent[{config.name}]", verbose=verbose)
         set_process_name("ckptless-agent")
-        sys.exit(asyncio.run(_run(config)))
+        zygote = (zygote_pid, zygote_fd) if zygote_pid is not None and zygote_fd is not None else None
+        sys.exit(asyncio.run(_run(config, zygote)))
     except CkptlessError as error:
         click.echo(f"ckptless agent: error: {error}", err=True)
         sys.exit(error.exit_code)

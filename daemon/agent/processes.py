@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from ckptless.daemon.agent import zygote_messages as wire
 from ckptless.daemon.agent.prctl import set_child_subreaper
-from ckptless.daemon.agent.zygote_link import ZygoteGoneError, ZygoteLink
+from ckptless.daemon.agent.zygote_link import ZygoteGoneError, ZygoteLink, hatched, launch
 from ckptless.daemon.api.errors import PeerError, ProtocolError, UsageError
 
 SPAWN_DEADLINE_S = 30.0
@@ -27,7 +27,7 @@ STATUS_UNKNOWN = 255
 READ_AT_LOAD = ("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LC_", "LANG")
 
 OnEvent: TypeAlias = Callable[[str, str], None]
-Output: TypeAlias = Path | Literal["pipe"]
+Output: TypeAlias = Path | Literal["pipe", "inherit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class SpawnSpec:
 
     `argv` is a script (or, with `module`, a module) and its arguments. `env` is the whole environment; what
     is named in READ_AT_LOAD has an effect only if the zygote was started with the same. An output is a log
-    file, opened for appending, or "pipe": see `Process.stdout`. `umask` None is the agent's.
+    file, opened for appending, or "inherit" (the caller's standard output), or "pipe": see `Process.stdout`.
+    `umask` None is the agent's.
     """
 
     argv: tuple[str, ...]
@@ -160,18 +161,25 @@ class Zygote:
         """The zygote's process id, None when it is not running."""
         return None if self._link is None or self._link.gone.is_set() else self._link.pid
 
-    async def start(self, preload: Sequence[str], env: Mapping[str, str], deadline_s: float) -> None:
+    async def start(
+        self,
+        preload: Sequence[str],
+        env: Mapping[str, str],
+        deadline_s: float,
+        own: tuple[int, int] | None = None,
+    ) -> None:
         """Start the zygote, in place of a running one, and wait until it has imported `preload`.
 
         Waits at most `deadline_s`, also when `spawn` starts it again. Makes the caller a subreaper. `env`
-        should be the ranks' environment without what differs between them. Raises UsageError if a module
-        cannot be imported, PeerError if the zygote dies or is late.
+        should be the ranks' environment without what differs between them. `own`: the pid of a zygote that
+        the caller has already, and the descriptor of the socket to it. Raises UsageError if a module cannot
+        be imported, PeerError if the zygote dies or is late.
         """
         set_child_subreaper()
         self._preload, self._env, self._deadline_s = tuple(preload), dict(env), deadline_s
         async with self._starting:
             await self.close()
-            await self._start()
+            await self._start(own)
 
     async def spawn(self, spec: SpawnSpec, deadline_s: float = SPAWN_DEADLINE_S) -> Process:
         """Start a process; a zygote that has died is started again, once, on top of `deadline_s`.
@@ -236,8 +244,8 @@ class Zygote:
             self._on_event("zygote-restarted", f"a new zygote runs as process {self.pid}")
             return True
 
-    async def _start(self) -> None:
-        link = ZygoteLink(self._preload, self._env)
+    async def _start(self, own: tuple[int, int] | None = None) -> None:
+        link = ZygoteLink(*(hatched(*own) if own is not None else launch(self._preload, self._env)))
         try:
             async with asyncio.timeout(self._deadline_s):
                 reply = await link.started
@@ -318,6 +326,10 @@ def _open_output(
         reader, writer = _pipe(ours, theirs)
         os.set_blocking(reader, False)
         return writer, reader
+    if output == "inherit":
+        fd = os.dup(1)
+        theirs.callback(os.close, fd)
+        return fd, None
     # 0666 as a shell's redirection has it: the umask decides.
     log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     theirs.callback(os.close, log)

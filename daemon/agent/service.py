@@ -24,7 +24,8 @@ from ckptless.daemon.agent.save_service import SaveService
 from ckptless.daemon.agent.seats import Seats
 from ckptless.daemon.agent.slots import Slot
 from ckptless.daemon.agent.state_service import StateService
-from ckptless.daemon.agent.store_server import StoreServer
+from ckptless.daemon.agent.store_guard import StoreGuard
+from ckptless.daemon.agent.store_service import StoreService
 from ckptless.daemon.agent.twins import Twins
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import messages as m
@@ -45,8 +46,9 @@ FLUSH_DEADLINE_S = 1.0
 class Agent:
     """One agent. `run` returns the job's exit code when the job is over."""
 
-    def __init__(self, config: AgentConfig) -> None:
-        self._config = config
+    def __init__(self, config: AgentConfig, zygote: tuple[int, int] | None = None) -> None:
+        """`zygote`: pid and socket of one that this process has already, see `hatch`."""
+        self._config, self._own_zygote = config, zygote
         self._vault = Vault()
         self._zygote = Zygote(self._event)
         self._console = ConsoleOutput(1, self._event)
@@ -64,7 +66,7 @@ class Agent:
         self._seats = Seats(config.node, self._crew, self._state)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
-        self._store = StoreServer()
+        self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
         self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._hear)
@@ -86,6 +88,8 @@ class Agent:
         config = self._config
         self._crew.on_change = self._changed
         self._crew.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
+        self._replicas.serving.on_store = self._store.adopt
+        self._store.server.refuses = StoreGuard(self._event).refuses
         self._replicas.serving.on_compare, self._twins.check.on_doubt = self._twins.asked, self._changed
         self._saving.saver.on_event = self._keeping.on_event = self._tell_of
         self._crew.on_hello = self._rank_hello
@@ -96,24 +100,21 @@ class Agent:
         try:
             address = config.copies_address or config.address
             agent_port = await self._replicas.start(address)
-            store_port = await self._store.start(config.store_address)
+            self._crew.store = await self._store.start(self._event)
             nccl_port = await self._nccl.start(config.address, config.env)
             self._ranks.start()
             brought = await self._keeping.claim()
-            await self._zygote.start(config.preload, config.env, config.zygote_deadline_s)
+            await self._zygote.start(config.preload, config.env, config.zygote_deadline_s, self._own_zygote)
             info = m.NodeInfo(
                 node=config.node,
                 name=config.name,
                 address=address,
                 agent_port=agent_port,
-                store_address=config.store_address,
-                store_port=store_port,
                 nccl_port=nccl_port,
             )
             self._hello = m.AgentHello(
                 protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid(), brought=brought
             )
-            self._crew.store = (config.store_address, store_port)
             self._crew.start()
             daemon = asyncio.create_task(self._daemon.run())
             await self._be_admitted(cancelled)
@@ -295,9 +296,7 @@ class Agent:
         self._vault.drop_unnamed(assignment, self._config.node)
         self._replicas.follow(assignment)
         self._twins.follow(assignment)
-        self._store.cut(self._nccl.follow(assignment))
-        info = next(info for info in assignment.nodes if info.node == assignment.store_node)
-        self._crew.store = (info.store_address, info.store_port)
+        self._store.follow(assignment, self._nccl.follow(assignment))
         self._state.follow(assignment)
         self._saving.follow(assignment)
         self._seats.follow(assignment)

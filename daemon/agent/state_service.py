@@ -59,7 +59,6 @@ class StateService:
         """A rank's part of the assignment."""
         mine = assignment.ranks_on(self._node)
         nodes = sorted({place.node for place in assignment.places})
-        store = next(info for info in assignment.nodes if info.node == assignment.store_node)
         return m.Assigned(
             generation=assignment.generation,
             rank=rank,
@@ -67,7 +66,7 @@ class StateService:
             local_world_size=len(mine),
             group_rank=nodes.index(self._node),
             restore_step=assignment.restore_step,
-            store=(store.store_address, store.store_port),
+            store=self._crew.store,
             peers=tuple(info.address for info in assignment.nodes),
             ranks_per_root=self._crew.ranks_per_root(assignment),
         )

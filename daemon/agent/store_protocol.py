@@ -9,9 +9,9 @@ have one when they end. LIST_KEYS and BARRIER are new in torch 2.13; the rest is
 import struct
 from collections.abc import Callable, Generator, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ckptless.daemon.api.errors import ProtocolError
 
@@ -51,113 +51,121 @@ class Op(IntEnum):
     BARRIER = 18
 
 
+# Agents ask each other with the same requests, so that these limits hold there, too.
+Key: TypeAlias = Annotated[bytes, Meta(max_length=MAX_KEY_NBYTES)]
+Bytes: TypeAlias = Annotated[bytes, Meta(max_length=MAX_VALUE_NBYTES)]
+Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
+Items: TypeAlias = Annotated[tuple[tuple[Key, Bytes], ...], Meta(max_length=MAX_KEYS)]
+Int64: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
 class Ping(Struct, frozen=True):
     """Answer: `nonce`. Every client sends one when it has connected."""
 
     nonce: int
 
 
-class Set(Struct, frozen=True):
+class Set(Struct, frozen=True, tag=True, array_like=True):
     """No answer."""
 
-    key: bytes
-    value: bytes
+    key: Key
+    value: Bytes
 
 
-class CompareSet(Struct, frozen=True):
+class CompareSet(Struct, frozen=True, tag=True, array_like=True):
     """Answer: a value, by the rules of `StoreState.compare_set`."""
 
-    key: bytes
-    expected: bytes
-    desired: bytes
+    key: Key
+    expected: Bytes
+    desired: Bytes
 
 
-class Get(Struct, frozen=True):
+class Get(Struct, frozen=True, tag=True, array_like=True):
     """Answer: the value, empty where there is none. Clients wait for the key first."""
 
-    key: bytes
+    key: Key
 
 
-class Add(Struct, frozen=True):
+class Add(Struct, frozen=True, tag=True, array_like=True):
     """Answer: the sum, a number."""
 
-    key: bytes
-    amount: int
+    key: Key
+    amount: Int64
 
 
-class Check(Struct, frozen=True):
+class Check(Struct, frozen=True, tag=True, array_like=True):
     """Answer: whether every key is there."""
 
-    keys: tuple[bytes, ...]
+    keys: Keys
 
 
-class Wait(Struct, frozen=True):
+class Wait(Struct, frozen=True, tag=True, array_like=True):
     """Answer: `STOP_WAITING`, once every key is there."""
 
-    keys: tuple[bytes, ...]
+    keys: Keys
 
 
-class NumKeys(Struct, frozen=True):
+class NumKeys(Struct, frozen=True, tag=True, array_like=True):
     """Answer: a number."""
 
 
-class Delete(Struct, frozen=True):
+class Delete(Struct, frozen=True, tag=True, array_like=True):
     """Answer: the number of keys deleted, 0 or 1."""
 
-    key: bytes
+    key: Key
 
 
-class Append(Struct, frozen=True):
+class Append(Struct, frozen=True, tag=True, array_like=True):
     """No answer."""
 
-    key: bytes
-    value: bytes
+    key: Key
+    value: Bytes
 
 
-class MultiGet(Struct, frozen=True):
+class MultiGet(Struct, frozen=True, tag=True, array_like=True):
     """Answer: one value per key, in the order of `keys`."""
 
-    keys: tuple[bytes, ...]
+    keys: Keys
 
 
-class MultiSet(Struct, frozen=True):
+class MultiSet(Struct, frozen=True, tag=True, array_like=True):
     """No answer."""
 
-    items: tuple[tuple[bytes, bytes], ...]
+    items: Items
 
 
 class CancelWait(Struct, frozen=True):
     """Answer: `WAIT_CANCELED`, also when the wait has ended already."""
 
 
-class QueuePush(Struct, frozen=True):
+class QueuePush(Struct, frozen=True, tag=True, array_like=True):
     """No answer."""
 
-    key: bytes
-    value: bytes
+    key: Key
+    value: Bytes
 
 
-class QueuePop(Struct, frozen=True):
+class QueuePop(Struct, frozen=True, tag=True, array_like=True):
     """Answer: the queue's length, then its first value if that is not 0."""
 
-    key: bytes
+    key: Key
 
 
-class QueueLen(Struct, frozen=True):
+class QueueLen(Struct, frozen=True, tag=True, array_like=True):
     """Answer: a number."""
 
-    key: bytes
+    key: Key
 
 
-class ListKeys(Struct, frozen=True):
+class ListKeys(Struct, frozen=True, tag=True, array_like=True):
     """Answer: a count, then the keys."""
 
 
-class Barrier(Struct, frozen=True):
+class Barrier(Struct, frozen=True, tag=True, array_like=True):
     """Answer: `STOP_WAITING`, once `world_size` clients have come."""
 
-    key: bytes
-    world_size: int
+    key: Key
+    world_size: Int64
 
 
 ReadRequest: TypeAlias = Ping | Get | MultiGet | Check | NumKeys | ListKeys

@@ -1,4 +1,4 @@
-"""The agent's TCPStore server: torch's own clients connect to it, so no rank has to run a server."""
+"""The store as a node's own ranks see it: torch's clients connect here, as they would to torch's server."""
 
 import asyncio
 import ipaddress
@@ -9,9 +9,14 @@ from collections.abc import Callable
 
 from ckptless.daemon.agent import store_protocol as protocol
 from ckptless.daemon.agent.nccl_ids import NcclIds
+from ckptless.daemon.agent.sock_owner import Endpoint
+from ckptless.daemon.agent.store_answers import Answer, Refusal, Reply
+from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.agent.store_ids import ClientIds
-from ckptless.daemon.agent.store_protocol import QueueRequest, ReadRequest, Request, WaitRequest, WriteRequest
-from ckptless.daemon.agent.store_state import Registration, StoreState
+from ckptless.daemon.agent.store_node import Cancel, StoreNode
+from ckptless.daemon.agent.store_protocol import Request
+from ckptless.daemon.agent.store_state import StoreState
+from ckptless.daemon.agent.store_wire import Item
 from ckptless.daemon.api.errors import ProtocolError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -19,18 +24,33 @@ logger = logging.getLogger(__name__)
 # All ranks of a job connect in the same moment.
 BACKLOG = 4096
 
+Refuses = Callable[[Endpoint, Endpoint], str | None]
+"""From our end of a connection and the other one to why it is refused; None where it is not."""
+
+
+def _to_nobody(_node: int, _item: Item) -> None:
+    raise RuntimeError("a store of one node has nobody to ask")
+
+
+def alone() -> StoreNode:
+    """A store of one node, which keeps every key."""
+    return StoreNode(0, Homes([0]), _to_nobody)
+
 
 class StoreServer:
-    """One key-value store for all ranks of a job, spoken to by `dist.TCPStore(..., is_master=False)`.
+    """A node's end of the job's key-value store, spoken to by `dist.TCPStore(..., is_master=False)`.
 
-    Owned by the event loop that `start` ran in; every method belongs to that loop's thread. `refused` counts
-    the clients that were cut off because they broke the protocol or its limits. There is no authentication:
-    who can reach the address can use the store, so the address should be a loopback one.
+    Owned by the event loop that `start` ran in; every method belongs to that loop's thread. `requests`
+    counts what clients have asked, `refused` those that were cut off because they broke the protocol or its
+    limits, or because `refuses` gave a reason when they connected. torch's clients cannot be asked for a
+    secret: without `refuses` (see `StoreGuard`) whoever can reach the address can use the store.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refuses: Refuses | None = None) -> None:
         self.refused = 0
-        self._state = StoreState()
+        self.refuses = refuses
+        self.requests = 0
+        self._node, self._rounds = alone(), StoreState()
         self._ids: NcclIds | None = None
         self._clients: set[_Client] = set()
         self._server: asyncio.Server | None = None
@@ -49,14 +69,14 @@ class StoreServer:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    def cut(self, ids: NcclIds | None = None) -> int:
-        """Begin a new generation: hang up on every client and forget every key; return how many were cut.
+    def cut(self, ids: NcclIds | None = None, node: StoreNode | None = None) -> int:
+        """Begin a new generation: hang up on every client, and use `node` (None: one that is alone).
 
-        A client that is blocked in a wait fails at once. Whoever connects from now on, even a process of the
-        old generation, is in the new one. With `ids` NCCL's unique ids are computed, else they are keys as
-        any others.
+        Return how many were cut. A client that is blocked in a wait fails at once. Whoever connects from now
+        on, even a process of the old generation, is in the new one. With `ids` NCCL's unique ids are
+        computed, else they are keys as any others.
         """
-        self._state, self._ids = StoreState(), ids
+        self._node, self._ids, self._rounds = node or alone(), ids, StoreState()
         return sum(client.hang_up() for client in self._clients)
 
     async def close(self) -> None:
@@ -71,28 +91,28 @@ class StoreServer:
         self._server = None
 
     def _make_client(self) -> "_Client":
-        ids = ClientIds(self._ids, self._state) if self._ids is not None else None
-        return _Client(self._state, ids, self._clients, self._count_refused)
+        # Only this node's: a root's own rank is here for the whole generation.
+        ids = ClientIds(self._ids, self._rounds) if self._ids is not None else None
+        return _Client(self._node, ids, self)
 
-    def _count_refused(self) -> None:
-        self.refused += 1
+    @property
+    def clients(self) -> "set[_Client]":
+        """Who is connected."""
+        return self._clients
 
 
 class _Client(asyncio.Protocol):
-    """One connection. It keeps the state of the generation that it was made in."""
+    """One connection. It keeps the store of the generation that it was made in."""
 
-    def __init__(
-        self,
-        state: StoreState,
-        ids: ClientIds | None,
-        clients: "set[_Client]",
-        on_refused: Callable[[], None],
-    ) -> None:
+    def __init__(self, node: StoreNode, ids: ClientIds | None, server: StoreServer) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._state, self._ids, self._clients, self._on_refused = state, ids, clients, on_refused
+        self._node, self._ids, self._server = node, ids, server
         self._parser = protocol.StoreParser()
         self._pending: deque[Request] = deque()
-        self._waiting: Registration | None = None
+        # Of the wait that goes on, and whether another request is being answered.
+        self._cancel_wait: Cancel | None = None
+        self._wait_number = 0
+        self._busy = False
         self._writable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -100,14 +120,18 @@ class _Client(asyncio.Protocol):
         self._transport = transport
         # Answers of a few bytes, each waited for: Nagle's algorithm would add 40 ms to some of them.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._clients.add(self)
+        self._server.clients.add(self)
+        if self._server.refuses is not None:
+            own, peer = (transport.get_extra_info(name) for name in ("sockname", "peername"))
+            if (why := self._server.refuses(own[:2], peer[:2])) is not None:
+                self._refuse(Refusal(why, hostile=True))
 
     def connection_lost(self, error: Exception | None) -> None:
         if error is not None:
             logger.debug("store: a client's connection broke: %s", error)
         self._stop_waiting()
         self._pending.clear()
-        self._clients.discard(self)
+        self._server.clients.discard(self)
         self.lost.set_result(None)
 
     def hang_up(self) -> bool:
@@ -120,120 +144,122 @@ class _Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._pending.extend(self._parser.feed(data))
-            self._work()
         except ProtocolError as error:
-            self._refuse(error)
+            self._refuse(Refusal(str(error), hostile=True))
+        else:
+            self._work()
 
     def pause_writing(self) -> None:
         self._writable = False
 
     def resume_writing(self) -> None:
         self._writable = True
-        try:
-            self._work()
-        except ProtocolError as error:
-            self._refuse(error)
+        self._work()
 
     def _work(self) -> None:
-        """Serve what is pending, for as long as the client takes its answers.
+        """Serve what is pending, one after the other, for as long as the client takes its answers.
 
         A client that does not read holds up nobody but itself: one answer, one piece of input.
         """
-        while self._pending and self._writable:
-            self._serve(self._pending.popleft())
-        if self._pending:
+        while self._pending and self._writable and not self._busy and not self._transport.is_closing():
+            self._server.requests += 1
+            try:
+                self._serve(self._pending.popleft())
+            except ProtocolError as error:
+                self._refuse(Refusal(str(error), hostile=True))
+        if self._transport.is_closing():
+            self._pending.clear()
+        elif self._pending:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
 
     def _serve(self, request: Request) -> None:
         left = self._ids.take(request) if self._ids is not None else request
-        if isinstance(left, WaitRequest):
-            self._serve_wait(left)
-        elif answer := left if isinstance(left, bytes) else _answer(self._state, left):
-            self._transport.write(answer)
-
-    def _serve_wait(self, request: WaitRequest) -> None:
-        if isinstance(request, protocol.CancelWait):
+        if isinstance(left, bytes):
+            self._transport.write(left)
+        elif isinstance(left, protocol.Ping):
+            self._transport.write(protocol.encode_nonce(left.nonce))
+        elif isinstance(left, protocol.CancelWait):
             self._stop_waiting()
             self._transport.write(protocol.WAIT_CANCELED)
-            return
-        if self._waiting is not None:
-            raise ProtocolError("a second wait while the first goes on")
-        if isinstance(request, protocol.Wait):
-            self._waiting = self._state.wait(request.keys, self._wait_ended)
+        elif isinstance(left, protocol.Wait | protocol.Barrier):
+            self._wait(left)
         else:
-            self._waiting = self._state.barrier(request.key, request.world_size, self._wait_ended)
-        if self._waiting is None:
-            self._transport.write(protocol.STOP_WAITING)
+            self._ask(left)
 
-    def _wait_ended(self) -> None:
-        self._waiting = None
-        if not self._transport.is_closing():
-            self._transport.write(protocol.STOP_WAITING)
+    def _ask(self, request: Request) -> None:
+        """The next request waits for the answer to this one, also where the client does not."""
+        at_once = True
+        self._busy = True
+
+        def done(answer: Answer) -> None:
+            self._busy = False
+            if self._transport.is_closing():
+                return
+            if isinstance(answer, Refusal):
+                self._refuse(answer)
+                return
+            try:
+                self._transport.write(_encode(request, answer))
+            except ProtocolError as error:
+                self._refuse(Refusal(str(error), hostile=True))
+            if not at_once:
+                # Not from inside of what has brought the answer.
+                asyncio.get_running_loop().call_soon(self._work)
+
+        self._node.ask(request, done)
+        at_once = False
+
+    def _wait(self, request: protocol.Wait | protocol.Barrier) -> None:
+        if self._cancel_wait is not None:
+            raise ProtocolError("a second wait while the first goes on")
+        number = self._wait_number = self._wait_number + 1
+        over = False
+
+        def done(answer: Answer) -> None:
+            nonlocal over
+            over = True
+            if number != self._wait_number or self._transport.is_closing():
+                return  # canceled
+            self._cancel_wait = None
+            if isinstance(answer, Refusal):
+                self._refuse(answer)
+            else:
+                self._transport.write(protocol.STOP_WAITING)
+
+        cancel = self._node.ask(request, done)
+        if not over:
+            self._cancel_wait = cancel
 
     def _stop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._state.cancel(self._waiting)
-            self._waiting = None
+        if self._cancel_wait is not None:
+            self._wait_number += 1
+            cancel, self._cancel_wait = self._cancel_wait, None
+            cancel()
 
-    def _refuse(self, error: ProtocolError) -> None:
+    def _refuse(self, refusal: Refusal) -> None:
         peer = self._transport.get_extra_info("peername")
-        logger.warning("store: hung up on %s: %s", peer, error)
-        self._on_refused()
+        logger.warning("store: hung up on %s: %s", peer, refusal.text)
+        if refusal.hostile:
+            self._server.refused += 1
         self.hang_up()
 
 
-def _answer(state: StoreState, request: ReadRequest | WriteRequest | QueueRequest) -> bytes:
-    """Do what `request` asks; return what the client expects back, empty if nothing."""
-    if isinstance(request, WriteRequest):
-        return _answer_write(state, request)
-    if isinstance(request, QueueRequest):
-        return _answer_queue(state, request)
-    return _answer_read(state, request)
-
-
-def _answer_read(state: StoreState, request: ReadRequest) -> bytes:
+def _encode(request: Request, reply: Reply) -> bytes:
+    """What the client expects back, empty if nothing. Raises ProtocolError where that is too much."""
     match request:
-        case protocol.Ping(nonce):
-            return protocol.encode_nonce(nonce)
-        case protocol.Get(key):
-            return protocol.encode_value(state.get(key))
-        case protocol.MultiGet(keys):
-            return protocol.encode_values(state.multi_get(keys))
-        case protocol.Check(keys):
-            return protocol.encode_check(state.check(keys))
-        case protocol.NumKeys():
-            return protocol.encode_number(state.num_keys())
+        case protocol.Get() | protocol.CompareSet():
+            return protocol.encode_value(reply.values[0] or b"")
+        case protocol.MultiGet():
+            return protocol.encode_values([value or b"" for value in reply.values])
+        case protocol.Check():
+            return protocol.encode_check(bool(reply.count))
         case protocol.ListKeys():
-            return protocol.encode_keys(state.list_keys())
-
-
-def _answer_write(state: StoreState, request: WriteRequest) -> bytes:
-    match request:
-        case protocol.Set(key, value):
-            state.set(key, value)
+            return protocol.encode_keys([key or b"" for key in reply.values])
+        case protocol.QueuePop():
+            return protocol.encode_popped(reply.count, reply.values[0])
+        case protocol.Add() | protocol.Delete() | protocol.NumKeys() | protocol.QueueLen():
+            return protocol.encode_number(reply.count)
+        case _:
             return b""
-        case protocol.MultiSet(items):
-            state.multi_set(items)
-            return b""
-        case protocol.Append(key, value):
-            state.append(key, value)
-            return b""
-        case protocol.CompareSet(key, expected, desired):
-            return protocol.encode_value(state.compare_set(key, expected, desired))
-        case protocol.Add(key, amount):
-            return protocol.encode_number(state.add(key, amount))
-        case protocol.Delete(key):
-            return protocol.encode_number(int(state.delete(key)))
-
-
-def _answer_queue(state: StoreState, request: QueueRequest) -> bytes:
-    match request:
-        case protocol.QueuePush(key, value):
-            state.queue_push(key, value)
-            return b""
-        case protocol.QueuePop(key):
-            return protocol.encode_popped(*state.queue_pop(key))
-        case protocol.QueueLen(key):
-            return protocol.encode_number(state.queue_len(key))

@@ -66,13 +66,17 @@ class StoreState:
         for key, value in items:
             self.set(key, value)
 
-    def get(self, key: bytes) -> bytes:
-        """Return the value, empty if there is none."""
-        value = self._values.get(key, b"")
+    def find(self, key: bytes) -> bytes | None:
+        """Return the value, None if there is none."""
+        value = self._values.get(key)
         if isinstance(value, bytearray):
             # Keep the copy: a request may ask for the same key many times.
             value = self._values[key] = bytes(value)
         return value
+
+    def get(self, key: bytes) -> bytes:
+        """Return the value, empty if there is none."""
+        return self.find(key) or b""
 
     def multi_get(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return what `get` returns for each key."""

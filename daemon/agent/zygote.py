@@ -274,9 +274,12 @@ def _set_first_path(path: str) -> None:
 
 def _leave_our_frames_out(error: BaseException) -> None:
     """Have the traceback of `error`, about to leave the interpreter, begin where a fresh process's would."""
-    first = error.__traceback__
-    while first is not None and first.tb_frame.f_code.co_filename == __file__:
-        first = first.tb_next
+    first = frame = error.__traceback__
+    while frame is not None:
+        # The last of ours: of a hatched zygote (see `hatch`) there are some above others.
+        if frame.tb_frame.f_code.co_filename == __file__:
+            first = frame.tb_next
+        frame = frame.tb_next
     show = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, tb: TracebackType | None) -> None:
@@ -334,24 +337,15 @@ def _forked_nothing() -> int:
     return pid
 
 
-def main() -> None:
-    """Load, serve, and in each training process run its program."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--preload", action="append", default=[])
-    options = parser.parse_args()
-    connection = socket.socket(fileno=options.fd)
-    connection.set_inheritable(False)
+def live(connection: socket.socket, agent: int, modules: list[str]) -> None:
+    """Be the zygote of the process `agent`: load, serve, and in each training process run its program."""
     set_pdeathsig(signal.SIGKILL)
-    agent, _, _ = _PEERCRED.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-    )
     if os.getppid() != agent:
         return
     set_process_name("ckptless-zygote")
     # At a time limit Slurm signals all there is in the step; the last step is saved by a process from here.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    state = preload(options.preload)
+    state = preload(modules)
     connection.send(wire.encode(state))
     if isinstance(state, wire.PreloadFailed):
         sys.exit(1)
@@ -364,6 +358,20 @@ def main() -> None:
         os._exit(0)
     enter(job, agent)
     run_program(job.program)
+
+
+def main() -> None:
+    """Of a zygote that its agent starts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--preload", action="append", default=[])
+    options = parser.parse_args()
+    connection = socket.socket(fileno=options.fd)
+    connection.set_inheritable(False)
+    agent, _, _ = _PEERCRED.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+    )
+    live(connection, agent, options.preload)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from ckptless.daemon.agent import zygote_messages as wire
 from ckptless.daemon.api.errors import PeerError, ProtocolError
@@ -19,6 +20,38 @@ class ZygoteGoneError(PeerError):
     """The zygote died before it answered."""
 
 
+class Child(Protocol):
+    """A child process, as subprocess.Popen has it."""
+
+    pid: int
+    returncode: int | None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Reap it; its status."""
+
+
+class Hatched:
+    """A child that the agent has had since before it was the agent: see `hatch`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Reap it; to be called when its pidfd has told of its death."""
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def hatched(pid: int, fd: int) -> tuple[Child, socket.socket]:
+    """The zygote that came with this process, and the socket to it."""
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    sock.setblocking(False)
+    return Hatched(pid), sock
+
+
 class ZygoteLink:
     """One zygote process and the socket to it.
 
@@ -26,10 +59,10 @@ class ZygoteLink:
     for good then: a new zygote is a new link.
     """
 
-    def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, child: Child, sock: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
-        self._popen, self._socket = _launch(preload, env)
-        self.pid = self._popen.pid
+        self._child, self._socket = child, sock
+        self.pid = child.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._waiting: dict[int, asyncio.Future[wire.Reply]] = {}
         self._last_id = 0
@@ -41,7 +74,7 @@ class ZygoteLink:
     @property
     def status(self) -> str:
         """How the zygote ended, in words."""
-        code = self._popen.returncode
+        code = self._child.returncode
         return f"killed by signal {-code}" if code is not None and code < 0 else f"status {code}"
 
     async def request(self, program: int, gate: int, stdout: int, stderr: int) -> wire.Reply:
@@ -126,7 +159,7 @@ class ZygoteLink:
         self._loop.remove_reader(self._pidfd)
         self._loop.remove_reader(self._socket)
         os.close(self._pidfd)
-        self._popen.wait(EXIT_DEADLINE_S)
+        self._child.wait(EXIT_DEADLINE_S)
         self.gone.set()
         # What it had still said counts: a process it reported must not be started twice.
         with contextlib.suppress(ProtocolError):
@@ -136,7 +169,8 @@ class ZygoteLink:
         self._fail(ZygoteGoneError(f"the zygote is gone ({self.status})"))
 
 
-def _launch(preload: Sequence[str], env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def launch(preload: Sequence[str], env: Mapping[str, str]) -> tuple[Child, socket.socket]:
+    """A new zygote, and the socket to it. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-m", "ckptless.daemon.agent.zygote", "--fd", str(theirs.fileno())]

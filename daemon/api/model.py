@@ -74,6 +74,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
     knows, and an empty tuple that of none is known. `saved_step` is the one on the disk, if any.
     Every agent of a job must tell the same: the first voters follow from it.
 
+    `recovers` False is tier 1: no fault is answered, the first one ends the job. Ranks know of no agent then.
+
     `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
     in all of its runs and after a requeue (see launch/identity.py); in local mode each run has its own.
     """
@@ -88,6 +90,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     domains: tuple[str, ...] = ()
     run_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] = NO_RUN
     saved_step: int | None = None
+    recovers: bool = True
 
     @property
     def world_size(self) -> int:
@@ -105,8 +108,6 @@ class NodeInfo(Value, frozen=True, kw_only=True):
     name: str
     address: str
     agent_port: int
-    store_address: str
-    store_port: int
     nccl_port: int = 0
 
 
@@ -211,9 +212,9 @@ class Assignment(Value, frozen=True, kw_only=True):
     `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
     `shards[rank]` is what the rank has tensors of (see Holdings); `tensor_nodes` are (shard, nodes that hold
     its tensors of that step), `record_nodes[rank]` those that hold the rank's record, nearest first.
-    `store_node` serves the key-value store of this generation. `renew` are slots whose process is replaced
-    although it lives. `tries`, `replaced` and `bad` (slots that may hold no rank any more) are the memory of
-    the ladder. `flapping` are the slots of the generation before whose process was replaced too often.
+    `renew` are slots whose process is replaced although it lives. `tries`, `replaced` and `bad` (slots that
+    may hold no rank any more) are the memory of the ladder. `flapping` are the slots of the generation before
+    whose process was replaced too often.
     `origin`: what the first generation goes on from, for people.
     `stock_roots`: an agent does not know this job's NCCL, which makes roots of its own from now on.
     """
@@ -224,7 +225,6 @@ class Assignment(Value, frozen=True, kw_only=True):
     leader: int
     places: tuple[Place, ...]
     nodes: tuple[NodeInfo, ...]
-    store_node: int
     restore_step: int | None
     shards: tuple[int, ...] = ()
     tensor_nodes: tuple[tuple[int, tuple[int, ...]], ...] = ()

@@ -18,7 +18,7 @@ from ckptless.daemon.api.messages import (
     Tries,
     Why,
 )
-from ckptless.daemon.control.faults import SECONDARY, Fault, NodeView
+from ckptless.daemon.control.faults import SECONDARY, Fault, Finding, NodeView
 from ckptless.daemon.control.seats import Seats, remove
 from ckptless.daemon.control.sources import NoCommonStepError, state_sources
 from ckptless.daemon.control.start import start_from
@@ -98,7 +98,6 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
         leader=leader,
         places=places,
         nodes=_infos(nodes),
-        store_node=places[0].node,
         restore_step=start.sources.step,
         shards=start.sources.shards,
         tensor_nodes=start.sources.tensor_nodes,
@@ -126,7 +125,6 @@ def next_assignment(now: Situation) -> Assignment:
         leader=now.leader,
         places=places,
         nodes=nodes,
-        store_node=min(info.node for info in nodes),
         restore_step=sources.step,
         shards=sources.shards,
         tensor_nodes=sources.tensor_nodes,
@@ -146,6 +144,8 @@ def next_assignment(now: Situation) -> Assignment:
 
 
 def _answer_all(now: Situation) -> _Answers:
+    if not now.spec.recovers:
+        raise NoPlanError(_first_failure(now))
     answers = _Answers()
     for fault in now.causes:
         _answer(now, fault, answers)
@@ -223,6 +223,28 @@ def _answer_death(now: Situation, fault: Fault, count: int, answers: _Answers) -
         answers.raise_to("spare")
         return
     _renew(now, place, answers)
+
+
+def _first_failure(now: Situation) -> Outcome:
+    """How a job ends whose faults are not answered: as its first rank that failed, what it was ended by too.
+
+    The others' failures are consequences as a rule, and may have come to the leader before it.
+    """
+    failed = [fault.finding for fault in now.causes if fault.finding.exit_code is not None]
+    if not failed:
+        finding = now.causes[0].finding
+        text = f"{finding.kind} {_name(now, finding.node)}: {finding.detail}, and nothing answers faults"
+        return _unrecoverable(text, "no-spare")
+    first = min(failed, key=lambda finding: _began_s(now, finding))
+    code = first.exit_code or EXIT_SCRIPT
+    return _script_failed(f"rank {first.rank} {first.detail}", 1, code if code > 0 else 128 - code)
+
+
+def _began_s(now: Situation, finding: Finding) -> float:
+    """When, by the leader's clock; agents tell ages, since their clocks are their own."""
+    view = now.nodes[finding.node]
+    slot = view.slot(finding.slot or 0)
+    return view.told_s - (slot.age_s if slot is not None else 0.0)
 
 
 def _renew(now: Situation, place: Place, answers: _Answers) -> None:

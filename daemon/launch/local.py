@@ -12,20 +12,30 @@ import os
 import secrets
 import signal
 import socket
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from ckptless.daemon.agent.config import AgentConfig, ReplicationConfig, thread_env
-from ckptless.daemon.agent.prctl import set_child_subreaper, set_pdeathsig
+from ckptless.daemon.agent.prctl import set_child_subreaper
+from ckptless.daemon.agent.processes import Process
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome
 from ckptless.daemon.api.saving import SaveConfig
 from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
+from ckptless.daemon.launch.nest import (
+    AGENT,
+    KILL_DEADLINE_S,
+    TERM_DEADLINE_S,
+    Child,
+    Nest,
+    end,
+    send,
+    start_daemon,
+)
 from ckptless.daemon.launch.saving import saved_step
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
@@ -33,8 +43,6 @@ from ckptless.daemon.peers.handshake import new_key
 logger = logging.getLogger(__name__)
 
 READY_DEADLINE_S = 30.0
-TERM_DEADLINE_S = 15.0
-KILL_DEADLINE_S = 5.0
 POLL_S = 0.05
 RESTART_PAUSE_S = 0.3
 RESTARTS = 20
@@ -45,8 +53,9 @@ ALWAYS_PRELOADED = (
     "torch._dynamo",
     "torch.nn.parallel",
     "torch.utils.data",
-    "ckptless.pytorch_hooks",
 )
+# And this, where faults are answered.
+HOOKS = "ckptless.pytorch_hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,7 @@ class LocalOptions:
     state_dir: Path | None
     port: int
     verbose: bool
+    recovers: bool = True
     domains: tuple[str, ...] = ()
     save: SaveConfig | None = None
     replication: ReplicationConfig = field(default_factory=ReplicationConfig)
@@ -81,9 +91,9 @@ class Node:
     peer: Peer
     dir: Path
     daemon: asyncio.subprocess.Process | None = None
-    agent: asyncio.subprocess.Process | None = None
+    agent: Process | None = None
     restarts: int = 0
-    started: list[asyncio.subprocess.Process] = field(default_factory=list)
+    started: list[Child] = field(default_factory=list)
 
 
 class LocalRun:
@@ -101,11 +111,13 @@ class LocalRun:
             domains=options.domains,
             run_id=secrets.token_hex(16),
             saved_step=saved_step(options.save),
+            recovers=options.recovers,
         )
         root = options.state_dir or default_state_dir().parent / options.job
         self.state_dir = root.absolute()
         self._tag = secrets.token_hex(4)
         self._nodes: list[Node] = []
+        self._nest = Nest()
         self._stop: asyncio.Future[signal.Signals] | None = None
 
     async def run(self) -> int:
@@ -117,9 +129,7 @@ class LocalRun:
             loop.add_signal_handler(number, self._stopped, number)
         self._prepare()
         try:
-            await self._start_daemons()
-            for node in self._nodes:
-                node.agent = await self._start(node, "agent")
+            await self._start_all()
             logger.info(
                 "job %s: nodes %d, spares %d; follow it with: ckptctl --state-dir %s events -f",
                 self._spec.job,
@@ -193,7 +203,6 @@ class LocalRun:
             node=node.number,
             name=node.peer.name,
             address=node.peer.address,
-            store_address=LOCALHOST,
             spec=self._spec,
             argv=options.argv,
             module=options.module,
@@ -213,27 +222,34 @@ class LocalRun:
 
     # ------------------------------------------------------------------------------------- start
 
-    async def _start(self, node: Node, what: str) -> asyncio.subprocess.Process:
-        module = "ckptless.daemon.main" if what == "daemon" else "ckptless.daemon.agent.main"
-        arguments = ["-m", module, "--local", str(node.dir / f"{what}.json")]
-        if self._options.verbose:
-            arguments.append("--verbose")
-        with (node.dir / f"{what}.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=None if what == "agent" else log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=_tie_to(os.getpid()),
-            )
-        node.started.append(process)
-        return process
+    def _arguments(self, node: Node, what: str) -> list[str]:
+        return ["--local", str(node.dir / f"{what}.json"), *(["--verbose"] if self._options.verbose else [])]
+
+    async def _start_daemon(self, node: Node) -> None:
+        node.daemon = await start_daemon(self._arguments(node, "daemon"), node.dir / "daemon.log")
+        node.started.append(node.daemon)
+
+    async def _start_all(self) -> None:
+        warm = asyncio.create_task(self._nest.warm(self._agent_config(self._nodes[0])))
+        try:
+            await self._start_daemons()
+            await warm
+        finally:
+            warm.cancel()
+            await asyncio.gather(warm, return_exceptions=True)
+        await self._start_agents()
+
+    async def _start_agents(self) -> None:
+        preload = self._options.preload
+        for node in self._nodes:
+            words = ["-m", AGENT, *self._arguments(node, "agent")]
+            node.agent = await self._nest.agent(words, preload, node.dir / "agent.log")
+            node.started.append(node.agent)
+        await self._nest.close()
 
     async def _start_daemons(self) -> None:
         for node in self._nodes:
-            node.daemon = await self._start(node, "daemon")
+            await self._start_daemon(node)
         try:
             async with asyncio.timeout(READY_DEADLINE_S):
                 for node in self._nodes:
@@ -281,8 +297,8 @@ class LocalRun:
     def _signal_agents(self) -> None:
         assert self._stop is not None
         for node in self._nodes:
-            if node.agent is not None and node.agent.returncode is None:
-                node.agent.send_signal(self._stop.result())
+            if node.agent is not None:
+                send(node.agent, self._stop.result())
 
     async def _revive_daemon(self, node: Node) -> None:
         """What systemd does on a cluster (Restart=always)."""
@@ -293,11 +309,11 @@ class LocalRun:
         if alive and node.restarts < RESTARTS:
             node.restarts += 1
             logger.warning("%s: the daemon has died; starting it again", node.peer.name)
-            node.daemon = await self._start(node, "daemon")
+            await self._start_daemon(node)
 
     def _adopt_orphans(self) -> None:
         """Processes of a dead agent become ours; whatever they are, their node is gone."""
-        ours = {process.pid for node in self._nodes for process in node.started}
+        ours = {process.pid for node in self._nodes for process in node.started} | {self._nest.pid}
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for pid in {int(child) for child in children} - ours:
             with contextlib.suppress(ProcessLookupError):
@@ -310,8 +326,8 @@ class LocalRun:
     async def _end_all(self) -> None:
         """Agents first, then daemons; SIGTERM, then SIGKILL; then whatever was orphaned."""
         for which in ("agent", "daemon"):
-            processes = [p for node in self._nodes if (p := getattr(node, which)) is not None]
-            await _end(processes)
+            await end([child for node in self._nodes if (child := getattr(node, which)) is not None])
+        await self._nest.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + KILL_DEADLINE_S
         while loop.time() < deadline:
@@ -336,38 +352,6 @@ class LocalRun:
         if outcome.exit_code != 0:
             logger.error("what the ranks printed is in %s/node-*/logs", self.state_dir)
         return outcome.exit_code
-
-
-def _tie_to(parent: int) -> "_Tie":
-    return _Tie(parent)
-
-
-@dataclass(frozen=True)
-class _Tie:
-    """Runs in the child before exec: it is to end when the launcher does."""
-
-    parent: int
-
-    def __call__(self) -> None:
-        set_pdeathsig(signal.SIGKILL)
-        if os.getppid() != self.parent:
-            os._exit(1)
-
-
-async def _end(processes: list[asyncio.subprocess.Process]) -> None:
-    living = [process for process in processes if process.returncode is None]
-    for process in living:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-    try:
-        async with asyncio.timeout(TERM_DEADLINE_S):
-            await asyncio.gather(*(process.wait() for process in living))
-    except TimeoutError:
-        for process in living:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        async with asyncio.timeout(KILL_DEADLINE_S):
-            await asyncio.gather(*(process.wait() for process in living))
 
 
 def _write(path: Path, config: msgspec.Struct) -> None:

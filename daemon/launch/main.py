@@ -95,6 +95,12 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     help="For scripts without ckptless.run: as torchrun.",
 )
 @click.option(
+    "--tier",
+    type=click.Choice(["1", "4"]),
+    help="1: process groups start without a root or a central store, and nothing else; a rank that fails "
+    "ends the job.  [default: 4, all that the script uses; CKPTLESS_ROOTLESS=1 in the environment is 1]",
+)
+@click.option(
     "--max-stall",
     type=click.FloatRange(min=5),
     help="Seconds without a step that are too many; every deadline follows from it.  [default: 300]",
@@ -199,7 +205,7 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
                 )
         run: LocalRun | SlurmRun | StepRun
         if options["local"]:
-            run = LocalRun(local_options(script, script_args, options))
+            run = LocalRun(local_options(script, script_args, options, os.environ))
         else:
             run = slurm_run(script, script_args, options, os.environ)
         sys.exit(run.run() if isinstance(run, StepRun) else asyncio.run(run.run()))

@@ -15,12 +15,13 @@ from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.identity import run_id
-from ckptless.daemon.launch.local import ALWAYS_PRELOADED, LocalOptions
+from ckptless.daemon.launch.local import ALWAYS_PRELOADED, HOOKS, LocalOptions
 from ckptless.daemon.launch.replication import replication_config
 from ckptless.daemon.launch.requeue import restarts
 from ckptless.daemon.launch.saving import save_config, saved_step
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
+from ckptless.daemon.launch.tier import check_spares, recovers
 from ckptless.daemon.ledger.paths import LATEST
 from ckptless.daemon.settings import ReplicationSettings, load_settings
 
@@ -30,8 +31,11 @@ DEFAULT_MAX_STALL_S = 300.0
 LEAST_MAX_STALL_S = 5.0
 
 
-def local_options(script: str, script_args: tuple[str, ...], options: Options) -> LocalOptions:
+def local_options(
+    script: str, script_args: tuple[str, ...], options: Options, env: Mapping[str, str]
+) -> LocalOptions:
     """Checked options, or UsageError with one sentence that says what to change."""
+    answers_faults = recovers(options, env)
     nodes, spares = _number(options, "nodes") or 1, _number(options, "spares") or 0
     if spares >= nodes:
         raise UsageError(f"{spares} spares for {nodes} training nodes: --spares must be less than --nodes")
@@ -56,7 +60,8 @@ def local_options(script: str, script_args: tuple[str, ...], options: Options) -
         slots=_number(options, "nproc_per_node") or 1,
         start_tries=_number(options, "max_restarts") or 0,
         max_stall_s=_max_stall(options) or DEFAULT_MAX_STALL_S,
-        preload=_preload(options),
+        recovers=answers_faults,
+        preload=_preload(options, recovers=answers_faults),
         tee=_ranks(str(options["tee"])),
         copies=_number(options, "copies") or 2,
         twins=_twins(options),
@@ -78,11 +83,12 @@ def slurm_run(
     for name in ("job", "state_dir", "port", "domains"):
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} is for --local: leave it out in a Slurm job")
-    argv = _argv(script, script_args, options)
+    argv, answers_faults = _argv(script, script_args, options), recovers(options, env)
     found = slurm.read_allocation(env)
     shape = slurm.shape(
         found, env, _number(options, "nodes"), _number(options, "spares"), _number(options, "nproc_per_node")
     )
+    check_spares(shape.spares, recovers=answers_faults)
     settings = load_settings()
     limits = settings.limits(_slurm_max_stall(options, env), _number(options, "max_restarts") or 0)
     tee, copies = _ranks(str(options["tee"])), _number(options, "copies")
@@ -100,6 +106,7 @@ def slurm_run(
         names=found.names[: shape.nodes + shape.spares],
         run_id=run_id(env),
         saved_step=saved_step(save),
+        recovers=answers_faults,
     )
     config = SharedConfig(
         spec=spec,
@@ -108,7 +115,7 @@ def slurm_run(
         cwd=str(Path.cwd()),
         daemon_socket=settings.daemon.socket,
         log_dir=str(log_dir),
-        preload=_preload(options),
+        preload=_preload(options, recovers=answers_faults),
         tee=tee,
         copies=copies,
         twins=_twins(options),
@@ -192,11 +199,10 @@ def _max_stall(options: Options) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _preload(options: Options) -> tuple[str, ...]:
+def _preload(options: Options, *, recovers: bool) -> tuple[str, ...]:
+    always = (*ALWAYS_PRELOADED, HOOKS) if recovers else ALWAYS_PRELOADED
     given = options["preload"]
-    return (
-        (*ALWAYS_PRELOADED, *(str(name) for name in given)) if isinstance(given, tuple) else ALWAYS_PRELOADED
-    )
+    return (*always, *(str(name) for name in given)) if isinstance(given, tuple) else always
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:

@@ -146,6 +146,10 @@ class Link(Generic[T]):
 
     # ------------------------------------------------------------------------------- messages
 
+    def allow(self, limit: int) -> None:
+        """Messages of up to so many bytes, from an end that has proved who it is."""
+        self._limit = limit
+
     def send(self, message: T) -> None:
         """Queue one message; the connection's own buffer takes it."""
         assert self._out is not None, "the handshake comes first"

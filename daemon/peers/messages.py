@@ -255,6 +255,40 @@ class HeldBy(Message, frozen=True, kw_only=True):
     records: tuple[tuple[int, tuple[int, ...]], ...]
 
 
+class StoreOpen(Message, frozen=True, kw_only=True):
+    """From here on this connection is for the key-value store."""
+
+
+class StoreReady(Message, frozen=True, kw_only=True):
+    """Answer to StoreOpen: both ends say what they like."""
+
+
+class StoreYield(Message, frozen=True, kw_only=True):
+    """Answer to StoreOpen: there is one that this end has made, or is making, and that one stays."""
+
+
+class StoreSaid(Message, frozen=True, kw_only=True):
+    """What the store of that generation has to say; see `agent/store_wire.py`."""
+
+    generation: int
+    body: bytes
+
+
+class StoreStale(Message, frozen=True, kw_only=True):
+    """Refused: what you have asked is of an older generation than this one."""
+
+    generation: int
+
+
+class StorePing(Message, frozen=True, kw_only=True):
+    """Are you there?"""
+
+
+class StorePong(Message, frozen=True, kw_only=True):
+    """Answer to StorePing."""
+
+
+StoreMessage: TypeAlias = StoreOpen | StoreReady | StoreYield | StoreSaid | StoreStale | StorePing | StorePong
 AgentMessage: TypeAlias = (
     PutRecord
     | Held
@@ -273,4 +307,5 @@ AgentMessage: TypeAlias = (
     | SaveReply
     | WhoHolds
     | HeldBy
+    | StoreMessage
 )

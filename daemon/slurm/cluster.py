@@ -80,7 +80,7 @@ class SlurmCluster:
             raise PeerError(f"job {job_id} names {len(names)} nodes for {total} places")
         if not 0 <= info.node < total or names[info.node] != self._name or info.name != self._name:
             raise PeerError(f"the agent takes {self._name} for number {info.node}, {info.name}")
-        if not _is_own(info.address) or not _is_own(info.store_address):
+        if not _is_own(info.address):
             raise PeerError(f"{info.address} is not an address of {self._name}")
         return Roster(info.node, await self._peers(names))
 

@@ -135,14 +135,6 @@ class Fabric:
 
     # -- connecting
 
-    def connect(self, store: torch_private.Store) -> None:
-        """Open our own connection to a store ahead of `configure`: a warm spare does.
-
-        torch looks up the server's name by its address each time it connects (for its log), which costs 5 s
-        where the name server does not answer: not a thing to do during a recovery.
-        """
-        self._connect_store(Scope(-1, self._on_scope_broken), store)
-
     def _connect_store(self, scope: Scope, store: torch_private.Store) -> _Link:
         """A connection of our own: a wait in it can be cut off, and holds up nobody else's requests."""
 

@@ -153,10 +153,7 @@ class Fetches:
 
     def __init__(self, vault: Vault, port: int, sources: int) -> None:
         self._vault, self._port = vault, port
-        self._infos = [
-            NodeInfo(node=n, name=f"n{n}", address=HOST, agent_port=port, store_address=HOST, store_port=1)
-            for n in range(sources)
-        ]
+        self._infos = [NodeInfo(node=n, name=f"n{n}", address=HOST, agent_port=port) for n in range(sources)]
         self._steps = itertools.count(1 << 20)
 
     async def get(self) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ckptless.daemon.config import KeepConfig, LocalConfig
-from ckptless.daemon.launch import local, main
+from ckptless.daemon.launch import local, main, nest
 from ckptless.daemon.launch.saving import newest
 
 POLL_S = 0.05
@@ -53,8 +53,8 @@ class Start(local.LocalRun):
         for node in self._nodes:
             if str(node.number) in lost and node.daemon is not None:
                 # Another node in its place: nothing is kept there.
-                await local._end([node.daemon])
-                node.daemon = await self._start(node, "daemon")
+                await nest.end([node.daemon])
+                await self._start_daemon(node)
                 await self._daemon_ready(node)
 
     async def _end_all(self) -> None:
@@ -62,7 +62,7 @@ class Start(local.LocalRun):
             await super()._end_all()
             return
         agents = [node.agent for node in self._nodes if node.agent is not None]
-        await local._end(agents)
+        await nest.end(agents)
         daemons = {node.daemon.pid for node in self._nodes if node.daemon is not None}
         while set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - daemons:
             self._adopt_orphans()

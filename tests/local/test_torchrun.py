@@ -56,11 +56,11 @@ def execute(words: Sequence[object], home: Path) -> str:
     return text
 
 
-def told(out: Path) -> list[dict[str, Any]]:
+def told(out: Path) -> list[Any]:
     return [json.loads(path.read_text()) for path in sorted(out.glob("rank-*.json"))]
 
 
-def run_script(home: Path, options: Sequence[object], words: Sequence[object]) -> list[dict[str, Any]]:
+def run_script(home: Path, options: Sequence[object], words: Sequence[object]) -> list[Any]:
     out = home / "out"
     out.mkdir(parents=True)
     with Job(home, options, [*words[:1], out, *words[1:]], cwd=SCRIPT.parent) as job:
@@ -122,6 +122,11 @@ def test_a_module_on_two_nodes_that_fails_once(tmp_path: Path) -> None:
         assert one["argv"][2:] == ["--fail-once", "--nproc_per_node"]
         assert one["path"] == str(SCRIPT.parent)
         assert one["cwd"] == str(SCRIPT.parent)
+
+
+def test_every_kind_of_group_over_two_nodes(tmp_path: Path) -> None:
+    script = SCRIPT.with_name("groups_script.py")
+    assert run_script(tmp_path, ["--nnodes=2", "--nproc-per-node=2"], [script]) == ["1"] * 4
 
 
 def test_the_toy_alone(tmp_path: Path) -> None:

@@ -42,8 +42,6 @@ class Agent:
             name=f"node-{node}",
             address=address,
             agent_port=1,
-            store_address=address,
-            store_port=2,
         )
         self._hello = m.AgentHello(protocol=m.PROTOCOL, spec=world.spec, info=info, pid=1000 + node)
 

@@ -113,8 +113,6 @@ class Node:
             name=f"node{self.node:05d}",
             address=address,
             agent_port=40000,
-            store_address=address,
-            store_port=40001,
         )
         self.session.feed(
             e.Report(self.node, m.AgentHello(protocol=1, spec=self.cluster.spec, info=info, pid=4711))

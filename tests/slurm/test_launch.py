@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def test_a_step_of_many_tasks_is_agents_at_once(site: Cluster) -> None:
     assert len(list((home / "out").glob("rank-*.json"))) == 4
     text = (home / f"slurm-{job}.out").read_text()
     assert text.count("in a step of 2 nodes") == 1
+
+
+def test_tier_1_under_srun_is_torch_alone(site: Cluster) -> None:
+    toy = Path(__file__).parent.parent / "local/tier1_script.py"
+    script = f"mkdir out; CKPTLESS_ROOTLESS=1 srun ckptless-run {toy} out exit"
+    job, home = submit(site, "rootless", script, "--nodes=2", "--ntasks-per-node=2")
+    assert "ExitCode=7:0" in ended(site, job, "FAILED")
+    found = [json.loads(path.read_text()) for path in sorted((home / "out").glob("rank-*.json"))]
+    assert [one["sum"] for one in found] == [10.0] * 4
+    assert all("CKPTLESS_AGENT_SOCKET" not in one["env"] for one in found)
 
 
 @pytest.mark.skipif(not puts_in_front(), reason="Slurm before 23.11 cannot put a program in front of a task")

@@ -35,8 +35,9 @@ T = TypeVar("T")
 Client: TypeAlias = Any
 SOON = timedelta(milliseconds=150)
 LONG = timedelta(seconds=30)
+FACADES = Path(__file__).parents[1] / "unit" / "daemon" / "facades.py"
 # Calls that came with this torch; an older one's clients have none to make.
-SINCE = {"list_keys": (2, 10), "barrier": (2, 13)}
+SINCE = {"list_keys": (2, 10), "barrier": (2, 12)}
 ALWAYS = """
     add append check clone compare_set delete_key get has_extended_api host libuvBackend multi_get multi_set
     num_keys port queue_len queue_pop queue_push set set_timeout timeout wait
@@ -84,31 +85,19 @@ def served() -> Iterator[Served]:
     served.stop()
 
 
-SERVER = """
-import asyncio, sys
-from ckptless.daemon.agent.store_server import StoreServer
-
-async def serve():
-    server = StoreServer()
-    print(await server.start("127.0.0.1"), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await server.close()
-    print(server.refused, "torch" in sys.modules)
-
-asyncio.run(serve())
-"""
-
-
 @contextmanager
-def our_process() -> Iterator[int]:
-    """Our server in a process. Gives its port; at the end, it must have refused nobody."""
+def our_process(nodes: int = 1) -> Iterator[list[int]]:
+    """Our stores in a process. Gives the port of each node; at the end, they must have refused nobody."""
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(FACADES), str(nodes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert server.stdout is not None
     try:
-        yield int(server.stdout.readline())
-        assert server.communicate(timeout=5)[0] == "0 False\n"
+        yield [int(port) for port in server.stdout.readline().split()]
+        assert server.communicate(timeout=15)[0] == "0 False\n"
     finally:
         server.kill()
         server.communicate()
@@ -152,9 +141,9 @@ def test_a_client_has_the_calls_of_its_torch() -> None:
     assert {name for name in dir(TCPStore) if not name.startswith("_")} - set(SINCE) == set(ALWAYS.split())
 
 
-def script(port: int) -> Iterator[Any]:
-    """Every call of a store, with two clients. Yields what each one gave."""
-    a, b = connect(port), connect(port)
+def script(ports: list[int]) -> Iterator[Any]:
+    """Every call of a store, with two clients, of the last two nodes. Yields what each one gave."""
+    a, b = connect(ports[-1]), connect(ports[-2 % len(ports)])
     yield from values(a, b)
     yield from waits(a, b)
     yield from queues(a, b)
@@ -246,22 +235,28 @@ def prefixes(a: Client, b: Client) -> Iterator[Any]:
     yield inner.num_keys(), inner.delete_key("i"), b.num_keys(), outcome(inner.wait, ["i"], SOON)
 
 
-def test_every_call_gives_the_same(torchs: Client) -> None:
-    expected = list(script(torchs.port))
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_every_call_gives_the_same(torchs: Client, nodes: int) -> None:
+    expected = list(script([torchs.port]))
     assert len(expected) > 25
-    with our_process() as port:
-        for ours, theirs in zip(script(port), expected, strict=True):
+    with our_process(nodes) as ports:
+        for ours, theirs in zip(script(ports), expected, strict=True):
             assert ours == theirs
 
 
-def test_many_random_calls_give_the_same(torchs: Client) -> None:
-    with our_process() as port:
-        call_at_random(connect(port), torchs, random.Random(7))
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_many_random_calls_give_the_same(torchs: Client, nodes: int) -> None:
+    with our_process(nodes) as ports:
+        call_at_random([connect(port) for port in ports], torchs, random.Random(7))
 
 
-def call_at_random(ours: Client, torchs: Client, dice: random.Random) -> None:
+def call_at_random(clients: list[Client], torchs: Client, dice: random.Random) -> None:
+    """Each call by another client; the next one is made when it has been done."""
     texts = ["", "0", "1", "-3"]
+    ours = clients[0]
     for _ in range(1500):
+        settle(ours)
+        ours = dice.choice(clients)
         calls: list[tuple[Any, ...]] = [
             ("set", dice.choice("abc"), dice.choice("012")),
             ("add", dice.choice("abcn"), dice.randrange(-3, 4)),
@@ -399,11 +394,15 @@ def test_a_wait_ends_with_its_client(served: Served) -> None:
     with served.connect() as gone:
         gone.sendall(HELLO + b"\x06" + struct.pack("<QQ", 1, 1) + b"k" + b"\x0d1234")
         assert gone.recv(4) == b"1234"
-        assert served.call(lambda: len(served.server._state._waiting)) == 1
+        assert served.call(lambda: len(waiting(served))) == 1
     deadline = time.monotonic() + 2
-    while served.call(lambda: len(served.server._clients)) and time.monotonic() < deadline:
+    while served.call(lambda: len(served.server.clients)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert served.call(lambda: (len(served.server._clients), len(served.server._state._waiting))) == (0, 0)
+    assert served.call(lambda: (len(served.server.clients), len(waiting(served)))) == (0, 0)
+
+
+def waiting(served: Served) -> Any:
+    return served.server._node._owner._state._waiting
 
 
 HOSTILE = {
@@ -445,7 +444,7 @@ def test_a_client_that_does_not_read_costs_one_answer(served: Served) -> None:
         bad.sendall(HELLO + gets)
         time.sleep(0.2)
         unsent = served.call(
-            lambda: max(client._transport.get_write_buffer_size() for client in served.server._clients)
+            lambda: max(client._transport.get_write_buffer_size() for client in served.server.clients)
         )
         assert 0 < unsent < 3 << 20
         assert good.get("k") == b"x" * (1 << 20)
@@ -462,7 +461,7 @@ def test_small_answers_are_not_delayed(served: Served) -> None:
     options = served.call(
         lambda: [
             peer._transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            for peer in served.server._clients
+            for peer in served.server.clients
         ]
     )
     assert options == [1]

@@ -31,9 +31,7 @@ STEP = 7
 
 
 def info(node: int) -> m.NodeInfo:
-    return m.NodeInfo(
-        node=node, name=f"n{node}", address="127.0.0.1", agent_port=1, store_address="127.0.0.1", store_port=2
-    )
+    return m.NodeInfo(node=node, name=f"n{node}", address="127.0.0.1", agent_port=1)
 
 
 def job_spec(nodes: int) -> m.JobSpec:
@@ -49,7 +47,6 @@ def first_generation(nodes: int, leader: int = 0) -> m.Assignment:
         leader=leader,
         places=tuple(m.Place(node=node, slot=0) for node in range(nodes - 1)),
         nodes=tuple(info(node) for node in range(nodes)),
-        store_node=0,
         restore_step=None,
     )
 

@@ -317,7 +317,6 @@ def _answered(node: Node, lost: int) -> None:
         leader=0,
         places=places,
         nodes=tuple(info for info in first.nodes if info.node != lost),
-        store_node=0,
         restore_step=7,
         rung="spare",
     )

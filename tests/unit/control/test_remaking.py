@@ -26,11 +26,7 @@ def assignment(
         term=1,
         leader=0,
         places=tuple(Place(node=node, slot=places[:rank].count(node)) for rank, node in enumerate(places)),
-        nodes=tuple(
-            NodeInfo(node=n, name=f"n{n}", address="a", agent_port=1, store_address="a", store_port=2)
-            for n in nodes
-        ),
-        store_node=nodes[0],
+        nodes=tuple(NodeInfo(node=n, name=f"n{n}", address="a", agent_port=1) for n in nodes),
         restore_step=STEP,
         shards=tuple(shards if shards is not None else range(len(places))),
         tensor_nodes=tuple((shard, tuple(holders)) for shard, holders in sorted(tensors.items())),

@@ -31,7 +31,7 @@ def job(nodes: int, spares: int, slots: int = 1, domains: Sequence[str] = ()) ->
 
 
 def view(spec: m.JobSpec, node: int, phases: Sequence[m.Phase], lost: bool) -> NodeView:
-    info = m.NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1, store_address="a", store_port=2)
+    info = m.NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1)
     records = tuple((rank, 0, (STEP,)) for rank in range(spec.world_size))
     slots = tuple(m.SlotState(slot=i, phase=p, generation=1, hooked=True) for i, p in enumerate(phases))
     state = m.AgentState(

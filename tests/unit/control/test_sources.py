@@ -18,7 +18,7 @@ few_steps = st.frozensets(st.integers(0, STEPS - 1)).map(sorted)
 
 
 def view(node: int, tensors: Tensors, records: Records, lost: str | None = None) -> NodeView:
-    info = m.NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1, store_address="a", store_port=2)
+    info = m.NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1)
     holdings = m.Holdings(
         tensors=tuple((shard, tuple(steps)) for shard, steps in sorted(tensors.items())),
         records=tuple((rank, shard, tuple(steps)) for (rank, shard), steps in sorted(records.items())),

@@ -13,7 +13,7 @@ def view(node: int, steps: tuple[int, ...], run: str = "7", generation: int = 1,
     """A node that has brought what it and its rank had."""
     holdings = m.Holdings(tensors=((node, steps),), records=((node, node, steps),))
     brought = m.Brought(run=run, generation=generation, holdings=holdings)
-    info = m.NodeInfo(node=node, name=f"n{node}", address="", agent_port=1, store_address="", store_port=1)
+    info = m.NodeInfo(node=node, name=f"n{node}", address="", agent_port=1)
     hello = m.Introduction(info=info, pid=1, brought=brought if steps else None)
     return NodeView(node, hello, None, more.get("lost"))
 

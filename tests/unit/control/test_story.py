@@ -17,9 +17,7 @@ SPEC = m.JobSpec(
 
 
 def _view(node: int, slot: m.SlotState, told_s: float) -> NodeView:
-    info = m.NodeInfo(
-        node=node, name=f"node-{node}", address="a", agent_port=1, store_address="a", store_port=2
-    )
+    info = m.NodeInfo(node=node, name=f"node-{node}", address="a", agent_port=1)
     hello = m.AgentHello(protocol=m.PROTOCOL, spec=SPEC, info=info, pid=1)
     return NodeView(node, hello, m.AgentState(seq=1, slots=(slot,)), told_s=told_s)
 

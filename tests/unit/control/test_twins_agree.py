@@ -20,7 +20,7 @@ Held = dict[int, tuple[int, str]]
 
 
 def view(node: int, held: Held, world: int, lost: str | None = None) -> NodeView:
-    info = m.NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1, store_address="a", store_port=2)
+    info = m.NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1)
     holdings = m.Holdings(
         tensors=((0, tuple(sorted(held))),),
         records=tuple((rank, 0, tuple(range(STEPS))) for rank in range(world)),

@@ -111,8 +111,6 @@ class World:
                     name=f"n{number}",
                     address=HOST,
                     agent_port=port,
-                    store_address=HOST,
-                    store_port=1,
                 )
             )
         self.assignment = m.Assignment(
@@ -122,7 +120,6 @@ class World:
             leader=0,
             places=(m.Place(node=0, slot=0),),
             nodes=tuple(infos),
-            store_node=0,
             restore_step=STEP,
             shards=(SHARD,),
             tensor_nodes=((SHARD, (0, 1, 2)),),

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.faults import FaultLog, Finding, NodeView, observe
 
-INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1, store_address="a", store_port=2)
+INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1)
 ASSIGNMENT = m.Assignment(
     job="j",
     generation=3,
@@ -17,7 +17,6 @@ ASSIGNMENT = m.Assignment(
     leader=0,
     places=(m.Place(node=0, slot=0), m.Place(node=0, slot=1), m.Place(node=1, slot=0)),
     nodes=(INFO,),
-    store_node=0,
     restore_step=None,
 )
 
@@ -74,7 +73,10 @@ def test_an_nccl_that_is_not_known_is_a_fault_until_it_has_roots_of_its_own() ->
     nodes = {0: NodeView(0, state=state), 1: NodeView(1)}
     (found,) = observe(ASSIGNMENT, nodes)
     assert (found.kind, found.node, found.slot, found.rank) == ("nccl-unknown", 0, None, None)
-    assert found.detail == "a check-in of 192 bytes: NCCL gets roots of its own"
+    assert (
+        found.detail
+        == "a check-in of 192 bytes: it needs roots of its own, as with TORCH_NCCL_RANKS_PER_ROOT=100000"
+    )
     assert observe(replace(ASSIGNMENT, stock_roots=True), nodes) == []
 
 

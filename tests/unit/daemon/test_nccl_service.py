@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.environment import RANKS_PER_ROOT, ranks_per_root, user_env
+from ckptless.daemon.agent.environment import GLOO, RANKS_PER_ROOT, ranks_per_root, user_env
 from ckptless.daemon.agent.nccl_service import NcclService
 from ckptless.daemon.agent.nccl_wire import Address
 from ckptless.daemon.api import messages as m
@@ -18,8 +18,6 @@ INFOS = tuple(
         name=f"n{node}",
         address=f"10.0.0.{node}",
         agent_port=1,
-        store_address="127.0.0.1",
-        store_port=2,
         nccl_port=100 + node,
     )
     for node in range(3)
@@ -32,7 +30,6 @@ ASSIGNMENT = m.Assignment(
     # The spare has taken the place of node 1.
     places=(m.Place(node=0, slot=0), m.Place(node=2, slot=0)),
     nodes=INFOS,
-    store_node=0,
     restore_step=None,
 )
 
@@ -94,7 +91,8 @@ def test_an_unknown_nccl_is_told_to_the_daemon_once() -> None:
 
 def test_nccl_comm_id_does_not_reach_the_ranks() -> None:
     env = {"NCCL_COMM_ID": "10.0.0.1:1234", "NCCL_DEBUG": "WARN"}
-    assert user_env(env) == {"NCCL_DEBUG": "WARN"}
+    assert user_env(env) == {**GLOO, "NCCL_DEBUG": "WARN"}
+    assert user_env({"TORCH_GLOO_LAZY_INIT": "0"})["TORCH_GLOO_LAZY_INIT"] == "0"
     assert asyncio.run(_started(env)) == ["nccl-comm-id"]
     assert asyncio.run(_started({})) == []
 

@@ -15,7 +15,7 @@ DEADLINE_S = 20.0
 
 
 def info(node: int) -> NodeInfo:
-    return NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1, store_address="a", store_port=2)
+    return NodeInfo(node=node, name=f"n{node}", address="a", agent_port=1)
 
 
 @dataclass

@@ -10,10 +10,7 @@ from ckptless.daemon.control.placement import holders, shard_holders
 
 
 def infos(nodes: list[int]) -> list[NodeInfo]:
-    return [
-        NodeInfo(node=n, name=f"n{n}", address="a", agent_port=1, store_address="a", store_port=2)
-        for n in nodes
-    ]
+    return [NodeInfo(node=n, name=f"n{n}", address="a", agent_port=1) for n in nodes]
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,7 @@ def view(
     *,
     known: bool = True,
 ) -> NodeView:
-    info = m.NodeInfo(
-        node=node, name=f"node-{node}", address="a", agent_port=1, store_address="a", store_port=2
-    )
+    info = m.NodeInfo(node=node, name=f"node-{node}", address="a", agent_port=1)
     hello = m.AgentHello(protocol=m.PROTOCOL, spec=spec(), info=info, pid=1)
     pairs = tuple((rank, 0, tuple(steps)) for rank, steps in sorted((records or {}).items()))
     holdings = m.Holdings(tensors=((0, tuple(tensors)),), records=pairs)
@@ -180,7 +178,6 @@ def test_two_nodes_at_once_and_the_nearest_record_first() -> None:
     assert following.places[:4] == tuple(m.Place(node=n, slot=s) for n in (3, 4) for s in (0, 1))
     assert following.record_nodes[0][0] == 3
     assert following.record_nodes[2][0] == 4
-    assert following.store_node == 2
 
 
 def test_no_spare_left_names_node_and_rank() -> None:
@@ -381,3 +378,39 @@ def test_an_unknown_nccl_gets_roots_of_its_own_from_the_next_generation_on() -> 
     assert following.stock_roots
     # An agent that was not there at the time has heard of nothing.
     assert plan.next_assignment(situation([fault("broken", 1)], current=following)).stock_roots
+
+
+def ended(node: int, slot: int, code: int, age_s: float) -> tuple[Fault, m.SlotState]:
+    """A rank's end, as its agent tells of it."""
+    detail = f"ended with exit code {code}" if code >= 0 else "was ended by SIGKILL"
+    state = m.SlotState(slot=slot, phase="exited", generation=1, exit_code=code, age_s=age_s)
+    return fault("died", node, slot, detail, exit_code=code, hooked=False), state
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted", "text"), [(7, 7, "rank 3 ended with exit code 7"), (-9, 137, "rank 3 was ended by")]
+)
+def test_where_nothing_recovers_the_first_rank_that_failed_ends_the_job(
+    code: int, wanted: int, text: str
+) -> None:
+    job = replace(spec(spares=0), recovers=False)
+    nodes = views(job)
+    # Rank 0 has failed after rank 3, because of it, and its report has come first.
+    (late, late_slot), (first, first_slot) = ended(0, 0, 1, age_s=0.1), ended(1, 1, code, age_s=0.5)
+    for node, slot, told_s in ((0, late_slot, 100.0), (1, first_slot, 100.2)):
+        state = nodes[node].state
+        assert state is not None
+        nodes[node].state, nodes[node].told_s = replace(state, slots=(slot,)), told_s
+    with pytest.raises(plan.NoPlanError) as caught:
+        plan.next_assignment(situation([late, first], job, nodes=nodes))
+    outcome = caught.value.outcome
+    assert (outcome.exit_code, outcome.why, outcome.state) == (wanted, "script", "failed")
+    assert text in outcome.reason
+
+
+def test_where_nothing_recovers_a_lost_node_ends_the_job() -> None:
+    job = replace(spec(), recovers=False)
+    with pytest.raises(plan.NoPlanError) as caught:
+        plan.next_assignment(situation([fault("node-lost", 1, None, "dark")], job, lost=[1]))
+    assert caught.value.outcome.exit_code == plan.EXIT_UNRECOVERABLE
+    assert "node-lost node-1: dark" in caught.value.outcome.reason

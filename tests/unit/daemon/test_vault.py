@@ -263,7 +263,6 @@ def test_what_others_are_not_to_have_from_here_is_not_used_here(vault: Vault) ->
         leader=0,
         places=(),
         nodes=(),
-        store_node=0,
         restore_step=7,
         tensor_nodes=((0, (1, 2)),),
     )

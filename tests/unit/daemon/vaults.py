@@ -51,8 +51,6 @@ class Node:
             name=f"n{self.number}",
             address=self.host,
             agent_port=port,
-            store_address=HOST,
-            store_port=1,
         )
 
     def hold(self, shard: int, step: int, payload: bytes, **fields: Any) -> m.TensorsAt:
@@ -146,7 +144,6 @@ class Nodes(dict[int, Node]):
             leader=0,
             places=tuple(m.Place(node=node, slot=places[:r].count(node)) for r, node in enumerate(places)),
             nodes=tuple(node.info for node in here),
-            store_node=here[0].number,
             restore_step=step,
             shards=of,
             tensor_nodes=tuple(

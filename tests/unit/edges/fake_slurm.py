@@ -142,8 +142,6 @@ def hello(
         name=more.pop("name", "n2"),
         address=address,
         agent_port=1,
-        store_address=more.pop("store_address", ADDRESS),
-        store_port=2,
     )
     assert not more
     return AgentHello(protocol=PROTOCOL, spec=spec, info=info, pid=1)

@@ -237,9 +237,7 @@ def hello(job: str = "4711", node: int = 0, **more: Any) -> m.AgentHello:
         limits=LIMITS,
         names=("n0",),
     )
-    info = m.NodeInfo(
-        node=node, name="n0", address="127.0.0.1", agent_port=1, store_address="127.0.0.1", store_port=2
-    )
+    info = m.NodeInfo(node=node, name="n0", address="127.0.0.1", agent_port=1)
     return m.AgentHello(protocol=more.pop("protocol", m.PROTOCOL), spec=spec, info=info, pid=os.getpid())
 
 
@@ -605,7 +603,7 @@ def test_a_job_whose_agent_was_killed_is_forgotten_after_its_epilog(
 
 def bad_assignment() -> m.AgentState:
     """Of a node that the job does not have."""
-    info = m.NodeInfo(node=9, name="x", address="127.0.0.1", agent_port=1, store_address="x", store_port=2)
+    info = m.NodeInfo(node=9, name="x", address="127.0.0.1", agent_port=1)
     assignment = m.Assignment(
         job="1",
         generation=7,
@@ -613,7 +611,6 @@ def bad_assignment() -> m.AgentState:
         leader=0,
         places=(m.Place(node=9, slot=0),),
         nodes=(info,),
-        store_node=9,
         restore_step=None,
     )
     return m.AgentState(seq=5, slots=(), assigned=assignment.generation)

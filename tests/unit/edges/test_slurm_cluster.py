@@ -207,7 +207,6 @@ def test_other_texts_are_runs_of_their_first_number_or_none(text: str) -> None:
         pytest.param(hello(name="n3"), "takes n2 for number 1, n3", id="another node's name"),
         pytest.param(hello(node=2, name="n3"), "takes n2 for number 2, n3", id="another node"),
         pytest.param(hello(address="192.0.2.1"), "192.0.2.1 is not an address of n2", id="address"),
-        pytest.param(hello(store_address="192.0.2.1"), "is not an address of n2", id="store's address"),
         pytest.param(hello(address="no such host"), "is not an address of n2", id="no address"),
     ],
 )

@@ -59,7 +59,6 @@ def test_all_of_the_run_and_this_nodes_own() -> None:
     for name in SharedConfig.__struct_fields__:
         assert getattr(found, name) == getattr(SHARED, name)
     assert (found.node, found.name, found.address) == (0, "localhost", "127.0.0.1")
-    assert found.store_address == found.address
     assert found.env == {"SLURMD_NODENAME": "localhost", "MY": "own", "OMP_NUM_THREADS": "4"}
     assert found.rank_socket == rank_socket("4711.s3") == f"@ckptless-{os.getuid()}-4711.s3-ranks"
 
@@ -85,11 +84,7 @@ def test_copies_go_over_the_chosen_network(monkeypatch: pytest.MonkeyPatch) -> N
     for interface in ("ib0", "10.1.0.0/16"):
         agent = of_this_node(on_network(interface), cores=1)
         # All the rest stays where it was.
-        assert (agent.copies_address, agent.address, agent.store_address) == (
-            "10.1.2.7",
-            "127.0.0.1",
-            "127.0.0.1",
-        )
+        assert (agent.copies_address, agent.address) == ("10.1.2.7", "127.0.0.1")
 
 
 @pytest.mark.parametrize("interface", ["ib7", "172.16.0.0/12", "lo", "127.0.0.0/8"])

@@ -90,4 +90,4 @@ def test_slurm_refuses(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None
 def test_not_with_local() -> None:
     context = command.make_context("ckptless-run", ["--local", "--requeue", "1", sys.executable])
     with pytest.raises(UsageError, match="--requeue is for a Slurm job"):
-        local_options(sys.executable, (), context.params)
+        local_options(sys.executable, (), context.params, {})

@@ -15,7 +15,7 @@ from ckptless.daemon.agent.config import AGENT_CONFIG, ReplicationConfig, Shared
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.model import Limits
 from ckptless.daemon.launch import main
-from ckptless.daemon.launch.local import ALWAYS_PRELOADED
+from ckptless.daemon.launch.local import ALWAYS_PRELOADED, HOOKS
 from ckptless.daemon.launch.options import slurm_run
 from ckptless.daemon.launch.slurm import SlurmRun
 from ckptless.daemon.launch.step import StepRun
@@ -79,8 +79,38 @@ def test_a_run_in_a_batch_script(folder: Path) -> None:
     assert (config.cwd, config.copies, config.tee) == (str(folder), 2, (0,))
     assert config.log_dir == config.outcome_dir == str(folder / "ckptless-4711")
     assert Path(config.log_dir).is_dir()
-    assert config.preload == ALWAYS_PRELOADED
+    assert config.preload == (*ALWAYS_PRELOADED, HOOKS)
+    assert spec.recovers
     assert config.daemon_socket == "/run/ckptless/ckptlessd.sock"
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [(["--tier", "1"], {}), ([], {"CKPTLESS_ROOTLESS": "1"}), (["--tier=1"], {"CKPTLESS_ROOTLESS": "0"})],
+)
+@pytest.mark.parametrize("around", [JOB, TASK])
+def test_tier_1(words: list[str], more: Mapping[str, str], around: Mapping[str, str]) -> None:
+    env = {**around, **more, "CKPTLESS_SPARES": "0"}
+    config = run(*words, "train.py", env=env).config
+    assert not config.spec.recovers
+    assert config.preload == ALWAYS_PRELOADED
+    # The command line counts more.
+    assert run("--tier", "4", "train.py", env=env).config.spec.recovers
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "text"),
+    [
+        (["--spares", "1"], {}, "--spares is for runs that recover"),
+        (["--max-restarts", "1"], {}, "--max-restarts is for runs that recover"),
+        (["--save-dir", "/tmp"], {}, "--save-dir is for runs that recover"),
+        ([], {}, "add --spares 0"),
+        ([], {"CKPTLESS_ROOTLESS": "yes"}, "CKPTLESS_ROOTLESS is 'yes': it must be 1, or 0"),
+    ],
+)
+def test_what_tier_1_has_not(words: list[str], more: Mapping[str, str], text: str) -> None:
+    env = {**JOB, "CKPTLESS_ROOTLESS": "1", **more}
+    assert text in refused(*words, "train.py", env=env)
 
 
 def test_further_nodes_of_the_allocation_stay_unused() -> None:

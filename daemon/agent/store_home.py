@@ -1,0 +1,40 @@
+"""Which node's agent keeps a key: a function of the key's name, the same at every node. Pure.
+
+Where the name says which rank writes it, that rank's node keeps it, so that writing costs no message. Gloo's
+keys of the default group do: they end in the rank. (Those of other groups end in the rank within the group,
+which says nothing here.) All others are dealt out by a digest of the name.
+"""
+
+import re
+from collections.abc import Sequence
+
+import xxhash
+
+from ckptless.daemon.api.errors import ProtocolError
+
+# torch's own name of the default group is 0; ckptless.run has a prefix of its own in place of torch's.
+_GLOO = re.compile(rb"(?:(?:default_pg/)?0//[a-z]{1,16}//|ckptless/[0-9]{1,18}/0//)[0-9]{1,6}/([0-9]{1,9})")
+_OURS = re.compile(rb"ckptless/([0-9]{1,18})/")
+
+
+class Homes:
+    """The homes of one generation's keys; `nodes[rank]` is the node of a rank. Raises ValueError for none."""
+
+    def __init__(self, nodes: Sequence[int], generation: int = 0) -> None:
+        if not nodes:
+            raise ValueError("a store without a node")
+        self._ranks, self._generation = tuple(nodes), generation
+        self.nodes = tuple(sorted(set(nodes)))
+
+    def of(self, key: bytes) -> int:
+        """The node that keeps `key`."""
+        found = _GLOO.fullmatch(key)
+        if found is not None and (rank := int(found[1])) < len(self._ranks):
+            return self._ranks[rank]
+        return self.nodes[xxhash.xxh3_64_intdigest(key) % len(self.nodes)]
+
+    def admit(self, key: bytes) -> None:
+        """Raises ProtocolError for a key that says that it is of another generation."""
+        found = _OURS.match(key)
+        if found is not None and self._generation and int(found[1]) != self._generation:
+            raise ProtocolError(f"a key of generation {int(found[1])}, in generation {self._generation}")

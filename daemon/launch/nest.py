@@ -1,0 +1,107 @@
+"""Local mode: the processes of its nodes. torch is loaded once for all agents' zygotes, see `agent.hatch`."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from ckptless.daemon.agent.config import AgentConfig
+from ckptless.daemon.agent.prctl import set_pdeathsig
+from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
+
+logger = logging.getLogger(__name__)
+
+DAEMON, AGENT = "ckptless.daemon.main", "ckptless.daemon.agent.main"
+HATCH = "ckptless.daemon.agent.hatch"
+TERM_DEADLINE_S = 15.0
+KILL_DEADLINE_S = 5.0
+
+Child: TypeAlias = Process | asyncio.subprocess.Process
+
+
+class Nest:
+    """Owned by the launcher's event loop. What it starts ends with the launcher, however that ends."""
+
+    def __init__(self) -> None:
+        self._zygote = Zygote(lambda kind, text: logger.debug("%s: %s", kind, text))
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that has torch loaded."""
+        return self._zygote.pid
+
+    async def warm(self, config: AgentConfig) -> None:
+        """Load what the agents preload. Raises UsageError, PeerError."""
+        await self._zygote.start(config.preload, config.env, config.zygote_deadline_s)
+
+    async def agent(self, arguments: Sequence[str], preload: Sequence[str], log: Path) -> Process:
+        """An agent with a zygote. Raises PeerError."""
+        words = [HATCH, *(f"--preload={module}" for module in preload), *arguments]
+        return await self._zygote.spawn(
+            SpawnSpec(
+                argv=tuple(words), env=os.environ, cwd=Path.cwd(), stdout="inherit", stderr=log, module=True
+            )
+        )
+
+    async def close(self) -> None:
+        """All agents are started."""
+        await self._zygote.close()
+
+
+async def start_daemon(arguments: Sequence[str], log: Path) -> asyncio.subprocess.Process:
+    """A node's daemon."""
+    with log.open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            DAEMON,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=_Tie(os.getpid()),
+        )
+
+
+def send(child: Child, number: signal.Signals) -> None:
+    """A signal, to one that lives."""
+    if child.returncode is not None:
+        return
+    if isinstance(child, Process):
+        child.kill(number)
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(number)
+
+
+async def end(children: Sequence[Child]) -> None:
+    """SIGTERM, then SIGKILL. Raises TimeoutError for one that outlives that."""
+    for child in children:
+        send(child, signal.SIGTERM)
+    try:
+        async with asyncio.timeout(TERM_DEADLINE_S):
+            await asyncio.gather(*(child.wait() for child in children))
+    except TimeoutError:
+        for child in children:
+            send(child, signal.SIGKILL)
+        async with asyncio.timeout(KILL_DEADLINE_S):
+            await asyncio.gather(*(child.wait() for child in children))
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """Runs in the child before exec: it is to end when the launcher does."""
+
+    parent: int
+
+    def __call__(self) -> None:
+        set_pdeathsig(signal.SIGKILL)
+        if os.getppid() != self.parent:
+            os._exit(1)

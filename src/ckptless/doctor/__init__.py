@@ -1,0 +1,1 @@
+"""`python -m ckptless.doctor`: what this torch, NCCL and machine will do under ckptless, and why."""

@@ -1,0 +1,56 @@
+"""`python -m ckptless.doctor`, or `ckptless-doctor`."""
+
+import json
+import os
+import sys
+
+import click
+
+from ckptless.doctor.collect import collect
+from ckptless.doctor.findings import EXIT_CODES, Finding, find, worst
+from ckptless.torch_versions import Version, parse
+
+MARKS = {"fine": "ok  ", "limited": "!   ", "broken": "BAD "}
+
+
+def _version(_ctx: click.Context, _option: click.Parameter, value: str | None) -> Version | None:
+    try:
+        return None if value is None else parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@click.command()
+@click.option(
+    "--torch", callback=_version, metavar="X.Y", help="Ask about this torch, not the installed one."
+)
+@click.option("--nccl", callback=_version, metavar="X.Y", help="Ask about this NCCL.")
+@click.option("--json", "as_json", is_flag=True, help="Findings as JSON.")
+def command(torch: Version | None, nccl: Version | None, as_json: bool) -> None:
+    """Tell what this torch, this NCCL and this machine will do under ckptless, and why.
+
+    Exit code: 0 all is fine, 1 it works with limits, 2 something will not work.
+    """
+    findings = find(collect(os.environ, torch, nccl))
+    grade = worst(findings)
+    if as_json:
+        told = {"version": 1, "grade": grade, "findings": [finding.told() for finding in findings]}
+        click.echo(json.dumps(told, indent=2))
+    else:
+        for finding in findings:
+            click.echo(_line(finding))
+    sys.exit(EXIT_CODES[grade])
+
+
+def _line(finding: Finding) -> str:
+    advice = f"\n      -> {finding.advice}" if finding.advice else ""
+    return f"{MARKS[finding.grade]}{finding.about}: {finding.text}{advice}"
+
+
+def main() -> None:
+    """Entry point."""
+    command(prog_name="ckptless-doctor")
+
+
+if __name__ == "__main__":
+    main()

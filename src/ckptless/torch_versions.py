@@ -1,0 +1,34 @@
+"""Which releases of torch and NCCL each part is made for; known without importing either."""
+
+from typing import TypeAlias
+
+Version: TypeAlias = tuple[int, ...]
+
+# Recovery in place, FSDP2 and saving stand on private parts of torch; each is looked for before it is used.
+OLDEST = (2, 8)
+NEWEST = (2, 13)
+# ProcessGroupNCCL asks the store for every id, if told so by TORCH_NCCL_RANKS_PER_ROOT.
+OLDEST_SCALABLE_TORCH = (2, 7)
+OLDEST_SCALABLE_NCCL = (2, 23)
+# An id holds a magic; before that only an address.
+OLDEST_NCCL = (2, 16)
+
+
+def parse(text: str) -> Version:
+    """The numbers that a version begins with: (2, 13, 0) of "2.13.0+cpu". Raises ValueError for none."""
+    numbers: list[int] = []
+    for part in text.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    if not numbers:
+        raise ValueError(f"{text[:40]!r} is no version, such as 2.13.0")
+    return tuple(numbers)
+
+
+def shown(version: Version) -> str:
+    """As people write it."""
+    return ".".join(map(str, version))

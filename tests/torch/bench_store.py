@@ -1,0 +1,348 @@
+"""How long the ranks' exchange of addresses takes, and what the busiest endpoint is asked; run by hand.
+
+Each of N simulated ranks, 8 to a node, does what Gloo does for a full mesh: it sets its key, then waits for
+and gets all N. As torch's client sends it by default, that is a WAIT and a GET for each key; with
+GLOO_ENABLE_STORE_V2_API=1 a WAIT and a MULTI_GET for each 128 keys. `lazy` is what TORCH_GLOO_LAZY_INIT=1
+leaves of it for a ring: two peers' keys. All sockets are real. The stores of all nodes run in two processes
+of this machine, and so do the clients (an epoll loop each, in place of N processes): so the time is about
+the sum of what N / 8 nodes would do beside each other. torch's TCPStore is one process, asked by the same
+clients in the same run.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "daemon"))
+
+PER_NODE = 8
+PROCESSES = 2
+CHUNK = 128
+HELLO = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 1234)
+
+
+def key(rank: int, round_: int = 0) -> bytes:
+    return b"default_pg/0//cpu//%d/%d" % (round_, rank)
+
+
+def _text(data: bytes) -> bytes:
+    return struct.pack("<Q", len(data)) + data
+
+
+def steps(rank: int, ranks: int, pattern: str, value_nbytes: int, round_: int) -> list[tuple[bytes, int]]:
+    """A rank's requests, each with the size of its answer."""
+    own = b"\1" + _text(key(rank, round_)) + _text(bytes(value_nbytes))
+    if pattern == "v2":
+        wanted = [
+            [key(r, round_) for r in range(lo, min(lo + CHUNK, ranks))] for lo in range(0, ranks, CHUNK)
+        ]
+        found = []
+        for keys in wanted:
+            body = struct.pack("<Q", len(keys)) + b"".join(map(_text, keys))
+            found += [(b"\6" + body, 1), (b"\12" + body, len(keys) * (8 + value_nbytes))]
+    else:
+        peers = range(ranks) if pattern == "default" else ((rank - 1) % ranks, (rank + 1) % ranks)
+        found = []
+        for peer in peers:
+            body = _text(key(peer, round_))
+            found += [(b"\6" + struct.pack("<Q", 1) + body, 1), (b"\3" + body, 8 + value_nbytes)]
+    # A set has no answer: the next request goes out with it.
+    return [(own + found[0][0], found[0][1]), *found[1:]]
+
+
+def exchange(socks: dict[int, tuple[socket.socket, list[tuple[bytes, int]]]]) -> None:
+    """All ranks' requests, each rank's one after the other."""
+    poll = select.epoll()
+    todo: dict[int, list[Any]] = {}
+    unsent: dict[int, memoryview] = {}
+    for fd, (sock, requests) in socks.items():
+        poll.register(fd, select.EPOLLIN)
+        todo[fd] = [sock, iter(requests), 0]
+    left = len(todo)
+
+    def send(fd: int, data: memoryview) -> None:
+        try:
+            sent = socks[fd][0].send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            unsent[fd] = data[sent:]
+            poll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+        elif fd in unsent:
+            del unsent[fd]
+            poll.modify(fd, select.EPOLLIN)
+
+    def begin(fd: int) -> bool:
+        entry = todo[fd]
+        request = next(entry[1], None)
+        if request is None:
+            return False
+        entry[2] = request[1]
+        send(fd, memoryview(request[0]))
+        return True
+
+    for fd in todo:
+        begin(fd)
+    while left:
+        for fd, events in poll.poll(60):
+            if events & select.EPOLLOUT and fd in unsent:
+                send(fd, unsent[fd])
+            if events & select.EPOLLIN:
+                entry = todo[fd]
+                data = entry[0].recv(1 << 20)
+                assert data, "hung up on"
+                entry[2] -= len(data)
+                if entry[2] == 0 and not begin(fd):
+                    left -= 1
+    poll.close()
+
+
+def clients(argv: Sequence[str]) -> None:
+    """A process of clients: rounds are begun by lines of its input."""
+    plan = json.loads(argv[0])
+    socks = []
+    for rank, port in plan["ranks"]:
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(HELLO)
+        assert sock.recv(4, socket.MSG_WAITALL) == HELLO[-4:]
+        sock.setblocking(False)
+        socks.append((rank, sock))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        pattern, round_ = line.split()
+        work = {
+            sock.fileno(): (sock, steps(rank, plan["size"], pattern, plan["value"], int(round_)))
+            for rank, sock in socks
+        }
+        print("set", flush=True)
+        sys.stdin.readline()
+        exchange(work)
+        print("done", flush=True)
+
+
+async def servers(argv: Sequence[str]) -> None:
+    """A process of stores: the nodes lo to hi of so many."""
+    from facades import Facade  # type: ignore[import-not-found]
+    from msgspec import to_builtins
+
+    from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
+
+    lo, hi, total, per_node = map(int, argv)
+    mine = [Facade(number, 30.0) for number in range(lo, hi)]
+    for facade in mine:
+        await facade.start()
+    print(json.dumps([[to_builtins(facade.info), facade.port] for facade in mine]), flush=True)
+    infos = tuple(NodeInfo(**info) for info in json.loads(await asyncio.to_thread(sys.stdin.readline)))
+    generation = 0
+
+    def follow() -> None:
+        places = tuple(Place(node=node, slot=slot) for node in range(total) for slot in range(per_node))
+        for facade in mine:
+            facade.store.follow(
+                Assignment(
+                    job="job",
+                    generation=generation,
+                    term=1,
+                    leader=0,
+                    places=places,
+                    nodes=infos,
+                    restore_step=None,
+                ),
+                None,
+            )
+
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        if line.startswith("follow"):
+            generation += 1
+            follow()
+            print("ok", flush=True)
+        else:
+            counts = [
+                (
+                    f.store.server.requests,
+                    f.store.server._node.asked,
+                    f.store.exchange.handshakes,
+                    f.store.exchange.messages,
+                )
+                for f in mine
+            ]
+            print(json.dumps([counts, time.process_time()]), flush=True)
+    for facade in mine:
+        await facade.close()
+
+
+def torchs(_argv: Sequence[str]) -> None:
+    """torch's own."""
+    from torch._C._distributed_c10d import TCPStore
+
+    store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    print(store.port, flush=True)
+    sys.stdin.read()
+
+
+class Child:
+    """A process of this script."""
+
+    def __init__(self, role: str, *args: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--role", role, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "a process of the benchmark ended"
+        return line
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+class Clients:
+    """The ranks, in a few processes."""
+
+    def __init__(self, ports: Sequence[int], value: int) -> None:
+        self._size = len(ports)
+        shares = [list(enumerate(ports))[n::PROCESSES] for n in range(PROCESSES)]
+        self._children = [
+            Child("clients", json.dumps({"ranks": share, "size": len(ports), "value": value}))
+            for share in shares
+        ]
+        for child in self._children:
+            child.hear()
+
+    def exchange(self, pattern: str, round_: int) -> float:
+        """One; its seconds."""
+        for child in self._children:
+            child.tell(f"{pattern} {round_}")
+        for child in self._children:
+            child.hear()
+        began = time.perf_counter()
+        for child in self._children:
+            child.tell("")
+        for child in self._children:
+            child.hear()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()
+
+
+class Stores:
+    """The stores of so many nodes, in a few processes."""
+
+    def __init__(self, nodes: int, per_node: int) -> None:
+        bounds = [nodes * n // PROCESSES for n in range(PROCESSES + 1)]
+        self._children = [
+            Child("servers", str(lo), str(hi), str(nodes), str(per_node))
+            for lo, hi in itertools.pairwise(bounds)
+        ]
+        found = [pair for child in self._children for pair in json.loads(child.hear())]
+        for child in self._children:
+            child.tell(json.dumps([info for info, _port in found]))
+        self.ports = [port for _info, port in found for _ in range(per_node)]
+
+    def follow(self) -> None:
+        """The next generation."""
+        for child in self._children:
+            child.tell("follow")
+        for child in self._children:
+            child.hear()
+
+    def counts(self) -> tuple[list[list[int]], float]:
+        """Of each node, and CPU seconds of all."""
+        for child in self._children:
+            child.tell("counts")
+        told = [json.loads(child.hear()) for child in self._children]
+        return [count for counts, _cpu in told for count in counts], sum(cpu for _counts, cpu in told)
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()
+
+
+def ours(ranks: int, pattern: str, value: int, rounds: int) -> None:
+    nodes = max(1, ranks // PER_NODE)
+    stores = Stores(nodes, ranks // nodes)
+    try:
+        for generation in range(rounds):
+            stores.follow()
+            before, cpu_before = stores.counts()
+            exchanging = Clients(stores.ports, value)
+            took = exchanging.exchange(pattern, 0)
+            exchanging.close()
+            after, cpu = stores.counts()
+            local = max(a[0] - b[0] for a, b in zip(after, before, strict=True))
+            asked = max(a[1] for a in after)
+            shakes = sum(a[2] - b[2] for a, b in zip(after, before, strict=True))
+            messages = max(a[3] - b[3] for a, b in zip(after, before, strict=True))
+            print(
+                f"{ranks:5} ranks  {pattern:8}  ours, generation {generation + 1}  {took:7.3f} s   "
+                f"busiest: {local} of its ranks, {asked} of others, {messages} messages sent; "
+                f"{shakes} handshakes, CPU of all stores {cpu - cpu_before:.2f} s",
+                flush=True,
+            )
+    finally:
+        stores.close()
+
+
+def theirs(ranks: int, pattern: str, value: int, rounds: int) -> None:
+    store = Child("torchs")
+    port = int(store.hear())
+    exchanging = Clients([port] * ranks, value)
+    for round_ in range(rounds):
+        took = exchanging.exchange(pattern, round_)
+        requests = ranks * (len(steps(0, ranks, pattern, value, 0)) + 1)
+        print(
+            f"{ranks:5} ranks  {pattern:8}  TCPStore            {took:7.3f} s   {requests} requests",
+            flush=True,
+        )
+    exchanging.close()
+    store.close()
+
+
+def main() -> None:
+    roles = {"clients": clients, "servers": lambda argv: asyncio.run(servers(argv)), "torchs": torchs}
+    if sys.argv[1:2] == ["--role"]:
+        roles[sys.argv[2]](sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--patterns", nargs="+", default=["default", "v2", "lazy"])
+    parser.add_argument("--value", type=int, default=170, help="bytes of a value")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--theirs-up-to", type=int, default=256, help="ranks, for TCPStore by the default pattern"
+    )
+    args = parser.parse_args()
+    for ranks in args.ranks:
+        for pattern in args.patterns:
+            if pattern != "default" or ranks <= args.theirs_up_to:
+                theirs(ranks, pattern, args.value, args.rounds)
+            ours(ranks, pattern, args.value, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

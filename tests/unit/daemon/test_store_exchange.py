@@ -1,0 +1,330 @@
+"""Stores of several nodes over real connections: who is asked, who is refused, and who is lost."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from facades import KEY, Facades
+from store_client import Client
+
+from ckptless.daemon.agent import store_protocol as protocol
+from ckptless.daemon.agent import store_wire as wire
+from ckptless.daemon.agent.holders import Peer
+from ckptless.daemon.agent.store_answers import Refusal
+from ckptless.daemon.agent.store_home import Homes
+from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.peers.vouch import KeyVouch
+
+
+def key_of(node: int) -> bytes:
+    """What rank `node` sets, the only one of its node."""
+    return b"default_pg/0//cpu//0/%d" % node
+
+
+def play(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def to_its_end() -> None:
+        try:
+            async with asyncio.timeout(60):
+                await work()
+        finally:
+            for client in Client.every:
+                await client.close()
+            Client.every.clear()
+
+    asyncio.run(to_its_end())
+
+
+async def until(what: Callable[[], object]) -> None:
+    """Fails where it stays false."""
+    async with asyncio.timeout(20):
+        while not what():  # noqa: ASYNC110  what is waited for tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def outcome(call: Awaitable[Any]) -> Any:
+    """What it gives, or the name of what it raises."""
+    try:
+        return await call
+    except (ConnectionError, TimeoutError) as error:
+        return type(error).__name__
+
+
+async def stranger(facades: Facades, number: int, to: int) -> Peer:
+    """A connection by the job's key, for the store, of who says that it is node `number`."""
+    info = facades[to].info
+    link: Peer = await Link.dial(
+        (info.address, info.agent_port), ("job", number), KeyVouch(KEY), p.AgentMessage, 5
+    )
+    link.send(p.StoreOpen())
+    assert isinstance(await link.receive(), p.StoreReady)
+    return link
+
+
+async def to_the_end(link: Peer) -> None:
+    """Raises ConnectionError."""
+    while True:
+        await link.receive()
+
+
+def said(generation: int, *items: wire.Item) -> p.StoreSaid:
+    return p.StoreSaid(generation=generation, body=wire.encode(items)[0])
+
+
+def test_all_at_once_make_one_connection_of_each_pair() -> None:
+    async def work() -> None:
+        async with Facades(5) as facades:
+            for generation in (1, 2):
+                if generation == 2:
+                    facades.follow(2)
+                clients = [await Client.connect(facade.port) for facade in facades]
+                await asyncio.gather(*(c.set(key_of(n), b"%d" % n) for n, c in enumerate(clients)))
+                keys = [key_of(n) for n in range(5)]
+                await asyncio.gather(*(client.wait(*keys) for client in clients))
+                found = await asyncio.gather(*(client.multi_get(keys) for client in clients))
+                assert found == [[b"0", b"1", b"2", b"3", b"4"]] * 5
+                # What a wait has brought is not asked for again.
+                asked = [facade.store.server._node.asked for facade in facades]
+                assert await clients[0].multi_get(keys) == found[0]
+                assert asked == [facade.store.server._node.asked for facade in facades]
+                links = [
+                    {n: other.link for n, other in facade.store.exchange._others.items() if other.link}
+                    for facade in facades
+                ]
+                assert all(len(theirs) == 4 for theirs in links)
+                if generation == 1:
+                    before = links
+                # They outlive the generation.
+                assert links == before
+            assert not any(facade.events for facade in facades)
+
+    play(work)
+
+
+def test_a_rank_asks_nobody_for_what_its_node_keeps() -> None:
+    async def work() -> None:
+        async with Facades(3) as facades:
+            client = await Client.connect(facades[1].port)
+            client.set_soon(key_of(1), b"v")
+            await client.wait(key_of(1))
+            assert await client.get(key_of(1)) == b"v"
+            assert all(facade.store.exchange.handshakes == 0 for facade in facades)
+
+    play(work)
+
+
+def test_what_is_remembered_is_called_back_before_it_changes() -> None:
+    async def work() -> None:
+        async with Facades(3) as facades:
+            a, b, c = [await Client.connect(facade.port) for facade in facades]
+            await a.set(key_of(1), b"old")
+            assert [await client.get(key_of(1)) for client in (a, b, c)] == [b"old"] * 3
+            await c.set(key_of(1), b"new")
+            assert [await client.get(key_of(1)) for client in (a, b, c)] == [b"new"] * 3
+            assert [await client.add(b"n", 1) for client in (a, b, c)] == [1, 2, 3]
+
+    play(work)
+
+
+def test_a_newer_generation_is_held_and_an_older_one_refused() -> None:
+    async def work() -> None:
+        async with Facades(2) as facades:
+            first, second = facades
+            old = await Client.connect(first.port)
+            await old.set(key_of(1), b"of generation 1")
+            first.store.follow(facades.assignment(2), None)
+            assert await outcome(old.get(key_of(1))) == "ConnectionResetError"
+            new = await Client.connect(first.port)
+            new.set_soon(key_of(1), b"of generation 2")
+            await until(lambda: first.store.exchange.messages >= 2 and held(second, 0))
+            # The other node is still in generation 1, and what it has there is not seen from the new one.
+            late = await Client.connect(second.port)
+            assert await late.get(key_of(1)) == b"of generation 1"
+            late.set_soon(key_of(0), b"of generation 1")
+            await until(lambda: first.events)
+            assert first.events[0] == ("stale-store", "of node-1, generation 1, here 2")
+            assert await outcome(late.num_keys()) == "ConnectionResetError"
+            second.store.follow(facades.assignment(2), None)
+            assert await new.get(key_of(1)) == b"of generation 2"
+            assert await new.get(key_of(0)) == b""
+
+    play(work)
+
+
+def held(facade: Any, number: int) -> int:
+    return len(facade.store.exchange._others[number].held)
+
+
+def test_a_key_of_another_generation_is_refused() -> None:
+    async def work() -> None:
+        async with Facades(2) as facades:
+            facades.follow(2)
+            for call in ("get", "wait"):
+                client = await Client.connect(facades[0].port)
+                asked = getattr(client, call)(b"ckptless/1/0//0/1")
+                assert await outcome(asked) == "ConnectionResetError"
+            assert facades[0].store.server.refused == 2
+
+    play(work)
+
+
+async def lose_before_it_is_asked(facades: Facades, _clients: list[Client]) -> None:
+    await facades[1].close()
+
+
+async def lose_while_a_wait_goes_on(facades: Facades, clients: list[Client]) -> None:
+    waits = [asyncio.create_task(outcome(client.wait(key_of(1)))) for client in (clients[0], clients[2])]
+    await until(lambda: len(facades[1].store.server._node._owner._state._waiting) == 1)
+    await until(lambda: facades[1].store.server._node.asked == 2)
+    await facades[1].close()
+    assert await asyncio.gather(*waits) == ["ConnectionResetError"] * 2
+
+
+async def lose_after_it_was_remembered(facades: Facades, clients: list[Client]) -> None:
+    """Node 1 has a key of node 0, and will never drop it: it stays as it is."""
+    await clients[0].set(key_of(0), b"v")
+    assert await clients[1].get(key_of(0)) == b"v"
+    await facades[1].close()
+    clients[0].set_soon(key_of(0), b"other")
+    assert await outcome(clients[0].get(key_of(0))) == "ConnectionResetError"
+
+
+async def lose_what_was_remembered(facades: Facades, clients: list[Client]) -> None:
+    """Node 0 has remembered a key of node 1's, which nobody could call back any more."""
+    await clients[1].set(key_of(1), b"v")
+    assert await clients[0].get(key_of(1)) == b"v"
+    await facades[1].close()
+    await until(lambda: facades[0].store.exchange._others[1].link is None)
+    assert await outcome(clients[0].get(key_of(1))) == "ConnectionResetError"
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lose_before_it_is_asked,
+        lose_while_a_wait_goes_on,
+        lose_after_it_was_remembered,
+        lose_what_was_remembered,
+    ],
+)
+def test_a_lost_node_ends_those_who_need_it_and_the_next_generation_forms(
+    lose: Callable[[Facades, list[Client]], Awaitable[None]],
+) -> None:
+    async def work() -> None:
+        async with Facades(3, silence_s=5) as facades:
+            clients = [await Client.connect(facade.port) for facade in facades]
+            await lose(facades, clients)
+            one = await Client.connect(facades[0].port)
+            assert await outcome(one.get(key_of(1))) == "ConnectionResetError"
+            facades.follow(2, [0, 2])
+            left = [await Client.connect(facades[node].port) for node in (0, 2)]
+            await left[0].set(b"after", b"1")
+            assert await left[1].get(b"after") == b"1"
+
+    play(work)
+
+
+@pytest.mark.parametrize("point", ["connected", "opened", "ready", "asked"])
+def test_an_owner_that_falls_silent_ends_a_wait(point: str) -> None:
+    """As a node that loses power: nothing is closed, and nothing is answered any more."""
+
+    async def work() -> None:
+        async with Facades(2, silence_s=1.0) as facades:
+            me, other = facades
+            silent, silence = asyncio.Event(), asyncio.Event()
+            served: list[asyncio.Task[None]] = []
+
+            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                served.append(asyncio.create_task(listen(reader, writer)))
+
+            async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                if point != "connected":
+                    link: Peer = await Link.accept(
+                        (reader, writer), lambda _job: 1, KeyVouch(KEY), p.AgentMessage
+                    )
+                    assert isinstance(await link.receive(), p.StoreOpen)
+                    if point != "opened":
+                        link.send(p.StoreReady())
+                    if point == "asked":
+                        assert isinstance(await link.receive(), p.StoreSaid)
+                silent.set()
+                await silence.wait()
+                writer.close()
+
+            server, port = await serve("127.0.0.1", 0, accept)
+            other.info = msgspec.structs.replace(other.info, agent_port=port)
+            me.store.follow(facades.assignment(2), None)
+            client = await Client.connect(me.port)
+            assert await outcome(client.wait(key_of(1))) == "ConnectionResetError"
+            assert silent.is_set()
+            assert [kind for kind, _text in me.events] == ["store-peer-lost"]
+            silence.set()
+            server.close()
+            await asyncio.gather(*served, return_exceptions=True)
+
+    play(work)
+
+
+BAD: dict[str, p.AgentMessage] = {
+    "no msgpack": p.StoreSaid(generation=1, body=b"\xc1"),
+    "no items": p.StoreSaid(generation=1, body=b"\x01"),
+    "an answer to nothing": said(1, wire.Told(7, Refusal("x", hostile=False))),
+    "a drop that nobody asked for": said(1, wire.Dropped(b"k")),
+    "a key of another's": said(1, wire.Ask(1, protocol.Set(key_of(1), b"v"))),
+    "one number twice": said(
+        1, *[wire.Ask(1, protocol.Wait((key_of(0),))), wire.Ask(1, protocol.Wait((key_of(0),)))]
+    ),
+    "a message of another edge": p.WhoHolds(generation=1, tensors=(), records=()),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_agent_that_talks_nonsense_is_hung_up_on_alone(name: str) -> None:
+    async def work() -> None:
+        async with Facades(3) as facades:
+            one, two = [await Client.connect(facades[node].port) for node in (0, 1)]
+            waiting = asyncio.create_task(one.wait(key_of(1)))
+            link = await stranger(facades, 2, to=0)
+            link.send(BAD[name])
+            with pytest.raises(ConnectionError):
+                await to_the_end(link)
+            link.close()
+            assert [kind for kind, _text in facades[0].events] == ["peer-refused"]
+            await two.set(key_of(1), b"v")
+            await waiting
+
+    play(work)
+
+
+def test_what_a_newer_generation_says_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptless.daemon.agent.store_exchange.MAX_HELD_NBYTES", 1000)
+
+    async def work() -> None:
+        async with Facades(3) as facades:
+            link = await stranger(facades, 2, to=0)
+            for number in range(20):
+                link.send(said(9, wire.Ask(number, protocol.Set(key_of(0), bytes(100)))))
+            with pytest.raises(ConnectionError):
+                await link.receive()
+            link.close()
+            assert held(facades[0], 2) == 0
+
+    play(work)
+
+
+def test_homes_are_those_of_who_writes_or_dealt_out() -> None:
+    homes = Homes([3, 3, 5, 5], generation=2)
+    assert [homes.of(key_of(rank)) for rank in range(4)] == [3, 3, 5, 5]
+    assert [homes.of(b"ckptless/2/0//0/%d" % rank) for rank in range(4)] == [3, 3, 5, 5]
+    # The third of a group is not the third of all.
+    assert len({homes.of(b"default_pg/0//%d//cpu//0/0" % group) for group in range(40)}) == 2
+    assert homes.of(key_of(4)) in (3, 5)
+    with pytest.raises(ValueError, match="without a node"):
+        Homes([])

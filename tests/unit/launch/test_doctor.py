@@ -1,0 +1,137 @@
+"""The doctor: what follows from what it has read, its exit codes, and that it asks without harm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from msgspec.structs import asdict
+
+from ckptless.daemon.agent.nccl_wire import LAYOUTS
+from ckptless.doctor import __main__ as program
+from ckptless.doctor.collect import collect, of_number
+from ckptless.doctor.facts import Daemon, Facts, Limits, Nccl, Torch
+from ckptless.doctor.findings import Finding, find, layout_of, worst
+from ckptless.torch_versions import parse, shown
+
+SOUND: dict[str, Any] = {
+    "torch": Torch((2, 13, 0), {}),
+    "nccl": Nccl((2, 29, 7), "torch's"),
+    "interfaces": (("lo", "127.0.0.1"), ("eth0", "192.0.2.2")),
+    "ephemeral": (32768, 60999),
+    "daemon": Daemon("/run/ckptless/ckptlessd.sock", 6821),
+    "limits": Limits(files=65536, available_nbytes=1 << 34),
+}
+
+
+def about(facts: Facts, name: str) -> list[Finding]:
+    return [finding for finding in find(facts) if finding.about == name]
+
+
+def sick(facts: Facts) -> list[Finding]:
+    return [finding for finding in find(facts) if finding.grade != "fine"]
+
+
+def test_a_sound_machine() -> None:
+    facts = Facts(**SOUND)
+    assert sick(facts) == []
+    assert worst(find(facts)) == "fine"
+    (nccl,) = about(facts, "NCCL")
+    assert nccl.text == (
+        "NCCL 2.29.7 (torch's): its check-in has 176 bytes (NCCL 2.29 to 2.32); "
+        "ids are computed, and agents are the roots"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "nbytes"),
+    [("2.12", 64), ("2.22.3", 64), ("2.23.4", 172), ("2.28.9", 172), ("2.29.7", 176), ("2.32.3", 176)],
+)
+def test_the_layouts_are_those_that_agents_read(version: str, nbytes: int) -> None:
+    assert layout_of(parse(version)) is LAYOUTS[nbytes]
+
+
+def test_every_layout_says_its_versions_in_a_way_that_can_be_read() -> None:
+    for layout in LAYOUTS.values():
+        for text in layout.versions.split(" to "):
+            assert layout_of(parse(text)) is layout, asdict(layout)
+
+
+@pytest.mark.parametrize(
+    ("torch", "nccl", "grade", "words"),
+    [
+        ((2, 13), (2, 29, 7), "fine", "ids are computed"),
+        ((2, 8), (2, 23, 4), "fine", "ids are computed"),
+        ((2, 6), (2, 23, 4), "limited", "torch 2.6 hands it one id only"),
+        ((2, 8), (2, 21, 5), "limited", "it takes one id only"),
+        ((2, 13), (2, 33, 1), "limited", "is not known yet"),
+        ((2, 13), (2, 11, 4), "limited", "too old"),
+    ],
+)
+def test_a_pair(torch: tuple[int, ...], nccl: tuple[int, ...], grade: str, words: str) -> None:
+    (found,) = about(Facts(**{**SOUND, "torch": Torch(torch), "nccl": Nccl(nccl, "asked for")}), "NCCL")
+    assert found.grade == grade
+    assert words in found.text
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "grade", "words"),
+    [
+        ({"torch": None}, "torch", "broken", "not installed"),
+        ({"torch": Torch((2, 7, 1))}, "torch", "limited", "too old"),
+        ({"torch": Torch((2, 14))}, "torch", "limited", "newer"),
+        ({"torch": Torch((2, 13), {"FSDP2": "x is gone"})}, "FSDP2", "limited", "x is gone"),
+        ({"torch": Torch((2, 13), {"recovery in place": "x"})}, "recovery in place", "broken", "x"),
+        ({"env": {"NCCL_COMM_ID": "a:1"}}, "environment", "limited", "NCCL_COMM_ID is set"),
+        ({"env": {"TORCH_GLOO_LAZY_INIT": "0"}}, "environment", "limited", "TORCH_GLOO_LAZY_INIT is 0"),
+        ({"env": {"TORCH_NCCL_BCAST_UNIQUEID": "0"}}, "environment", "broken", "leaves NCCL's ids unset"),
+        ({"env": {"GLOO_SOCKET_IFNAME": "ib0"}}, "GLOO_SOCKET_IFNAME", "broken", "names ib0; here are"),
+        ({"env": {"NCCL_SOCKET_IFNAME": "=eth"}}, "NCCL_SOCKET_IFNAME", "broken", "names eth"),
+        ({"ephemeral": (1024, 65535)}, "ports", "limited", "port 6821 lies within"),
+        ({"guard": "none"}, "store", "limited", "takes any process"),
+        ({"limits": Limits(memfd="Operation not permitted")}, "memory", "broken", "no memfd"),
+        ({"limits": Limits(address_space_nbytes=1 << 30)}, "memory", "limited", "RLIMIT_AS is 1 GiB"),
+        ({"limits": Limits(files=1024)}, "files", "limited", "RLIMIT_NOFILE is 1024"),
+        ({"slurm": True}, "Slurm", "broken", "no srun"),
+        ({"slurm": True, "daemon": Daemon("/x", 6821, "refused")}, "ckptlessd", "broken", "does not answer"),
+        ({"settings_error": "line 3: no"}, "settings", "broken", "line 3"),
+    ],
+)
+def test_what_is_wrong_is_said(more: Mapping[str, Any], name: str, grade: str, words: str) -> None:
+    facts = Facts(**{**SOUND, **more})
+    found = [one for one in about(facts, name) if one.grade == grade]
+    assert found, find(facts)
+    assert words in found[0].text
+    assert worst(find(facts)) in (grade, "broken")
+
+
+@pytest.mark.parametrize("text", ["eth", "=eth0", "^docker", "lo,eth0"])
+def test_names_that_nccl_takes(text: str) -> None:
+    assert sick(Facts(**{**SOUND, "env": {"NCCL_SOCKET_IFNAME": text}})) == []
+
+
+def test_versions() -> None:
+    assert parse("2.13.0+cpu") == (2, 13, 0)
+    assert parse("2.9.0a0") == (2, 9, 0)
+    assert shown(parse("2.8")) == "2.8"
+    for text in ("", "x", "+cpu"):
+        with pytest.raises(ValueError, match="is no version"):
+            parse(text)
+    assert [of_number(n) for n in (22907, 21805, 2708)] == [(2, 29, 7), (2, 18, 5), (2, 7, 8)]
+
+
+def test_this_machine_can_be_asked_and_the_exit_code_is_the_worst() -> None:
+    done = CliRunner().invoke(program.command, ["--torch", "2.6.0", "--nccl", "2.21.5", "--json"])
+    told = json.loads(done.stdout)
+    assert told["version"] == 1
+    assert done.exit_code == {"fine": 0, "limited": 1, "broken": 2}[told["grade"]]
+    assert told["grade"] != "fine"
+    assert {"torch", "NCCL", "store"} <= {one["about"] for one in told["findings"]}
+    wrong = CliRunner().invoke(program.command, ["--torch", "new"])
+    assert wrong.exit_code == 2
+    assert "is no version" in wrong.stderr
+    # What is asked about is not mixed with what is here.
+    assert collect({}, (2, 6)).nccl is None
