@@ -8,16 +8,17 @@ STAMP  := $(VENV)/.ready
 
 # Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
 CHECKED := $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
-	tests/nccl tests/sim tests/local tests/slurm docs/demo
+	tests/nccl tests/gpu tests/sim tests/local tests/slurm docs/demo
 
-.PHONY: setup demo test test-slow test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix scale bench bench-slurm bench-store lint types imports check format clean
+.PHONY: setup demo test test-slow test-gpu test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix
+.PHONY: scale bench bench-slurm bench-store lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
 setup: $(STAMP)
 
 $(STAMP): setup.cfg Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar off $(TORCH)
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,plot,test,lint]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint]'
 	touch $@
 
 demo: $(STAMP)
@@ -33,6 +34,10 @@ test-slow: $(STAMP)
 VERSIONS ?= 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1
 test-torch-matrix: $(STAMP)
 	$(BIN)/python tests/torch/matrix.py $(ARGS) $(VERSIONS)
+
+# What needs a CUDA device; without one all of it is skipped.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q tests/gpu $(ARGS)
 
 # How much of the control core the unit tests and the simulator reach.
 CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.peering,ckptless.daemon.jobs

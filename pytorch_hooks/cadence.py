@@ -89,6 +89,7 @@ class Meter:
 
     share: float | None = None
     _told_s: float = 0.0
+    _later_s: float = 0.0
     _warm: int = 0
     _entered: float | None = None
     _left: float | None = None
@@ -97,7 +98,7 @@ class Meter:
 
     def begin(self) -> None:
         """A generation begins: what lies between the steps is no step."""
-        self._warm, self._left, self._entered = 0, None, None
+        self._warm, self._left, self._entered, self._later_s = 0, None, None, 0.0
         self._commits.clear()
         self._steps.clear()
 
@@ -105,18 +106,25 @@ class Meter:
         """The training has made a step, and waits from here on."""
         self._entered = now
 
+    def held_up(self, seconds: float) -> None:
+        """Within the step it has waited so long for the commit before."""
+        self._later_s += seconds
+
     def leave(self, now: float, *, committed: bool) -> None:
         """It goes on."""
         entered, left, self._left = self._entered, self._left, now
+        later_s, self._later_s = self._later_s, 0.0
         self._warm += committed
         if entered is None or left is None or self._warm <= WARM_UP:
             return
-        self._steps.append(entered - left)
+        self._steps.append(entered - left - later_s)
+        if self._commits:
+            self._commits[-1] += later_s
         if committed:
             self._commits.append(now - entered)
         else:
             self._steps[-1] += now - entered
-        self._follow(now - entered if committed else 0.0, now - left)
+        self._follow(later_s + (now - entered if committed else 0.0), now - left)
 
     def _follow(self, held_up_s: float, whole_s: float) -> None:
         """What is older fades."""

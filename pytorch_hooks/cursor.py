@@ -42,6 +42,34 @@ class _Taken:
     random: dict[str, Any]
 
 
+class Cursors:
+    """The positions of a script's loaders, by name; "" is the one without. Main thread only."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, Cursor] = {"": Cursor()}
+
+    @property
+    def position(self) -> Position:
+        """Where the loader stands that is not named."""
+        return self._named[""].position
+
+    def batches(self, loader: Iterable[Any], epochs: int, name: str) -> Iterator[Any]:
+        """See Cursor."""
+        return self._named.setdefault(name, Cursor()).batches(loader, epochs)
+
+    def committed(self) -> dict[str, Any]:
+        """All positions, for the record."""
+        return {name: cursor.committed() for name, cursor in self._named.items()}
+
+    def restore(self, saved: Any) -> None:
+        """Go back to committed positions; what was not begun then is begun anew. Raises ProtocolError."""
+        if type(saved) is not dict:
+            raise ProtocolError("the record's data positions are no dict")
+        for name in self._named.keys() | saved.keys():
+            position = saved.get(name, msgspec.structs.asdict(Position()))
+            self._named.setdefault(name, Cursor()).restore(position)
+
+
 class Cursor:
     """The position of one loader. Main thread only."""
 
@@ -49,6 +77,7 @@ class Cursor:
         self.position = Position()
         self._iterator: Iterator[Any] | None = None
         self._source: Iterable[Any] | None = None
+        self._layout: object = None
         self._fetched = Position()
         self._epoch_end: Position | None = None
         self._last = (0, 0)
@@ -106,7 +135,11 @@ class Cursor:
     def _stands_at_position(self, loader: Iterable[Any]) -> bool:
         """Whether the living iterator's next batch is the one after the position."""
         begun = self.position.index > 0 and _order(self._fetched) == _order(self.position)
-        return begun and self._iterator is not None and self._source is loader
+        return begun and self._iterator is not None and self._is_source(loader)
+
+    def _is_source(self, loader: Iterable[Any]) -> bool:
+        """Whether it is the loader that the living iterator is of, and has the same part of the batches."""
+        return self._source is loader and self._layout == getattr(loader, "layout", None)
 
     def _is_epoch_end(self) -> bool:
         """Whether this process knows that the epoch has no batch after the position."""
@@ -116,7 +149,7 @@ class Cursor:
 
     def _repeat(self, loader: Iterable[Any]) -> Iterator[Any]:
         """What this process had taken beyond the position, in the same order and random states."""
-        if self._iterator is None or self._source is not loader:
+        if self._iterator is None or not self._is_source(loader):
             return
         for taken in [t for t in self._taken if _order(t.position) > _order(self.position)]:
             if _order(taken.position) != (self.position.epoch, self.position.index + 1):
@@ -134,7 +167,7 @@ class Cursor:
     def _begin(self, loader: Iterable[Any]) -> None:
         """Start an epoch's iterator and bring it to the position."""
         self._taken.clear()
-        self._source = loader
+        self._source, self._layout = loader, getattr(loader, "layout", None)
         for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
             if part is not None and hasattr(part, "set_epoch"):
                 part.set_epoch(self.position.epoch)

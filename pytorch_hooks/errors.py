@@ -17,3 +17,9 @@ class CollectiveFailed(RuntimeError):
 
 class TorchMismatch(RuntimeError):
     """This torch lacks something, or has something in another shape, that recovery stands on."""
+
+
+class StateMoved(RuntimeError):
+    """Somebody else than an optimizer wrote to what a commit was still being copied from: that step is not
+    committed, and the job goes on from the one before.
+    """

@@ -13,6 +13,7 @@ from ckptless.pytorch_hooks.cadence import Meter, checked
 from ckptless.pytorch_hooks.cadence_agreement import Agreed, Fixed
 from ckptless.pytorch_hooks.comm.fabric import Fabric
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
+from ckptless.pytorch_hooks.overlap import Policy, Wanted, overlap_policy
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import rng
 from ckptless.pytorch_hooks.training import COLLECTIVE_TIMEOUT, Run
@@ -23,7 +24,11 @@ CAUSE_LIMIT = 500
 
 
 def run(
-    train: Callable[[Any], object], *, commit_every: int | Literal["auto"] = 1, commit_budget: float = 0.01
+    train: Callable[[Any], object],
+    *,
+    commit_every: int | Literal["auto"] = 1,
+    commit_budget: float = 0.01,
+    overlap: Wanted = "auto",
 ) -> None:
     """Call `train(run)`; under an agent, call it again in every living process after each fault.
 
@@ -33,21 +38,30 @@ def run(
 
     `commit_every`: of so many calls of `run.commit` one makes the step restorable, and a fault takes all
     ranks back to the newest such step. With "auto" as often as commits take no more than `commit_budget` of
-    the time, and at least once in 100 steps. Both must be the same on all ranks. Raises UsageError.
+    the time, and at least once in 100 steps. Both must be the same on all ranks.
+
+    `overlap`: whether a commit's tensors are copied while the next step runs ("on"), or before `run.commit`
+    returns ("off"); with "auto" on the CPU only. Raises UsageError.
     """
     cadence = checked(commit_every, commit_budget)
+    policy = overlap_policy(overlap)
     socket_name = env.read().agent_socket
     if socket_name is None:
         plain.run(train)
         return
-    _Worker(socket_name, train, cadence, commit_budget).run()
+    _Worker(socket_name, train, cadence, commit_budget, policy).run()
 
 
 class _Worker:
     """A rank's life: generation after generation, until all ranks have finished."""
 
     def __init__(
-        self, socket_name: str, train: Callable[[Any], object], commit_every: int | str, commit_budget: float
+        self,
+        socket_name: str,
+        train: Callable[[Any], object],
+        commit_every: int | str,
+        commit_budget: float,
+        overlap: Policy,
     ) -> None:
         self._train = train
         self._random = rng.capture()
@@ -60,7 +74,7 @@ class _Worker:
             if isinstance(commit_every, int)
             else Agreed(self._fabric, meter, commit_budget)
         )
-        self._run = Run(self._session, self._fabric, cadence, meter)
+        self._run = Run(self._session, self._fabric, cadence, meter, overlap)
 
     def _broken(self, text: str) -> None:
         """A collective failed: say so at once, from whichever thread saw it."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ckptless.daemon.api.errors import UsageError
 from ckptless.pytorch_hooks import env, torch_private
-from ckptless.pytorch_hooks.cursor import Cursor
+from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.state import State
 
 
@@ -20,7 +20,7 @@ class PlainRun:
 
     def __init__(self) -> None:
         self._env = env.read()
-        self._cursor = Cursor()
+        self._cursor = Cursors()
         self._step = 0
 
     @property
@@ -58,9 +58,9 @@ class PlainRun:
             raise UsageError(f"the function given to run.keep returned {type(state).__name__}, not a State")
         return state
 
-    def batches(self, loader: Iterable[Any], epochs: int = 1) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], epochs: int = 1, *, name: str = "") -> Iterator[Any]:
         """See Run."""
-        return self._cursor.batches(loader, epochs)
+        return self._cursor.batches(loader, epochs, name)
 
     def commit(self, loss: float | torch.Tensor | None = None) -> int:
         """See Run; only counts."""

@@ -19,8 +19,10 @@ from ckptless.pytorch_hooks.cadence_agreement import Cadence, Fixed
 from ckptless.pytorch_hooks.comm import ddp
 from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
 from ckptless.pytorch_hooks.comm.fsdp import Sharded
-from ckptless.pytorch_hooks.cursor import Cursor
+from ckptless.pytorch_hooks.copying import Copying
+from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.durable.load import load
+from ckptless.pytorch_hooks.overlap import Policy
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, read, restore
 from ckptless.pytorch_hooks.state.objects import parts_of, tree_of, watch_of
@@ -41,17 +43,23 @@ class Run:
     """One rank's part of a job, over all generations. Main thread only."""
 
     def __init__(
-        self, session: Session, fabric: Fabric, cadence: Cadence | None = None, meter: Meter | None = None
+        self,
+        session: Session,
+        fabric: Fabric,
+        cadence: Cadence | None = None,
+        meter: Meter | None = None,
+        overlap: Policy | None = None,
     ) -> None:
         self._session, self._fabric = session, fabric
         self._cadence: Cadence = cadence or Fixed(fabric, 1)
         self._meter = meter or Meter()
         self._told_at = 0.0
         self._versions = Versions(session)
+        self._copying = Copying(self._versions, overlap or Policy("off"), self._tell_overlap)
         self._part: m.Assigned | None = None
         self._state: State | None = None
         self._tensors: TensorSet | None = None
-        self._cursor = Cursor()
+        self._cursor = Cursors()
         self._kept = False
         # The ranks that have the same tensors as this one (none named: all), and which of those on this node
         # writes them.
@@ -70,10 +78,16 @@ class Run:
         self._aftermath = False
         self.waited_s = 0.0
         guard_optimizers(fabric)
-        register_optimizer_step_pre_hook(self._touched)
+        register_optimizer_step_pre_hook(self._before_update)
 
-    def _touched(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+    def _before_update(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         self._dirty = True
+        began = time.monotonic()
+        self._copying.before_update()
+        self._meter.held_up(time.monotonic() - began)
+
+    def _tell_overlap(self, why_not: str) -> None:
+        self._session.send(m.Note(level="warning", kind="overlap-off", text=why_not))
 
     # ------------------------------------------------------------------------------------- words
 
@@ -115,7 +129,7 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the data that `batches` is in."""
+        """The epoch of the data that `batches` is in, of the loader that is not named."""
         return self._cursor.position.epoch
 
     @property
@@ -141,7 +155,7 @@ class Run:
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
         if part.restore_step is None:
             self._state = self._tensors = None
-            self._cursor, self._step, self._saved, self._dirty = Cursor(), 0, 0, False
+            self._cursor, self._step, self._saved, self._dirty = Cursors(), 0, 0, False
             self._layouts = {}
             self._join()
             self._open(self._store())
@@ -263,15 +277,15 @@ class Run:
 
     # ----------------------------------------------------------------------------------- batches
 
-    def batches(self, loader: Iterable[Any], epochs: int = 1) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], epochs: int = 1, *, name: str = "") -> Iterator[Any]:
         """Batches of `loader` from the committed position on, to the end of `epochs` epochs.
 
         The position is committed with the step. A loop over epochs goes `for epoch in range(run.epoch, n)`.
         A loader with state_dict and load_state_dict is continued by them; any other is begun again in a new
-        process, and the batches already trained on are passed over.
+        process, and the batches already trained on are passed over. Of several loaders each has a `name`.
         """
         self._need_state("batches")
-        return self._cursor.batches(loader, epochs)
+        return self._cursor.batches(loader, epochs, name)
 
     # ------------------------------------------------------------------------------------ commit
 
@@ -279,8 +293,10 @@ class Run:
         """The step is done: from here on it can be restored. Its number.
 
         Call it after optimizer, scheduler and scaler have stepped. It waits only when the copies of the one
-        before are not yet held elsewhere. With `commit_every` of `ckptless.run` only some of the calls make
-        their step restorable. `loss` is shown by `ckptctl status`. Raises GenerationEnded.
+        before are not yet held elsewhere. What only optimizers change is copied while the training goes on; a
+        rank that ends before that goes back to the step before. With `commit_every` of `ckptless.run` only
+        some of the calls make their step restorable. `loss` is shown by `ckptctl status`. Raises
+        GenerationEnded, StateMoved.
         """
         self._need_state("commit")
         step = self._step + 1
@@ -330,7 +346,7 @@ class Run:
         assert self._tensors is not None
         written = None
         if self._writes:
-            written = self._versions.write(self._tensors, step, self.generation, self._shard, self.rank)
+            written = self._copying.write(self._tensors, step, self.generation, self._shard, self.rank)
         record = capture(self._state, step, self._cursor.committed(), self._layouts, self._tensors)
         own = self._tensors.spans(watch_of(self._state).recorded) if self._writes else ()
         self._versions.send(self._commit_of(step, record, None, _number(loss)), written, own)
@@ -350,7 +366,7 @@ class Run:
 
     def _wait_for_copies(self) -> None:
         """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
-        self._versions.wait()
+        self._copying.wait()
         waited_s = self._session.wait_acked(self.generation, self._saved)
         self.waited_s += waited_s
         if waited_s > WAIT_WORTH_A_NOTE_S:
@@ -374,7 +390,7 @@ class Run:
 
     def finish(self) -> None:
         """The training function has returned: wait for the others, who may still need this rank."""
-        self._versions.wait()
+        self._copying.wait()
         if self._kept:
             # The last step, too, is compared with the twins' before training counts as over.
             self._session.wait_acked(self.generation, self._saved)
@@ -383,7 +399,7 @@ class Run:
 
     def leave(self) -> None:
         """The training function has raised: nothing of this generation is sent any more after this."""
-        self._versions.leave()
+        self._dirty |= self._copying.leave()
 
     def close(self) -> None:
         """The job is done: end the threads that send commits."""

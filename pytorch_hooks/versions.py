@@ -2,8 +2,9 @@
 
 A version of step s is the record of every rank, and on each node the tensors once, written by one of the
 node's twins (see daemon/api/version.py). Versions go into the slots of a memfd in turn. The main thread
-copies; two threads of this object digest what was copied, write the header and send the commit. They have one
-version at a time, and are idle whenever the main thread has called `wait`.
+copies, or a thread does while the training goes on (`overlap.py`); two threads of this object digest what was
+copied, write the header and send the commit. They have one version at a time, and are idle whenever the main
+thread has called `wait`.
 """
 
 import logging
@@ -21,6 +22,9 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
 from ckptless.daemon.api.twins import Span, twin_digest
+from ckptless.pytorch_hooks.errors import StateMoved
+from ckptless.pytorch_hooks.host_copy import HostCopies
+from ckptless.pytorch_hooks.overlap import Device, Guard, between_bytecodes
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import TensorSet, raw
 
@@ -46,13 +50,27 @@ class _Mapped:
 
 
 @dataclass(frozen=True)
+class Overlapped:
+    """What is still to come of a payload: the device's ticket, and whether it is whole."""
+
+    ticket: Any
+    guard: Guard
+
+
+@dataclass(frozen=True)
 class Written:
-    """A version whose payload is in its slot and whose chunks are being digested."""
+    """A version whose payload is in its slot, or coming, and whose chunks are being digested."""
 
     header: version.Header
     at: m.TensorsAt
     slot: torch.Tensor
     chunks: list[Future[int]]
+    coming: Overlapped | None = None
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """The packed tensors."""
+        return self.slot[self.header.header_nbytes :]
 
 
 @dataclass(frozen=True)
@@ -76,8 +94,15 @@ class Fetched:
 class Versions:
     """The versions of one rank, through its session. Main thread only."""
 
-    def __init__(self, session: Session, chunk_nbytes: int = version.CHUNK_NBYTES) -> None:
+    def __init__(
+        self,
+        session: Session,
+        chunk_nbytes: int = version.CHUNK_NBYTES,
+        device: Device[Any] | None = None,
+    ) -> None:
         self._session, self._chunk_nbytes = session, chunk_nbytes
+        self.device: Device[Any] = device or HostCopies()
+        self._coming: Overlapped | None = None
         self._mapped: _Mapped | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptless-version")
         # What the threads have of the newest commit: its chunks, then the rest of it.
@@ -90,6 +115,36 @@ class Versions:
 
         What was written before must have been sent: `wait`.
         """
+        written = self._place(tensors, step, generation, shard, rank)
+        tensors.pack(written.payload)
+        payload, header = raw.window(written.payload), written.header
+        written.chunks.extend(
+            self._threads.submit(version.digest_of, payload[start:end])
+            for start, end in version.spans(header.nbytes, header.chunk_nbytes)
+        )
+        self._pending.extend(written.chunks)
+        return written
+
+    def begin(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
+        """As `write`; but what only an update changes is copied while the training goes on, up to `fence`."""
+        written = self._place(tensors, step, generation, shard, rank)
+        now, later = tensors.copies(written.payload)
+        assert self._mapped is not None
+        self.device.hold(self._mapped.bytes)
+        self._coming = Overlapped(self.device.begin(now, later), Guard(later))
+        return replace(written, coming=self._coming)
+
+    def fence(self) -> None:
+        """An update begins: it comes after the copies. Raises StateMoved. The thread that updates."""
+        if self._coming is None:
+            return
+        self._coming.guard.close()
+        self.device.fence(self._coming.ticket)
+        if self._coming.guard.moved is not None:
+            raise StateMoved(self._coming.guard.moved)
+
+    def _place(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
+        """The next slot, in which no version lies any more."""
         layout = tensors.layout
         header = version.Header(
             job=self._session.welcome.job,
@@ -111,26 +166,23 @@ class Versions:
         slot = mapped.slot(index)[:nbytes]
         # What lay there is no version from here on, whatever becomes of this process.
         version.invalidate(raw.window(slot))
-        tensors.pack(slot[header.header_nbytes :])
-        payload = raw.window(slot)[header.header_nbytes :]
-        chunks = [
-            self._threads.submit(version.digest_of, payload[start:end])
-            for start, end in version.spans(header.nbytes, header.chunk_nbytes)
-        ]
-        self._pending.extend(chunks)
         offset = index * mapped.slot_nbytes
         at = m.TensorsAt(region=mapped.number, offset=offset, nbytes=nbytes, digest="")
-        return Written(header, at, slot, chunks)
+        return Written(header, at, slot, [])
 
     def _allocate(self, generation: int, tensors: TensorSet, nbytes: int) -> _Mapped:
         # The views that pack() keeps would hold the old mapping.
         tensors.release()
-        self._mapped = None
+        self._unmap()
         page = version.PAGE_NBYTES
         slot_nbytes = -(-nbytes // page) * page
         reply, fd = self._session.allocate(generation, slot_nbytes, SLOTS)
         self._mapped = _map(fd, reply.region, slot_nbytes, last_slot=-1)
         return self._mapped
+
+    def _unmap(self) -> None:
+        self.device.release()
+        self._mapped = None
 
     def send(self, commit: m.Commit, written: Written | None = None, own: tuple[Span, ...] = ()) -> None:
         """Give a commit to the agent: at once, or with what was `written`, as soon as its header is there.
@@ -144,7 +196,16 @@ class Versions:
             self._pending.append(self._threads.submit(self._finish, commit, written, own))
 
     def _finish(self, commit: m.Commit, written: Written, own: tuple[Span, ...]) -> None:
-        header = replace(written.header, chunks=tuple(chunk.result() for chunk in written.chunks))
+        if written.coming is None:
+            chunks = tuple(chunk.result() for chunk in written.chunks)
+        else:
+            digests = version.ChunkDigests(raw.window(written.payload), self._chunk_nbytes)
+            self.device.complete(written.coming.ticket, digests.came)
+            # What is torn gets no header, and nobody hears of it but the main thread.
+            if written.coming.guard.wait(between_bytecodes) is not None:
+                return
+            chunks = digests.finish()
+        header = replace(written.header, chunks=chunks)
         window = raw.window(written.slot)
         header = replace(header, twins=twin_digest(header, window[header.header_nbytes :], own))
         digest = version.write_header(window, header)
@@ -152,24 +213,39 @@ class Versions:
         self._session.send(structs.replace(commit, tensors=at))
 
     def wait(self) -> None:
-        """Until the last commit has been sent; whatever went wrong with it is raised here."""
-        pending, self._pending = self._pending, []
-        wait(pending)
+        """Until the last commit has been sent. Raises what went wrong with it, StateMoved among that."""
+        pending, moved = self._settle()
         for future in pending:
             future.result()
+        if moved is not None:
+            raise StateMoved(moved)
 
-    def leave(self) -> None:
-        """The generation is over: as `wait`, but what went wrong does not matter any more."""
-        pending, self._pending = self._pending, []
-        wait(pending)
+    def leave(self) -> str | None:
+        """The generation is over: as `wait`, but what went wrong does not matter any more.
+
+        What was written to while it was copied, if something was.
+        """
+        pending, moved = self._settle()
         errors = [error for future in pending if (error := future.exception()) is not None]
         if errors:
             logger.warning("the last commit was not sent: %s", errors[0])
+        return moved
+
+    def _settle(self) -> tuple[list[Future[Any]], str | None]:
+        """What the threads had, once they are through with it, as fast as memory is; and what has moved."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            # This thread writes nothing until the copies are over.
+            coming.guard.close()
+        pending, self._pending = self._pending, []
+        wait(pending)
+        return pending, coming.guard.moved if coming is not None else None
 
     def close(self) -> None:
         """End the threads."""
         self.leave()
         self._threads.shutdown()
+        self.device.release()
 
     # -------------------------------------------------------------------------------------- read
 
@@ -205,6 +281,7 @@ class Versions:
         else:
             # The views that pack() keeps would hold the old mapping.
             tensors.release()
+            self._unmap()
             self._mapped = _map(fd, at.region, slot_nbytes, last_slot=-1)
         self._mapped.last_slot = at.offset // slot_nbytes
         return self._mapped.bytes[at.offset : at.offset + at.nbytes]

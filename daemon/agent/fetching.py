@@ -161,17 +161,26 @@ class TensorsFetch:
         return self._coming
 
     async def _draw(self, node: int, link: Peer, coming: _Coming) -> None:
-        """Piece after piece, each verified while it comes."""
+        """Piece after piece, each verified while it comes, and to its end while the next one does."""
         shares, asked = coming.shares, deque[Piece]()
-        while not shares.complete:
-            while len(asked) < AHEAD and (piece := shares.ask(node, _now())) is not None:
-                self._ask(node, link, piece, asked)
-            if not asked:
-                await self._idle(node, coming)
-                continue
-            again = await self._receive(node, link, coming, asked.popleft())
-            if again is not None:
-                self._ask(node, link, again, asked)
+        judged = deque[asyncio.Task[Piece | None]]()
+        try:
+            while not shares.complete:
+                while len(asked) < AHEAD and (piece := shares.ask(node, _now())) is not None:
+                    self._ask(node, link, piece, asked)
+                comes = bool(asked)
+                if comes:
+                    judged.append(await self._receive(node, link, coming, asked.popleft()))
+                if len(judged) > comes:
+                    again = await judged[0]
+                    judged.popleft()
+                    if again is not None:
+                        self._ask(node, link, again, asked)
+                elif not comes:
+                    await self._idle(node, coming)
+        finally:
+            # They read what is given back after this.
+            await asyncio.gather(*judged, return_exceptions=True)
 
     def _ask(self, node: int, link: Peer, piece: Piece, asked: deque[Piece]) -> None:
         asked.append(piece)
@@ -186,20 +195,35 @@ class TensorsFetch:
             )
         )
 
-    async def _receive(self, node: int, link: Peer, coming: _Coming, piece: Piece) -> Piece | None:
-        """What has come is done; or else what to ask of the same holder again, which then reads its own."""
+    async def _receive(
+        self, node: int, link: Peer, coming: _Coming, piece: Piece
+    ) -> asyncio.Task[Piece | None]:
+        """A piece has come: who judges it."""
         began = _now()
         reply = await _answer(link)
         if not isinstance(reply, p.ChunksReply) or reply.nbytes != piece.nbytes:
             raise PeerError("it does not hold them any more")
         at = coming.payload_at
         checks = version.ChunkVerifier(coming.header, piece.start, piece.end)
-        with coming.slot[at + piece.start : at + piece.end] as view:
-            async with Verifier(view, checks) as verifier:
-                await link.receive_bulk(view, verifier.feed)
-                self._given[node] = self._given.get(node, 0) + piece.nbytes
-                coming.shares.came(node, piece, _now(), began)
-                fault = await verifier.fault()
+        async with contextlib.AsyncExitStack() as room:
+            view = room.enter_context(coming.slot[at + piece.start : at + piece.end])
+            verifier = await room.enter_async_context(Verifier(view, checks))
+            await link.receive_bulk(view, verifier.feed)
+            self._given[node] = self._given.get(node, 0) + piece.nbytes
+            coming.shares.came(node, piece, _now(), began)
+            return asyncio.create_task(self._judge(node, coming, piece, verifier, room.pop_all()))
+
+    async def _judge(
+        self,
+        node: int,
+        coming: _Coming,
+        piece: Piece,
+        verifier: Verifier,
+        room: contextlib.AsyncExitStack,
+    ) -> Piece | None:
+        """What is sound is done; or else what to ask of the same holder again, which then reads its own."""
+        async with room:
+            fault = await verifier.fault()
         if fault is None:
             coming.shares.done(node, piece)
             coming.wake()

@@ -11,15 +11,19 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.messages import FromRank, ToRank
 from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.api.ring import FromRing, ToRing
 from ckptless.daemon.api.saving import FromWriter, ToWriter
 from ckptless.daemon.api.unixpath import is_abstract, unix_address
 
 logger = logging.getLogger(__name__)
+
+Heard: TypeAlias = FromRank | FromWriter | FromRing
 
 READ_NBYTES = 1 << 18
 # A rank that does not read its agent's few small messages any more is as good as dead.
@@ -33,7 +37,7 @@ class RankLink:
         self.pid, self.uid = peer_credentials(sock)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._decoder: Decoder[FromRank | FromWriter] = Decoder(FromRank | FromWriter, RANK_LIMIT)
+        self._decoder: Decoder[Heard] = Decoder(FromRank | FromWriter | FromRing, RANK_LIMIT)
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
         self._unsent_nbytes = 0
         self._on_message, self._on_close = on_message, on_close
@@ -41,7 +45,7 @@ class RankLink:
         sock.setblocking(False)
         self._loop.add_reader(sock, self._readable)
 
-    def send(self, message: ToRank | ToWriter, fd: int | None = None) -> None:
+    def send(self, message: ToRank | ToWriter | ToRing, fd: int | None = None) -> None:
         """Queue a message; `fd` goes with its first byte and stays the caller's."""
         if not self.open:
             return
@@ -112,7 +116,7 @@ class RankLink:
         self._on_close(self)
 
 
-OnMessage = Callable[[RankLink, FromRank | FromWriter], None]
+OnMessage = Callable[[RankLink, Heard], None]
 OnClose = Callable[[RankLink], None]
 
 

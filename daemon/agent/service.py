@@ -20,6 +20,7 @@ from ckptless.daemon.agent.orphan import Orphan
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
 from ckptless.daemon.agent.replicas import Replicas
+from ckptless.daemon.agent.ring_service import RingService
 from ckptless.daemon.agent.save_service import SaveService
 from ckptless.daemon.agent.seats import Seats
 from ckptless.daemon.agent.slots import Slot
@@ -32,6 +33,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.api.outcome import write_outcome
+from ckptless.daemon.api.ring import FromRing
 from ckptless.daemon.api.saving import FromWriter, SaveNow, WriterHello, Written
 from ckptless.daemon.api.version import Origin
 from ckptless.daemon.peers.vouch import KeyVouch
@@ -66,6 +68,7 @@ class Agent:
         self._seats = Seats(config.node, self._crew, self._state)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
+        self._rings = RingService(self._event)
         self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
@@ -178,6 +181,7 @@ class Agent:
             await self._keeping.at_end(self._outcome.result() if self._outcome.done() else None)
             await self._saving.at_end()
         self._ranks.close()
+        await self._rings.close()
         await self._state.close()
         await self._twins.close()
         await self._replicas.close()
@@ -299,8 +303,13 @@ class Agent:
         self._store.follow(assignment, self._nccl.follow(assignment))
         self._state.follow(assignment)
         self._saving.follow(assignment)
+        self._rings.forget(self._unused_slots(assignment))
         self._seats.follow(assignment)
         self._changed()
+
+    def _unused_slots(self, assignment: m.Assignment) -> list[int]:
+        mine = {place.slot for place in assignment.places if place.node == self._config.node}
+        return [slot.index for slot in self._crew.slots if slot.index not in mine]
 
     # --------------------------------------------------------------------------------- the ranks
 
@@ -314,10 +323,14 @@ class Agent:
 
     def _rank_hung_up(self, link: RankLink) -> None:
         logger.debug("process %d hung up", link.pid)
+        self._rings.hung_up(link)
 
-    def _rank_says(self, link: RankLink, message: m.FromRank | FromWriter) -> None:
+    def _rank_says(self, link: RankLink, message: m.FromRank | FromWriter | FromRing) -> None:
         if isinstance(message, WriterHello | Written):
             self._saving.saver.says(link, message)
+            return
+        if isinstance(message, FromRing):
+            self._rings.says(link, message)
             return
         self._crew.heard(link)
         if isinstance(message, m.Hello):

@@ -5,8 +5,12 @@ CkptlessError
  +- ProtocolError       a message or file that breaks its format, version or limits
  |   +- MismatchError          the other end is a ckptless that speaks another protocol
  |   +- BadVersionError        a version of the state that does not verify
+ |   +- BadEntryError          a batch in shared memory that does not verify
+ +- DataError           a batch could not be made: what the loader's code raised, or its process's end
  +- LedgerError         the ledger cannot be opened or written
  +- PeerError           another process cannot be reached, or is not who it should be
+ +- DataError           training data that cannot be read or made into a batch; the text names file and record
+ |   +- BadRecordError         one record is wrong and its neighbours may be sound: it can be skipped
  +- StartError          a daemon or agent could not start
  +- RecoveryError       a fault that ckptless cannot answer; the text names the reason
      +- StateUnavailableError   this rank got no sound copy of its state this time; it may try again
@@ -41,6 +45,10 @@ class BadVersionError(ProtocolError):
         self.chunk = chunk
 
 
+class BadEntryError(ProtocolError):
+    """An entry of a ring that does not verify, or is another one than was said."""
+
+
 class LedgerError(CkptlessError):
     """The ledger cannot be opened, migrated or written."""
 
@@ -51,6 +59,14 @@ class PeerError(CkptlessError):
     """Another process cannot be reached in time, or failed to prove who it is."""
 
     exit_code = 3
+
+
+class DataError(CkptlessError):
+    """Training data that cannot be read, or that a user's function cannot make a batch of."""
+
+
+class BadRecordError(DataError):
+    """One record that cannot be used; those before and after it may be sound."""
 
 
 class StartError(CkptlessError):

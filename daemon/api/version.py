@@ -212,6 +212,34 @@ def _check_fields(header: Header, job_nbytes: int, total: int) -> None:
         raise BadVersionError(f"a version of step {header.step}, generation {header.generation}")
 
 
+class ChunkDigests:
+    """Makes the digests of a payload's chunks while the payload is being written, from its begin to its end.
+
+    One thread at a time; the GIL is released meanwhile.
+    """
+
+    def __init__(self, payload: memoryview, chunk_nbytes: int = CHUNK_NBYTES) -> None:
+        self._payload, self._chunk_nbytes = payload, chunk_nbytes
+        self._chunk, self._at = xxhash.xxh3_64(), 0
+        self._found: list[int] = []
+
+    def came(self, upto: int) -> None:
+        """What lies before offset `upto` is there, and stays as it is."""
+        while self._at < upto:
+            end = min((len(self._found) + 1) * self._chunk_nbytes, len(self._payload))
+            until = min(upto, end)
+            self._chunk.update(self._payload[self._at : until])
+            self._at = until
+            if until == end:
+                self._found.append(self._chunk.intdigest())
+                self._chunk.reset()
+
+    def finish(self) -> tuple[int, ...]:
+        """All of it is there: xxh3_64 of each chunk."""
+        self.came(len(self._payload))
+        return tuple(self._found)
+
+
 class ChunkVerifier:
     """Takes whole chunks, bytes `start` to `end` of a payload, in pieces of any size, in their order.
 

@@ -3,9 +3,10 @@
 from ckptless.pytorch_hooks.state.layout import Entry, Layout
 from ckptless.pytorch_hooks.state.objects import State
 from ckptless.pytorch_hooks.state.record import DdpLayouts, RecordView, capture, read, restore
-from ckptless.pytorch_hooks.state.tensors import TensorSet
+from ckptless.pytorch_hooks.state.tensors import Copy, TensorSet
 
 __all__ = [
+    "Copy",
     "DdpLayouts",
     "Entry",
     "Layout",

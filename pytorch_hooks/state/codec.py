@@ -210,9 +210,14 @@ def _pack_dtype(value: torch.dtype, at: _At) -> Any:
     return msgspec.msgpack.Ext(_DTYPE, raw.NAMES[value].encode())
 
 
+def is_plain_array(value: Any) -> bool:
+    """Whether the elements of a numpy array or scalar are numbers or booleans, which is what can be saved."""
+    return _NUMPY_DTYPE.fullmatch(value.dtype.str) is not None and value.dtype.fields is None
+
+
 def _from_numpy(value: Any, at: _At) -> Any:
     name = value.dtype.str
-    if not _NUMPY_DTYPE.fullmatch(name) or value.dtype.fields is not None:
+    if not is_plain_array(value):
         raise _refused(value, at, f"its dtype is {value.dtype}")
     if type(value) is sys.modules["numpy"].ndarray:
         return _ext(_ARRAY, [name, list(value.shape), value.tobytes()])
@@ -311,7 +316,7 @@ def _numpy() -> Any:
 def _array(data: memoryview) -> Any:
     name, sizes, content = _list(data)
     shape = _shape(sizes)
-    dtype = _numpy_dtype(name)
+    dtype = numpy_dtype(name)
     _check_size(shape, dtype.itemsize, content)
     made = _numpy().empty(shape, dtype)
     if content:
@@ -321,12 +326,13 @@ def _array(data: memoryview) -> Any:
 
 def _scalar(data: memoryview) -> Any:
     name, content = _list(data)
-    dtype = _numpy_dtype(name)
+    dtype = numpy_dtype(name)
     _check_size((), dtype.itemsize, content)
     return _numpy().frombuffer(content, dtype)[0]
 
 
-def _numpy_dtype(name: Any) -> Any:
+def numpy_dtype(name: Any) -> Any:
+    """The dtype that an array's `dtype.str` names. Raises ValueError for one that cannot be saved."""
     if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError("an array has an unknown dtype")
     return _numpy().dtype(name)

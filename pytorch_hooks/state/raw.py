@@ -45,6 +45,14 @@ def window(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the bytes of a dense tensor (any shape, dtype of `DTYPES`) as 1-D uint8 on the CPU, row-major.
+
+    No copy where it lies there like that.
+    """
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """Copy out the bytes of a dense tensor (any shape, dtype of `DTYPES`, device), in row-major order."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -1,7 +1,7 @@
 """The tensors of a State as one flat buffer: packed at a commit, unpacked after a fault."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -24,6 +24,19 @@ def _list_ids(value: list[Any]) -> tuple[int, ...]:
     return tuple(map(id, value))
 
 
+class Copy(NamedTuple):
+    """One tensor's: `target` (a view of the buffer, from `offset` on) is to be as `source` is.
+
+    `source` shares its memory with `living`, which is what the training has, and keeps that memory alive.
+    """
+
+    name: str
+    offset: int
+    target: torch.Tensor
+    source: torch.Tensor
+    living: torch.Tensor
+
+
 class TensorSet:
     """Parameters, buffers and optimizer state of a State, in one order, and where each lies when packed.
 
@@ -43,6 +56,8 @@ class TensorSet:
         self._forms: list[tuple[torch.dtype, torch.Size, bool]] = []
         self._spans: tuple[tuple[str, frozenset[str]], tuple[tuple[int, int], ...]] = ("", frozenset()), ()
         self._views: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}
+        self._aliases: list[torch.Tensor] = []
+        self._updated: list[bool] = []
         self._scan()
 
     @property
@@ -88,9 +103,36 @@ class TensorSet:
         private.copy_all(self._viewed(buffer), [s for s in sources if s.numel()], wait=wait)
         return self._layout
 
+    def copies(self, buffer: torch.Tensor) -> tuple[list[Copy], list[Copy]]:
+        """Give what `pack` would copy: what may change at any time, and what only an update changes.
+
+        The latter are the optimizers' state, and the parameters of modules (as the State names them) that an
+        optimizer has parameters of; not those of a moving average. Both in the order of the layout. Raises as
+        `pack`.
+        """
+        self.refresh()
+        _check_buffer(buffer, self._layout.nbytes)
+        both: tuple[list[Copy], list[Copy]] = [], []
+        parts = [private.local(n.tensor) for n in self._named]
+        aliases = self._aliased(parts)
+        filled = [index for index, part in enumerate(parts) if part.numel()]
+        for index, target in zip(filled, self._viewed(buffer), strict=True):
+            entry, living = self._layout.entries[index], self._named[index].tensor
+            copy = Copy(entry.name, entry.offset, target, aliases[index], living)
+            both[self._updated[index]].append(copy)
+        return both
+
+    def differs(self, buffer: torch.Tensor) -> str | None:
+        """Name the first living tensor whose bytes are not those that were packed into `buffer`."""
+        for one in (copy for copies in self.copies(buffer) for copy in copies):
+            if not torch.equal(raw.flat(one.source), raw.flat(one.target)):
+                return one.name
+        return None
+
     def release(self) -> None:
         """Forget all buffers that were packed into, so that their memory can be unmapped."""
         self._views.clear()
+        self._aliases = []
 
     def unpack(self, buffer: torch.Tensor, layout: Layout) -> None:
         """Copy a packed buffer (uint8, 1-D, on the CPU) back into the living tensors, in place where it can.
@@ -162,9 +204,25 @@ class TensorSet:
         fresh = layouts.plan(self._named)
         parts = [(n, private.local(n.tensor)) for n in self._named]
         self._forms = [(part.dtype, part.shape, n.tensor.requires_grad) for n, part in parts]
+        self._aliases, self._updated = [], self._updates()
         if fresh.digest != self._layout.digest:
             self._layout, self._catalog = fresh, None
         self._scanned = True
+
+    def _updates(self) -> list[bool]:
+        """Of each tensor, whether it is an optimizer's to change."""
+        optimizers = parts_of(self._state).optimizers.values()
+        theirs = {id(parameter) for one in optimizers for _place, parameter in optim.parameters(one)}
+        roots = {n.name.split(":")[1] for n in self._named if n.name[0] == "p" and id(n.tensor) in theirs}
+        return [n.name[0] == "o" or (n.name[0] == "p" and n.name.split(":")[1] in roots) for n in self._named]
+
+    def _aliased(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each part another tensor on the same memory, made anew where any has got another."""
+        if not self._aliases or any(
+            a.data_ptr() != p.data_ptr() for a, p in zip(self._aliases, parts, strict=True)
+        ):
+            self._aliases = [part.detach() for part in parts]
+        return self._aliases
 
     def _watch(self, container: Any) -> None:
         ids: Callable[[Any], tuple[int, ...]] = _list_ids if isinstance(container, list) else _dict_ids

@@ -2,9 +2,10 @@
 
 An FSDP2 model on two nodes of local mode, each of which holds the other's shard, in one run for each of the
 `--times`: its step takes so many times as long as one memcpy of a rank's state, by more or less of the same
-computation for one update. Steps with a commit and without take turns, some in a row; the first in a row
-pays for what the row before has left to do, and does not count. Neighbouring rows are compared, and the
-median over all these pairs is told, with its quartiles. So is the CPU time of a rank and its agent: what is
+computation for one update. Steps with a commit and without take turns, some in a row, and every other row of
+commits is copied beside the training (`overlap`); the first step in a row pays for what the row before has
+left to do, and does not count. Neighbouring rows are compared, and the median over all these pairs is told
+for either kind, with its quartiles. So is the CPU time of a rank and its agent: what is
 more of it with a commit, by what a rank takes without. Other load on the machine changes that by less.
 
 Where training takes all cores that there are, as here with two ranks on two cores, it is not only the copy
@@ -31,6 +32,10 @@ WIDTH, LAYERS = 1024, 4
 RANKS = 2
 IN_A_ROW = 4
 DEADLINE_S = 900
+# What a row of steps does: no commit; commits copied in order; and beside the next step.
+NONE, IN_ORDER, BESIDE = "none", "in order", "beside"
+KINDS = (IN_ORDER, BESIDE)
+TURNS = (IN_ORDER, NONE, BESIDE, NONE)
 
 
 # ----------------------------------------------------------------------------------- what is trained
@@ -54,7 +59,16 @@ def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
     def train(run: Any) -> None:
         state = run.keep(lambda: build(run))
         batch = torch.randn(32, WIDTH)
-        held_up_s: list[float] = []
+        held_up_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        fenced_s: list[float] = []
+        fence = run._versions.fence
+
+        def timed_fence() -> None:
+            start = time.perf_counter()
+            fence()
+            fenced_s.append(time.perf_counter() - start)
+
+        run._versions.fence = timed_fence
 
         def step(repeats: int) -> None:
             for _ in range(repeats):
@@ -62,38 +76,44 @@ def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
             state.optimizer.step()
             state.optimizer.zero_grad()
 
-        def timed(repeats: int, *, commit: bool) -> float:
+        def timed(repeats: int, kind: str) -> float:
             start = time.perf_counter()
             step(repeats)
-            if commit:
+            if kind != NONE:
                 stepped = time.perf_counter()
+                run._copying._policy.wanted = "on" if kind == BESIDE else "off"
                 run.commit()
-                held_up_s.append(time.perf_counter() - stepped)
+                held_up_s[kind].append(time.perf_counter() - stepped)
             return time.perf_counter() - start
 
-        step(1)
-        if spare:
-            # The threads that digest are there by now, and stay free to go where there is room.
+        # Copies beside the training come after some that are compared.
+        for _ in range(4):
+            step(1)
             run.commit()
+        if spare:
+            # The threads that copy and digest are there by now, and stay free to go where there is room.
             torch.set_num_threads(1)
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         nbytes = 3 * 4 * WIDTH * WIDTH * LAYERS // run.world_size
         copy_s = memcpy_s(nbytes)
         # The same on all ranks, as collectives are in it.
-        few, many = (min(timed(n, commit=False) for _ in range(3)) for n in (2, 6))
+        few, many = (min(timed(n, NONE) for _ in range(3)) for n in (2, 6))
         wanted = torch.tensor(1 + (times * copy_s - few) / max(1e-4, (many - few) / 4))
         torch.distributed.all_reduce(wanted, torch.distributed.ReduceOp.MAX)
         repeats = max(1, round(wanted.item()))
-        found: list[tuple[bool, list[float], float]] = []
-        for row in range(-2, rows):
-            commit = row % 2 == 0
-            timed(repeats, commit=commit)
+        found: list[tuple[str, list[float], float]] = []
+        for row in range(-len(TURNS), rows):
+            kind = TURNS[row % len(TURNS)]
+            timed(repeats, kind)
             before = cpu_s()
-            took = [timed(repeats, commit=commit) for _ in range(IN_A_ROW - 1)]
-            found.append((commit, took, cpu_s() - before))
+            took = [timed(repeats, kind) for _ in range(IN_A_ROW - 1)]
+            found.append((kind, took, cpu_s() - before))
         if run.rank == 0:
-            told = {"nbytes": nbytes, "memcpy_s": copy_s, "rows": found[2:], "waited_s": run.waited_s}
-            told["commit_s"] = statistics.median(held_up_s)
+            told = {"nbytes": nbytes, "memcpy_s": copy_s, "rows": found[len(TURNS) :]}
+            told["waited_s"] = run.waited_s
+            told["commit_s"] = {kind: statistics.median(held_up_s[kind]) for kind in KINDS}
+            # Where nothing is copied beside, there is no wait worth the name.
+            told["fence_s"] = statistics.median(sorted(fenced_s)[-len(held_up_s[BESIDE]) :])
             out.write_text(json.dumps(told))
 
     def cpu_s() -> float:
@@ -111,7 +131,7 @@ def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
             took.append(time.perf_counter() - start)
         return statistics.median(took)
 
-    ckptless.run(train)
+    ckptless.run(train, overlap="on")
 
 
 # ------------------------------------------------------------------------------------------ measuring
@@ -132,10 +152,8 @@ def measure(times: float, rows: int, *, spare: bool) -> dict[str, Any]:
         if done.returncode:
             raise SystemExit(f"exit code {done.returncode}:\n{done.stderr[-3000:]}")
         found: dict[str, Any] = json.loads(out.read_text())
-    medians = [(commit, statistics.median(took)) for commit, took, _ in found["rows"]]
-    ratios = _ratios(medians)
-    cpu_ratios = _ratios([(commit, cpu) for commit, _, cpu in found["rows"]])
-    without = statistics.median(took for commit, took in medians if not commit)
+    measured = [(kind, statistics.median(took), cpu) for kind, took, cpu in found["rows"]]
+    without = statistics.median(took for kind, took, _ in measured if kind == NONE)
     return {
         "wanted_times": times,
         "ranks": RANKS,
@@ -143,20 +161,26 @@ def measure(times: float, rows: int, *, spare: bool) -> dict[str, Any]:
         "memcpy_ms": found["memcpy_s"] * 1e3,
         "step_ms": without * 1e3,
         "times_memcpy": without / found["memcpy_s"],
-        "commit_ms": found["commit_s"] * 1e3,
-        "cpu_overhead": statistics.median(cpu_ratios) - 1,
-        "overhead": statistics.median(ratios) - 1,
-        "quartiles": [q - 1 for q in statistics.quantiles(ratios, n=4)],
-        "pairs": len(ratios),
+        "commits": {kind: _costs(measured, kind, found["commit_s"][kind]) for kind in KINDS},
+        "fence_ms": found["fence_s"] * 1e3,
         "waited_s": found["waited_s"],
         "load": os.getloadavg()[0],
         "cpus": os.cpu_count(),
     }
 
 
-def _ratios(rows: list[tuple[bool, float]]) -> list[float]:
-    """Of neighbours: with a commit by without."""
-    return sorted(one / other if commit else other / one for (commit, one), (_, other) in pairwise(rows))
+def _costs(rows: list[tuple[str, float, float]], kind: str, commit_s: float) -> dict[str, Any]:
+    """Of neighbours: with such commits by without."""
+    pairs = [pair for pair in pairwise(rows) if kind in (pair[0][0], pair[1][0])]
+    both = [(one, other) if one[0] == kind else (other, one) for one, other in pairs]
+    ratios = [with_it[1] / without[1] for with_it, without in both]
+    return {
+        "commit_ms": commit_s * 1e3,
+        "overhead": statistics.median(ratios) - 1,
+        "quartiles": [q - 1 for q in statistics.quantiles(ratios, n=4)],
+        "cpu_overhead": statistics.median(with_it[2] / without[2] for with_it, without in both) - 1,
+        "pairs": len(ratios),
+    }
 
 
 def main() -> None:
@@ -177,14 +201,19 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     for one in found:
-        low, _, high = one["quartiles"]
         sys.stdout.write(
             f"{one['ranks']} rank(s), shard {one['shard_mb']:.0f} MB, step {one['step_ms']:.0f} ms = "
-            f"{one['times_memcpy']:.0f} x memcpy: with a commit {100 * one['overhead']:+.1f} % "
-            f"({100 * low:+.1f} to {100 * high:+.1f}), {one['pairs']} pairs; in commit() "
-            f"{one['commit_ms']:.1f} ms = {one['commit_ms'] / one['memcpy_ms']:.2f} x memcpy; CPU time "
-            f"{100 * one['cpu_overhead']:+.1f} %; load {one['load']:.1f}, {one['cpus']} cores\n"
+            f"{one['times_memcpy']:.0f} x memcpy; load {one['load']:.1f}, {one['cpus']} cores; "
+            f"an update waits {one['fence_ms']:.1f} ms for copies beside it\n"
         )
+        for kind, costs in one["commits"].items():
+            low, _, high = costs["quartiles"]
+            sys.stdout.write(
+                f"  commits copied {kind}: step {100 * costs['overhead']:+.1f} % "
+                f"({100 * low:+.1f} to {100 * high:+.1f}), {costs['pairs']} pairs; in commit() "
+                f"{costs['commit_ms']:.1f} ms = {costs['commit_ms'] / one['memcpy_ms']:.2f} x memcpy; "
+                f"CPU time {100 * costs['cpu_overhead']:+.1f} %\n"
+            )
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ PARALLEL = os.environ.get("TOY_PARALLEL", "ddp")
 EVERY: Any = os.environ.get(
     f"TOY_COMMIT_EVERY_{os.environ.get('RANK', '0')}", os.environ.get("TOY_COMMIT_EVERY", "1")
 )
+OVERLAP: Any = os.environ.get("TOY_OVERLAP", "auto")
 BUDGET = float(os.environ.get("TOY_COMMIT_BUDGET", "0.01"))
 WIDTH = int(os.environ.get("TOY_WIDTH", "48"))
 
@@ -110,8 +111,8 @@ def inject(kind: str, shard: int) -> None:
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """As a cosmic ray, or a core that is not sound, would: nothing raises."""
-    tensor.detach().view(torch.int32).view(-1)[0] ^= 1 << 22
+    """As a cosmic ray, or a core that is not sound, would: nothing raises, and nobody counts it."""
+    tensor.data.view(torch.int32).view(-1)[0] ^= 1 << 22
 
 
 def hold() -> None:
@@ -297,4 +298,6 @@ def digest(state: Any) -> str:
 
 OUT.mkdir(parents=True, exist_ok=True)
 strike("import", int(os.environ.get("RANK", "0")), 0, 0)
-ckptless.run(train, commit_every=EVERY if EVERY == "auto" else int(EVERY), commit_budget=BUDGET)
+ckptless.run(
+    train, commit_every=EVERY if EVERY == "auto" else int(EVERY), commit_budget=BUDGET, overlap=OVERLAP
+)

@@ -1,0 +1,67 @@
+"""A rank's copies of what it commits: in order, or beside its next step where that has proved right."""
+
+from collections.abc import Callable
+
+from ckptless.pytorch_hooks.device_copy import DeviceCopies
+from ckptless.pytorch_hooks.errors import StateMoved
+from ckptless.pytorch_hooks.overlap import Policy
+from ckptless.pytorch_hooks.state import TensorSet
+from ckptless.pytorch_hooks.versions import Versions, Written
+
+
+class Copying:
+    """Asks `policy`, and tells of its end by `tell(sentence)`, once. Main thread only."""
+
+    def __init__(self, versions: Versions, policy: Policy, tell: Callable[[str], None]) -> None:
+        self._versions, self._policy, self._tell = versions, policy, tell
+        # Copied in order, and to be compared with what lives when the next update begins.
+        self._trial: tuple[TensorSet, Written] | None = None
+        self._known: TensorSet | None = None
+
+    def write(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
+        """Copy all tensors, or begin to. As `Versions.write`."""
+        if tensors is not self._known:
+            self._known = tensors
+            self._policy.on_device = any(tensor.is_cuda for _name, tensor in tensors.named())
+            if self._policy.on_device:
+                self._versions.device = DeviceCopies()
+        write = self._versions.begin if self._policy.overlaps else self._versions.write
+        written = write(tensors, step, generation, shard, rank)
+        self._trial = (tensors, written) if self._policy.open else None
+        return written
+
+    def before_update(self) -> None:
+        """An optimizer's step begins. Raises StateMoved, with a sentence that says what to do."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            self._say(self._versions.fence)
+            return
+        tensors, written = trial
+        differs = tensors.differs(written.payload)
+        if (why_not := self._policy.compared(differs)) is not None:
+            self._tell(why_not)
+
+    def wait(self) -> None:
+        """As `Versions.wait`."""
+        self._say(self._versions.wait)
+
+    def leave(self) -> bool:
+        """As `Versions.leave`; whether the living state is that of no step."""
+        self._trial = None
+        moved = self._versions.leave()
+        if moved is not None:
+            self._refuse(moved)
+        return moved is not None
+
+    def _say(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except StateMoved as error:
+            raise StateMoved(self._refuse(str(error))) from None
+
+    def _refuse(self, name: str) -> str:
+        known = self._policy.why_not
+        if known is None:
+            known = self._policy.refuse(name)
+            self._tell(known)
+        return known

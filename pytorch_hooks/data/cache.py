@@ -1,0 +1,133 @@
+"""The folder of what is made from data files once and used by every process: record indices, unpacked copies.
+
+An entry is a file that is complete or is not there: it is written under another name and renamed. Who makes
+one holds a lock on a file beside it, so that the ranks of a node do not all unpack the same archive; the
+lock ends with the process. What is over the budget goes, the longest unused first; whoever has it open keeps
+what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from ckptless.daemon.api.errors import DataError
+
+VARIABLE = "CKPTLESS_DATA_CACHE"
+BUDGET_NBYTES = 256 << 30
+LOCK_DEADLINE_S = 3600.0
+LOCK_POLL_S = 0.05
+
+
+def default_folder() -> Path:
+    """$CKPTLESS_DATA_CACHE, or ckptless/data in the user's cache folder."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptless" / "data"
+
+
+class Cache:
+    """A folder with a budget in bytes; nodes may share it."""
+
+    def __init__(self, folder: Path | None = None, budget_nbytes: int = BUDGET_NBYTES) -> None:
+        self.folder = folder or default_folder()
+        self._budget_nbytes = budget_nbytes
+
+    def entry(self, name: str, make: Callable[[BinaryIO], None], *, nbytes: int = 0) -> Path:
+        """The file `name`; if it is not there, `make` writes it into the open file that it is given.
+
+        `nbytes` is how large it is likely to be. Raises DataError: no room, no right to write, another
+        process that has been making it for an hour, and what `make` raises.
+        """
+        path = self.folder / name
+        try:
+            if self._use(path):
+                return path
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked(path):
+                if not self._use(path):
+                    self._make_room(nbytes, path)
+                    self._write(path, make)
+        except OSError as error:
+            raise DataError(f"cannot write {path}: {error}; name a folder with room in {VARIABLE}") from error
+        return path
+
+    def drop(self, name: str) -> None:
+        """Forget an entry that turned out to be bad."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    @staticmethod
+    def _use(path: Path) -> bool:
+        """Whether it is there. Its age is the time of its last use; that of the last change is part of
+        what it is.
+        """
+        try:
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+        except FileNotFoundError:
+            return False
+        except PermissionError:
+            # Another user's, readable: only who may write to it keeps its age.
+            return path.is_file()
+        return True
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _locked(path: Path) -> Iterator[None]:
+        limit = time.monotonic() + LOCK_DEADLINE_S
+        with path.with_name(path.name + ".lock").open("ab") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > limit:
+                        raise DataError(
+                            f"another process has been making {path} for {LOCK_DEADLINE_S:.0f} s"
+                        ) from None
+                    time.sleep(LOCK_POLL_S)
+            # The name stays: whoever waits for it has it open, and must not lock a file that is gone.
+            yield
+
+    def _write(self, path: Path, make: Callable[[BinaryIO], None]) -> None:
+        # Under the lock a half-written one is of a process that is dead.
+        scratch = path.with_name(path.name + ".part")
+        try:
+            with scratch.open("wb") as file:
+                make(file)
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+            if size > self._budget_nbytes:
+                raise DataError(
+                    f"{path} has {size} bytes, over the budget of {self._budget_nbytes}: raise it"
+                )
+            scratch.rename(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def _make_room(self, nbytes: int, but: Path) -> None:
+        found = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if path.suffix not in {".lock", ".part"} and path != but:
+                    status = path.stat()
+                    found.append((status.st_atime, status.st_size, path))
+        taken = sum(size for _time, size, _path in found)
+        for _time, size, path in sorted(found):
+            if taken + nbytes <= self._budget_nbytes:
+                return
+            path.unlink(missing_ok=True)
+            taken -= size
+
+
+def key(*words: object) -> str:
+    """A name for what is made of these."""
+    return xxhash.xxh3_128_hexdigest("\0".join(map(str, words)).encode("utf-8", "surrogatepass"))

@@ -1,0 +1,188 @@
+"""A rank's end of a ring: takes its stream's batches, which lie once on the node, without copying them.
+
+A batch's memory is mapped privately: a script may write to its tensors, as to any others, and only this
+process sees that. It goes when the last tensor of the batch does.
+"""
+
+import mmap
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from ckptless.daemon.api import ring as m
+from ckptless.daemon.api import ring_entry as entry
+from ckptless.daemon.api.errors import DataError, ProtocolError
+from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.pytorch_hooks.data import batch_codec
+from ckptless.pytorch_hooks.data.producer import Produce, ProducerProcess
+from ckptless.pytorch_hooks.data.ring_socket import RingSocket
+from ckptless.pytorch_hooks.state import codec
+
+TAKE_DEADLINE_S = 1800.0
+
+
+@dataclass(frozen=True)
+class RingName:
+    """Which loader's batches: its name, and the digest of all that they depend on (32 hex digits)."""
+
+    loader: str
+    manifest: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`window` batches of each stream are made ahead; all that lie on the node take `budget_nbytes` bytes."""
+
+    window: int = 8
+    budget_nbytes: int = 1 << 30
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Batch `seq`, and the position after it, as it was encoded."""
+
+    seq: int
+    batch: Any
+    encoded_position: bytes
+
+    @property
+    def position(self) -> Any:
+        """The position after the batch, from which the next one can be made again."""
+        return codec.decode(self.encoded_position)
+
+
+class Reader:
+    """One process's. Main thread only, but for `interrupt`: it forks there. Close it.
+
+    `slot` is the process's number on its node: one that takes its place goes on under the same. `produce`
+    makes batches where the agent wants this process to have it done. Every call raises PeerError where the
+    agent is gone.
+    """
+
+    def __init__(
+        self, agent_socket: str, name: RingName, slot: int, produce: Produce, limits: Limits | None = None
+    ) -> None:
+        limits = limits or Limits()
+        self._agent_socket, self._name, self._produce = agent_socket, name, produce
+        self._socket: RingSocket[m.ToReader] = RingSocket(agent_socket, m.ToReader)
+        self._producer: ProducerProcess | None = None
+        # What was sent ahead: (number, bytes, memfd).
+        self._ahead: deque[tuple[int, int, int]] = deque()
+        self._verdict: m.RingEnd | m.RingBroken | None = None
+        self._number = 0
+        self._stream = self._next = self._done = 0
+        self._interrupted: BaseException | None = None
+        opening = m.RingOpen(
+            protocol=PROTOCOL,
+            loader=name.loader,
+            manifest=name.manifest,
+            reader=slot,
+            window=limits.window,
+            budget_nbytes=limits.budget_nbytes,
+        )
+        self._socket.send(opening)
+
+    def seek(self, stream: int, seq: int, position: object) -> None:
+        """From here on `take` gives the batches of `stream` from `seq` on, which follow `position`."""
+        self._interrupted = None
+        self._forget_ahead()
+        self._number += 1
+        self._stream, self._next, self._done = stream, seq, seq
+        encoded = codec.encode(position, name="position", limit=entry.POSITION_LIMIT)
+        self._socket.send(m.RingSeek(number=self._number, stream=stream, seq=seq, position=encoded))
+
+    def take(self, deadline_s: float = TAKE_DEADLINE_S) -> Taken | None:
+        """The next batch; None at the stream's end. Its tensors are valid for as long as somebody has them.
+
+        Raises DataError where it could not be made, with what was raised, TimeoutError, and what `interrupt`
+        was told.
+        """
+        end = time.monotonic() + deadline_s
+        self._hear()
+        while not self._ahead:
+            if self._interrupted is not None:
+                raise self._interrupted
+            if self._verdict is not None:
+                self._judged(self._verdict)
+                return None
+            if not self._socket.wait(end - time.monotonic()):
+                raise TimeoutError(f"no batch {self._next} of {self._name.loader!r} in {deadline_s:g} s")
+            self._hear()
+        if self._ahead[0][0] != self._next:
+            raise ProtocolError(f"batch {self._ahead[0][0]} came in place of batch {self._next}")
+        seq, nbytes, fd = self._ahead.popleft()
+        taken = self._mapped(seq, nbytes, fd)
+        self._next = seq + 1
+        self._socket.send(m.RingTook(number=self._number, seq=seq, done=self._done))
+        return taken
+
+    def committed(self, seq: int) -> None:
+        """No recovery will ask for a batch before number `seq`: the agent hears it with the next `take`."""
+        self._done = max(self._done, min(seq, self._next))
+
+    def interrupt(self, error: BaseException) -> None:
+        """Have `take` raise `error`, also one that waits, until the next `seek`. Any thread."""
+        self._interrupted = error
+        self._socket.wake()
+
+    def close(self) -> None:
+        """This process does not need the ring any more, nor will one in its place."""
+        try:
+            self._socket.send(m.RingDone())
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go, and leave the batches for whoever takes this process's place."""
+        if self._producer is not None:
+            self._producer.close()
+            self._producer = None
+        self._forget_ahead()
+        self._socket.close()
+
+    # ------------------------------------------------------------------------------------- hear
+
+    def _hear(self) -> None:
+        while (found := self._socket.next()) is not None:
+            message, fd = found
+            match message:
+                case m.RingLease():
+                    self._start_producer(message.lease)
+                case m.RingEntry() if fd is not None:
+                    if message.number == self._number:
+                        self._ahead.append((message.seq, message.nbytes, fd))
+                    else:
+                        os.close(fd)
+                case m.RingEnd() | m.RingBroken():
+                    if message.number == self._number:
+                        self._verdict = message
+
+    def _start_producer(self, lease: int) -> None:
+        if self._producer is not None:
+            # Its end is why there is another one.
+            self._producer.close()
+        self._producer = ProducerProcess(self._agent_socket, lease, self._name.manifest, self._produce)
+
+    def _judged(self, verdict: m.RingEnd | m.RingBroken) -> None:
+        if isinstance(verdict, m.RingBroken):
+            raise DataError(
+                f"batch {verdict.seq} of loader {self._name.loader!r} could not be made:\n{verdict.text}"
+            )
+
+    def _mapped(self, seq: int, nbytes: int, fd: int) -> Taken:
+        try:
+            mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(fd)
+        with memoryview(mapping) as view:
+            header = entry.decode(view)
+            header.check(self._name.manifest, self._stream, seq)
+            position = entry.position_of(view, header)
+        return Taken(seq, batch_codec.decode(mapping, header.batch_at, header.batch_nbytes), position)
+
+    def _forget_ahead(self) -> None:
+        self._verdict = None
+        while self._ahead:
+            os.close(self._ahead.popleft()[2])

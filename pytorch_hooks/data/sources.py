@@ -1,0 +1,252 @@
+"""What a loader takes its samples from: the protocol of sources, and files of JSON."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+import numpy as np
+
+from ckptless.daemon.api.errors import BadRecordError, DataError, ProtocolError, UsageError
+from ckptless.pytorch_hooks.data import records
+from ckptless.pytorch_hooks.data.cache import Cache, key
+from ckptless.pytorch_hooks.data.files import DataFile
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+COPY_NBYTES = 1 << 20
+GZIP = b"\x1f\x8b"
+# How much larger a file is unpacked: only a guess of the room that is wanted.
+UNPACKED = 6
+
+
+class Source(Protocol):
+    """Samples that can be had by number. Used in several processes, forked after `open`."""
+
+    def open(self) -> None:
+        """Get ready; a second time it does nothing. Raises DataError, UsageError."""
+
+    def __len__(self) -> int:
+        """How many samples there are, once it is open."""
+
+    def get(self, index: int) -> Any:
+        """One sample. Raises BadRecordError where only this one is bad, DataError otherwise."""
+
+    def where(self, index: int) -> str:
+        """Where the sample is, for a reader of an error message."""
+
+    def describe(self, *, strict: bool) -> object:
+        """What it is made of, as plain data: equal only where the samples are.
+
+        `strict`: also what differs between copies of the same files, such as their times.
+        """
+
+    def close(self) -> None:
+        """Give back what `open` took."""
+
+
+def path_list(paths: Paths) -> list[Path]:
+    """Read `paths`: one path or several. Raises UsageError for none."""
+    found = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    if not found:
+        raise UsageError("a data source needs at least one file")
+    return found
+
+
+class _Lines:
+    """One file of JSON lines, unpacked, with its index."""
+
+    def __init__(self, given: Path, file: DataFile, offsets: records.Offsets, damage: str) -> None:
+        self.given, self.file, self.offsets, self.damage = given, file, offsets, damage
+        self.count = len(offsets) - 1
+
+    def get(self, number: int) -> bytes:
+        """The bytes of a record."""
+        return self.file.read(int(self.offsets[number]), int(self.offsets[number + 1]))
+
+    def where(self, number: int) -> str:
+        """File, line and byte of a record; reads the file up to there."""
+        begin = int(self.offsets[number])
+        lines = 1
+        for at in range(0, begin, COPY_NBYTES):
+            lines += self.file.read(at, min(at + COPY_NBYTES, begin)).count(b"\n")
+        unpacked = "" if self.file.path == self.given else " of what is unpacked"
+        return f"{self.given}, line {lines} (byte {begin}{unpacked})"
+
+
+class JsonLines:
+    """Files with one JSON value in each line, UTF-8; what is gzip is unpacked into the cache first.
+
+    A sample is what the line says. NaN and Infinity are no JSON. `keep_damaged`: of a gzip that ends too
+    early the records before the break are used, and `damage` says what was lost; else `open` raises
+    DataError.
+    """
+
+    def __init__(self, paths: Paths, *, cache: Cache | None = None, keep_damaged: bool = False) -> None:
+        self._paths = path_list(paths)
+        self._cache = cache or Cache()
+        self._keep_damaged = keep_damaged
+        self._files: list[_Lines] = []
+        self._given: list[DataFile] = []
+        self._held: list[DataFile] = []
+        self._firsts = np.zeros(1, dtype=np.int64)
+
+    @property
+    def damage(self) -> list[str]:
+        """What is missing of damaged files, one sentence for each."""
+        return [lines.damage for lines in self._files if lines.damage]
+
+    def open(self) -> None:
+        """See Source."""
+        if self._files:
+            return
+        try:
+            for path in self._paths:
+                self._open(path)
+        except BaseException:
+            self.close()
+            raise
+        counts = [lines.count for lines in self._files]
+        self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+    def _open(self, path: Path) -> None:
+        given = self._hold(DataFile(path))
+        self._given.append(given)
+        plain, damage = self._plain(given)
+        if damage and not self._keep_damaged:
+            raise DataError(damage)
+        self._files.append(_Lines(path, plain, _index(plain, self._cache), damage))
+
+    def _hold(self, file: DataFile) -> DataFile:
+        """Have `close` close it."""
+        self._held.append(file)
+        return file
+
+    def _plain(self, given: DataFile) -> tuple[DataFile, str]:
+        """The file as lines of JSON, and what of it is damaged."""
+        if given.read(0, min(2, given.stamp.nbytes)) != GZIP:
+            return given, ""
+        path, damage = _unpacked(given, self._cache)
+        return self._hold(DataFile(path)), damage
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def _find(self, index: int) -> tuple[_Lines, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        at = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return self._files[at], index - int(self._firsts[at])
+
+    def get(self, index: int) -> Any:
+        """See Source."""
+        lines, number = self._find(index)
+        try:
+            return msgspec.json.decode(lines.get(number))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRecordError(f"{lines.where(number)}: {error}") from error
+
+    def where(self, index: int) -> str:
+        """See Source."""
+        lines, number = self._find(index)
+        return lines.where(number)
+
+    def describe(self, *, strict: bool) -> object:
+        """See Source."""
+        stamps = [file.stamp for file in self._given]
+        files = [msgspec.structs.astuple(s) if strict else s.same_content() for s in stamps]
+        return [type(self).__name__, len(self), files]
+
+    def close(self) -> None:
+        """See Source."""
+        for file in self._held:
+            file.close()
+        self._files, self._given, self._held = [], [], []
+
+
+class Json(JsonLines):
+    """Files that each hold one JSON array, whose elements are the samples; or gzip of such.
+
+    A file is read into memory as a whole once, when it is first used: JSON lines are for what is larger.
+    """
+
+    def _plain(self, given: DataFile) -> tuple[DataFile, str]:
+        found, damage = super()._plain(given)
+        if damage:
+            # Half an array is none.
+            raise DataError(damage)
+        stamp = given.stamp
+        name = f"{key('array', given.path.resolve(), stamp.nbytes, stamp.changed_ns)}.jsonl"
+
+        def make(out: BinaryIO) -> None:
+            try:
+                elements = msgspec.json.decode(found.read(0, found.stamp.nbytes), type=list[msgspec.Raw])
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise DataError(f"{given.path} is no JSON array: {error}") from error
+            for element in elements:
+                # A line break in JSON is white space: within strings it is escaped.
+                out.write(bytes(element).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n")
+
+        return self._hold(DataFile(self._cache.entry(name, make, nbytes=found.stamp.nbytes))), ""
+
+
+def _index(file: DataFile, cache: Cache) -> records.Offsets:
+    stamp = file.stamp
+    name = f"{key('lines', records.VERSION, file.path.resolve(), stamp.nbytes, stamp.changed_ns)}.index"
+    for _ in range(2):
+        path = cache.entry(name, lambda out: records.write(out, stamp, records.offsets_of(file)))
+        try:
+            return records.read(path, stamp)
+        except (ProtocolError, OSError):
+            cache.drop(name)
+    raise DataError(f"the index {path} cannot be read back after it was written: is the disk sound?")
+
+
+def _unpacked(given: DataFile, cache: Cache) -> tuple[Path, str]:
+    """The file without gzip, and what of it is damaged."""
+    stamp = given.stamp
+    name = f"{key('gzip', given.path.resolve(), stamp.nbytes, stamp.changed_ns)}.jsonl"
+    damage_name = name.removesuffix(".jsonl") + ".damage"
+
+    def unpack(out: BinaryIO) -> None:
+        with given.path.open("rb") as packed:
+            damage = _unpack(given.path, packed, out)
+        given.check()
+        # Before the other: whoever finds that one finds this one too.
+        cache.drop(damage_name)
+        cache.entry(damage_name, lambda note: _put(note, damage))
+
+    path = cache.entry(name, unpack, nbytes=stamp.nbytes * UNPACKED)
+    return path, cache.entry(damage_name, lambda note: _find_damage(note, given.path)).read_text()
+
+
+def _put(out: BinaryIO, text: str) -> None:
+    out.write(text.encode())
+
+
+def _find_damage(out: BinaryIO, path: Path) -> None:
+    """The note of an unpacked file was lost: find out again."""
+    with path.open("rb") as packed, Path(os.devnull).open("wb") as nowhere:
+        _put(out, _unpack(path, packed, nowhere))
+
+
+def _unpack(path: Path, packed: BinaryIO, out: BinaryIO) -> str:
+    """Unpack what can be, in whole lines; what is wrong with the rest, "" if nothing is."""
+    done = 0
+    tail = b""
+    try:
+        with gzip.open(packed) as unpacked:
+            while data := unpacked.read1(COPY_NBYTES):
+                done += len(data)
+                whole, newline, rest = (tail + data).rpartition(b"\n")
+                out.write(whole + newline)
+                tail = rest
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        return f"{path} is a damaged gzip: after {done} bytes unpacked (at least): {error}"
+    out.write(tail)
+    return ""

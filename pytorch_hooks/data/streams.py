@@ -1,0 +1,115 @@
+"""Existing datasets and loaders of PyTorch as sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckptless.daemon.api.errors import DataError, UsageError
+from ckptless.pytorch_hooks.data.identity import identify
+from ckptless.pytorch_hooks.data.sources import Source
+
+
+class MapStyle:
+    """A dataset with `__len__` and `__getitem__`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def open(self) -> None:
+        """See Source."""
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def get(self, index: int) -> Any:
+        """See Source."""
+        return self._dataset[index]
+
+    def where(self, index: int) -> str:
+        """See Source."""
+        return f"sample {index} of {type(self._dataset).__name__}"
+
+    def describe(self, *, strict: bool) -> object:
+        """See Source."""
+        known = [type(self._dataset).__qualname__, len(self._dataset)]
+        return [*known, identify(self._dataset)] if strict else known
+
+    def close(self) -> None:
+        """See Source."""
+
+
+class Stream:
+    """Samples one after the other: an iterable that can be begun again, with torchdata's protocol or without.
+
+    `batched`: what comes are a replica's batches already, as of a DataLoader.
+    """
+
+    def __init__(self, iterable: Iterable[Any], *, batched: bool) -> None:
+        if iter(iterable) is iterable:
+            raise UsageError(
+                f"a {type(iterable).__name__} can be read once only: give the loader an object with __iter__"
+            )
+        self._iterable = iterable
+        self._iterator: Iterator[Any] | None = None
+        self.batched = batched
+
+    @property
+    def name(self) -> str:
+        """For a reader of an error message."""
+        return type(self._iterable).__name__
+
+    def begin(self, epoch: int, state: object) -> Iterator[Any]:
+        """Iterate over an epoch, from `state` on if it is not None."""
+        for part in (self._iterable, *(getattr(self._iterable, n, None) for n in _PARTS)):
+            if part is not None and hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        held: Any = self._iterable
+        if state is not None and _stateful(held):
+            held.load_state_dict(state)
+        self._iterator = iter(held)
+        if state is not None and not _stateful(held):
+            living: Any = self._iterator
+            if not _stateful(living):
+                raise DataError(f"the position has a state of {self.name}, which has no load_state_dict now")
+            living.load_state_dict(state)
+        return self._iterator
+
+    def state(self) -> object:
+        """Where the iteration stands, None if it cannot say."""
+        for one in (self._iterable, self._iterator):
+            if _stateful(one):
+                held: Any = one
+                return held.state_dict()
+        return None
+
+    def describe(self, *, strict: bool) -> object:
+        """See Source."""
+        return [self.name, identify(self._iterable)] if strict else [self.name]
+
+
+_PARTS = ("sampler", "batch_sampler", "dataset")
+
+
+def _stateful(one: object) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def as_source(given: Any) -> Source | Stream:
+    """Whatever a user gave, as a source. Raises UsageError."""
+    if all(hasattr(given, name) for name in ("open", "get", "where", "describe", "close", "__len__")):
+        found: Source = given
+        return found
+    if isinstance(given, DataLoader) or type(given).__name__ == "StatefulDataLoader":
+        return Stream(given, batched=True)
+    if hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, IterableDataset):
+        return MapStyle(given)
+    if hasattr(given, "__iter__"):
+        return Stream(given, batched=False)
+    raise UsageError(
+        f"a {type(given).__name__} is no source of samples: give JsonLines, Json, Arrow, a Dataset, an "
+        f"iterable or "
+        "a DataLoader"
+    )

@@ -1,0 +1,178 @@
+"""Copies of a commit that run beside the next step: when they may, and whether what they took is whole.
+
+A *device* makes the copies (`host_copy`, `device_copy`). This is what holds for all of them. Three things
+keep a torn version from being sealed:
+
+- An optimizer's step begins with `Overlap.fence`: what it changes comes after the copies.
+- Writes by anybody else are counted by torch. The counters are taken when the copies begin, and looked at
+  once by the main thread between two of its own operations (`Guard.close`), when the copies are over or
+  nothing more will be written before they are. A write that is under way is not counted yet: therefore no
+  other thread can look.
+- Not every write is counted (`.data`, inference mode, `torch._foreach_*` of DTensors). So the first copies
+  of a process are no overlapped ones, and are compared, when the next update begins, with what lives
+  (`Policy`): a script that writes such between commit and update never gets any other.
+"""
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal, Protocol, TypeVar, get_args
+
+import torch
+
+from ckptless.daemon.api.errors import UsageError
+from ckptless.pytorch_hooks.state import Copy, private
+
+# Copies that are compared with what lives, before any is made beside the training.
+TRIALS = 2
+# How often a thread that waits for the main thread looks whether there still is one.
+LOOK_S = 0.5
+
+Wanted = Literal["auto", "on", "off"]
+
+
+Ticket = TypeVar("Ticket")
+
+
+class Device(Protocol[Ticket]):
+    """Makes copies after all that the training has done so far, and before what it does after a fence."""
+
+    def hold(self, memory: torch.Tensor) -> None:
+        """All targets lie in this memory (uint8, on the CPU) until `release`. Main thread."""
+
+    def release(self) -> None:
+        """That memory is to be unmapped; nothing is being copied. Main thread."""
+
+    def begin(self, now: Sequence[Copy], later: Sequence[Copy]) -> Ticket:
+        """Copy `now` before all that the training does from here on, and `later` before its next fence.
+
+        What the training has done or queued by now comes before either. Main thread.
+        """
+
+    def complete(self, ticket: Ticket, came: Callable[[int], None]) -> None:
+        """Until all is there; `came(upto)`, when what lies before that offset is. In a thread of its own."""
+
+    def fence(self, ticket: Ticket) -> None:
+        """What the training does from here on comes after the copies. The thread that updates."""
+
+
+class Guard:
+    """Whether somebody has written to the tensors since this was made."""
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        self._copies = copies
+        self._counts = [_counts(one) for one in copies]
+        self._closed: SimpleQueue[None] = SimpleQueue()
+        self._is_closed = False
+        self.moved: str | None = None
+
+    def close(self) -> None:
+        """Look, once. Main thread, while none of its writes is under way; also in the middle of a `close`."""
+        if self._is_closed:
+            return
+        for one, counts in zip(self._copies, self._counts, strict=True):
+            if _counts(one) != counts:
+                self.moved = one.name
+                break
+        self._is_closed = True
+        self._copies, self._counts = (), []
+        # Of all that wakes a thread only this may be interrupted by itself.
+        self._closed.put(None)
+
+    def wait(self, ask: Callable[[Callable[[], None]], None]) -> str | None:
+        """The copies are over: the first tensor that was written to, if one was. Not in the main thread.
+
+        `ask(close)` has the main thread close it as soon as it can. Where there is no main thread any more,
+        all counts as written to.
+        """
+        if not self._is_closed:
+            ask(self.close)
+        while not self._is_closed:
+            try:
+                self._closed.get(timeout=LOOK_S)
+            except Empty:
+                if not threading.main_thread().is_alive():
+                    return "everything, as the process ends"
+        return self.moved
+
+
+def _counts(one: Copy) -> tuple[int, int]:
+    # A DTensor and its part are counted apart. `source` is an alias, which shares the part's counter.
+    return private.version(one.living), private.version(one.source)
+
+
+# ------------------------------------------------------------------------- between two bytecodes
+
+_asked: deque[Callable[[], None]] = deque()
+
+
+def _answer(_nothing: object) -> int:
+    while _asked:
+        _asked.popleft()()
+    return 0
+
+
+_ANSWER = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_answer)
+
+
+def between_bytecodes(call: Callable[[], None]) -> None:
+    """Have the main thread make this call when it is between two bytecodes: then no operation is under way.
+
+    It must not raise, and not take a lock. Where the main thread is in one long call it is made after that.
+    """
+    _asked.append(call)
+    # Full (-1) means that it is about to do what it was asked before, which is to empty the same queue.
+    ctypes.pythonapi.Py_AddPendingCall(_ANSWER, None)
+
+
+# ------------------------------------------------------------------------------------------- policy
+
+
+@dataclass
+class Policy:
+    """Whether the next copies may run beside the training. Pure; main thread only.
+
+    With "auto" they may on the CPU; on an accelerator, where nobody has tried it so far, only with "on".
+    """
+
+    wanted: Wanted = "auto"
+    on_device: bool = False
+    tried: int = 0
+    why_not: str | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether it is still to be found out, by comparing."""
+        wanted = self.wanted == "on" or (self.wanted == "auto" and not self.on_device)
+        return wanted and self.why_not is None and self.tried < TRIALS
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether they may."""
+        return self.wanted != "off" and self.why_not is None and self.tried >= TRIALS
+
+    def compared(self, differs: str | None) -> str | None:
+        """What was copied in order has been compared; a sentence where that ends it."""
+        if differs is None:
+            self.tried += 1
+            return None
+        return self.refuse(differs)
+
+    def refuse(self, name: str) -> str:
+        """Somebody but an optimizer changes `name` between a commit and the update: never again."""
+        self.why_not = (
+            f"{name} is changed between run.commit and optimizer.step, so that commits are copied while the "
+            "training waits: change it before run.commit, or say overlap='off' in ckptless.run"
+        )
+        return self.why_not
+
+
+def overlap_policy(wanted: object) -> Policy:
+    """By what the user has said. Raises UsageError."""
+    for known in get_args(Wanted):
+        if wanted == known:
+            return Policy(known)
+    raise UsageError(f'overlap={wanted!r}: say "auto", "on" or "off"')

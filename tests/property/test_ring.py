@@ -1,0 +1,455 @@
+"""A ring in any order of events: every reader gets its batches in order, nothing is lost, nobody hangs."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ckptless.daemon.agent import ring_actions as r
+from ckptless.daemon.agent.ring import DEATHS, JOBS, Ring
+
+WINDOW = 3
+READERS = 4
+STREAMS = 2
+END = 14
+UNIT = 10
+# A batch follows a position, which is a number: 10 more for each batch, and another one's last digit differs.
+Op = tuple[str, int, int]
+
+
+def position(value: int) -> bytes:
+    return str(value).encode()
+
+
+@dataclass
+class Reader:
+    """What a rank would do: take in order, commit now and then, be sent back to the last commit."""
+
+    stream: int
+    next: int = 0
+    value: int = 0
+    done: int = 0
+    done_value: int = 0
+    alive: bool = False
+    queue: list[tuple[int, int]] = field(default_factory=list)
+    ended: bool = False
+    broken: bool = False
+    taken: int = 0
+
+
+class World:
+    """Readers, one producer at a time, and a ring between them."""
+
+    def __init__(self, budget: int, make_ring: Callable[[int, int], Ring] = Ring) -> None:
+        self.budget = budget
+        self.ring = make_ring(WINDOW, budget)
+        self.readers = [Reader(stream=i % STREAMS) for i in range(READERS)]
+        self.memory: dict[tuple[int, int], int] = {}
+        self.producers: list[int] = []
+        self.grants: list[tuple[int, int]] = []
+        self.jobs: list[r.Make] = []
+        self.stands: dict[int, tuple[int, int, int]] = {}
+        self.told: list[r.Tell] = []
+        self.fails: set[int] = set()
+
+    # ------------------------------------------------------------------------------ what it does
+
+    def do(self, actions: Iterable[r.Action]) -> None:
+        for action in actions:
+            match action:
+                case r.Give():
+                    reader = self.readers[action.reader]
+                    assert reader.alive
+                    assert action.stream == reader.stream
+                    reader.queue.append((action.seq, self.memory[(action.stream, action.seq)]))
+                case r.GiveEnd():
+                    assert action.seq == END
+                    self.readers[action.reader].ended = True
+                case r.GiveUp():
+                    self.readers[action.reader].broken = True
+                case r.Grant():
+                    assert self.readers[action.reader].alive
+                    self.grants.append((action.reader, action.lease))
+                case r.Make():
+                    assert self.producers, "asked of nobody"
+                    self.jobs.append(action)
+                case r.Free():
+                    del self.memory[(action.stream, action.seq)]
+                case r.Tell():
+                    self.told.append(action)
+        self.check()
+
+    def check(self) -> None:
+        assert len(self.producers) <= 1
+        assert set(self.memory) == {(s, seq) for s in range(STREAMS) for seq in self.ring.ready(s)}
+        living = [reader for reader in self.readers if reader.alive]
+        for stream, seq in self.memory:
+            dones = [reader.done for reader in self.readers if reader.stream == stream]
+            assert seq >= min(dones), "kept, and nobody can be sent back to it"
+        if not any(tell.kind == "ring-over-budget" for tell in self.told):
+            assert self.ring.used_nbytes <= self.budget + JOBS * UNIT
+        needed = len({(reader.stream, reader.next) for reader in living})
+        assert self.ring.used_nbytes <= max(self.budget, (WINDOW + 1) * needed * UNIT) + JOBS * UNIT
+
+    # --------------------------------------------------------------------------- what happens
+
+    def seek(self, index: int) -> None:
+        reader = self.readers[index]
+        if not reader.alive:
+            reader.alive = True
+            self.do(self.ring.open(index))
+        reader.next, reader.value = reader.done, reader.done_value
+        reader.queue, reader.ended, reader.broken = [], False, False
+        self.do(self.ring.seek(index, reader.stream, reader.next, position(reader.value)))
+
+    def take(self, index: int, commit: int) -> None:
+        reader = self.readers[index]
+        if not reader.alive or not reader.queue:
+            return
+        seq, value = reader.queue.pop(0)
+        assert (seq, value) == (reader.next, reader.value), "another batch than the next one"
+        reader.next, reader.value = seq + 1, value + UNIT
+        reader.taken += 1
+        if commit:
+            # All but the last `commit` - 1 of what was taken.
+            back = min(commit - 1, reader.next - reader.done)
+            reader.done, reader.done_value = reader.next - back, reader.value - UNIT * back
+        self.do(self.ring.took(index, seq, reader.done))
+
+    def die(self, index: int) -> None:
+        reader = self.readers[index]
+        if not reader.alive:
+            return
+        if index in self.producers:
+            # It ends with its rank, and may be missed first.
+            self.lose_producer()
+        reader.alive, reader.queue = False, []
+        self.do(self.ring.gone(index))
+
+    def other_data(self, stream: int) -> None:
+        """A recovery goes on from a position that is not the one that this ring knows."""
+        same = [reader for reader in self.readers if reader.stream == stream]
+        back = min(reader.done for reader in same)
+        value = min(reader.done_value for reader in same if reader.done == back) + 1
+        if value % UNIT:
+            for reader in same:
+                reader.done, reader.done_value = back, value
+            for reader in same:
+                reader.queue.clear()
+            for index, reader in enumerate(self.readers):
+                if reader.stream == stream and reader.alive:
+                    self.seek(index)
+
+    def start_producer(self) -> None:
+        if self.grants:
+            reader, lease = self.grants.pop(0)
+            welcome, actions = self.ring.producer_up(lease)
+            if welcome:
+                assert not self.producers, "two producers"
+                self.producers.append(reader)
+                self.stands, self.jobs = {}, []
+            self.do(actions)
+
+    def lose_producer(self) -> None:
+        if self.producers:
+            self.producers.clear()
+            self.jobs.clear()
+            self.do(self.ring.producer_gone())
+
+    def be_late(self) -> None:
+        if self.grants:
+            self.do(self.ring.lease_late(self.grants[-1][1]))
+
+    def make(self) -> None:
+        if not self.jobs:
+            return
+        job = self.jobs.pop(0)
+        history, at, value = self.stands.get(job.stream, (-1, -1, -1))
+        if (history, at) != (job.history, job.seq):
+            at, value = job.seq, int(job.position) + UNIT * (job.seq - job.base)
+        wanted = self.ring.wants(job.stream, job.seq)
+        assert wanted is not None, "not what was asked for"
+        if not wanted:
+            self.do(self.ring.unwanted())
+        elif job.stream in self.fails:
+            self.fails.discard(job.stream)
+            self.stands.pop(job.stream, None)
+            self.do(self.ring.failed(job.stream, job.seq, "it raised"))
+            return
+        elif job.seq >= END:
+            self.do(self.ring.at_end(job.stream, job.seq))
+        else:
+            # Free must not find it before it is there.
+            self.memory[(job.stream, job.seq)] = value
+            self.do(self.ring.made(job.stream, job.seq, UNIT, position(value + UNIT)))
+        self.stands[job.stream] = (job.history, at + 1, value + UNIT)
+
+    def apply(self, op: Op) -> None:
+        kind, a, b = op
+        match kind:
+            case "seek":
+                self.seek(a % READERS)
+            case "take":
+                self.take(a % READERS, b)
+            case "die":
+                self.die(a % READERS)
+            case "other":
+                self.other_data(a % STREAMS)
+            case "start":
+                self.start_producer()
+            case "lose":
+                self.lose_producer()
+            case "late":
+                self.be_late()
+            case "make":
+                self.make()
+            case "fail":
+                self.fails.add(a % STREAMS)
+
+    def settle(self) -> None:
+        """Nothing breaks any more: all of them get to the end, in lock-step, as collectives have it."""
+        self.fails.clear()
+        for index in range(READERS):
+            self.seek(index)
+        for _ in range(END * READERS * 6):
+            while self.grants:
+                self.start_producer()
+            self.make()
+            slowest = min(reader.next for reader in self.readers)
+            for index, reader in enumerate(self.readers):
+                if reader.broken:
+                    self.seek(index)
+                elif reader.next == slowest:
+                    self.take(index, 2)
+            if all(reader.ended and reader.next == END for reader in self.readers):
+                return
+        raise AssertionError(f"it hangs: {self.readers}, {self.ring.__dict__}")
+
+
+kinds = (
+    "seek",
+    "take",
+    "take",
+    "take",
+    "die",
+    "other",
+    "start",
+    "lose",
+    "late",
+    "make",
+    "make",
+    "make",
+    "fail",
+)
+ops = st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 7), st.integers(0, 4)), max_size=80)
+
+
+def play(budget: int, todo: list[Op], make_ring: Callable[[int, int], Ring] = Ring) -> World:
+    world = World(budget, make_ring)
+    world.seek(0)
+    world.seek(1)
+    world.start_producer()
+    for op in todo:
+        world.apply(op)
+    world.settle()
+    return world
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([1, 30, 60, 200, 1000]), ops)
+def test_any_order(budget: int, todo: list[Op]) -> None:
+    play(budget, todo)
+
+
+# --------------------------------------------------------------------------------------- planted bugs
+
+
+class FreesEarly(Ring):
+    """Gives back what has been taken, committed or not: still right, since it is made again, but not warm."""
+
+    def took(self, reader: int, seq: int, done: int) -> list[r.Action]:
+        return super().took(reader, seq, seq + 1)
+
+
+class DropsAhead(Ring):
+    """Takes the room of batches that a reader is about to be sent."""
+
+    def _is_ahead(self, stream: int, seq: int) -> bool:
+        return False
+
+
+class NeverOver(Ring):
+    """Makes nothing beyond the budget."""
+
+    def _next_job(self, out: list[r.Action]) -> r.Make | None:
+        if self.used_nbytes + self._largest > self._budget:
+            return None
+        return super()._next_job(out)
+
+
+class TwoProducers(Ring):
+    """Gives another lease while the one that has it may still come."""
+
+    def producer_up(self, lease: int) -> tuple[bool, list[r.Action]]:
+        self._up, self._granted = False, 0 if self._granted is None else self._granted
+        self._lease = lease
+        return super().producer_up(lease)
+
+
+class OneHistory(Ring):
+    """Lets the producer go on where it stands, though another position is to be gone on from."""
+
+    def _next_job(self, out: list[r.Action]) -> r.Make | None:
+        made = super()._next_job(out)
+        return None if made is None else r.Make(made.stream, 0, made.seq, made.base, made.position)
+
+
+class ForgetsJobs(Ring):
+    """Has what a dead producer was asked for stand as asked for."""
+
+    def producer_gone(self) -> list[r.Action]:
+        kept = list(self._jobs)
+        out = super().producer_gone()
+        self._jobs = kept
+        return out
+
+
+class KeepsEnd(Ring):
+    """Takes the end of what came before for the end of what is made now."""
+
+    def at_end(self, stream: int, seq: int) -> list[r.Action]:
+        out = super().at_end(stream, seq)
+        self._streams[stream].end = seq - 1
+        return out
+
+
+class TrustsPosition(Ring):
+    """Gives out what is there, though it follows another position than the reader's."""
+
+    def _begin_anew(self, number: int, seq: int, where: bytes) -> list[r.Action]:
+        return []
+
+
+class TakesStale(Ring):
+    """Keeps what was asked for before another position was said."""
+
+    def wants(self, stream: int, seq: int) -> bool | None:
+        for job in self._jobs:
+            job.stale = False
+        return super().wants(stream, seq)
+
+
+BUGS: list[Any] = [
+    *(DropsAhead, NeverOver, TwoProducers, OneHistory, ForgetsJobs, KeepsEnd, TrustsPosition, TakesStale),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug: Callable[[int, int], Ring]) -> None:
+    @settings(
+        max_examples=2000,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        report_multiple_bugs=False,
+    )
+    @given(st.sampled_from([1, 30, 60, 200]), ops)
+    def search(budget: int, todo: list[Op]) -> None:
+        play(budget, todo, bug)
+
+    # Any of the ring's or the world's own checks will do.
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        search()
+
+
+# -------------------------------------------------------------------------------------------- warmth
+
+
+def filled(budget: int = 1000, make_ring: Callable[[int, int], Ring] = Ring) -> World:
+    """Reader 0 has taken 10 batches, and committed 8."""
+    world = World(budget, make_ring)
+    world.seek(0)
+    world.start_producer()
+    for taken in range(10):
+        for _ in range(4):
+            world.make()
+        world.take(0, 1 if taken < 8 else 0)
+    return world
+
+
+def test_after_a_death_the_next_batches_are_there() -> None:
+    world = filled()
+    world.die(0)
+    world.seek(0)
+    assert [seq for seq, _ in world.readers[0].queue] == [8, 9, 10, 11]
+
+
+def test_it_is_seen_where_they_are_not() -> None:
+    world = filled(make_ring=FreesEarly)
+    world.die(0)
+    world.seek(0)
+    assert not world.readers[0].queue
+
+
+def test_where_memory_is_short_the_first_ones_are_there() -> None:
+    world = World(budget=80)
+    world.seek(0)
+    world.start_producer()
+    for _ in range(12):
+        for _ in range(4):
+            world.make()
+        world.take(0, 0)
+    world.die(0)
+    world.seek(0)
+    assert [seq for seq, _ in world.readers[0].queue] == [0, 1, 2, 3]
+    world.settle()
+
+
+def test_readers_of_one_stream_share_its_batches() -> None:
+    world = World(budget=1000)
+    world.readers = [Reader(stream=0) for _ in range(READERS)]
+    for index in range(READERS):
+        world.seek(index)
+    world.start_producer()
+    for _ in range(10):
+        world.make()
+    assert len(world.memory) == WINDOW
+    assert all(len(reader.queue) == WINDOW for reader in world.readers)
+
+
+def test_a_producer_that_dies_again_and_again() -> None:
+    world = World(budget=1000)
+    world.seek(0)
+    for _ in range(DEATHS):
+        assert not world.readers[0].broken
+        world.start_producer()
+        world.lose_producer()
+    assert world.readers[0].broken
+    assert [tell.kind for tell in world.told] == ["ring-producer"]
+    world.settle()
+
+
+def test_a_lease_that_nobody_acts_on_goes_to_another() -> None:
+    world = World(budget=1000)
+    world.seek(0)
+    world.seek(1)
+    (first, _), *_ = world.grants
+    world.be_late()
+    assert world.grants[-1][0] != first
+    welcome, _ = world.ring.producer_up(world.grants[0][1])
+    assert not welcome
+
+
+def test_what_nobody_comes_back_for_is_given_back() -> None:
+    world = filled()
+    world.die(0)
+    assert world.memory
+    world.readers.clear()
+    world.do(world.ring.forget(0))
+    assert not world.memory
+    assert world.ring.idle
