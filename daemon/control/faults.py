@@ -169,7 +169,7 @@ def _unknown_nccl(assignment: Assignment, view: NodeView) -> list[Finding]:
     """Its ranks wait in NCCL's bootstrap for an answer that they never get, and nothing else would tell."""
     if assignment.stock_roots or view.state is None or not view.state.nccl_unknown:
         return []
-    text = f"{view.state.nccl_unknown}: NCCL gets roots of its own"
+    text = f"{view.state.nccl_unknown}: it needs roots of its own, as with TORCH_NCCL_RANKS_PER_ROOT=100000"
     return [Finding("nccl-unknown", view.node, None, None, text, source="process")]
 
 

@@ -37,7 +37,7 @@ SOON = timedelta(milliseconds=150)
 LONG = timedelta(seconds=30)
 FACADES = Path(__file__).parents[1] / "unit" / "daemon" / "facades.py"
 # Calls that came with this torch; an older one's clients have none to make.
-SINCE = {"list_keys": (2, 10), "barrier": (2, 13)}
+SINCE = {"list_keys": (2, 10), "barrier": (2, 12)}
 ALWAYS = """
     add append check clone compare_set delete_key get has_extended_api host libuvBackend multi_get multi_set
     num_keys port queue_len queue_pop queue_push set set_timeout timeout wait

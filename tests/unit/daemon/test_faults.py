@@ -73,7 +73,10 @@ def test_an_nccl_that_is_not_known_is_a_fault_until_it_has_roots_of_its_own() ->
     nodes = {0: NodeView(0, state=state), 1: NodeView(1)}
     (found,) = observe(ASSIGNMENT, nodes)
     assert (found.kind, found.node, found.slot, found.rank) == ("nccl-unknown", 0, None, None)
-    assert found.detail == "a check-in of 192 bytes: NCCL gets roots of its own"
+    assert (
+        found.detail
+        == "a check-in of 192 bytes: it needs roots of its own, as with TORCH_NCCL_RANKS_PER_ROOT=100000"
+    )
     assert observe(replace(ASSIGNMENT, stock_roots=True), nodes) == []
 
 
