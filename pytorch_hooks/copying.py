@@ -22,8 +22,7 @@ class Copying:
         """Copy all tensors, or begin to. As `Versions.write`."""
         if tensors is not self._known:
             self._known = tensors
-            self._policy.on_device = any(tensor.is_cuda for _name, tensor in tensors.named())
-            if self._policy.on_device:
+            if any(tensor.is_cuda for _name, tensor in tensors.named()):
                 self._versions.device = DeviceCopies()
         write = self._versions.begin if self._policy.overlaps else self._versions.write
         written = write(tensors, step, generation, shard, rank)

@@ -28,7 +28,7 @@ def run(
     *,
     commit_every: int | Literal["auto"] = 1,
     commit_budget: float = 0.01,
-    overlap: Wanted = "auto",
+    overlap: Wanted = "off",
 ) -> None:
     """Call `train(run)`; under an agent, call it again in every living process after each fault.
 
@@ -41,7 +41,8 @@ def run(
     the time, and at least once in 100 steps. Both must be the same on all ranks.
 
     `overlap`: whether a commit's tensors are copied while the next step runs ("on"), or before `run.commit`
-    returns ("off"); with "auto" on the CPU only. Raises UsageError.
+    returns ("off"). With "on" nothing but `optimizer.step` may write to parameters by `.data`, in inference
+    mode or by `torch._foreach_*` between a commit and the next update. Raises UsageError.
     """
     cadence = checked(commit_every, commit_budget)
     policy = overlap_policy(overlap)

@@ -28,7 +28,7 @@ from ckptless.pytorch_hooks.state import Copy, private
 # Copies that are compared with what lives, before any is made beside the training.
 TRIALS = 2
 
-Wanted = Literal["auto", "on", "off"]
+Wanted = Literal["on", "off"]
 
 
 Ticket = TypeVar("Ticket")
@@ -127,19 +127,18 @@ def between_bytecodes(call: Callable[[], None]) -> None:
 class Policy:
     """Whether the next copies may run beside the training. Pure; main thread only.
 
-    With "auto" they may on the CPU; on an accelerator, where nobody has tried it so far, only with "on".
+    Only where the script says "on": what torch does not count, and the trials do not meet (weights that are
+    exchanged by `.data` for an evaluation now and then), nobody here can see.
     """
 
-    wanted: Wanted = "auto"
-    on_device: bool = False
+    wanted: Wanted = "off"
     tried: int = 0
     why_not: str | None = None
 
     @property
     def open(self) -> bool:
         """Whether it is still to be found out, by comparing."""
-        wanted = self.wanted == "on" or (self.wanted == "auto" and not self.on_device)
-        return wanted and self.why_not is None and self.tried < TRIALS
+        return self.wanted == "on" and self.why_not is None and self.tried < TRIALS
 
     @property
     def overlaps(self) -> bool:
@@ -157,7 +156,7 @@ class Policy:
         """Somebody but an optimizer changes `name` between a commit and the update: never again."""
         self.why_not = (
             f"{name} is changed between run.commit and optimizer.step, so that commits are copied while the "
-            "training waits: change it before run.commit, or say overlap='off' in ckptless.run"
+            "training waits: change it before run.commit, or do not say overlap='on' in ckptless.run"
         )
         return self.why_not
 
@@ -167,4 +166,4 @@ def overlap_policy(wanted: object) -> Policy:
     for known in get_args(Wanted):
         if wanted == known:
             return Policy(known)
-    raise UsageError(f'overlap={wanted!r}: say "auto", "on" or "off"')
+    raise UsageError(f'overlap={wanted!r}: say "on" or "off"')

@@ -79,8 +79,12 @@ class StoreExchange:
                 self._others[number] = _Other(info)
         for number, other in list(self._others.items()):
             held, other.held = other.held, []
-            for said in held:
-                self._take(number, said)
+            try:
+                for said in held:
+                    self._take(number, said)
+            except ProtocolError as error:
+                self.on_event("peer-refused", f"node-{number}: {error}")
+                self._lose(number, other, str(error))
 
     def send(self, generation: int, node: int, item: Item) -> None:
         """Soon, with what else goes there: in order, or the other agent is lost.

@@ -29,13 +29,13 @@ async def main() -> None:
         rings.says(link, message)
 
     loop = asyncio.get_running_loop()
-    over = loop.create_future()
-    loop.add_reader(0, lambda: over.done() or over.set_result(None))
+    over = asyncio.Event()
+    loop.add_reader(0, over.set)
     before = open_fds()
     server = RankServer(sys.argv[1], says, rings.hung_up)
     server.start()
     say("ready", "")
-    await over
+    await over.wait()
     loop.remove_reader(0)
     server.close()
     await rings.close()

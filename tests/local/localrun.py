@@ -300,12 +300,13 @@ def fault(where: str, kind: str, rank: int, step: int | None = None, **more: Any
 
 @dataclass(frozen=True)
 class Shape:
-    """How a toy is run: its nodes, and what it trains ("ddp", "fsdp", "hsdp")."""
+    """How a toy is run: its nodes, what it trains ("ddp", "fsdp", "hsdp"), and `overlap` of its commits."""
 
     nodes: int = RANKS
     per_node: int = 1
     steps: int = STEPS
     parallel: str = "ddp"
+    overlap: str = "off"
 
 
 def check(
@@ -317,7 +318,7 @@ def check(
     options: Sequence[object] = (),
 ) -> Counter[str]:
     """Run the toy with these faults, compare with a run without, and count the ledger's faults by kind."""
-    env = {"TOY_PARALLEL": shape.parallel}
+    env = {"TOY_PARALLEL": shape.parallel, "TOY_OVERLAP": shape.overlap}
     sizes: dict[str, Any] = {"nodes": shape.nodes, "per_node": shape.per_node, "steps": shape.steps}
     with toy(home, faults, spares=spares, options=options, env=env, **sizes) as job:
         job.ended(0, FAULTY_DEADLINE_S)

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from localrun import FAULTY_DEADLINE_S, RANKS, STEPS, Fault, check, fault, same_as_reference, toy
+from localrun import FAULTY_DEADLINE_S, RANKS, STEPS, Fault, Shape, check, fault, same_as_reference, toy
 
 # A run has dozens of recoveries; the first test also makes the reference run.
 pytestmark = pytest.mark.timeout(300)
@@ -45,7 +45,7 @@ def test_processes_at_every_place(tmp_path: Path) -> None:
         fault("finish", "kill", 1, STEPS),
         fault("finish", "raise", 2, STEPS),
     ]
-    kinds = check(tmp_path, faults)
+    kinds = check(tmp_path, faults, shape=Shape(overlap="on"))
     assert kinds["died"] >= 12
     assert kinds["hung"] >= 3
     assert kinds["raised"] >= 5

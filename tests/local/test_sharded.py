@@ -19,8 +19,8 @@ FEW = 70
 MANY = 300
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
-def test_processes_and_nodes_at_every_place(tmp_path: Path, parallel: str) -> None:
+@pytest.mark.parametrize(("parallel", "overlap"), [("fsdp", "on"), ("hsdp", "off")])
+def test_processes_and_nodes_at_every_place(tmp_path: Path, parallel: str, overlap: str) -> None:
     faults = [
         fault("build", "kill", 0, generation=1),
         fault("forward", "kill", 2, 0),
@@ -38,7 +38,7 @@ def test_processes_and_nodes_at_every_place(tmp_path: Path, parallel: str) -> No
         fault("update", "raise", 2, 56),
         fault("finish", "kill", 1, FEW),
     ]
-    kinds = check(tmp_path, faults, spares=2, shape=Shape(steps=FEW, parallel=parallel))
+    kinds = check(tmp_path, faults, spares=2, shape=Shape(steps=FEW, parallel=parallel, overlap=overlap))
     assert kinds["node-lost"] == 2
     assert kinds["died"] >= 6
 

@@ -39,8 +39,7 @@ def run(
     options: Sequence[object] = (),
 ) -> Snapshot:
     """To the end, which is that of a run without a fault, bit by bit."""
-    # A flip in a forward pass is to be none of the commit before, which is copied before it returns.
-    env = {"TOY_PARALLEL": parallel, "TOY_OVERLAP": "off"}
+    env = {"TOY_PARALLEL": parallel}
     with toy(home, faults, nodes=ranks, spares=spares, steps=STEPS, env=env, options=options) as job:
         job.ended(0, FAULTY_DEADLINE_S)
         ledger, clean, found = job.ledger(), reference(STEPS, ranks, parallel), read_toy(home / "out")

@@ -53,7 +53,7 @@ PARALLEL = os.environ.get("TOY_PARALLEL", "ddp")
 EVERY: Any = os.environ.get(
     f"TOY_COMMIT_EVERY_{os.environ.get('RANK', '0')}", os.environ.get("TOY_COMMIT_EVERY", "1")
 )
-OVERLAP: Any = os.environ.get("TOY_OVERLAP", "auto")
+OVERLAP: Any = os.environ.get("TOY_OVERLAP", "off")
 BUDGET = float(os.environ.get("TOY_COMMIT_BUDGET", "0.01"))
 WIDTH = int(os.environ.get("TOY_WIDTH", "48"))
 

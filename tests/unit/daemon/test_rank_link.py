@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.agent import rank_link
-from ckptless.daemon.agent.rank_link import RankLink, RankServer
+from ckptless.daemon.agent.rank_link import Heard, RankLink, RankServer
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.saving import FromWriter
 from ckptless.daemon.api.unixpath import unix_address
 
 DEADLINE_S = 20.0
@@ -28,14 +27,14 @@ class Rig:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.heard: list[m.FromRank | FromWriter] = []
+        self.heard: list[Heard] = []
         self.links: list[RankLink] = []
         self.closed: list[RankLink] = []
         self.refuse = False
         self.server = RankServer(name, self._message, self.closed.append)
         self._clients: list[socket.socket] = []
 
-    def _message(self, link: RankLink, message: m.FromRank | FromWriter) -> None:
+    def _message(self, link: RankLink, message: Heard) -> None:
         if self.refuse:
             raise ProtocolError("not now")
         self.heard.append(message)
