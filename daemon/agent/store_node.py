@@ -15,6 +15,7 @@ from ckptless.daemon.agent.store_cache import Cache
 from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.agent.store_owner import Owner
 from ckptless.daemon.agent.store_protocol import Request
+from ckptless.daemon.agent.store_sharing import Memo, Turns
 from ckptless.daemon.agent.store_state import StoreState
 from ckptless.daemon.agent.store_wire import Ask, Askable, Drop, Dropped, Item, Told
 from ckptless.daemon.agent.store_wire import Cancel as CancelAsk
@@ -38,6 +39,12 @@ class StoreNode:
         self.asked = 0
         self._owner = Owner(StoreState(), lambda node, key: send(node, Drop(key)))
         self._cache = Cache()
+        # How often something in it was forgotten.
+        self._forgotten = 0
+        self._homed: Memo[dict[int, protocol.Keys]] = Memo()
+        self._there: Memo[bool] = Memo()
+        self._got: Memo[Reply] = Memo()
+        self._turns = Turns()
         self._number = 0
         self._asking: dict[int, dict[int, tuple[Askable, Done]]] = {}
         self._serving: dict[int, dict[int, Cancel]] = {}
@@ -50,15 +57,16 @@ class StoreNode:
         try:
             match request:
                 case protocol.Wait(keys):
-                    return self._wait(self._admit(keys), done)
+                    return self._wait(keys, done)
                 case protocol.Get(key):
-                    self._get(self._admit((key,)), done)
+                    self._get((key,), done)
                 case protocol.MultiGet(keys):
-                    self._get(self._admit(keys), done)
+                    self._get(keys, done)
                 case protocol.Check(keys):
-                    self._check(self._admit(keys), done)
+                    self._check(keys, done)
                 case protocol.MultiSet(items):
-                    self._admit([key for key, _value in items])
+                    for key, _value in items:
+                        self._homes.admit(key)
                     self._multi_set(items, done)
                 case protocol.NumKeys() | protocol.ListKeys():
                     self._ask_all(dict.fromkeys(self._homes.nodes, request), done)
@@ -71,10 +79,20 @@ class StoreNode:
             done(Refusal(str(error), hostile=True))
         return nothing
 
-    def _admit(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        for key in keys:
-            self._homes.admit(key)
-        return keys
+    def _by_home(self, keys: protocol.Keys) -> dict[int, protocol.Keys]:
+        """Each once, by the node that keeps it. Raises ProtocolError for keys of another generation."""
+        found = self._homed.get(keys)
+        if found is None:
+            for key in keys:
+                self._homes.admit(key)
+            found = by_home(dict.fromkeys(keys), self._homes.of)
+            self._homed.put(keys, found)
+        return found
+
+    @property
+    def _stamp(self) -> int:
+        """Another one as soon as a value that is known here may be another."""
+        return self._forgotten + self._owner.changes
 
     def _ask_one(self, node: int, request: Askable, done: Done) -> Cancel:
         if node == self._me:
@@ -113,24 +131,43 @@ class StoreNode:
 
         return cancel
 
-    def _unknown(self, keys: Sequence[bytes]) -> dict[int, protocol.Keys]:
+    def _unknown(self, keys: protocol.Keys) -> dict[int, protocol.Keys]:
         """Those that nobody here has a value of, by the node to be asked; and all that are kept here."""
-        found = by_home(keys, self._homes.of)
-        for node in list(found):
-            if node == self._me:
-                continue
-            unknown = tuple(key for key in found[node] if self._cache.get(node, key) is None)
+        found = {}
+        for node, theirs in self._by_home(keys).items():
+            mine = node == self._me
+            unknown = theirs if mine else tuple(k for k in theirs if self._cache.get(node, k) is None)
             if unknown:
                 found[node] = unknown
-            else:
-                del found[node]
         return found
 
-    def _wait(self, keys: Sequence[bytes], done: Done) -> Cancel:
-        requests: _Requests = {node: protocol.Wait(theirs) for node, theirs in self._unknown(keys).items()}
+    def _wait(self, keys: protocol.Keys, done: Done, *, alone: bool = False) -> Cancel:
+        if self._there.get(keys, self._stamp):
+            done(DONE)
+            return nothing
+        unknown = self._unknown(keys)
+        if not unknown.keys() - {self._me}:
+            if self._owner.has(unknown.get(self._me, ())):
+                self._there.put(keys, True, self._stamp)
+            return self._ask_waits(unknown, done)
+        if alone:
+            return self._ask_waits(unknown, done)
+        behind = self._turns.stand_behind(keys, lambda: self._wait(keys, done, alone=True))
+        if behind is not None:
+            return behind.cancel
+        cancel_lead = self._ask_waits(unknown, self._turns.lead(keys, done))
+
+        def cancel() -> None:
+            cancel_lead()
+            self._turns.let_go(keys)
+
+        return cancel
+
+    def _ask_waits(self, unknown: dict[int, protocol.Keys], done: Done) -> Cancel:
+        requests: _Requests = {node: protocol.Wait(theirs) for node, theirs in unknown.items()}
         return self._ask_all(requests, lambda answer: done(answer if isinstance(answer, Refusal) else DONE))
 
-    def _check(self, keys: Sequence[bytes], done: Done) -> None:
+    def _check(self, keys: protocol.Keys, done: Done) -> None:
         requests: _Requests = {node: protocol.Check(theirs) for node, theirs in self._unknown(keys).items()}
 
         def over(answer: Answer) -> None:
@@ -145,18 +182,23 @@ class StoreNode:
         requests: _Requests = {node: protocol.MultiSet(tuple(theirs)) for node, theirs in found.items()}
         self._ask_all(requests, done)
 
-    def _get(self, keys: Sequence[bytes], done: Done) -> None:
+    def _get(self, keys: protocol.Keys, done: Done) -> None:
         """What is remembered is taken at once: another node's answer may come after it was dropped."""
-        unique = dict.fromkeys(keys)
+        known = self._got.get(keys, self._stamp)
+        if known is not None:
+            done(known)
+            return
         values: dict[bytes, bytes | None] = {}
-        asked = by_home(unique, self._homes.of)
-        for node, theirs in list(asked.items()):
-            if node != self._me:
-                values.update(
-                    (key, found) for key in theirs if (found := self._cache.get(node, key)) is not None
-                )
-                asked[node] = tuple(key for key in theirs if key not in values)
-        asked = {node: theirs for node, theirs in asked.items() if theirs}
+        asked: dict[int, protocol.Keys] = {}
+        for node, theirs in self._by_home(keys).items():
+            if node == self._me:
+                asked[node] = theirs
+                continue
+            found = [(key, self._cache.get(node, key)) for key in theirs]
+            values.update(found)
+            if unknown := tuple(key for key, value in found if value is None):
+                asked[node] = unknown
+        stamp = self._stamp
 
         def over(found: list[Reply] | Refusal) -> None:
             if isinstance(found, Refusal):
@@ -164,7 +206,10 @@ class StoreNode:
                 return
             for theirs, reply in zip(asked.values(), found, strict=True):
                 values.update(zip(theirs, reply.values, strict=True))
-            done(Reply(values=tuple(values[key] for key in keys)))
+            answer = Reply(values=tuple(values[key] for key in keys))
+            if not asked.keys() - {self._me} and None not in answer.values:
+                self._got.put(keys, answer, stamp)
+            done(answer)
 
         join = Join(len(asked), over)
         for place, (node, theirs) in enumerate(asked.items()):
@@ -184,6 +229,7 @@ class StoreNode:
             case Told(number, answer):
                 self._told(node, number, answer)
             case Drop(key):
+                self._forgotten += 1
                 self._cache.drop(node, key)
                 self._send(node, Dropped(key))
             case Dropped(key):
@@ -244,6 +290,7 @@ class StoreNode:
     def lost(self, node: int) -> None:
         """Nothing of this node will be heard in this generation any more: who needs it is refused."""
         self._lost.add(node)
+        self._forgotten += 1
         self._cache.drop_owner(node)
         for cancel in self._serving.pop(node, {}).values():
             cancel()

@@ -40,10 +40,14 @@ Cancel: TypeAlias = Callable[[], None]
 
 
 class Owner:
-    """`drop(node, key)`: node must forget the key and say so (`dropped`)."""
+    """`drop(node, key)`: node must forget the key and say so (`dropped`).
+
+    `changes` counts what has been done to keys that had a value.
+    """
 
     def __init__(self, state: StoreState, drop: Callable[[int, bytes], None]) -> None:
         self._state, self._drop = state, drop
+        self.changes = 0
         self._known: dict[bytes, set[int]] = {}
         self._delayed: dict[bytes, _Delayed] = {}
         self._changed: set[bytes] = set()
@@ -139,6 +143,7 @@ class Owner:
 
     def _apply(self, key: bytes, change: _Change) -> None:
         was = self._state.find(key) is not None
+        self.changes += was
         try:
             answer = change.apply()
         except ProtocolError as error:
@@ -176,6 +181,10 @@ class Owner:
                 delayed.changes.clear()
                 for change in refused:
                     change.done(_unknown(node))
+
+    def has(self, keys: Sequence[bytes]) -> bool:
+        """Whether each of them has a value."""
+        return all(self._state.find(key) is not None for key in keys)
 
     def waits_for(self, node: int) -> bool:
         """Whether something waits until this node has dropped it."""

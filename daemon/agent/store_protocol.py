@@ -246,12 +246,19 @@ _LAYOUT: dict[int, tuple[Callable[..., Request], tuple[_Field, ...]]] = {
 }
 
 
+class _OpByte(int):
+    """How many bytes an opcode has, told apart from a field of one byte."""
+
+
+_OP_BYTE = _OpByte(1)
+
+
 def _read_stream() -> Generator[int | Request, bytes, None]:
     """All of one client's stream. Yields a count to be sent that many bytes, or a request (send nothing)."""
     if (yield 1) != bytes([Op.VALIDATE]) or (yield 4) != MAGIC.to_bytes(4, "little"):
         raise ProtocolError("not a client of torch's TCPStore: no VALIDATE at the start")
     while True:
-        op = (yield 1)[0]
+        op = (yield _OP_BYTE)[0]
         if op not in _LAYOUT:
             raise ProtocolError(f"opcode {op}")
         make, layout = _LAYOUT[op]
@@ -262,13 +269,53 @@ def _read_stream() -> Generator[int | Request, bytes, None]:
         yield make(*values)
 
 
+MAX_LISTS = 32
+MAX_LIST_NBYTES = 256 << 10
+_OF_KEYS: dict[int, Callable[[tuple[bytes, ...]], Request]] = {
+    Op.CHECK: Check,
+    Op.WAIT: Wait,
+    Op.MULTI_GET: MultiGet,
+}
+
+
+class KeyLists:
+    """Lists of keys that clients have lately asked for: all ranks of a node ask for the same.
+
+    So a long one is taken apart once, and is one object in every request that has it.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[bytes, ...], bytes] = {}
+
+    def find(self, stream: bytearray, at: int) -> tuple[Request, int] | None:
+        """The request that begins at `at`, if it is one of a known list; and where it ends."""
+        make = _OF_KEYS.get(stream[at])
+        if make is not None:
+            for keys, body in self._lists.items():
+                if stream.startswith(body, at + 1):
+                    return make(keys), at + 1 + len(body)
+        return None
+
+    def learn(self, request: Request) -> None:
+        """Of a client's stream."""
+        if not isinstance(request, Check | Wait | MultiGet) or len(request.keys) < 2:
+            return
+        body = len(request.keys).to_bytes(8, "little") + b"".join(_with_lengths(request.keys))
+        if len(body) <= MAX_LIST_NBYTES:
+            self._lists[request.keys] = body
+            if len(self._lists) > MAX_LISTS:
+                del self._lists[next(iter(self._lists))]
+
+
 class StoreParser:
     """Turns one client's bytes, in whatever pieces they come, into requests.
 
     Holds one unfinished request (`MAX_REQUEST_NBYTES`) and one piece; copies no byte more than a few times.
+    `lists` may be that of other clients, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lists: KeyLists | None = None) -> None:
+        self._lists = lists or KeyLists()
         self._unread = bytearray()
         self._stream = _read_stream()
         self._need = self._advance(None, [])
@@ -288,6 +335,11 @@ class StoreParser:
         try:
             with memoryview(self._unread) as unread:
                 while len(unread) - taken >= self._need:
+                    known = self._lists.find(self._unread, taken) if self._need is _OP_BYTE else None
+                    if known is not None:
+                        requests.append(known[0])
+                        taken = known[1]
+                        continue
                     piece = unread[taken : taken + self._need].tobytes()
                     taken += self._need
                     self._need = self._advance(piece, requests)
@@ -303,6 +355,7 @@ class StoreParser:
         """Hand over `piece`, collect what it completes, return how many bytes come next."""
         step = next(self._stream) if piece is None else self._stream.send(piece)
         while not isinstance(step, int):
+            self._lists.learn(step)
             requests.append(step)
             step = next(self._stream)
         return step

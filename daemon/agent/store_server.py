@@ -15,6 +15,7 @@ from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.agent.store_ids import ClientIds
 from ckptless.daemon.agent.store_node import Cancel, StoreNode
 from ckptless.daemon.agent.store_protocol import Request
+from ckptless.daemon.agent.store_sharing import Memo
 from ckptless.daemon.agent.store_state import StoreState
 from ckptless.daemon.agent.store_wire import Item
 from ckptless.daemon.api.errors import ProtocolError, UsageError
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # All ranks of a job connect in the same moment.
 BACKLOG = 4096
+# Answers that several ranks get alike are made once, up to this size.
+MAX_ENCODED_NBYTES = 256 << 10
 
 Refuses = Callable[[Endpoint, Endpoint], str | None]
 """From our end of a connection and the other one to why it is refused; None where it is not."""
@@ -54,6 +57,8 @@ class StoreServer:
         self._ids: NcclIds | None = None
         self._clients: set[_Client] = set()
         self._server: asyncio.Server | None = None
+        self.lists = protocol.KeyLists()
+        self._encoded: Memo[tuple[Reply, bytes]] = Memo()
 
     async def start(self, host: str) -> int:
         """Listen at `host`, one numeric address, and return the port (the system chooses it)."""
@@ -77,6 +82,7 @@ class StoreServer:
         computed, else they are keys as any others.
         """
         self._node, self._ids, self._rounds = node or alone(), ids, StoreState()
+        self._encoded = Memo()
         return sum(client.hang_up() for client in self._clients)
 
     async def close(self) -> None:
@@ -89,6 +95,18 @@ class StoreServer:
             await asyncio.wait([client.lost for client in self._clients])
         await self._server.wait_closed()
         self._server = None
+
+    def encoded(self, request: Request, reply: Reply) -> bytes:
+        """What the client expects back, empty if nothing. Raises ProtocolError where that is too much."""
+        if not isinstance(request, protocol.MultiGet):
+            return _encode(request, reply)
+        known = self._encoded.get(request.keys)
+        if known is not None and known[0] is reply:
+            return known[1]
+        data = _encode(request, reply)
+        if len(data) <= MAX_ENCODED_NBYTES:
+            self._encoded.put(request.keys, (reply, data))
+        return data
 
     def _make_client(self) -> "_Client":
         # Only this node's: a root's own rank is here for the whole generation.
@@ -107,7 +125,7 @@ class _Client(asyncio.Protocol):
     def __init__(self, node: StoreNode, ids: ClientIds | None, server: StoreServer) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._node, self._ids, self._server = node, ids, server
-        self._parser = protocol.StoreParser()
+        self._parser = protocol.StoreParser(server.lists)
         self._pending: deque[Request] = deque()
         # Of the wait that goes on, and whether another request is being answered.
         self._cancel_wait: Cancel | None = None
@@ -201,7 +219,7 @@ class _Client(asyncio.Protocol):
                 self._refuse(answer)
                 return
             try:
-                self._transport.write(_encode(request, answer))
+                self._transport.write(self._server.encoded(request, answer))
             except ProtocolError as error:
                 self._refuse(Refusal(str(error), hostile=True))
             if not at_once:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -37,6 +38,12 @@ class Route(NamedTuple):
     source: str | None = None
 
 
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """One for all connections of a kind: making it takes as long as the rest of a handshake's arithmetic."""
+    return msgspec.msgpack.Decoder(kind)
+
+
 class Link(Generic[T]):
     """A connection to the process of node `node`, whose messages are of union type `kind`.
 
@@ -48,7 +55,7 @@ class Link(Generic[T]):
     ) -> None:
         self.job, self.node = "", -1
         self._reader, self._writer = reader, writer
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._decoder: msgspec.msgpack.Decoder[T] = _decoder(kind)
         self._encoder = msgspec.msgpack.Encoder()
         self._limit = limit
         self._pump = Pump(writer.get_extra_info("socket"))

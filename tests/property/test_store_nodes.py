@@ -114,6 +114,12 @@ class Unacknowledged(StoreNode):
             super().heard(node, item)
 
 
-@pytest.mark.parametrize("planted", [Uncalled, Hasty, Unacknowledged])
+class Stale(StoreNode):
+    """Planted: what several clients ask alike is answered alike, whatever has changed since."""
+
+    _stamp = 0
+
+
+@pytest.mark.parametrize("planted", [Uncalled, Hasty, Unacknowledged, Stale])
 def test_a_planted_mistake_is_found(planted: Callable[..., StoreNode]) -> None:
     assert any(not is_linear(play(seed, planted).history) for seed in range(2000))
