@@ -29,7 +29,7 @@ CHOSEN = (
     "tests/torch/test_sharded.py::test_compiled_models",
     "tests/local/test_faults.py::test_nodes_before_the_first_commit_and_two_at_once",
     "tests/local/test_sharded.py::test_two_nodes_at_once",
-    "tests/local/test_sharded.py::test_processes_and_nodes_at_every_place[hsdp]",
+    "tests/local/test_sharded.py::test_processes_and_nodes_at_every_place[hsdp-off]",
     "tests/local/test_saving.py::test_a_job_that_is_killed_wholly_goes_on_from_its_newest_saved_step[hsdp]",
     "tests/local/test_saving.py::test_at_sigterm_the_newest_step_is_saved[fsdp]",
     "tests/local/test_saving.py::test_plain_dcp_reads_it_without_ckptless",
