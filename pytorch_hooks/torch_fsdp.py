@@ -161,6 +161,7 @@ def forget_meshes() -> None:
         (f"{base}._redistribute", "_gen_transform_infos", "cache_clear"),
         (f"{base}._redistribute", "_planner_cache", "clear"),
         (f"{base}._collective_utils", "MeshTopoInfo.build_from_mesh", "cache_clear"),
+        (f"{base}._sharding_prop", "ShardingPropagator._propagate_tensor_meta_cached", "cache_clear"),
     ):
         cache: Any = sys.modules.get(module)
         for part in name.split("."):
