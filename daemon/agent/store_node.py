@@ -145,16 +145,15 @@ class StoreNode:
         if self._there.get(keys, self._stamp):
             done(DONE)
             return nothing
-        unknown = self._unknown(keys)
-        if not unknown.keys() - {self._me}:
-            if self._owner.has(unknown.get(self._me, ())):
-                self._there.put(keys, True, self._stamp)
-            return self._ask_waits(unknown, done)
-        if alone:
-            return self._ask_waits(unknown, done)
         behind = self._turns.stand_behind(keys, lambda: self._wait(keys, done, alone=True))
         if behind is not None:
             return behind.cancel
+        unknown = self._unknown(keys)
+        only_mine = unknown.keys() <= {self._me}
+        if only_mine and self._owner.has(unknown.get(self._me, ())):
+            self._there.put(keys, True, self._stamp)
+        if only_mine or alone:
+            return self._ask_waits(unknown, done)
         cancel_lead = self._ask_waits(unknown, self._turns.lead(keys, done))
 
         def cancel() -> None:
