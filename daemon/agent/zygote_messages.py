@@ -94,7 +94,7 @@ def decode_spawn(packet: bytes) -> Spawn:
     """Return the request in `packet`; raises ProtocolError if it is none, or of another version."""
     try:
         spawn = _spawns.decode(packet)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a spawn request: {error}") from error
     check_version(spawn.version)
     return spawn
@@ -104,7 +104,7 @@ def decode_reply(packet: bytes) -> Reply:
     """Return the zygote's answer in `packet`; raises ProtocolError if it is none."""
     try:
         return _replies.decode(packet)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not an answer of a zygote: {error}") from error
 
 
@@ -151,5 +151,5 @@ def read_program(fd: int) -> Program:
         data += chunk
     try:
         return _programs.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a program: {error}") from error

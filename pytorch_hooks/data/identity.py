@@ -58,7 +58,7 @@ def decode(data: bytes | memoryview) -> Manifest:
     """Read what `encode` made. Raises ProtocolError."""
     try:
         found = msgspec.msgpack.decode(data, type=Manifest)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a manifest of training data: {error}") from error
     if found.format != FORMAT:
         raise ProtocolError(f"a manifest of training data of format {found.format}, not {FORMAT}")
