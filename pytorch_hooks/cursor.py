@@ -61,6 +61,11 @@ class Cursors:
         """All positions, for the record."""
         return {name: cursor.committed() for name, cursor in self._named.items()}
 
+    def oldest(self, name: str) -> Position | None:
+        """The oldest position of a loader that a recovery can ask for; None before the first commit."""
+        cursor = self._named.get(name)
+        return cursor.oldest if cursor is not None else None
+
     def restore(self, saved: Any) -> None:
         """Go back to committed positions; what was not begun then is begun anew. Raises ProtocolError."""
         if type(saved) is not dict:
@@ -94,6 +99,11 @@ class Cursor:
             self._taken.popleft()
         return msgspec.structs.asdict(self.position)
 
+    @property
+    def oldest(self) -> Position | None:
+        """The oldest position that a recovery can ask for; None before the first commit."""
+        return self._commits[0] if self._commits else None
+
     def restore(self, saved: Any) -> None:
         """Go back (or on, in a new process) to a committed position. Raises ProtocolError."""
         try:
@@ -126,6 +136,10 @@ class Cursor:
             except StopIteration:
                 self._iterator, self._epoch_end = None, self.position
                 return
+            except BaseException:
+                # A generator that has raised would say from now on that the epoch ends here.
+                self._iterator = None
+                raise
             self._fetched = self._after_batch(loader)
             self.position = self._fetched
             self._taken.append(_Taken(self.position, self._last, batch, rng.capture()))

@@ -76,6 +76,12 @@ class _Worker:
             else Agreed(self._fabric, meter, commit_budget)
         )
         self._run = Run(self._session, self._fabric, cadence, meter, overlap)
+        self._session.on_stop = self._stop
+
+    def _stop(self, generation: int) -> None:
+        """Free the main thread from whatever it waits for, in the listener's."""
+        self._fabric.abort(generation)
+        self._run.loaders.stop(generation)
 
     def _broken(self, text: str) -> None:
         """A collective failed: say so at once, from whichever thread saw it."""
@@ -89,6 +95,7 @@ class _Worker:
         except BaseException:
             # The script ends itself (sys.exit, Ctrl-C): no thread is left waiting for it.
             self._run.leave()
+            self._run.loaders.abandon()
             raise
 
     def _generations(self) -> None:

@@ -28,9 +28,13 @@ EXIT_NO_AGENT = 69
 
 
 class Session:
-    """The connection, and what has come over it. `on_stop(generation)` is called in the listener thread."""
+    """The connection to `agent_socket`, and what has come over it.
+
+    `on_stop(generation)` is called in the listener thread.
+    """
 
     def __init__(self, agent_socket: str) -> None:
+        self.agent_socket = agent_socket
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._sock.settimeout(HELLO_DEADLINE_S)
         try:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptless.daemon.api import messages as m
@@ -16,16 +15,16 @@ from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, Usa
 from ckptless.pytorch_hooks import env, torch_private
 from ckptless.pytorch_hooks.cadence import Meter
 from ckptless.pytorch_hooks.cadence_agreement import Cadence, Fixed
-from ckptless.pytorch_hooks.comm import ddp
+from ckptless.pytorch_hooks.comm.buckets import Buckets
 from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
 from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.copying import Copying
-from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.durable.load import load
+from ckptless.pytorch_hooks.loaders import Loaders
 from ckptless.pytorch_hooks.overlap import Policy
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, read, restore
-from ckptless.pytorch_hooks.state.objects import parts_of, tree_of, watch_of
+from ckptless.pytorch_hooks.state.objects import tree_of, watch_of
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
@@ -59,7 +58,7 @@ class Run:
         self._part: m.Assigned | None = None
         self._state: State | None = None
         self._tensors: TensorSet | None = None
-        self._cursor = Cursors()
+        self.loaders = Loaders(session)
         self._kept = False
         # The ranks that have the same tensors as this one (none named: all), and which of those on this node
         # writes them.
@@ -69,8 +68,7 @@ class Run:
         self._step = self._saved = 0
         # Whether an optimizer has moved the living parameters since the committed step.
         self._dirty = False
-        self._ddp: list[tuple[str, DistributedDataParallel]] = []
-        self._layouts: dict[str, list[list[int]]] = {}
+        self._buckets = Buckets()
         self._fsdp = Sharded(())
         self._on_recovery: list[Callable[[Run], None]] = []
         self._was_spare = False
@@ -130,7 +128,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """The epoch of the data that `batches` is in, of the loader that is not named."""
-        return self._cursor.position.epoch
+        return self.loaders.epoch
 
     @property
     def spare(self) -> bool:
@@ -152,11 +150,11 @@ class Run:
             self._was_spare = env.read().rank < 0
         self._part, self._kept = part, False
         self._on_recovery.clear()
+        self.loaders.enter(part)
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
         if part.restore_step is None:
             self._state = self._tensors = None
-            self._cursor, self._step, self._saved, self._dirty = Cursors(), 0, 0, False
-            self._layouts = {}
+            self._step, self._saved, self._dirty = 0, 0, False
             self._join()
             self._open(self._store())
         elif self._state is None:
@@ -200,7 +198,7 @@ class Run:
             refuse(state)
             self._fabric.mark()
             self._state, self._tensors = state, TensorSet(state)
-            self._ddp = list(_ddp_modules(state))
+            self._buckets = Buckets(state)
             found = twins(state, self.rank, self.world_size)
             self._twins = () if len(found) == self.world_size else found
             self._fsdp = Sharded(module for _prefix, module in tree_of(state).modules())
@@ -241,11 +239,9 @@ class Run:
     def _take(self, record: bytes, view: RecordView) -> None:
         """What is not in the tensors' buffer, once they are there."""
         assert self._state is not None
-        self._layouts = view.ddp_layouts
-        for name, module in self._ddp:
-            ddp.renew(module, self._layouts.get(name))
+        self._buckets.renew(view.ddp_layouts)
         restore(record, self._state)
-        self._cursor.restore(view.cursor)
+        self.loaders.restore(view.cursor)
 
     def _recover(self, step: int, *, newcomer: bool) -> None:
         """Groups of the new generation, then the state of `step`."""
@@ -285,12 +281,7 @@ class Run:
         process, and the batches already trained on are passed over. Of several loaders each has a `name`.
         """
         self._need_state("batches")
-        if hasattr(loader, "on_event"):
-            loader.on_event = self._tell_event
-        return self._cursor.batches(loader, epochs, name)
-
-    def _tell_event(self, kind: str, text: str) -> None:
-        self._session.send(m.Note(level="warning", kind=kind, text=f"rank {self.rank}: {text}"))
+        return self.loaders.batches(loader, epochs, name)
 
     # ------------------------------------------------------------------------------------ commit
 
@@ -329,7 +320,7 @@ class Run:
     def _pass(self, step: int, loss: float | torch.Tensor | None) -> None:
         """A step that is not committed; of the first one it is told at once, of others now and then."""
         self._fabric.check()
-        self._settle()
+        self._buckets.settle()
         self._step = step
         now = time.monotonic()
         if now - self._told_at >= TELL_INTERVAL_S:
@@ -341,7 +332,7 @@ class Run:
 
     def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         self._fabric.check()
-        self._settle()
+        self._buckets.settle()
         self._wait_for_copies()
         self._put(step, loss)
 
@@ -352,7 +343,7 @@ class Run:
         written = None
         if self._writes:
             written = self._copying.write(self._tensors, step, self.generation, self._shard, self.rank)
-        record = capture(self._state, step, self._cursor.committed(), self._layouts, self._tensors)
+        record = capture(self._state, step, self.loaders.committed(), self._buckets.layouts, self._tensors)
         own = self._tensors.spans(watch_of(self._state).recorded) if self._writes else ()
         self._versions.send(self._commit_of(step, record, None, _number(loss)), written, own)
         self._step, self._saved, self._dirty = step, step, False
@@ -378,15 +369,6 @@ class Run:
             text = f"rank {self.rank} waited {waited_s:.2f} s for the copies of step {self._saved}"
             self._session.send(m.Note(level="warning", kind="commit-waited", text=text))
 
-    def _settle(self) -> None:
-        """Fix DDP's buckets after the first backward, so that every process has the same ones for good."""
-        for name, module in self._ddp:
-            if name not in self._layouts:
-                ddp.settle_buckets(module)
-                layout = ddp.settled_layout(module)
-                if layout is not None:
-                    self._layouts[name] = layout
-
     def _need_state(self, what: str) -> None:
         if not self._kept:
             raise UsageError(f"run.{what} needs the state: call run.keep(build) first")
@@ -407,16 +389,9 @@ class Run:
         self._dirty |= self._copying.leave()
 
     def close(self) -> None:
-        """The job is done: end the threads that send commits."""
+        """The job is done: end the threads that send commits, and what makes batches."""
+        self.loaders.close()
         self._versions.close()
-
-
-def _ddp_modules(state: State) -> Iterator[tuple[str, DistributedDataParallel]]:
-    """Every DDP module of a state, by name."""
-    for role, module in parts_of(state).modules.items():
-        for name, child in module.named_modules():
-            if isinstance(child, DistributedDataParallel):
-                yield f"{role}:{name}", child
 
 
 def _number(loss: float | torch.Tensor | None) -> float | None:

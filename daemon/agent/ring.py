@@ -7,6 +7,7 @@ is made again meanwhile. What a reader needs next is made even where the budget 
 each other in collectives, and one that got nothing for want of room would hold up those that could make some.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +19,10 @@ JOBS = 2
 AHEAD = 4
 # So many producers in a row that died without a batch: another one would not help.
 DEATHS = 3
+OTHERS_FOLLOW = (
+    "another rank with the same part of the data stands at another position: ranks of one replica must go on "
+    "from the same one"
+)
 
 
 @dataclass
@@ -31,6 +36,8 @@ class _Mark:
     alive: bool = True
     # Whether it knows already why there is nothing behind `sent`.
     told: bool = False
+    # It was sent what came of another position, and gets nothing that does not follow from that.
+    held: bool = False
 
 
 @dataclass
@@ -104,25 +111,29 @@ class Ring:
         """A reader wants the batches from `seq` on, which follow `position`."""
         out: list[Action] = []
         self._deaths = 0
-        self._marks[reader] = _Mark(stream, seq, seq, seq)
+        again = reader in self._marks
         if stream not in self._streams:
             self._histories += 1
             self._streams[stream] = _Stream(self._histories)
         found = self._streams[stream]
         found.failed = None
-        # Behind what anybody could be sent back to, nobody can tell whether what is here follows from it.
-        unknown = seq not in found.positions and any(at > seq for at in found.positions)
-        if found.positions.setdefault(seq, position) != position or unknown:
-            out += self._begin_anew(stream, seq, position)
+        # Before the oldest position that is known nothing can be compared: `made` does it where they meet.
+        if found.positions.setdefault(seq, position) != position:
+            out += self._begin_anew(stream, 0, seq, position)
+        self._marks[reader] = _Mark(stream, seq, seq, seq)
+        if again:
+            there = next(at for at in itertools.count(seq) if at not in found.ready) - seq
+            text = f"reader {reader} goes on with batch {seq} of stream {stream}: {there} were there"
+            out.append(Tell("ring-resumed", text))
         return out + self._decide()
 
-    def _begin_anew(self, number: int, seq: int, position: bytes) -> list[Action]:
-        """What is here from `seq` on follows another position."""
+    def _begin_anew(self, number: int, first: int, seq: int, position: bytes) -> list[Action]:
+        """What is here from `first` on does not belong to `position`, which is that before `seq`."""
         stream = self._streams[number]
-        gone = [other for other in stream.ready if other >= seq]
+        gone = [other for other in stream.ready if other >= first]
         for other in gone:
             del stream.ready[other]
-        stream.positions = {at: where for at, where in stream.positions.items() if at < seq}
+        stream.positions = {at: where for at, where in stream.positions.items() if at < first}
         stream.positions[seq] = position
         self._histories += 1
         stream.history = self._histories
@@ -131,8 +142,8 @@ class Ring:
             job.stale = job.stale or job.make.stream == number
         for mark in self._marks.values():
             if mark.stream == number:
-                mark.sent, mark.told = max(mark.next, min(mark.sent, seq)), False
-        text = f"{len(gone)} batches of stream {number}, from {seq} on, are not used: others follow now"
+                mark.held, mark.told = mark.held or mark.sent >= first, False
+        text = f"{len(gone)} batches of stream {number}, from {first} on, are not used: others follow now"
         return [*(Free(number, other) for other in gone), Tell("ring-position", text)]
 
     def took(self, reader: int, seq: int, done: int) -> list[Action]:
@@ -199,7 +210,7 @@ class Ring:
         self._deaths = 0
         self._largest = max(self._largest, nbytes)
         if found.positions.setdefault(seq + 1, position) != position:
-            out = self._begin_anew(stream, seq + 1, position)
+            out = self._begin_anew(stream, seq + 1, seq + 1, position)
         return out + self._decide()
 
     def unwanted(self) -> list[Action]:
@@ -257,6 +268,11 @@ class Ring:
     def _give(self) -> Iterator[Action]:
         for reader, mark in self._marks.items():
             stream = self._streams[mark.stream]
+            if mark.held:
+                if mark.alive and not mark.told:
+                    mark.told = True
+                    yield GiveUp(reader, mark.sent, OTHERS_FOLLOW)
+                continue
             while mark.alive and mark.sent in stream.ready and mark.sent < mark.next + AHEAD:
                 yield Give(reader, mark.stream, mark.sent)
                 mark.sent += 1
@@ -270,15 +286,21 @@ class Ring:
                 yield GiveUp(reader, mark.sent, stream.failed[1])
 
     def _grant(self) -> Iterator[Action]:
-        """A lease, where there is something to make and nobody who does."""
-        able = {reader for reader in self._open if reader in self._marks}
-        if self._granted is not None or not able or next(self._missing(), None) is None:
+        """A lease, where there is something to make and nobody who does.
+
+        It is taken back from one that does not wait when another one does: that could be whom the first one
+        waits for in a collective, and so would not come to take its next batch.
+        """
+        able = {reader for reader, mark in self._marks.items() if mark.alive and reader in self._open}
+        if self._up or not able or next(self._missing(), None) is None:
+            return
+        # One that waits for a batch acts on it at once, the others when they take their next one.
+        waiting = {reader for reader in able if self._marks[reader].sent <= self._marks[reader].next}
+        if self._granted is not None and (self._granted in waiting or not waiting - self._late):
             return
         if able <= self._late:
             self._late.clear()
-        # One that waits for a batch acts on it at once, the others when they take their next one.
-        waits = {reader: self._marks[reader].sent > self._marks[reader].next for reader in able}
-        self._granted = min(able - self._late, key=lambda reader: (waits[reader], reader))
+        self._granted = min(able - self._late, key=lambda reader: (reader not in waiting, reader))
         self._lease += 1
         yield Grant(self._granted, self._lease)
 
@@ -286,7 +308,7 @@ class Ring:
         """For each reader the first batch of its window that it will lack: (how far ahead, stream, it)."""
         asked = {(job.make.stream, job.make.seq) for job in self._jobs if not job.stale}
         for mark in self._marks.values():
-            if not mark.alive:
+            if not mark.alive or mark.held:
                 continue
             stream, seq = self._streams[mark.stream], mark.next
             while seq in stream.ready or (mark.stream, seq) in asked:
@@ -337,4 +359,5 @@ class Ring:
 
     def _is_ahead(self, stream: int, seq: int) -> bool:
         """Whether a living reader has it still before it."""
-        return any(mark.alive and mark.stream == stream and mark.next <= seq for mark in self._marks.values())
+        marks = (mark for mark in self._marks.values() if mark.alive and not mark.held)
+        return any(mark.stream == stream and mark.next <= seq for mark in marks)

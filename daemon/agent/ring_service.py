@@ -57,6 +57,9 @@ class _Node:
     timer: asyncio.TimerHandle | None = None
     todo: deque[r.Action] = field(default_factory=deque)
     busy: bool = False
+    # How many batches were made, and how many given to readers.
+    made: int = 0
+    given: int = 0
     dropped: bool = False
 
 
@@ -167,6 +170,8 @@ class RingService:
                 self._do(node, node.ring.gone(reader))
                 self._do(node, node.ring.forget(reader))
                 self._drop_if_idle(node)
+                # It waits for that: else something sent to it meanwhile could fail, and its word not be read.
+                link.close()
 
     def _drop_if_idle(self, node: _Node) -> None:
         if node.ring.idle:
@@ -184,6 +189,9 @@ class RingService:
         for memory in node.ready.values():
             memory.close()
         node.ready.clear()
+        self._on_event(
+            "ring-closed", f"loader {node.loader!r}: {node.made} batches were made, {node.given} given out"
+        )
 
     # ---------------------------------------------------------------------------------- producers
 
@@ -256,6 +264,7 @@ class RingService:
             memory.close()
             self._do(node, ring.unwanted())
         elif isinstance(message, m.RingMade):
+            node.made += 1
             node.ready[(message.stream, message.seq)] = memory
             self._do(node, ring.made(message.stream, message.seq, message.nbytes, message.position))
         else:
@@ -304,6 +313,7 @@ class RingService:
             case r.Give():
                 memory = node.ready[(action.stream, seq)]
                 nbytes = os.fstat(memory.fd).st_size
+                node.given += 1
                 reader.link.send(m.RingEntry(number=number, seq=seq, nbytes=nbytes), memory.fd)
             case r.GiveEnd():
                 reader.link.send(m.RingEnd(number=number, seq=seq))

@@ -68,7 +68,7 @@ class Agent:
         self._seats = Seats(config.node, self._crew, self._state)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
-        self._rings = RingService(self._event)
+        self._rings = RingService(self._ring_event)
         self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
@@ -235,6 +235,9 @@ class Agent:
 
     def _event(self, kind: str, text: str) -> None:
         self._tell_of("warning", kind, text)
+
+    def _ring_event(self, kind: str, text: str) -> None:
+        self._tell_of("info" if kind in ("ring-resumed", "ring-closed") else "warning", kind, text)
 
     def _tell_of(self, level: Literal["info", "warning", "error"], kind: str, text: str) -> None:
         logger.info("%s: %s", kind, text)

@@ -221,7 +221,8 @@ def _make_tensor(data: Buffer, offset: int, array: _Array) -> torch.Tensor:
     if not array.nbytes:
         return torch.empty(array.shape, dtype=dtype)
     count = array.nbytes // dtype.itemsize
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).view(array.shape)
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
+    return flat if array.shape == (count,) else flat.view(array.shape)
 
 
 def _make_array(data: Buffer, offset: int, array: _Array) -> Any:

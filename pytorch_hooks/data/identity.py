@@ -41,6 +41,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Of all of it: 16 bytes."""
         return bytes.fromhex(digest([self.format, sorted(self.order.items()), sorted(self.made.items())]))
 
+    def digest_of_all(self, replicas: int) -> str:
+        """Of all of it but which of the `replicas` it is, as hex."""
+        made = sorted(item for item in self.made.items() if item[0] != "replica")
+        return digest([self.format, sorted(self.order.items()), made, replicas])
+
     def differences(self, other: Manifest) -> list[str]:
         """What is different in another one, by name; empty only where nothing is."""
         if self.format != other.format:

@@ -11,14 +11,16 @@ from typing import Any, TypedDict, Unpack
 
 import msgspec
 
-from ckptless.daemon.api.errors import DataError, ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache, key
 from ckptless.pytorch_hooks.data.identity import Manifest, identify
 from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
 from ckptless.pytorch_hooks.data.pack import Pack
+from ckptless.pytorch_hooks.data.pool import Pool
 from ckptless.pytorch_hooks.data.production import Function, Production, Recipe
+from ckptless.pytorch_hooks.data.ring_feed import Numbered, RingFeed
 from ckptless.pytorch_hooks.data.seeding import untouched
 from ckptless.pytorch_hooks.data.streams import Stream, as_source
 from ckptless.pytorch_hooks.data.workers import Worker, WorkerDied
@@ -27,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 TIMEOUT_S = 600.0
-DEATHS_IN_A_ROW = 3
 EVENTS_OF_SKIPPED = 8
 
 
@@ -95,9 +96,10 @@ class MappedLoader:
         self._position = Position()
         self._resumed = False
         self._turn = 0
-        self._pool: list[Worker] = []
-        self._pool_at: tuple[Layout, int, int] | None = None
-        weakref.finalize(self, _close, self._pool)
+        self._feed: RingFeed | None = None
+        self._in_rings: Numbered | None = None
+        self._pool = Pool(self._workers, self._timeout_s, _telling(weakref.ref(self)))
+        weakref.finalize(self, self._pool.close)
 
     # ----------------------------------------------------------------------------------------- what it is
 
@@ -122,6 +124,16 @@ class MappedLoader:
         """What the batches depend on."""
         made = self.production
         return self._manifest or made.manifest()
+
+    @property
+    def _numbered(self) -> Numbered | None:
+        """The batches as a ring has them; None where a ring cannot."""
+        made = self.production
+        if made.batches is None or not self._workers:
+            return None
+        if self._in_rings is None or self._in_rings.production is not made:
+            self._in_rings = Numbered(made, self.manifest, made.batches, self._workers, self._timeout_s)
+        return self._in_rings
 
     def __len__(self) -> int:
         batches = self.production.batches
@@ -162,6 +174,21 @@ class MappedLoader:
             )
         self._position, self._epoch, self._resumed = position, position.epoch, True
 
+    # ---------------------------------------------------------------------------------------------- ring
+
+    def feed_from(self, feed: RingFeed | None) -> None:
+        """Take batches from the node's ring from here on, where there is one for such a source.
+
+        `run.batches` says this; None: each process makes its own, as without an agent.
+        """
+        self._feed = feed
+
+    def committed(self, state: dict[str, Any]) -> None:
+        """No recovery goes back behind the position of this `state_dict`."""
+        numbered = self._numbered if self._feed is not None else None
+        if self._feed is not None and numbered is not None:
+            self._feed.committed(numbered, position_of(state["position"]))
+
     # ----------------------------------------------------------------------------------------- iteration
 
     def __iter__(self) -> Iterator[Any]:
@@ -172,8 +199,7 @@ class MappedLoader:
         return self._epoch_from(self._turn, position)
 
     def _epoch_from(self, turn: int, position: Position) -> Iterator[Any]:
-        batches = self._in_pool if self._workers else self._in_process
-        for batch, after, skipped in batches(position):
+        for batch, after, skipped in self._made(position):
             if turn != self._turn:
                 raise UsageError("another iteration over this loader has begun: make a second loader for it")
             self._position = after
@@ -188,6 +214,15 @@ class MappedLoader:
         if number <= EVENTS_OF_SKIPPED or number & (number - 1) == 0:
             self.on_event("data-skipped", f"{number} records of this epoch: {why}")
 
+    def _made(self, position: Position) -> Iterator[tuple[Any, Position, Any]]:
+        """The rest of an epoch: batch, the position after it, and of each record left out of it why."""
+        if not self._workers:
+            return self._in_process(position)
+        numbered = self._numbered
+        if self._feed is not None and numbered is not None:
+            return self._in_ring(self._feed, numbered, position)
+        return self._pool.epoch(self.production, position)
+
     def _in_process(self, position: Position) -> Iterator[tuple[Any, Position, Any]]:
         batches = self.production.produce(position)
         while True:
@@ -197,73 +232,25 @@ class MappedLoader:
                 return
             yield made.batch, made.after, made.skipped
 
-    def _in_pool(self, position: Position) -> Iterator[tuple[Any, Position, Any]]:
-        production = self.production
-        here = (production.layout, position.epoch, position.batch)
-        if self._pool_at != here:
-            self.close()
-            self._pool.extend(self._worker(production, position, turn) for turn in range(self._workers))
-        while True:
-            # Until the batch is there: nobody else may take this pool for one that stands somewhere.
-            self._pool_at = None
-            found = self._from_pool(production, position)
-            if found is None:
-                break
-            batch, stream, skipped = found
-            skips = position.skipped + len(skipped)
-            position = Position(position.epoch, position.batch + 1, skips, stream)
-            self._pool_at = (production.layout, position.epoch, position.batch)
-            yield batch, position, skipped
-        # The other workers, too, have come to the end of the epoch.
-        for turn in range(self._workers):
-            if turn != position.batch % self._workers:
-                self._end_of_epoch(production, position, turn)
-        self._pool_at = (production.layout, position.epoch + 1, 0)
-
-    def _worker(self, production: Production, position: Position, turn: int) -> Worker:
-        return Worker(lambda: _produce(production, position, turn, self._workers))
-
-    def _from_pool(self, production: Production, position: Position) -> tuple[Any, Any, Any] | None:
-        turn = position.batch % self._workers
-        for _ in range(DEATHS_IN_A_ROW):
+    def _in_ring(
+        self, feed: RingFeed, numbered: Numbered, position: Position
+    ) -> Iterator[tuple[Any, Position, Any]]:
+        while position.batch < numbered.batches:
             try:
-                found = self._pool[turn].next(self._timeout_s)
-            except WorkerDied as death:
-                why = f"the producer of batch {position.batch} of epoch {position.epoch} {death}"
-                logger.warning("%s; another one takes its place", why)
-                self.on_event("data-producer-died", why)
-                self._pool[turn].close()
-                self._pool[turn] = self._worker(production, position, turn)
-                continue
-            except BaseException:
-                self.close()
-                raise
-            if found is None:
-                return None
-            epoch, number, batch, stream, skipped = found
-            if (epoch, number) != (position.epoch, position.batch):
-                self.close()
-                raise DataError(f"a producer made batch {number} of epoch {epoch}, not {position}")
-            return batch, stream, skipped
-        self.close()
-        raise DataError(f"{why}, {DEATHS_IN_A_ROW} times in a row")
-
-    def _end_of_epoch(self, production: Production, position: Position, turn: int) -> None:
-        """Take a worker's end mark, or where it has died start it in the next epoch."""
-        try:
-            found = self._pool[turn].next(self._timeout_s)
-        except WorkerDied:
-            self._pool[turn].close()
-            self._pool[turn] = self._worker(production, Position(epoch=position.epoch + 1), turn)
-            return
-        except BaseException:
-            self.close()
-            raise
-        if found is not None:
-            self.close()
-            raise DataError(
-                f"the producers do not agree on where epoch {position.epoch} ends: {found[:2]} is there"
-            )
+                batch = feed.take(numbered, position)
+            except PeerError as error:
+                self._feed = None
+                feed.abandon()
+                text = f"this rank makes its own batches from here on: no ring of the node's ({error})"
+                logger.warning("%s", text)
+                self.on_event("ring-off", text)
+                yield from self._pool.epoch(numbered.production, position)
+                return
+            for kind, text in batch.events:
+                self.on_event(kind, text)
+            skips = position.skipped + len(batch.skipped)
+            position = Position(position.epoch, position.batch + 1, skips)
+            yield batch.value, position, batch.skipped
 
     # ------------------------------------------------------------------------------------- table of blocks
 
@@ -311,24 +298,21 @@ class MappedLoader:
         return counts
 
     def close(self) -> None:
-        """End the producers; iterating starts new ones."""
-        self._pool_at = None
-        _close(self._pool)
+        """End the producers, and give what they have made ahead back; iterating starts new ones."""
+        self._pool.close()
+        if self._feed is not None:
+            self._feed.close()
 
 
-def _close(pool: list[Worker]) -> None:
-    while pool:
-        pool.pop().close()
+def _telling(loader: weakref.ref[MappedLoader]) -> Callable[[str, str], None]:
+    """Tells by a loader that is not kept alive by this."""
 
+    def tell(kind: str, text: str) -> None:
+        found = loader()
+        if found is not None:
+            found.on_event(kind, text)
 
-def _produce(production: Production, position: Position, turn: int, turns: int) -> Iterator[Any]:
-    """In a worker: its batches of this epoch and all that follow, None at the end of each."""
-    while True:
-        for made in production.produce(position, turn=turn, turns=turns):
-            after = made.after
-            yield after.epoch, after.batch - 1, made.batch, after.stream, list(made.skipped)
-        yield None
-        position = Position(epoch=position.epoch + 1)
+    return tell
 
 
 def _counting(production: Production, turn: int, turns: int) -> Callable[[], Iterator[tuple[int, int]]]:

@@ -188,6 +188,8 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 def _text_of(error: Exception) -> str:
     if isinstance(error, CkptlessError):
-        return f"{type(error).__name__}: {error}"[: m.TEXT_LIMIT]
+        # The notes have the traceback of what failed in a worker.
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        return text[: m.TEXT_LIMIT]
     # The last lines tell more than the first.
     return "".join(traceback.format_exception(error))[-m.TEXT_LIMIT :]

@@ -100,6 +100,12 @@ class Production:
         batches.check(self.layout)
         self._batches = batches
 
+    def of(self, layout: Layout) -> Production:
+        """What makes the batches of another replica, open as this is; the source is shared."""
+        other = Production(self.source, self.recipe, layout)
+        other._order, other._packed, other._batches = self._order, self._packed, self._batches
+        return other
+
     @property
     def batches(self) -> int | None:
         """How many batches an epoch has; None where only the end of the stream tells."""

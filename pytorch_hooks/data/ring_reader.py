@@ -21,6 +21,11 @@ from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 from ckptless.pytorch_hooks.state import codec
 
 TAKE_DEADLINE_S = 1800.0
+# So long the agent may take to hear that a reader is done.
+DONE_DEADLINE_S = 10.0
+# While so many batches lie here the agent is neither heard nor told anything: that was half of what `take`
+# took. It sends four ahead.
+ENOUGH = 2
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class Reader:
         # What was sent ahead: (number, bytes, memfd).
         self._ahead: deque[tuple[int, int, int]] = deque()
         self._verdict: m.RingEnd | m.RingBroken | None = None
+        # Granted, and no producer started yet.
+        self._lease: int | None = None
         self._number = 0
         self._stream = self._next = self._done = 0
         self._interrupted: BaseException | None = None
@@ -100,13 +107,16 @@ class Reader:
         was told.
         """
         end = time.monotonic() + deadline_s
-        self._hear()
+        self._act_on_lease()
+        if len(self._ahead) < ENOUGH:
+            self._hear()
         while not self._ahead:
             if self._interrupted is not None:
                 raise self._interrupted
             if self._verdict is not None:
                 self._raise_if_broken(self._verdict)
                 return None
+            self._act_on_lease()
             if not self._socket.wait(end - time.monotonic()):
                 raise TimeoutError(f"no batch {self._next} of {self._name.loader!r} in {deadline_s:g} s")
             self._hear()
@@ -115,22 +125,28 @@ class Reader:
         seq, nbytes, fd = self._ahead.popleft()
         taken = self._mapped(seq, nbytes, fd)
         self._next = seq + 1
-        self._socket.send(m.RingTook(number=self._number, seq=seq, done=self._done))
+        if len(self._ahead) < ENOUGH:
+            self._socket.send(m.RingTook(number=self._number, seq=seq, done=self._done))
         return taken
 
     def committed(self, seq: int) -> None:
-        """No recovery will ask for a batch before number `seq`: the agent hears it with the next `take`."""
+        """No recovery will ask for a batch before number `seq`: the agent hears it with one of the next."""
         self._done = max(self._done, min(seq, self._next))
 
     def interrupt(self, error: BaseException) -> None:
-        """Have `take` raise `error`, also one that waits, until the next `seek`. Any thread."""
+        """Have `take` raise `error`, also one that waits, until the next `seek` or `resume`. Any thread."""
         self._interrupted = error
         self._socket.wake()
+
+    def resume(self) -> None:
+        """Forget what `interrupt` was told."""
+        self._interrupted = None
 
     def close(self) -> None:
         """This process does not need the ring any more, nor will one in its place."""
         try:
             self._socket.send(m.RingDone())
+            self._socket.wait_hung_up(DONE_DEADLINE_S)
         finally:
             self.abandon()
 
@@ -149,7 +165,7 @@ class Reader:
             message, fd = found
             match message:
                 case m.RingLease():
-                    self._start_producer(message.lease)
+                    self._lease = message.lease
                 case m.RingEntry() if fd is not None:
                     if message.number == self._number:
                         self._ahead.append((message.seq, message.nbytes, fd))
@@ -159,7 +175,11 @@ class Reader:
                     if message.number == self._number:
                         self._verdict = message
 
-    def _start_producer(self, lease: int) -> None:
+    def _act_on_lease(self) -> None:
+        """Start the producer: after a batch that is there was given out, since to fork takes long."""
+        if self._lease is None:
+            return
+        lease, self._lease = self._lease, None
         if self._producer is not None:
             # Its end is why there is another one.
             self._producer.close()

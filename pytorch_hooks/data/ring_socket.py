@@ -1,6 +1,7 @@
 """A blocking connection to the agent's rings: framed messages, memfds beside them, and a way to be woken."""
 
 import array
+import contextlib
 import os
 import select
 import socket
@@ -77,6 +78,15 @@ class RingSocket(Generic[T]):
                 os.eventfd_read(self._wake)
             if found or left == 0:
                 return bool(found)
+
+    def wait_hung_up(self, deadline_s: float) -> None:
+        """Until the agent has hung up, or the deadline; what comes before that is not looked at."""
+        end = time.monotonic() + deadline_s
+        with contextlib.suppress(PeerError):
+            while self.wait(max(0.0, end - time.monotonic())):
+                while (found := self.next()) is not None:
+                    if found[1] is not None:
+                        os.close(found[1])
 
     def wake(self) -> None:
         """End a `wait`. Any thread."""

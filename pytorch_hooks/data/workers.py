@@ -30,6 +30,8 @@ LIMIT = 2 << 30
 """Bytes of one value at most."""
 
 END_DEADLINE_S = 10.0
+# What the agent's memfds of batches are called (daemon/agent/ring_memory.py).
+BATCH_MEMORY = "/memfd:ckptless-batch"
 READ_NBYTES = 1 << 20
 
 _FRAME = struct.Struct("<BQ")
@@ -164,25 +166,27 @@ def _settle(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.set_wakeup_fd(-1)
-    _let_go_of_sockets()
+    _let_go()
     # The parent's objects are not ours to finalize.
     gc.freeze()
     torch.set_num_threads(1)
 
 
-def _let_go_of_sockets() -> None:
-    """A peer of the parent must see the connection end when the parent does.
+def _let_go() -> None:
+    """A peer of the parent must see the connection end when the parent does; and a batch that the parent was
+    about to write is not kept by us.
 
-    Their numbers stay taken, so that no object which closes its descriptor closes a later one of ours.
+    The numbers stay taken, so that no object which closes its descriptor closes a later one of ours.
     """
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for entry in list(Path("/proc/self/fd").iterdir()):
         fd = int(entry.name)
         try:
             is_socket = stat.S_ISSOCK(os.fstat(fd).st_mode)
+            is_batch = str(entry.readlink()).startswith(BATCH_MEMORY)
         except OSError:
             continue
-        if is_socket and fd > 2:
+        if (is_socket or is_batch) and fd > 2:
             os.dup2(nowhere, fd, inheritable=False)
     os.close(nowhere)
 

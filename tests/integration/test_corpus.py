@@ -133,7 +133,7 @@ def test_a_real_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in arrow:
         found.append(digest(batch))
         if len(found) == 20:
-            os.kill(arrow._pool[0].pid, signal.SIGKILL)
+            os.kill(arrow._pool.workers[0].pid, signal.SIGKILL)
         if len(found) == 60:
             break
     arrow.close()

@@ -1,18 +1,19 @@
 """Batches through an agent: real processes, real sockets, and what happens when any of them is killed."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ring_world import DEADLINE_S, Agent, children, open_fds, producers, until
 
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.errors import DataError, PeerError
@@ -21,7 +22,6 @@ from ckptless.pytorch_hooks.data.producer import Produce
 from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 
-DEADLINE_S = 60.0
 MANIFEST = "ab" * 16
 NUMBERS = 4096
 
@@ -44,48 +44,6 @@ def ten(stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
         yield made
 
 
-class Agent:
-    """An agent, which keeps rings only, in a process of its own."""
-
-    def __init__(self, tmp: Path, lease_s: float = 30.0) -> None:
-        self.socket = str(tmp / "agent.sock")
-        command = [sys.executable, str(Path(__file__).parent / "ring_agent.py"), self.socket, str(lease_s)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.events: list[tuple[str, str]] = []
-        self._news = threading.Condition()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-        self.expect("ready")
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._news:
-                self.events.append(tuple(json.loads(line)))
-                self._news.notify_all()
-
-    def expect(self, kind: str) -> str:
-        with self._news:
-            assert self._news.wait_for(lambda: any(k == kind for k, _ in self.events), DEADLINE_S), (
-                self.events
-            )
-            return next(text for k, text in self.events if k == kind)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        status = self._process.wait(DEADLINE_S)
-        self._thread.join(DEADLINE_S)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        if status == 0:
-            # Nothing is left open in it.
-            assert self.events[-1] == ("left", "0")
-
-
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
     before = open_fds()
@@ -98,18 +56,6 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     made.close()
     assert children() == []
     assert open_fds() == before
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
-
-def children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-
-
-def producers() -> list[int]:
-    return [pid for pid in children() if Path(f"/proc/{pid}/comm").read_text() == "ckptless-data\n"]
 
 
 def name(manifest: str = MANIFEST) -> RingName:
@@ -127,13 +73,6 @@ def expect(found: Reader, stream: int, seqs: range) -> None:
         assert taken.seq == taken.batch["seq"] == seq
         assert torch.equal(taken.batch["x"], batch_of(stream, seq)["x"])
         assert taken.position == seq + 1
-
-
-def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 class Rank:

@@ -1,5 +1,5 @@
 """A job on `ckptless.data` loses a process and a node: every rank trains on the samples of a run without
-faults.
+faults, and takes them from its node's ring.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from localrun import FAULTY_DEADLINE_S, Job
 
 SCRIPT = Path(__file__).parent / "data_job.py"
-STEPS, RANKS, COUNT, BATCH = 30, 3, 111, 13
+STEPS, NODES, RANKS, COUNT = 30, 2, 4, 111
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,11 +28,31 @@ def trained(home: Path, *faulty: str) -> Seen:
     """What each rank trained on in each step, and the losses; more than one where it was not the same
     again.
     """
-    options = ["--nodes", RANKS, "--spares", 1, "--max-stall", 60, "--tee", "none"]
+    options = [
+        "--nodes",
+        NODES,
+        "--nproc-per-node",
+        RANKS // NODES,
+        "--spares",
+        1,
+        "--max-stall",
+        60,
+        "--tee",
+        "none",
+    ]
     with Job(home, options, [SCRIPT, STEPS, home / "out", home.parent / "data.gz", *faulty]) as job:
         job.ended(0, FAULTY_DEADLINE_S)
+        ledger = job.ledger()
+        told = Counter(event.kind for event in ledger.events)
+        # Each batch came from a ring: one of each node, of which the lost one has nothing more to say.
+        assert told["ring-closed"] == NODES
+        assert not told["ring-off"]
         if faulty:
-            assert {f.kind for f in job.ledger().faults} >= {"died", "raised", "node-lost"}
+            assert {f.kind for f in ledger.faults} >= {"died", "raised", "node-lost"}
+            # The heir of the dead rank went on with what had been made for that.
+            (resumed,) = (event.text for event in ledger.events if event.kind == "ring-resumed")
+            assert "reader 1 goes on with batch 7 of stream 1: " in resumed
+            assert not resumed.endswith(": 0 were there")
     seen: Seen = {}
     for path in (home / "out").glob("seen-*.txt"):
         for line in path.read_text().splitlines():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptless.daemon.agent import ring_actions as r
@@ -54,6 +54,7 @@ class World:
         self.stands: dict[int, tuple[int, int, int]] = {}
         self.told: list[r.Tell] = []
         self.fails: set[int] = set()
+        self.end = END
 
     # ------------------------------------------------------------------------------ what it does
 
@@ -67,7 +68,7 @@ class World:
                     assert action.stream == reader.stream
                     reader.queue.append((action.seq, self.memory[(action.stream, action.seq)]))
                 case r.GiveEnd():
-                    assert action.seq == END
+                    assert action.seq == self.end
                     self.readers[action.reader].ended = True
                 case r.GiveUp():
                     self.readers[action.reader].broken = True
@@ -88,13 +89,13 @@ class World:
     def check(self) -> None:
         assert len(self.producers) <= 1
         assert set(self.memory) == {(s, seq) for s in range(STREAMS) for seq in self.ring.ready(s)}
-        living = [reader for reader in self.readers if reader.alive]
         for stream, seq in self.memory:
             dones = [reader.done for reader in self.readers if reader.stream == stream]
             assert seq >= min(dones), "kept, and nobody can be sent back to it"
         if not any(tell.kind == "ring-over-budget" for tell in self.told):
             assert self.ring.used_nbytes <= self.budget + JOBS * UNIT
-        needed = len({(reader.stream, reader.next) for reader in living})
+        # Of those that have died, too: what was made for them while they lived stays.
+        needed = len({(reader.stream, reader.next) for reader in self.readers})
         assert self.ring.used_nbytes <= max(self.budget, (WINDOW + 1) * needed * UNIT) + JOBS * UNIT
 
     # --------------------------------------------------------------------------- what happens
@@ -182,7 +183,7 @@ class World:
             self.stands.pop(job.stream, None)
             self.do(self.ring.failed(job.stream, job.seq, "it raised"))
             return
-        elif job.seq >= END:
+        elif job.seq >= self.end:
             self.do(self.ring.at_end(job.stream, job.seq))
         else:
             # Free must not find it before it is there.
@@ -323,16 +324,17 @@ class ForgetsJobs(Ring):
 class KeepsEnd(Ring):
     """Takes the end of what came before for the end of what is made now."""
 
-    def at_end(self, stream: int, seq: int) -> list[r.Action]:
-        out = super().at_end(stream, seq)
-        self._streams[stream].end = seq - 1
+    def _begin_anew(self, number: int, first: int, seq: int, position: bytes) -> list[r.Action]:
+        end = self._streams[number].end
+        out = super()._begin_anew(number, first, seq, position)
+        self._streams[number].end = end
         return out
 
 
 class TrustsPosition(Ring):
     """Gives out what is there, though it follows another position than the reader's."""
 
-    def _begin_anew(self, number: int, seq: int, where: bytes) -> list[r.Action]:
+    def _begin_anew(self, number: int, first: int, seq: int, where: bytes) -> list[r.Action]:
         return []
 
 
@@ -345,29 +347,93 @@ class TakesStale(Ring):
         return super().wants(stream, seq)
 
 
-BUGS: list[Any] = [
-    *(DropsAhead, NeverOver, TwoProducers, OneHistory, ForgetsJobs, KeepsEnd, TrustsPosition, TakesStale),
-]
+class KeepsSending(Ring):
+    """Sends a reader what follows another position than what it was sent before."""
+
+    def _begin_anew(self, number: int, first: int, seq: int, position: bytes) -> list[r.Action]:
+        out = super()._begin_anew(number, first, seq, position)
+        for mark in self._marks.values():
+            mark.held = False
+        return out
 
 
-@pytest.mark.parametrize("bug", BUGS)
+def goes_on_elsewhere(make_ring: Callable[[int, int], Ring]) -> None:
+    """The producer stands at the number that comes next, but of other data."""
+    world = World(1000, make_ring)
+    world.seek(0)
+    world.start_producer()
+    for _ in range(WINDOW):
+        world.make()
+    for reader in world.readers:
+        if reader.stream == 0:
+            reader.done, reader.done_value = WINDOW, WINDOW * UNIT + 1
+    world.seek(0)
+    world.settle()
+
+
+def ends_elsewhere(make_ring: Callable[[int, int], Ring]) -> None:
+    """The other data are longer."""
+    world = World(1000, make_ring)
+    world.end = 2
+    world.seek(0)
+    world.start_producer()
+    for _ in range(4):
+        world.make()
+    assert world.readers[0].ended
+    world.end = END
+    world.other_data(0)
+    world.settle()
+
+
+def one_of_two_seeks(make_ring: Callable[[int, int], Ring]) -> None:
+    """Two readers of a stream, and one of them goes on from another position: the other is not misled."""
+    world = World(1000, make_ring)
+    world.seek(0)
+    world.seek(2)
+    world.start_producer()
+    for _ in range(WINDOW):
+        world.make()
+    other, misled = world.readers[0], world.readers[2]
+    other.done, other.done_value = 1, UNIT + 1
+    sent = len(misled.queue)
+    world.seek(0)
+    for _ in range(2 * WINDOW):
+        world.make()
+    assert len(misled.queue) == sent
+    assert misled.broken
+
+
+def in_order(*todo: Op, budget: int = 30) -> Callable[[Callable[[int, int], Ring]], None]:
+    return lambda make_ring: void(play(budget, list(todo), make_ring))
+
+
+def void(_world: World) -> None:
+    """What is asked for is whether it gets there."""
+
+
+SCHEDULES: dict[Any, Callable[[Callable[[int, int], Ring]], None]] = {
+    DropsAhead: in_order(),
+    NeverOver: in_order(budget=1),
+    TwoProducers: in_order(("lose", 0, 0), ("late", 0, 0)),
+    OneHistory: goes_on_elsewhere,
+    ForgetsJobs: in_order(("lose", 0, 0)),
+    KeepsEnd: ends_elsewhere,
+    TrustsPosition: in_order(("other", 1, 0)),
+    TakesStale: in_order(("other", 0, 0), budget=200),
+    KeepsSending: one_of_two_seeks,
+}
+
+
+@pytest.mark.parametrize("bug", SCHEDULES)
 def test_planted_bugs_are_found(bug: Callable[[int, int], Ring]) -> None:
-    @settings(
-        max_examples=2000,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        derandomize=True,
-        report_multiple_bugs=False,
-    )
-    @given(st.sampled_from([1, 30, 60, 200]), ops)
-    def search(budget: int, todo: list[Op]) -> None:
-        play(budget, todo, bug)
-
+    SCHEDULES[bug](Ring)
     # Any of the ring's or the world's own checks will do.
     with pytest.raises((AssertionError, KeyError, ValueError)):
-        search()
+        SCHEDULES[bug](bug)
+
+
+def test_a_reader_that_comes_late_to_its_stream() -> None:
+    play(60, [*[("make", 0, 0)] * 4, ("take", 1, 1)])
 
 
 # -------------------------------------------------------------------------------------------- warmth
@@ -446,6 +512,20 @@ def test_a_lease_that_nobody_acts_on_goes_to_another() -> None:
     assert world.grants[-1][0] != first
     welcome, _ = world.ring.producer_up(world.grants[0][1])
     assert not welcome
+
+
+def test_a_lease_goes_to_one_that_waits() -> None:
+    world = filled()
+    world.lose_producer()
+    assert world.grants[-1][0] == 0
+    assert world.readers[0].queue
+    world.seek(1)
+    assert world.grants[-1][0] == 1
+    world.start_producer()
+    assert not world.producers
+    world.start_producer()
+    assert world.producers == [1]
+    world.settle()
 
 
 def test_what_nobody_comes_back_for_is_given_back() -> None:

@@ -347,7 +347,7 @@ def test_workers_that_are_killed(kind: str, caplog: pytest.LogCaptureFixture) ->
             for batch in loader:
                 found.append(batch)
                 if chance.random() < 0.5:
-                    os.kill(chance.choice(loader._pool).pid, signal.SIGKILL)
+                    os.kill(chance.choice(loader._pool.workers).pid, signal.SIGKILL)
     assert found == want
     assert "was killed by SIGKILL" in caplog.text
     loader.close()
@@ -371,7 +371,7 @@ def test_workers_end_with_their_process(tmp_path: Path) -> None:
     if pid == 0:
         loader = make(workers=2)
         next(iter(loader))
-        (tmp_path / "pids.part").write_text(json.dumps([worker.pid for worker in loader._pool]))
+        (tmp_path / "pids.part").write_text(json.dumps([worker.pid for worker in loader._pool.workers]))
         (tmp_path / "pids.part").rename(tmp_path / "pids")
         signal.pause()
     limit = time.monotonic() + 60

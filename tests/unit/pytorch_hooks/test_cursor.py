@@ -272,3 +272,28 @@ def test_positions_that_are_none() -> None:
     for saved in bad:
         with pytest.raises(ProtocolError, match="data position"):
             Cursors().restore(saved)
+
+
+class Failing:
+    """A loader whose second batch cannot be made at the first try."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(LENGTH):
+            if number == 1 and not self.failed:
+                self.failed = True
+                raise ValueError("a bad disk")
+            yield number
+
+
+def test_a_loader_that_has_raised_is_not_at_its_end() -> None:
+    cursor, loader = Cursor(), Failing()
+    batches = cursor.batches(loader, 1)
+    assert next(batches) == 0
+    saved = cursor.committed()
+    with pytest.raises(ValueError, match="a bad disk"):
+        next(batches)
+    cursor.restore(saved)
+    assert list(cursor.batches(loader, 1)) == list(range(1, LENGTH))

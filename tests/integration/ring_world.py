@@ -1,0 +1,73 @@
+"""The agent's part of rings in a process of its own, and what tests of it look at."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+DEADLINE_S = 60.0
+
+
+class Agent:
+    """An agent, which keeps rings only, in a process of its own."""
+
+    def __init__(self, tmp: Path, lease_s: float = 30.0) -> None:
+        self.socket = str(tmp / "agent.sock")
+        command = [sys.executable, str(Path(__file__).parent / "ring_agent.py"), self.socket, str(lease_s)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.events: list[tuple[str, str]] = []
+        self._news = threading.Condition()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        self.expect("ready")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._news:
+                self.events.append(tuple(json.loads(line)))
+                self._news.notify_all()
+
+    def expect(self, kind: str) -> str:
+        with self._news:
+            assert self._news.wait_for(lambda: any(k == kind for k, _ in self.events), DEADLINE_S), (
+                self.events
+            )
+            return next(text for k, text in self.events if k == kind)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        status = self._process.wait(DEADLINE_S)
+        self._thread.join(DEADLINE_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        if status == 0:
+            # Nothing is left open in it.
+            assert self.events[-1] == ("left", "0")
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def producers() -> list[int]:
+    return [pid for pid in children() if Path(f"/proc/{pid}/comm").read_text() == "ckptless-data\n"]
