@@ -187,7 +187,8 @@ def test_a_worker_that_is_killed(agent: Agent) -> None:
     found = []
     for batch in loader:
         found.append(batch[0])
-        for producer in producers():
+        # Once: it is three deaths in a row that are too many.
+        for producer in producers() if len(found) == 2 else ():
             for line in Path(f"/proc/{producer}/task/{producer}/children").read_text().split():
                 os.kill(int(line), signal.SIGKILL)
     same(found, list(make(workers=0)))
