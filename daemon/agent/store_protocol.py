@@ -3,7 +3,7 @@
 No input or output here. All integers are little endian; a key or value is its length (u64) and its bytes.
 A client opens with VALIDATE and a magic number; after that, every request is one opcode and its fields.
 Not every request has an answer: SET, APPEND, MULTI_SET and QUEUE_PUSH have none, and WAIT and BARRIER only
-have one when they end. LIST_KEYS and BARRIER are new in torch 2.13; the rest is the same from 2.8 on.
+have one when they end. LIST_KEYS came with torch 2.10, BARRIER with 2.12; the rest is the same from 2.8 on.
 """
 
 import struct
