@@ -75,9 +75,10 @@ bench: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal
 	$(BIN)/python tests/local/bench.py stall
 
-# The exchange of addresses between so many simulated ranks, beside torch's TCPStore.
+# The exchange of addresses between so many simulated ranks, beside torch's TCPStore; and when a node is replaced.
 bench-store: $(STAMP)
 	$(BIN)/python tests/torch/bench_store.py $(ARGS)
+	$(BIN)/python tests/torch/bench_replace.py
 
 bench-slurm: $(STAMP) slurm-packages
 	$(BIN)/python tests/slurm/bench.py $(ARGS)

@@ -28,24 +28,28 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "daemon"))
 PER_NODE = 8
 PROCESSES = 2
 CHUNK = 128
+DEADLINE_S = 60
 HELLO = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 1234)
 
 
-def key(rank: int, round_: int = 0) -> bytes:
-    return b"default_pg/0//cpu//%d/%d" % (round_, rank)
+# As torch names the keys of its default group; as ckptless.run's groups do is `OURS % generation`.
+PREFIX = "default_pg/0//cpu//"
+OURS = "ckptless/%d/0//"
 
 
 def _text(data: bytes) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def steps(rank: int, ranks: int, pattern: str, value_nbytes: int, round_: int) -> list[tuple[bytes, int]]:
-    """A rank's requests, each with the size of its answer."""
-    own = b"\1" + _text(key(rank, round_)) + _text(bytes(value_nbytes))
+def steps(rank: int, ranks: int, pattern: str, value_nbytes: int, where: str) -> list[tuple[bytes, int]]:
+    """A rank's requests, each with the size of its answer; the keys begin with `where`."""
+
+    def key(of: int) -> bytes:
+        return f"{where}/{of}".encode()
+
+    own = b"\1" + _text(key(rank)) + _text(bytes(value_nbytes))
     if pattern == "v2":
-        wanted = [
-            [key(r, round_) for r in range(lo, min(lo + CHUNK, ranks))] for lo in range(0, ranks, CHUNK)
-        ]
+        wanted = [[key(r) for r in range(lo, min(lo + CHUNK, ranks))] for lo in range(0, ranks, CHUNK)]
         found = []
         for keys in wanted:
             body = struct.pack("<Q", len(keys)) + b"".join(map(_text, keys))
@@ -54,7 +58,7 @@ def steps(rank: int, ranks: int, pattern: str, value_nbytes: int, round_: int) -
         peers = range(ranks) if pattern == "default" else ((rank - 1) % ranks, (rank + 1) % ranks)
         found = []
         for peer in peers:
-            body = _text(key(peer, round_))
+            body = _text(key(peer))
             found += [(b"\6" + struct.pack("<Q", 1) + body, 1), (b"\3" + body, 8 + value_nbytes)]
     # A set has no answer: the next request goes out with it.
     return [(own + found[0][0], found[0][1]), *found[1:]]
@@ -94,7 +98,11 @@ def exchange(socks: dict[int, tuple[socket.socket, list[tuple[bytes, int]]]]) ->
     for fd in todo:
         begin(fd)
     while left:
-        for fd, events in poll.poll(60):
+        ready = poll.poll(DEADLINE_S)
+        if not ready:
+            text = f"{left} of {len(todo)} clients of this process have had no answer for {DEADLINE_S} s"
+            raise TimeoutError(f"{text}; {len(unsent)} could not send")
+        for fd, events in ready:
             if events & select.EPOLLOUT and fd in unsent:
                 send(fd, unsent[fd])
             if events & select.EPOLLIN:
@@ -110,19 +118,24 @@ def exchange(socks: dict[int, tuple[socket.socket, list[tuple[bytes, int]]]]) ->
 def clients(argv: Sequence[str]) -> None:
     """A process of clients: rounds are begun by lines of its input."""
     plan = json.loads(argv[0])
-    socks = []
+    socks: list[tuple[int, socket.socket]] = []
     for rank, port in plan["ranks"]:
-        sock = socket.create_connection(("127.0.0.1", port))
+        sock = socket.create_connection(("127.0.0.1", port), DEADLINE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(HELLO)
-        assert sock.recv(4, socket.MSG_WAITALL) == HELLO[-4:]
+        try:
+            greeting = sock.recv(4, socket.MSG_WAITALL)
+        except TimeoutError as error:
+            text = f"no greeting in {DEADLINE_S} s, with {len(socks)} clients of this process greeted"
+            raise TimeoutError(f"the store at port {port}: {text}") from error
+        assert greeting == HELLO[-4:], "hung up on"
         sock.setblocking(False)
         socks.append((rank, sock))
     print("ready", flush=True)
     for line in sys.stdin:
-        pattern, round_ = line.split()
+        pattern, where = line.split()
         work = {
-            sock.fileno(): (sock, steps(rank, plan["size"], pattern, plan["value"], int(round_)))
+            sock.fileno(): (sock, steps(rank, plan["size"], pattern, plan["value"], where))
             for rank, sock in socks
         }
         print("set", flush=True)
@@ -132,54 +145,70 @@ def clients(argv: Sequence[str]) -> None:
 
 
 async def servers(argv: Sequence[str]) -> None:
-    """A process of stores: the nodes lo to hi of so many."""
+    """A process of stores: the nodes lo to hi, until its input ends.
+
+    Lines of it: all nodes' infos; then {"ranks": nodes with ranks, "nodes": those that can be used} for the
+    next generation, which must be ready by then; "counts"; "end NODE".
+    """
     from facades import Facade  # type: ignore[import-not-found]
     from msgspec import to_builtins
 
     from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 
-    lo, hi, total, per_node = map(int, argv)
-    mine = [Facade(number, 30.0) for number in range(lo, hi)]
-    for facade in mine:
+    lo, hi, per_node = map(int, argv)
+    mine = {number: Facade(number, 30.0) for number in range(lo, hi)}
+    for facade in mine.values():
         await facade.start()
-    print(json.dumps([[to_builtins(facade.info), facade.port] for facade in mine]), flush=True)
-    infos = tuple(NodeInfo(**info) for info in json.loads(await asyncio.to_thread(sys.stdin.readline)))
-    generation = 0
+    print(json.dumps([[to_builtins(facade.info), facade.port] for facade in mine.values()]), flush=True)
+    infos = [NodeInfo(**info) for info in json.loads(await asyncio.to_thread(sys.stdin.readline))]
+    generation, before = 0, {number: dict[int, Any]() for number in mine}
 
-    def follow() -> None:
-        places = tuple(Place(node=node, slot=slot) for node in range(total) for slot in range(per_node))
-        for facade in mine:
-            facade.store.follow(
-                Assignment(
-                    job="job",
-                    generation=generation,
-                    term=1,
-                    leader=0,
-                    places=places,
-                    nodes=infos,
-                    restore_step=None,
-                ),
-                None,
-            )
+    def follow(ranks: list[int], nodes: list[int]) -> None:
+        assignment = Assignment(
+            job="job",
+            generation=generation,
+            term=1,
+            leader=0,
+            places=tuple(Place(node=node, slot=slot) for node in ranks for slot in range(per_node)),
+            nodes=tuple(infos[node] for node in nodes),
+            restore_step=None,
+        )
+        for number in mine.keys() & set(nodes):
+            before[number] = links(mine[number])
+            mine[number].store.follow(assignment, None)
 
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        if line.startswith("follow"):
+    while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
+        if line.startswith("{"):
             generation += 1
-            follow()
+            follow(**json.loads(line))
+            print("ok", flush=True)
+        elif line.startswith("end"):
+            await mine.pop(int(line.split()[1])).close()
             print("ok", flush=True)
         else:
-            counts = [
-                (
-                    f.store.server.requests,
-                    f.store.server._node.asked,
-                    f.store.exchange.handshakes,
-                    f.store.exchange.messages,
-                )
-                for f in mine
-            ]
+            counts = {number: count(facade, before[number]) for number, facade in mine.items()}
             print(json.dumps([counts, time.process_time()]), flush=True)
-    for facade in mine:
+    for facade in mine.values():
         await facade.close()
+
+
+def links(facade: Any) -> dict[int, Any]:
+    """To the other agents."""
+    others = facade.store.exchange._others.items()
+    return {number: other.link for number, other in others if other.link is not None}
+
+
+def count(facade: Any, before: dict[int, Any]) -> dict[str, int]:
+    """What a node's store has done. `asked`, `asks` and `connected` are of this generation."""
+    store = facade.store
+    return {
+        "local": store.server.requests,
+        "asked": store.server._node.asked,
+        "asks": store.server._node._number,
+        "connected": sum(before.get(number) is not link for number, link in links(facade).items()),
+        "handshakes": store.exchange.handshakes,
+        "messages": store.exchange.messages,
+    }
 
 
 def torchs(_argv: Sequence[str]) -> None:
@@ -214,9 +243,14 @@ class Child:
         return line
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
+        with self.process as process:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
 
 
 class Clients:
@@ -232,10 +266,10 @@ class Clients:
         for child in self._children:
             child.hear()
 
-    def exchange(self, pattern: str, round_: int) -> float:
+    def exchange(self, pattern: str, where: str = f"{PREFIX}0") -> float:
         """One; its seconds."""
         for child in self._children:
-            child.tell(f"{pattern} {round_}")
+            child.tell(f"{pattern} {where}")
         for child in self._children:
             child.hear()
         began = time.perf_counter()
@@ -251,32 +285,49 @@ class Clients:
 
 
 class Stores:
-    """The stores of so many nodes, in a few processes."""
+    """The stores of so many nodes, in a few processes; one more for each spare."""
 
-    def __init__(self, nodes: int, per_node: int) -> None:
-        bounds = [nodes * n // PROCESSES for n in range(PROCESSES + 1)]
+    def __init__(self, nodes: int, per_node: int, spares: int = 0) -> None:
+        self._per_node = per_node
+        self.with_ranks = list(range(nodes))
+        self._usable = list(range(nodes + spares))
+        bounds = [len(self._usable) * n // PROCESSES for n in range(PROCESSES + 1)]
+        self._ends = bounds[1:]
         self._children = [
-            Child("servers", str(lo), str(hi), str(nodes), str(per_node))
-            for lo, hi in itertools.pairwise(bounds)
+            Child("servers", str(lo), str(hi), str(per_node)) for lo, hi in itertools.pairwise(bounds)
         ]
         found = [pair for child in self._children for pair in json.loads(child.hear())]
         for child in self._children:
             child.tell(json.dumps([info for info, _port in found]))
-        self.ports = [port for _info, port in found for _ in range(per_node)]
+        self._ports = [port for _info, port in found]
+
+    @property
+    def ports(self) -> list[int]:
+        """By rank."""
+        return [self._ports[node] for node in self.with_ranks for _ in range(self._per_node)]
 
     def follow(self) -> None:
         """The next generation."""
         for child in self._children:
-            child.tell("follow")
+            child.tell(json.dumps({"ranks": self.with_ranks, "nodes": self._usable}))
         for child in self._children:
             child.hear()
 
-    def counts(self) -> tuple[list[list[int]], float]:
-        """Of each node, and CPU seconds of all."""
+    def replace(self, node: int, spare: int) -> None:
+        """The agent of `node` ends; from the next generation on its ranks are the spare's."""
+        child = self._children[next(n for n, end in enumerate(self._ends) if node < end)]
+        child.tell(f"end {node}")
+        child.hear()
+        self._usable.remove(node)
+        self.with_ranks[self.with_ranks.index(node)] = spare
+
+    def counts(self) -> tuple[dict[int, dict[str, int]], float]:
+        """Of each node that lives, and CPU seconds of all."""
         for child in self._children:
             child.tell("counts")
         told = [json.loads(child.hear()) for child in self._children]
-        return [count for counts, _cpu in told for count in counts], sum(cpu for _counts, cpu in told)
+        found = {int(node): count for counts, _cpu in told for node, count in counts.items()}
+        return found, sum(cpu for _counts, cpu in told)
 
     def close(self) -> None:
         for child in self._children:
@@ -291,17 +342,15 @@ def ours(ranks: int, pattern: str, value: int, rounds: int) -> None:
             stores.follow()
             before, cpu_before = stores.counts()
             exchanging = Clients(stores.ports, value)
-            took = exchanging.exchange(pattern, 0)
+            took = exchanging.exchange(pattern)
             exchanging.close()
             after, cpu = stores.counts()
-            local = max(a[0] - b[0] for a, b in zip(after, before, strict=True))
-            asked = max(a[1] for a in after)
-            shakes = sum(a[2] - b[2] for a, b in zip(after, before, strict=True))
-            messages = max(a[3] - b[3] for a, b in zip(after, before, strict=True))
+            since = {name: [after[n][name] - before[n][name] for n in after] for name in before[0]}
             print(
                 f"{ranks:5} ranks  {pattern:8}  ours, generation {generation + 1}  {took:7.3f} s   "
-                f"busiest: {local} of its ranks, {asked} of others, {messages} messages sent; "
-                f"{shakes} handshakes, CPU of all stores {cpu - cpu_before:.2f} s",
+                f"busiest: {max(since['local'])} of its ranks, {max(since['asked'])} of others, "
+                f"{max(since['messages'])} messages sent; {sum(since['handshakes'])} handshakes, "
+                f"CPU of all stores {cpu - cpu_before:.2f} s",
                 flush=True,
             )
     finally:
@@ -313,8 +362,8 @@ def theirs(ranks: int, pattern: str, value: int, rounds: int) -> None:
     port = int(store.hear())
     exchanging = Clients([port] * ranks, value)
     for round_ in range(rounds):
-        took = exchanging.exchange(pattern, round_)
-        requests = ranks * (len(steps(0, ranks, pattern, value, 0)) + 1)
+        took = exchanging.exchange(pattern, f"{PREFIX}{round_}")
+        requests = ranks * (len(steps(0, ranks, pattern, value, PREFIX)) + 1)
         print(
             f"{ranks:5} ranks  {pattern:8}  TCPStore            {took:7.3f} s   {requests} requests",
             flush=True,
