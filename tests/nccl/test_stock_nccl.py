@@ -11,13 +11,19 @@ from typing import Any, TypeVar
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit/daemon"))
 
 from nccl_wheels import RECORDED, library
+from store_client import Client  # type: ignore[import-not-found]
 
-from ckptless.daemon.agent import nccl_wire
+from ckptless.daemon.agent import environment, nccl_wire
+from ckptless.daemon.agent.nccl_blocks import block
 from ckptless.daemon.agent.nccl_ids import NcclIds
 from ckptless.daemon.agent.nccl_server import NcclServer
+from ckptless.daemon.agent.nccl_service import NcclService
 from ckptless.daemon.agent.nccl_wire import Address
+from ckptless.daemon.agent.store_server import StoreServer
+from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -259,3 +265,68 @@ def test_an_nccl_that_is_not_known_is_refused_by_name(version: str, monkeypatch:
             assert "a check-in of 176 bytes" in await agents.tells("nccl-unknown")
 
     in_agents(1, scenario)
+
+
+async def _asked_for(env: dict[str, str], store: StoreServer, port: int, ranks: int) -> list[list[bytes]]:
+    """The world's ids as each rank gets them by torch's requests, with the value that it is given."""
+    ranks_per_root = environment.ranks_per_root(env, stock_roots=False)
+    roots = -(-ranks // ranks_per_root)
+    keys = [b"default_pg/0//cuda//UniqueNCCLID:%d" % root for root in range(roots)]
+    of_rank = {block(root, ranks, roots)[0]: root for root in range(roots)}
+    found = []
+    for rank in range(ranks):
+        client = await Client.connect(port)
+        if rank in of_rank:
+            client.set_soon(keys[of_rank[rank]], b"a root of its own, which nobody uses")
+        found.append(await client.multi_get(keys))
+        await client.close()
+    assert store.refused == 0
+    return found
+
+
+@pytest.mark.parametrize("version", SCALABLE)
+@pytest.mark.parametrize(("own", "roots"), [("2", 3), ("4", 2)])
+def test_the_jobs_own_number_of_ranks_for_a_root(version: str, own: str, roots: int) -> None:
+    """From the job's environment to the ranks' requests, the computed ids, and a world that they form."""
+    nodes = [0, 0, 0, 1, 1]
+    env = {environment.RANKS_PER_ROOT: own}
+
+    async def scenario() -> list[tuple[str, str]]:
+        events: list[tuple[str, str]] = []
+        store, infos = StoreServer(), []
+        services = [NcclService(lambda *event: events.append(event), lambda: None) for _ in range(2)]
+        try:
+            for node, service in enumerate(services):
+                host = f"127.0.0.{2 + node}"
+                service.learn_key(KEY)
+                port = await service.start(host, env)
+                info = NodeInfo(node=node, name=f"n{node}", address=host, agent_port=1, nccl_port=port)
+                infos.append(info)
+            assignment = Assignment(
+                job="job",
+                generation=1,
+                term=1,
+                leader=0,
+                places=tuple(Place(node=node, slot=slot) for slot, node in enumerate(nodes)),
+                nodes=tuple(infos),
+                restore_step=None,
+            )
+            computed = [service.follow(assignment) for service in services]
+            told = []
+            for ids in computed:
+                store.cut(ids)
+                port = await store.start("127.0.0.1")
+                told += await _asked_for(env, store, port, len(nodes))
+                await store.close()
+            assert all(ids == told[0] for ids in told), "on both nodes"
+            assert len(told[0]) == roots
+            async with Ranks(version) as ranks:
+                await ranks.run([(range(5), told[0])])
+        finally:
+            await store.close()
+            for service in services:
+                await service.close()
+        return events
+
+    # What it costs is told once by each agent, and no check-in is refused.
+    assert [kind for kind, _ in asyncio.run(scenario())] == ["nccl-ranks-per-root"] * 2
