@@ -20,12 +20,15 @@ KNOWN, KNOWN_NBYTES = 65536, 256
 
 
 class Homes:
-    """The homes of one generation's keys; `nodes[rank]` is the node of a rank. Raises ValueError for none."""
+    """The homes of one generation's keys; `nodes[rank]` is the node of a rank. Raises ValueError for none.
+
+    `ranks` is that list; `nodes` has each of them once.
+    """
 
     def __init__(self, nodes: Sequence[int], generation: int = 0) -> None:
         if not nodes:
             raise ValueError("a store without a node")
-        self._ranks, self._generation = tuple(nodes), generation
+        self.ranks, self._generation = tuple(nodes), generation
         self._known: dict[bytes, int] = {}
         self.nodes = tuple(sorted(set(nodes)))
 
@@ -40,8 +43,8 @@ class Homes:
 
     def _home(self, key: bytes) -> int:
         found = _GLOO.fullmatch(key)
-        if found is not None and (rank := int(found[1])) < len(self._ranks):
-            return self._ranks[rank]
+        if found is not None and (rank := int(found[1])) < len(self.ranks):
+            return self.ranks[rank]
         return self.nodes[xxhash.xxh3_64_intdigest(key) % len(self.nodes)]
 
     def admit(self, key: bytes) -> None:

@@ -12,12 +12,13 @@ from typing import TypeAlias
 from ckptless.daemon.agent import store_protocol as protocol
 from ckptless.daemon.agent.store_answers import DONE, Answer, Done, Join, Refusal, Reply, by_home, nothing
 from ckptless.daemon.agent.store_cache import Cache
+from ckptless.daemon.agent.store_gather import Gathering
 from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.agent.store_owner import Owner
 from ckptless.daemon.agent.store_protocol import Request
 from ckptless.daemon.agent.store_sharing import Memo, Turns
 from ckptless.daemon.agent.store_state import StoreState
-from ckptless.daemon.agent.store_wire import Ask, Askable, Drop, Dropped, Item, Told
+from ckptless.daemon.agent.store_wire import Ask, Askable, Drop, Dropped, Gather, Item, Told
 from ckptless.daemon.agent.store_wire import Cancel as CancelAsk
 from ckptless.daemon.api.errors import ProtocolError
 
@@ -49,6 +50,7 @@ class StoreNode:
         self._asking: dict[int, dict[int, tuple[Askable, Done]]] = {}
         self._serving: dict[int, dict[int, Cancel]] = {}
         self._lost: set[int] = set()
+        self._gathering = Gathering(me, homes, self._owner, self._cache, self._ask_one)
 
     # --------------------------------------------------------------------------------- for clients
 
@@ -96,6 +98,7 @@ class StoreNode:
 
     def _ask_one(self, node: int, request: Askable, done: Done) -> Cancel:
         if node == self._me:
+            assert not isinstance(request, Gather)
             return self._owner.ask(request, None, done)
         if node in self._lost:
             done(_gone(node))
@@ -145,6 +148,9 @@ class StoreNode:
         if self._there.get(keys, self._stamp):
             done(DONE)
             return nothing
+        gathered = self._gathering.wait(keys, done)
+        if gathered is not None:
+            return gathered
         behind = self._turns.stand_behind(keys, lambda: self._wait(keys, done, alone=True))
         if behind is not None:
             return behind.cancel
@@ -248,31 +254,37 @@ class StoreNode:
             if serving.pop(number, None) is not None:
                 self._send(node, Told(number, answer))
 
-        cancel = self._owner.ask(request, node, done)
+        if isinstance(request, Gather):
+            cancel = self._gathering.serve(node, request.where, done)
+        else:
+            cancel = self._owner.ask(request, node, done)
         if number in serving:
             serving[number] = cancel
 
     def _told(self, node: int, number: int, answer: Answer) -> None:
         if number > self._number:
             raise ProtocolError(f"an answer to {number}, which was not asked")
-        asked = self._asking.get(node, {}).pop(number, None)
+        asked = self._asking.get(node, {}).get(number)
         if asked is None:
             return  # a wait that was canceled meanwhile
         request, done = asked
         if isinstance(answer, Reply):
-            self._check_reply(request, answer)
+            # Until then it is still asked: where that is no answer, the node is lost, and `done` hears of it.
+            self._check_reply(node, request, answer)
             if isinstance(request, protocol.MultiGet | protocol.Wait):
                 for place in answer.keep:
                     value = answer.values[place]
                     assert value is not None
                     self._cache.put(node, request.keys[place], value)
+        del self._asking[node][number]
         done(answer)
 
-    @staticmethod
-    def _check_reply(request: Askable, answer: Reply) -> None:
+    def _check_reply(self, node: int, request: Askable, answer: Reply) -> None:
         match request:
             case protocol.MultiGet(keys) | protocol.Wait(keys):
                 fits = len(answer.values) == len(keys)
+            case Gather():
+                fits = len(answer.values) == self._gathering.count(node)
             case protocol.CompareSet():
                 fits = len(answer.values) == 1 and answer.values[0] is not None
             case protocol.QueuePop():
@@ -308,7 +320,7 @@ def _keys(request: Askable) -> Sequence[bytes]:
             return keys
         case protocol.MultiSet(items):
             return [key for key, _value in items]
-        case protocol.NumKeys() | protocol.ListKeys():
+        case protocol.NumKeys() | protocol.ListKeys() | Gather():
             return ()
         case _:
             return (request.key,)

@@ -51,6 +51,7 @@ class Owner:
         self._known: dict[bytes, set[int]] = {}
         self._delayed: dict[bytes, _Delayed] = {}
         self._changed: set[bytes] = set()
+        self._fixed: set[bytes] = set()
         self._lost: set[int] = set()
 
     def ask(self, request: Request, asker: int | None, done: Done) -> Cancel:
@@ -126,6 +127,9 @@ class Owner:
 
     def _change(self, key: bytes, apply: Callable[[], Answer], done: Done) -> None:
         """Now, or as soon as nobody remembers what the key has."""
+        if key in self._fixed:
+            done(Refusal("every node has got this address, which therefore stays", hostile=True))
+            return
         change = _Change(apply, done)
         delayed = self._delayed.get(key)
         if delayed is not None:
@@ -181,6 +185,14 @@ class Owner:
                 delayed.changes.clear()
                 for change in refused:
                     change.done(_unknown(node))
+
+    def fix(self, keys: Sequence[bytes]) -> None:
+        """Others get their values by way of others again: they stay as they are, in this generation."""
+        self._fixed.update(keys)
+
+    def find(self, key: bytes) -> bytes | None:
+        """Its value."""
+        return self._state.find(key)
 
     def has(self, keys: Sequence[bytes]) -> bool:
         """Whether each of them has a value."""

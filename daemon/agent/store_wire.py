@@ -12,6 +12,14 @@ from ckptless.daemon.agent.store_protocol import Key
 from ckptless.daemon.api.errors import ProtocolError
 
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class Gather(Struct, frozen=True, tag=True, array_like=True):
+    """All ranks' keys that begin so, when they are there, but for those that come from the asker's side."""
+
+    where: Key
+
+
 Askable: TypeAlias = (
     protocol.Set
     | protocol.MultiSet
@@ -28,6 +36,7 @@ Askable: TypeAlias = (
     | protocol.QueuePush
     | protocol.QueuePop
     | protocol.QueueLen
+    | Gather
 )
 # So large a body is not made any larger; one item may be, by itself.
 BODY_NBYTES = 1 << 20

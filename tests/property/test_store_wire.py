@@ -30,6 +30,7 @@ REQUEST = st.one_of(
     st.builds(protocol.QueuePush, TEXT, TEXT),
     st.builds(protocol.QueuePop, TEXT),
     st.builds(protocol.QueueLen, TEXT),
+    st.builds(wire.Gather, TEXT),
 )
 ANSWER = st.one_of(
     st.builds(
