@@ -218,6 +218,8 @@ def stock(place: Place, kind: str, steps: int) -> dict[str, Any]:
     for number in range(1, steps + 1):
         job.step(state, number)
     result = {"losses": list(job.losses.values()), "digest": digest(state)}
+    # Torch forgets the groups. They stay for the reason that Place.leave tells.
+    place.kept += [job, state]
     dist.destroy_process_group()
     return result
 
