@@ -22,6 +22,8 @@ from ckptless.daemon.api.errors import ProtocolError
 # Children of a node. All values pass through each node once more for each: few make a deep tree, many a
 # crowded root. Of 128 nodes the last are five steps away.
 FANOUT = 3
+# Of one answer. A larger one is so long on its way that its sender would be taken for silent.
+MAX_ANSWER_NBYTES = 64 << 20
 # Rounds of one group in one generation: there is one.
 MAX_FAMILIES = 64
 _BEGIN = b"ckptless/"
@@ -189,7 +191,7 @@ class Gathering:
 
     def _values(self, keys: Sequence[bytes]) -> tuple[bytes | None, ...]:
         """None where it is not here, or too much: it is asked for where it is kept."""
-        left_nbytes = protocol.MAX_REPLY_NBYTES
+        left_nbytes = MAX_ANSWER_NBYTES
         values: list[bytes | None] = []
         for key in keys:
             home = self._homes.of(key)

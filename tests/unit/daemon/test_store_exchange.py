@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,6 +20,7 @@ from ckptless.daemon.agent import store_wire as wire
 from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.store_answers import Refusal
 from ckptless.daemon.agent.store_home import Homes
+from ckptless.daemon.api.messages import Place
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import KeyVouch
@@ -315,6 +317,46 @@ def test_what_a_newer_generation_says_is_bounded(monkeypatch: pytest.MonkeyPatch
                 await link.receive()
             link.close()
             assert held(facades[0], 2) == 0
+
+    play(work)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 7], ids=["root", "between", "leaf"])
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "not-asked"])
+def test_what_all_tell_all_ends_with_any_node_of_the_tree(lost: int, asked: bool) -> None:
+    """Nodes 4, 5 and 6 have only node 1 to ask, and node 1 asks node 0: each hears of it all the same."""
+
+    def keys(generation: int) -> list[bytes]:
+        return [b"ckptless/%d/0//0/%d" % (generation, rank) for rank in range(8)]
+
+    async def meet(client: Client, rank: int, generation: int) -> list[bytes]:
+        client.set_soon(keys(generation)[rank], b"of %d" % rank)
+        await client.wait(*keys(generation))
+        return await client.multi_get(keys(generation))
+
+    async def work() -> None:
+        async with Facades(8) as facades:
+            clients = [await Client.connect(facade.port) for facade in facades]
+            waiting = [
+                asyncio.create_task(outcome(meet(client, rank, 1)))
+                for rank, client in enumerate(clients)
+                if rank != lost
+            ]
+            if asked:
+                await until(lambda: facades[lost].store.server._node.asked)
+            await facades[lost].close()
+            assert await asyncio.gather(*waiting) == ["ConnectionResetError"] * 7
+            # Its ranks are with node 2 from now on.
+            nodes = [2 if facade.number == lost else facade.number for facade in facades]
+            assignment = replace(
+                facades.assignment(2, sorted(set(nodes))),
+                places=tuple(Place(node=node, slot=0) for node in nodes),
+            )
+            for node in sorted(set(nodes)):
+                facades[node].store.follow(assignment, None)
+            again = [await Client.connect(facades[node].port) for node in nodes]
+            found = await asyncio.gather(*(meet(client, rank, 2) for rank, client in enumerate(again)))
+            assert found == [[b"of %d" % rank for rank in range(8)]] * 8
 
     play(work)
 
