@@ -127,24 +127,26 @@ class Agreed:
         return self._key(f"plan/{after}")
 
     def _key(self, name: str) -> str:
-        return _key(self._generation, name)
-
-
-def _key(generation: int, name: str) -> str:
-    return f"ckptless/{generation}/cadence/{name}"
+        return f"ckptless/{self._generation}/cadence/{name}"
 
 
 def _compare(fabric: Fabric, rank: int, world_size: int, told: str) -> None:
-    """Raise UsageError where rank 0 was told something else; that is waited for."""
-    if world_size == 1:
-        return
-    key = _key(fabric.generation or 0, "told")
+    """Raise UsageError where the rank before was told something else; that is waited for.
+
+    If all ranks are as the one before, all are alike; and no rank's node is asked by all others.
+    """
+
+    def key(of: int) -> str:
+        # A key that is kept on that rank's node: see store_home.py.
+        return f"ckptless/{fabric.generation or 0}/rank/{of}/told"
+
+    if rank + 1 < world_size:
+        fabric.in_store(lambda store: store.set(key(rank), told))
     if rank == 0:
-        fabric.in_store(lambda store: store.set(key, told))
         return
-    first: Any = fabric.in_store(lambda store: torch_private.store_get(store, key))
-    if first.decode() != told:
+    before: Any = fabric.in_store(lambda store: torch_private.store_get(store, key(rank - 1)))
+    if before.decode() != told:
         raise UsageError(
-            f"rank {rank} was started with {told}, and rank 0 with {first.decode()}: "
+            f"rank {rank} was started with {told}, and rank {rank - 1} with {before.decode()}: "
             "give ckptless.run the same on every rank"
         )

@@ -2,7 +2,8 @@
 
 Where the name says which rank writes it, that rank's node keeps it, so that writing costs no message. Gloo's
 keys of the default group do: they end in the rank. (Those of other groups end in the rank within the group,
-which says nothing here.) All others are dealt out by a digest of the name.
+which says nothing here.) So do those that are named after a rank. All others are dealt out by a digest of
+the name.
 """
 
 import re
@@ -12,8 +13,10 @@ import xxhash
 
 from ckptless.daemon.api.errors import ProtocolError
 
-# torch's own name of the default group is 0; ckptless.run has a prefix of its own in place of torch's.
+# torch's own name of the default group is 0; ckptless.run has a prefix of its own in place of torch's, and
+# keys of one rank beside those of groups.
 _GLOO = re.compile(rb"(?:(?:default_pg/)?0//[a-z]{1,16}//|ckptless/[0-9]{1,18}/0//)[0-9]{1,6}/([0-9]{1,9})")
+_OF_RANK = re.compile(rb"ckptless/[0-9]{1,18}/rank/([0-9]{1,9})/.*", re.DOTALL)
 _OURS = re.compile(rb"ckptless/([0-9]{1,18})/")
 # Each rank asks for the same keys: so many of them, of so many bytes at most, are not looked at again.
 KNOWN, KNOWN_NBYTES = 65536, 256
@@ -42,7 +45,7 @@ class Homes:
         return known
 
     def _home(self, key: bytes) -> int:
-        found = _GLOO.fullmatch(key)
+        found = _GLOO.fullmatch(key) or _OF_RANK.fullmatch(key)
         if found is not None and (rank := int(found[1])) < len(self.ranks):
             return self.ranks[rank]
         return self.nodes[xxhash.xxh3_64_intdigest(key) % len(self.nodes)]

@@ -4,7 +4,8 @@ N simulated ranks, 8 to a node, have come together. Then one node is lost: its a
 generation has its ranks on a spare at another address, and every rank asks what it asks in a recovery:
 
     lazy      an unchanged script with Gloo as ranks get it: its own key, and its neighbours' in a ring
-    ckptless  ckptless.run's own groups, which are connected at once: its own key, and those of all
+    ckptless  ckptless.run's own groups, which are connected at once: its own key, and those of all; and
+              whether the rank before was started alike
 
 The figures are of the busiest survivor: what one of its ranks asks it, how many requests it asks of other
 agents and they of it, and how many connections to others it has made anew; and how long all of it takes,
@@ -19,12 +20,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench_store import PER_NODE, PREFIX, Clients, Stores
+from bench_store import PER_NODE, Clients, Stores
+from store_requests import PREFIX
 
 # It has neighbours in the ring of ranks, and both kinds of them in the tree by which nodes gather all keys.
 LOST = 2
 # By name: the pattern of requests, and what the keys of a generation begin with.
-WAYS = {"lazy": ("lazy", PREFIX + "0"), "ckptless": ("v2", "ckptless/%d/0//0")}
+WAYS = {"lazy": ("lazy", PREFIX + "0"), "ckptless": ("ckptless", "ckptless/%d/0//0")}
 
 
 def replaced(ranks: int, way: str, value: int = 170) -> dict[str, Any]:

@@ -23,45 +23,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "daemon"))
+
+from store_requests import PREFIX, steps
 
 PER_NODE = 8
 PROCESSES = 2
-CHUNK = 128
 DEADLINE_S = 60
 HELLO = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 1234)
-
-
-# As torch names the keys of its default group; as ckptless.run's groups do is `OURS % generation`.
-PREFIX = "default_pg/0//cpu//"
-OURS = "ckptless/%d/0//"
-
-
-def _text(data: bytes) -> bytes:
-    return struct.pack("<Q", len(data)) + data
-
-
-def steps(rank: int, ranks: int, pattern: str, value_nbytes: int, where: str) -> list[tuple[bytes, int]]:
-    """A rank's requests, each with the size of its answer; the keys begin with `where`."""
-
-    def key(of: int) -> bytes:
-        return f"{where}/{of}".encode()
-
-    own = b"\1" + _text(key(rank)) + _text(bytes(value_nbytes))
-    if pattern == "v2":
-        wanted = [[key(r) for r in range(lo, min(lo + CHUNK, ranks))] for lo in range(0, ranks, CHUNK)]
-        found = []
-        for keys in wanted:
-            body = struct.pack("<Q", len(keys)) + b"".join(map(_text, keys))
-            found += [(b"\6" + body, 1), (b"\12" + body, len(keys) * (8 + value_nbytes))]
-    else:
-        peers = range(ranks) if pattern == "default" else ((rank - 1) % ranks, (rank + 1) % ranks)
-        found = []
-        for peer in peers:
-            body = _text(key(peer))
-            found += [(b"\6" + struct.pack("<Q", 1) + body, 1), (b"\3" + body, 8 + value_nbytes)]
-    # A set has no answer: the next request goes out with it.
-    return [(own + found[0][0], found[0][1]), *found[1:]]
 
 
 def exchange(socks: dict[int, tuple[socket.socket, list[tuple[bytes, int]]]]) -> None:

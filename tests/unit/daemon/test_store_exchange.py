@@ -365,6 +365,7 @@ def test_homes_are_those_of_who_writes_or_dealt_out() -> None:
     homes = Homes([3, 3, 5, 5], generation=2)
     assert [homes.of(key_of(rank)) for rank in range(4)] == [3, 3, 5, 5]
     assert [homes.of(b"ckptless/2/0//0/%d" % rank) for rank in range(4)] == [3, 3, 5, 5]
+    assert [homes.of(b"ckptless/2/rank/%d/told" % rank) for rank in range(4)] == [3, 3, 5, 5]
     # The third of a group is not the third of all.
     assert len({homes.of(b"default_pg/0//%d//cpu//0/0" % group) for group in range(40)}) == 2
     assert homes.of(key_of(4)) in (3, 5)

@@ -129,8 +129,10 @@ def test_ranks_that_were_told_different_intervals_are_named() -> None:
     store = torch_private.HashStore()
     cadences: list[Cadence] = [Fixed(fabric_of(store), every) for every in (2, 2, 3, 2)]
     assert begin_all(cadences) == {
-        2: "rank 2 was started with commit_every=3, and rank 0 with commit_every=2: "
-        "give ckptless.run the same on every rank"
+        2: "rank 2 was started with commit_every=3, and rank 1 with commit_every=2: "
+        "give ckptless.run the same on every rank",
+        3: "rank 3 was started with commit_every=2, and rank 2 with commit_every=3: "
+        "give ckptless.run the same on every rank",
     }
 
 
@@ -144,7 +146,7 @@ def test_auto_and_a_number_or_two_budgets_are_different() -> None:
         Agreed(fabric, Meter(), 0.01),
     ]
     said = begin_all(cadences)
-    assert said.keys() == {1, 2}
+    assert said.keys() == {1, 2, 3}
     assert said[1].startswith(
         'rank 1 was started with commit_every=5, and rank 0 with commit_every="auto" and commit_budget=0.01:'
     )
