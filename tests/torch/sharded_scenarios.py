@@ -366,6 +366,9 @@ def faults(place: Place, kind: str, places: list[str]) -> dict[str, Any]:
             me.commit()
         losses |= me.job.losses
         sizes.append(counts())
+        if number == 0:
+            # Nobody leaves, and closes what is between us, before all have counted.
+            place.meet("counted", ranks)
         if number == len(places):
             break
         me.attempt(state, number + 2, places[number], generation)
