@@ -120,7 +120,6 @@ def test_hybrid_left_anywhere_again_and_again() -> None:
 def test_a_mesh_made_twice_is_two_meshes() -> None:
     (found,) = run("sharded_scenarios:meshes_twice", 1, deadline=60)
     assert all(new for new, _ in found.values())
-    # Torch 2.12 itself never lets go of the strategy, and so of the mesh, of an operation that is not in its
-    # caches.
-    if not torch.__version__.startswith("2.12."):
+    # Stock torch 2.10 to 2.12 keeps a mesh of each operation, in no cache: it was not seen in any result.
+    if not torch.__version__.startswith(("2.10.", "2.11.", "2.12.")):
         assert all(gone for _, gone in found.values())
