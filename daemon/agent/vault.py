@@ -15,6 +15,7 @@ import xxhash
 
 from ckptless.daemon.agent.memory import SLOTS, Region, round_up
 from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.feed import Feeds
 from ckptless.daemon.api.messages import Assignment, Copies, Holdings, TensorsAt
 from ckptless.daemon.control.surplus import Item
 
@@ -23,11 +24,12 @@ KEEP = 3
 
 @dataclass(frozen=True)
 class Held:
-    """A record, its digest, and the shard that its rank has tensors of."""
+    """A record, its digest, the shard that its rank has tensors of, and where it stands in its batches."""
 
     record: bytes
     digest: str
     shard: int = 0
+    feeds: Feeds = ()
 
 
 def digest(data: bytes | memoryview) -> str:

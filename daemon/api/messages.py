@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from ckptless.daemon.api.codec import PROTOCOL as PROTOCOL
+from ckptless.daemon.api.feed import Feeds
 from ckptless.daemon.api.model import Assignment as Assignment
 from ckptless.daemon.api.model import Brought as Brought
 from ckptless.daemon.api.model import Cause as Cause
@@ -286,7 +287,8 @@ class TensorsAt(Value, frozen=True, kw_only=True):
 class Commit(Message, frozen=True, kw_only=True):
     """Step `step` is done: my record, and the tensors if I write them. `digest` is the record's xxh3_128.
 
-    Each `every`-th step is committed for now, which takes `share` of the time.
+    Each `every`-th step is committed for now, which takes `share` of the time. `feeds` is where this rank
+    stands in its batches, of each ring.
     """
 
     generation: int
@@ -297,6 +299,7 @@ class Commit(Message, frozen=True, kw_only=True):
     loss: float | None
     every: int = 1
     share: float | None = None
+    feeds: Feeds = ()
 
 
 class Stepped(Message, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.api.feed import Feed
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache, key
@@ -188,6 +189,13 @@ class MappedLoader:
         numbered = self._numbered if self._feed is not None else None
         if self._feed is not None and numbered is not None:
             self._feed.committed(numbered, position_of(state["position"]))
+
+    def feed_at(self, state: dict[str, Any]) -> Feed | None:
+        """Which batch of the node's ring follows the position of this `state_dict`; None: of no ring."""
+        numbered = self._numbered if self._feed is not None else None
+        if self._feed is None or numbered is None:
+            return None
+        return self._feed.at(numbered, position_of(state["position"]))
 
     # ----------------------------------------------------------------------------------------- iteration
 

@@ -1,9 +1,11 @@
-"""What the first batch adds to a recovery by a spare: python tests/local/bench_first_batch.py [ROUNDS] [KIND...].
+"""What the first batch adds to a recovery by a spare: tests/local/bench_first_batch.py [ROUNDS] [KIND...].
 
 A job of three nodes with a rank each loses the node of rank 1, twice, and a spare takes its place. Of each
-recovery: how long the newcomer waited for its first batch, and how long all of it took, from the kill to the end of
-the first step that all ranks have done. KIND: "list", batches that are in memory; "quick", the ring, with a transform
-that takes nothing; "slow", the ring, with one of 50 ms a sample, 8 samples to a batch. ROUNDS jobs of each kind, in turn.
+recovery: how long the newcomer waited for its first batch, and how long all of it took, from the kill to the
+end of the first step that all ranks have done. KIND: "list", batches that are in memory; "quick", the ring,
+with a transform that takes nothing; "slow", the ring, with one of 50 ms a sample, 8 samples to a batch, in
+steps of 0.4 s, so that it is made ahead; "starved", the same without a break between the steps. ROUNDS jobs of
+each kind, in turn.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ckptless.daemon.ledger.merge import read_all
 NODES, KILLS, SAMPLES, BATCH = 3, 2, 4000, 24
 STEPS_BETWEEN = 8
 SLOW_S = 0.05
+STEP_S = {"slow": 0.4, "starved": 0.0}
 DEADLINE_S = 900.0
 
 # ----------------------------------------------------------------------------------------- in the job
@@ -36,7 +39,7 @@ def batches_of(kind: str, out: Path) -> Any:
     from ckptless.data import Cache, JsonLines, MappedLoader
 
     def transform(row: dict[str, Any]) -> torch.Tensor:
-        if kind == "slow":
+        if kind in STEP_S:
             time.sleep(SLOW_S)
         return torch.full((4096,), float(row["id"]))
 
@@ -76,8 +79,7 @@ def job(kind: str, out: Path) -> None:
             state.optimizer.zero_grad()
             log.write(json.dumps([run.step, waited, time.monotonic(), os.getpid()]) + "\n")
             run.commit()
-            if kind != "slow":
-                time.sleep(0.1)
+            time.sleep(STEP_S.get(kind, 0.1))
         if hasattr(state.loader, "close"):
             state.loader.close()
 
@@ -123,7 +125,9 @@ def main() -> None:
         return
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     kinds = sys.argv[2:] or ["list", "quick", "slow"]
-    print(f"{NODES} ranks, {rounds * KILLS} nodes lost for each kind; load {os.getloadavg()[0]:.1f}", flush=True)
+    print(
+        f"{NODES} ranks, {rounds * KILLS} nodes lost for each kind; load {os.getloadavg()[0]:.1f}", flush=True
+    )
     waits: dict[str, list[float]] = {kind: [] for kind in kinds}
     whole: dict[str, list[float]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
