@@ -228,12 +228,14 @@ class Ring:
     def lend(self, stream: int, seq: int, nbytes: int, positions: tuple[bytes, bytes]) -> list[Action] | None:
         """A batch has come that another node has made, verified; `positions` are those before and after it.
 
-        None: it is not used, since it is here already, or nobody is known to want it of that position.
+        None: it is not used, since it is here already, nobody is known to want it of that position, or there
+        is no room for it.
         """
         found, (before, after) = self._streams.get(stream), positions
         if found is None or seq in found.ready or found.positions.get(seq) != before:
             return None
-        if found.positions.setdefault(seq + 1, after) != after:
+        over = self.used_nbytes + nbytes > self._budget
+        if over or found.positions.setdefault(seq + 1, after) != after:
             return None
         for job in self._jobs:
             job.stale = job.stale or (job.make.stream, job.make.seq) == (stream, seq)
@@ -301,7 +303,8 @@ class Ring:
                     mark.told = True
                     yield GiveUp(reader, mark.sent, OTHERS_FOLLOW)
                 continue
-            while mark.alive and mark.sent in stream.ready and mark.sent < mark.next + AHEAD:
+            upto = mark.next + AHEAD if mark.until is None else min(mark.next + AHEAD, mark.until)
+            while mark.alive and mark.sent in stream.ready and mark.sent < upto:
                 yield Give(reader, mark.stream, mark.sent)
                 mark.sent += 1
             if not mark.alive or mark.told or mark.sent in stream.ready:

@@ -1,7 +1,7 @@
 """Has other nodes make the first batches of ranks that are new on this one.
 
-Which batches a rank will want is known from its record: so they are asked for as soon as that has come, before
-there is a process here that could make any. What has come is verified, and kept until the rank asks; this node
+Which batches a rank will want is known from its record: so they are asked for as soon as that has come, when
+there is no process here that could make any. What comes is verified, and kept until the rank asks. This node
 makes its own all the same, and whichever is there first is used.
 """
 
@@ -25,6 +25,8 @@ from ckptless.daemon.peers import messages as p
 
 # So many batches are asked for: by the time that they are used up the node makes its own.
 COUNT = 4
+# So much longer is a node waited for that has to say that it takes too long.
+GRACE_S = 5.0
 # Of what has come and nobody has asked for yet.
 LENT_NBYTES = 1 << 30
 
@@ -155,7 +157,7 @@ class Borrowing:
                 self._tell("ring-borrowed", text)
 
     async def _receive(self, link: Peer, feed: Feed, seq: int, before: bytes) -> Borrowed:
-        async with asyncio.timeout(BATCH_DEADLINE_S):
+        async with asyncio.timeout(BATCH_DEADLINE_S + GRACE_S):
             reply = await link.receive()
         if not isinstance(reply, p.BatchReply) or reply.seq != seq:
             raise ProtocolError(f"{type(reply).__name__} is no answer to GetBatches")

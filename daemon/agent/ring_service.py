@@ -160,7 +160,8 @@ class RingService:
 
     def needs(self, feed: Feed) -> bool:
         """Whether batches from there on would be made here from nothing."""
-        return (feed.loader, feed.manifest) not in self._rings
+        node = self._rings.get((feed.loader, feed.manifest))
+        return node is None or not node.ring.knows(feed.stream)
 
     def borrowed(self, one: Borrowed) -> bool:
         """A batch has come from another node, verified; False where it is of no use any more, and closed."""
@@ -259,7 +260,7 @@ class RingService:
         if link in self._readers or link in self._producers:
             raise ProtocolError("a second hello")
         node, lease = self._leased.pop(message.lease, (None, 0))
-        if node is None or node.starter is None or node.producer is not None:
+        if node is None or node.dropped or node.starter is None or node.producer is not None:
             # Somebody else has it by now.
             link.close()
             return

@@ -15,7 +15,7 @@ LEND_LIMIT = 16
 
 
 class Feed(Value, frozen=True, kw_only=True):
-    """Batch `seq` of `stream`, which follows `position`; `loader` and `manifest` say of which ring (RingOpen)."""
+    """Batch `seq` of `stream`, which follows `position`; `loader` and `manifest` as in RingOpen."""
 
     loader: Annotated[str, Meta(min_length=1, max_length=256)]
     manifest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]

@@ -4,8 +4,8 @@ A job of three nodes with a rank each loses the node of rank 1, twice, and a spa
 recovery: how long the newcomer waited for its first batch, and how long all of it took, from the kill to the
 end of the first step that all ranks have done. KIND: "list", batches that are in memory; "quick", the ring,
 with a transform that takes nothing; "slow", the ring, with one of 50 ms a sample, 8 samples to a batch, in
-steps of 0.4 s, so that it is made ahead; "starved", the same without a break between the steps. ROUNDS jobs of
-each kind, in turn.
+steps of 0.4 s, so that it is made ahead; "starved", the same without a break between the steps. ROUNDS jobs
+of each kind, in turn.
 """
 
 from __future__ import annotations

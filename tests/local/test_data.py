@@ -49,6 +49,8 @@ def trained(home: Path, *faulty: str) -> Seen:
         assert not told["ring-off"]
         if faulty:
             assert {f.kind for f in ledger.faults} >= {"died", "raised", "node-lost"}
+            # The spare did not have to wait for what it makes itself.
+            assert told["ring-borrowed"]
             # The heir of the dead rank went on with what had been made for that.
             (resumed,) = (event.text for event in ledger.events if event.kind == "ring-resumed")
             assert "reader 1 goes on with batch 7 of stream 1: " in resumed
