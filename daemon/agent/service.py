@@ -256,6 +256,7 @@ class Agent:
         if isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
             self._saving.learn_key(message.key)
+            self._state.learn_key(message.key)
             self._nccl.learn_key(message.key)
         elif isinstance(message, m.Admitted | m.Denied):
             if isinstance(message, m.Admitted) and self._hello is not None:

@@ -1,6 +1,7 @@
 """State for this node's ranks: takes commits, replicates them, gives back what a rank must restore."""
 
 import asyncio
+import hmac
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ class StateService:
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._cache_key = b""
         # Fetches of records, of which somebody waits to hear where the rank stands in its batches.
         self._followed: set[asyncio.Task[None]] = set()
         self._moved: set[int] = set()
@@ -48,6 +50,10 @@ class StateService:
         # A new process will go on with these batches.
         self.on_feeds: Callable[[int, tuple[Feed, ...]], None] = lambda _rank, _feeds: None
         replicas.on_acked = lambda rank, step: self._acked(rank, step, "record")
+
+    def learn_key(self, key: bytes) -> None:
+        """The job's key: what ranks encrypt cached data with is made of it (HKDF-Extract, RFC 5869)."""
+        self._cache_key = hmac.digest(b"ckptless data cache", key, "sha256")
 
     def follow(self, assignment: m.Assignment) -> None:
         """A new generation: nothing of the old one is fetched any more."""
@@ -74,6 +80,7 @@ class StateService:
             store=self._crew.store,
             peers=tuple(info.address for info in assignment.nodes),
             ranks_per_root=self._crew.ranks_per_root(assignment),
+            cache_key=self._cache_key,
         )
 
     # ----------------------------------------------------------------------------------- commits

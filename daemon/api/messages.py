@@ -201,7 +201,8 @@ class Assigned(Message, frozen=True, kw_only=True):
     """A rank's part of an assignment.
 
     `store` is (host, port); `peers` are the addresses of the job's nodes. `ranks_per_root`: what
-    torch is to be told of NCCL's roots.
+    torch is to be told of NCCL's roots. `cache_key` is made of the job's key, to encrypt cached data with; it
+    is empty where the agent does not know that yet.
     """
 
     generation: int
@@ -213,6 +214,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     store: tuple[str, int]
     peers: tuple[str, ...]
     ranks_per_root: int = 1
+    cache_key: bytes = b""
 
 
 class Left(Message, frozen=True, kw_only=True):

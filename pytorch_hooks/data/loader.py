@@ -118,7 +118,17 @@ class MappedLoader:
             made = Production(self._source, self._recipe, self.layout)
             made.open(lambda: self._table(made))
             self._production, self._manifest = made, made.manifest()
+            self._tell_of_caches()
         return self._production
+
+    def _tell_of_caches(self) -> None:
+        for cache in (self._recipe.cache, getattr(self._source, "cache", None)):
+            if cache is None:
+                continue
+            told, cache.told[:] = list(cache.told), []
+            for kind, text in told:
+                logger.warning("%s: %s", kind, text)
+                self.on_event(kind, text)
 
     @property
     def manifest(self) -> Manifest:
@@ -280,12 +290,14 @@ class MappedLoader:
         )
         name = f"{key('blocks', packing.VERSION, repr(parts), identify(recipe.transform))}.table"
         for _ in range(2):
-            path = cache.entry(name, lambda out: packing.write_table(out, self._counts(production, count)))
+            data = cache.read(name, lambda out: packing.write_table(out, self._counts(production, count)))
             try:
-                return packing.read_table(path.read_bytes(), count)
-            except (ProtocolError, OSError):
+                return packing.read_table(data, count)
+            except ProtocolError:
                 cache.drop(name)
-        raise DataError(f"the table {path} cannot be read back after it was written: is the disk sound?")
+        raise DataError(
+            f"the table {cache.folder / name} cannot be read back after it was written: is the disk sound?"
+        )
 
     def _counts(self, production: Production, count: int) -> list[int]:
         if not self._workers:

@@ -72,12 +72,12 @@ def job(kind: str, out: Path) -> None:
             state.model(batch).mean().backward()
             mark = out / f"killed-{run.step}"
             if run.rank == 1 and run.step and run.step % STEPS_BETWEEN == 0 and not mark.exists():
-                mark.write_text(str(time.monotonic()))
+                mark.write_text(json.dumps([run.generation, time.monotonic()]))
                 os.kill(os.getppid(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
             state.optimizer.step()
             state.optimizer.zero_grad()
-            log.write(json.dumps([run.step, waited, time.monotonic(), os.getpid()]) + "\n")
+            log.write(json.dumps([run.generation, waited, time.monotonic()]) + "\n")
             run.commit()
             time.sleep(STEP_S.get(kind, 0.1))
         if hasattr(state.loader, "close"):
@@ -112,10 +112,10 @@ def measure(kind: str, out: Path) -> tuple[list[float], list[float]]:
         steps[rank] = [json.loads(line) for line in lines]
     waits, whole = [], []
     for path in out.glob("killed-*"):
-        killed, step = float(path.read_text()), int(path.name.split("-")[1])
-        after = {rank: [row for row in steps[rank] if row[2] > killed] for rank in steps}
-        waits.append(after[1][0][1])
-        whole.append(max(min(row[2] for row in rows if row[0] >= step) for rows in after.values()) - killed)
+        generation, killed = json.loads(path.read_text())
+        first = {rank: next(row for row in steps[rank] if row[0] > generation) for rank in steps}
+        waits.append(first[1][1])
+        whole.append(max(row[2] for row in first.values()) - killed)
     return waits, whole
 
 

@@ -47,6 +47,8 @@ def trained(home: Path, *faulty: str) -> Seen:
         # Each batch came from a ring: one of each node, of which the lost one has nothing more to say.
         assert told["ring-closed"] == NODES
         assert not told["ring-off"]
+        # All processes have the same key, also the new ones.
+        assert not told["data-cache-remade"]
         if faulty:
             assert {f.kind for f in ledger.faults} >= {"died", "raised", "node-lost"}
             # The spare did not have to wait for what it makes itself.
