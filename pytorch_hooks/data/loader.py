@@ -19,6 +19,7 @@ from ckptless.pytorch_hooks.data.cache import Cache, key
 from ckptless.pytorch_hooks.data.identity import Manifest, identify
 from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
 from ckptless.pytorch_hooks.data.pack import Pack
+from ckptless.pytorch_hooks.data.pinning import Pinning
 from ckptless.pytorch_hooks.data.pool import Pool
 from ckptless.pytorch_hooks.data.production import Function, Production, Recipe
 from ckptless.pytorch_hooks.data.ring_feed import Numbered, RingFeed
@@ -50,6 +51,7 @@ class Options(TypedDict, total=False):
     replica: int | None
     replicas: int | None
     timeout_s: float
+    pin_memory: bool
 
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +71,8 @@ class MappedLoader:
     `workers` processes (0: in this one), and whatever they draw from the global random generators is the
     same for the same sample. `on_error`: "raise", or "skip" what is wrong with single records. `version`:
     any word; another one is another data set. `replica` of `replicas`: else rank and world size.
-    `timeout_s`: so long may a batch take.
+    `timeout_s`: so long may a batch take. `pin_memory`: give tensors in page-locked memory, where there
+    is a CUDA device.
 
     Iterating gives one epoch, or the rest of it after `load_state_dict`. What is skipped or begun again is
     logged, and told to `on_event(kind, text)`, which `run.batches` has write it to the ledger. Main thread
@@ -79,6 +82,8 @@ class MappedLoader:
     def __init__(self, source: Any, **options: Unpack[Options]) -> None:
         self._workers = options.pop("workers", 1)
         self._timeout_s = options.pop("timeout_s", TIMEOUT_S)
+        pins = options.pop("pin_memory", False)
+        self._pinning = Pinning(_telling(weakref.ref(self))) if pins else None
         self._replica, self._replicas = options.pop("replica", None), options.pop("replicas", None)
         try:
             self._recipe = Recipe(**options)  # type: ignore[misc]  # the rest of the keywords
@@ -217,13 +222,13 @@ class MappedLoader:
         return self._epoch_from(self._turn, position)
 
     def _epoch_from(self, turn: int, position: Position) -> Iterator[Any]:
-        for batch, after, skipped in self._made(position):
+        for made, after, skipped in self._made(position):
             if turn != self._turn:
                 raise UsageError("another iteration over this loader has begun: make a second loader for it")
             self._position = after
             for number, why in enumerate(skipped, after.skipped - len(skipped) + 1):
                 self._tell_skipped(number, why)
-            yield batch
+            yield made if self._pinning is None else self._pinning.batch(made)
         self._epoch = position.epoch + 1
 
     def _tell_skipped(self, number: int, why: str) -> None:
