@@ -115,7 +115,11 @@ class Ring:
 
     def may_visit(self, stream: int, seq: int, position: bytes) -> bool:
         """Whether another node may `seek` there: not where that would disturb who takes that stream here."""
-        return stream not in self._streams or self._streams[stream].positions.get(seq) == position
+        found = self._streams.get(stream)
+        if found is None:
+            return True
+        mine = any(mark.stream == stream and mark.until is None for mark in self._marks.values())
+        return found.positions.get(seq, None if mine else position) == position
 
     def seek(
         self, reader: int, stream: int, seq: int, position: bytes, until: int | None = None

@@ -100,6 +100,7 @@ class Borrowing:
         self._me, self._dial, self._rings, self._tell = me, dial, rings, tell
         self._generation = 0
         self._nodes: Sequence[NodeInfo] = ()
+        self._record_nodes: Sequence[Sequence[int]] = ()
         self._asked: set[tuple[str, str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -112,6 +113,7 @@ class Borrowing:
         self._generation = assignment.generation
         others = {place.node for place in assignment.places} - {self._me}
         self._nodes = [info for info in assignment.nodes if info.node in others]
+        self._record_nodes = assignment.record_nodes or ((),) * len(assignment.places)
 
     def want(self, rank: int, feeds: Sequence[Feed]) -> None:
         """A rank that is new here goes on with these batches."""
@@ -120,11 +122,16 @@ class Borrowing:
             if stream in self._asked or not self._rings.needs(feed):
                 continue
             self._asked.add(stream)
-            # Several ranks that are new do not all ask the same node.
-            turn = rank % max(1, len(self._nodes))
-            task = asyncio.create_task(self._borrow(feed, [*self._nodes[turn:], *self._nodes[:turn]]))
+            task = asyncio.create_task(self._borrow(feed, self._nodes_for(rank)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _nodes_for(self, rank: int) -> list[NodeInfo]:
+        """Whom to ask, one after the other: first those that may have begun already, see `ring_foresight`."""
+        # Several ranks that are new do not all ask the same one.
+        turn = rank % max(1, len(self._nodes))
+        nodes = [*self._nodes[turn:], *self._nodes[:turn]]
+        return sorted(nodes, key=lambda info: info.node not in self._record_nodes[rank])
 
     async def _borrow(self, feed: Feed, nodes: Sequence[NodeInfo], count: int = COUNT) -> None:
         """Of the first node that gives them; of the next one what it has not given."""

@@ -22,6 +22,7 @@ from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
 from ckptless.daemon.agent.replicas import Replicas
 from ckptless.daemon.agent.ring_borrowing import Borrowing
+from ckptless.daemon.agent.ring_foresight import Foresight
 from ckptless.daemon.agent.ring_lending import lend
 from ckptless.daemon.agent.ring_service import RingService
 from ckptless.daemon.agent.save_service import SaveService
@@ -74,6 +75,7 @@ class Agent:
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
         self._rings = RingService(self._ring_event)
         self._borrowing = Borrowing(config.node, self._replicas.dial, self._rings, self._ring_event)
+        self._foresight = Foresight(self._vault, self._rings, lambda: self._assignment)
         self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
@@ -102,6 +104,7 @@ class Agent:
         self._saving.saver.on_event = self._keeping.on_event = self._tell_of
         self._replicas.serving.on_batches = partial(lend, self._rings)
         self._state.on_feeds = self._borrowing.want
+        self._replicas.serving.on_lost = self._foresight.lost
         self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
         self._vault.on_dropped, self._vault.on_held = self._changed, self._progressed
@@ -189,6 +192,7 @@ class Agent:
             await self._saving.at_end()
         self._ranks.close()
         await self._borrowing.close()
+        self._foresight.close()
         await self._rings.close()
         await self._state.close()
         await self._twins.close()

@@ -69,7 +69,11 @@ class Serving:
         self._claims = Claims()
         # What each connection has been told of in the answer to its last offer.
         self._bases: dict[Peer, Base] = {}
+        # Connections that records came over, and of which generation the newest one was.
+        self._recorded: dict[Peer, int] = {}
         self.accepting = True
+        # A node that gives its records to this one has hung up.
+        self.on_lost: Callable[[int], None] = lambda _node: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_compare: Callable[[Peer, p.CompareTwins], None] = lambda _link, _message: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
@@ -103,11 +107,14 @@ class Serving:
                 await self._answer(link, await link.receive())
         except ConnectionError:
             logger.debug("node-%d hung up", link.node)
+            if self._recorded.get(link) == self._generation:
+                self.on_lost(link.node)
         except (CkptlessError, OSError) as error:
             self.on_event("peer-refused", f"node-{link.node}: {error}")
         finally:
             self._claims.release(link)
             self._bases.pop(link, None)
+            self._recorded.pop(link, None)
             link.close()
 
     def _node_in(self, job: str) -> int:
@@ -163,6 +170,7 @@ class Serving:
         if taken:
             held = Held(message.record, message.digest, message.shard, message.feeds)
             self._vault.put_record(message.rank, message.step, held)
+            self._recorded[link] = message.generation
         link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step, held=taken))
 
     async def _consider(self, link: Peer, offer: p.OfferTensors) -> None:

@@ -68,6 +68,11 @@ class Vault:
         held = self._records.get(rank, {}).get(step)
         return held if held is not None and digest(held.record) == held.digest else None
 
+    def newest_record(self, rank: int) -> Held | None:
+        """The newest one of a rank that is held."""
+        steps = self._records.get(rank)
+        return steps[max(steps)] if steps else None
+
     # ----------------------------------------------------------------------------------- tensors
 
     def allocate(self, shard: int, slot_nbytes: int, slots: int) -> Region:

@@ -30,7 +30,7 @@ class Pinning:
         self._pin = pin or (_by_torch if torch.cuda.is_available() else None)
 
     def batch(self, batch: Any) -> Any:
-        """The batch, all of its CPU tensors in locked memory; as it is, without a device, or memory for it."""
+        """The batch, all of its CPU tensors in locked memory; as it is without a device, or memory."""
         if self._pin is None:
             return batch
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -23,12 +24,14 @@ from ckptless.daemon.agent import ring_lending
 from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.ring_borrowing import COUNT, Borrowing
+from ckptless.daemon.agent.ring_foresight import Foresight
 from ckptless.daemon.agent.ring_lending import lend
 from ckptless.daemon.agent.ring_service import RingService
+from ckptless.daemon.agent.vault import digest
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api import ring_entry as entry
 from ckptless.daemon.api.feed import Feed
-from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.api.messages import PROTOCOL, Assignment
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 
@@ -124,6 +127,9 @@ class Rings:
         self.service = RingService(node.replicas.on_event)
         self.borrowing = Borrowing(node.number, node.replicas.dial, self.service, node.replicas.on_event)
         node.replicas.serving.on_batches = partial(lend, self.service)
+        self.assignment: Assignment | None = None
+        self.foresight = Foresight(node.vault, self.service, lambda: self.assignment)
+        node.replicas.serving.on_lost = self.foresight.lost
 
     def rank(self, stream: int, seq: int, manifest: str = MANIFEST, *, silent: bool = False) -> Process:
         process = Process(self.service)
@@ -136,6 +142,7 @@ class Rings:
         return sum(len(node.guests) for node in self.service._rings.values())
 
     async def close(self) -> None:
+        self.foresight.close()
         await self.borrowing.close()
         await self.service.close()
 
@@ -159,6 +166,7 @@ def follow(nodes: Nodes, rings: list[Rings], generation: int) -> None:
     for one in rings:
         asyncio.get_running_loop().create_task(one.node.replicas.serving.follow(generation))
         one.borrowing.follow(assignment)
+        one.assignment = assignment
 
 
 def run(play: Any) -> None:
@@ -335,5 +343,71 @@ def test_who_takes_a_stream_here_is_not_disturbed() -> None:
             new.borrowing._asked.clear()
             new.borrowing.want(0, [feed()])
             await until(lambda: nodes[1].told("ring-borrowed"))
+
+    run(play)
+
+
+async def put_record(nodes: Nodes, step: int, seq: int) -> Peer:
+    """Node 2 gives node 0 its rank's record of a step."""
+    link = await nodes[2].replicas.dial(nodes[0].info)
+    record = p.PutRecord(
+        generation=2, rank=2, shard=2, step=step, record=b"r", digest=digest(b"r"), feeds=(feed(seq),)
+    )
+    link.send(record)
+    assert await link.receive() == p.Held(generation=2, rank=2, step=step)
+    return link
+
+
+@pytest.mark.parametrize("seq", [3, 4], ids=["the next one", "one that it is sent back behind"])
+def test_the_next_batch_of_a_lost_node_is_begun_before_it_is_asked_for(seq: int) -> None:
+    async def play() -> None:
+        async with job(3) as (nodes, (old, new, _lost)):
+            old.rank(0, 0)
+            link = await put_record(nodes, 7, seq - 1)
+            link.close()
+            await until(lambda: old.guests)
+            link = await put_record(nodes, 8, seq)
+            assert old.guests == 1
+            link.close()
+            await until(lambda: (LOST, seq) in next(iter(old.service._rings.values())).ready)
+            new.borrowing.want(0, [feed(3)])
+            await until(lambda: nodes[1].told("ring-borrowed"))
+            expect(new.rank(LOST, 3, silent=True), range(3, 3 + COUNT))
+            old.foresight.close()
+            assert not old.guests
+
+    run(play)
+
+
+def test_who_gave_no_record_in_this_generation_is_not_missed() -> None:
+    async def play() -> None:
+        async with job(3) as (nodes, rings):
+            rings[0].rank(0, 0)
+            link = await put_record(nodes, 7, 3)
+            asked = await nodes[2].replicas.dial(nodes[0].info)
+            asked.send(p.GetRecord(rank=2, step=7))
+            reply = await asked.receive()
+            assert isinstance(reply, p.RecordReply)
+            assert reply.feeds == (feed(3),)
+            asked.close()
+            follow(nodes, rings, 3)
+            link.close()
+            # What comes later over another connection is answered after the end of these was seen.
+            await nodes[1].replicas.knock(nodes[0].info)
+            assert not rings[0].guests
+
+    run(play)
+
+
+def test_nobody_asks_the_node_first_that_has_not_begun() -> None:
+    async def play() -> None:
+        async with job(3) as (nodes, (one, two, new)):
+            one.rank(0, 0)
+            two.rank(1, 0)
+            assignment = structs.replace(nodes.assignment(range(3), None), record_nodes=((), (), (1,)))
+            new.borrowing.follow(assignment)
+            new.borrowing.want(2, [feed()])
+            await until(lambda: nodes[2].told("ring-borrowed"))
+            assert nodes[2].told("ring-borrowed")[0].endswith("came from n1")
 
     run(play)
