@@ -1,8 +1,8 @@
 """Begins the next batch of ranks whose node seems lost, before anybody asks for it.
 
 Until a new node has their records some tenths of a second pass, in which the producers of the others have
-nothing to do. Who holds a rank's record knows where it stands, and sees its node's connection end. If the node
-is not lost, or the batch is not the one, it was made in vain, and goes.
+nothing to do. Who holds a rank's record knows where it stands, and sees its node's connection end. If the
+node is not lost, or the batch is not the one, it was made in vain, and goes.
 """
 
 import asyncio
