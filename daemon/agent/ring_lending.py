@@ -7,7 +7,7 @@ import asyncio
 import mmap
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ckptless.daemon.agent import ring_actions as r
@@ -45,10 +45,13 @@ class Guest:
     def hear(
         self, action: r.Give | r.GiveEnd | r.GiveUp, ready: Mapping[tuple[int, int], EntryMemory]
     ) -> None:
-        """What the ring has for it. Raises OSError where there are no descriptors left."""
+        """What the ring has for it."""
         match action:
             case r.Give():
-                self._given.append((action.seq, os.dup(ready[(action.stream, action.seq)].fd)))
+                try:
+                    self._given.append((action.seq, os.dup(ready[(action.stream, action.seq)].fd)))
+                except OSError as error:
+                    self.give_up(f"it has no descriptors left: {error}")
                 self._news.set()
             case r.GiveEnd():
                 self.give_up("there are no more")
@@ -60,14 +63,17 @@ class Guest:
         self._why = why
         self._news.set()
 
-    async def next(self, seq: int) -> int:
-        """Batch `seq`: a descriptor, the caller's. Raises PeerError where there is none."""
-        while not self._given:
-            if self._why is not None:
-                raise PeerError(self._why)
-            self._news.clear()
-            await self._news.wait()
+    async def came(self) -> None:
+        """Until there is a batch, or will be none."""
+        await self._news.wait()
+
+    def take(self, seq: int) -> int:
+        """Batch `seq`, which has come: a descriptor, the caller's. Raises PeerError where there is none."""
+        if not self._given:
+            raise PeerError(self._why or "it has none")
         found, fd = self._given.popleft()
+        if not self._given and self._why is None:
+            self._news.clear()
         if found != seq:
             os.close(fd)
             raise PeerError(f"batch {found} in place of batch {seq}")
@@ -93,7 +99,7 @@ async def lend(rings: Inviting, link: Peer, wanted: p.GetBatches, pace: Pace) ->
     try:
         for seq in range(wanted.feed.seq, wanted.feed.seq + wanted.count):
             try:
-                fd = await _unless(heard, guest.next(seq))
+                fd = await _unless(heard, guest, seq)
             except (PeerError, TimeoutError) as error:
                 link.send(_no_more(seq, error))
                 return
@@ -107,18 +113,20 @@ async def lend(rings: Inviting, link: Peer, wanted: p.GetBatches, pace: Pace) ->
         await asyncio.gather(heard, return_exceptions=True)
 
 
-async def _unless(heard: "asyncio.Future[p.AgentMessage]", wait: Awaitable[int]) -> int:
-    """What is waited for. Raises TimeoutError, and ConnectionError where the other end is gone before."""
-    task = asyncio.ensure_future(wait)
+async def _unless(heard: "asyncio.Future[p.AgentMessage]", guest: Guest, seq: int) -> int:
+    """Batch `seq`. Raises PeerError, TimeoutError, and ConnectionError where the other end is gone before."""
+    task = asyncio.ensure_future(guest.came())
     either: set[asyncio.Future[Any]] = {task, heard}
-    done, _ = await asyncio.wait(either, timeout=BATCH_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-    if task in done:
-        return task.result()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    try:
+        done, _ = await asyncio.wait(either, timeout=BATCH_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
     if heard in done:
         raise ProtocolError(f"{type(heard.result()).__name__} while batches were asked for")
-    raise TimeoutError
+    if task not in done:
+        raise TimeoutError
+    return guest.take(seq)
 
 
 async def _send(link: Peer, seq: int, fd: int, pace: Pace) -> None:
