@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.feed import FEEDS_LIMIT, Feed
 from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.session import Session
 
@@ -21,6 +22,8 @@ class Loaders:
         self._session = session
         self._cursors = Cursors()
         self._rank = self._generation = self._stopped = 0
+        # Where they stood in the node's ring at the last commit.
+        self.feeds: tuple[Feed, ...] = ()
         # Those that take their batches from the ring, and their ends of it.
         self._fed: dict[str, tuple[Any, RingFeed]] = {}
         # `stop` looks through them while the main thread may add one.
@@ -36,6 +39,7 @@ class Loaders:
         self._rank, self._generation = part.rank, part.generation
         if part.restore_step is None:
             self._cursors = Cursors()
+        self.feeds = ()
         for _loader, feed in self._fed.values():
             feed.enter(part.generation)
 
@@ -71,6 +75,12 @@ class Loaders:
     def committed(self) -> dict[str, Any]:
         """All positions, for the record; batches that no recovery can ask for are given back."""
         saved = self._cursors.committed()
+        self.feeds = tuple(
+            at
+            for name, (loader, _feed) in self._fed.items()
+            if (state := saved.get(name, {}).get("loader")) is not None
+            and (at := loader.feed_at(state)) is not None
+        )[:FEEDS_LIMIT]
         for name, (loader, _feed) in self._fed.items():
             oldest = self._cursors.oldest(name)
             if oldest is not None and oldest.loader is not None:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
-from ckptless.pytorch_hooks import env, torch_private
+from ckptless.pytorch_hooks import env, job_key, torch_private
 from ckptless.pytorch_hooks.cadence import Meter
 from ckptless.pytorch_hooks.cadence_agreement import Cadence, Fixed
 from ckptless.pytorch_hooks.comm.buckets import Buckets
@@ -150,6 +150,7 @@ class Run:
             self._was_spare = env.read().rank < 0
         self._part, self._kept = part, False
         self._on_recovery.clear()
+        job_key.learn(part.cache_key)
         self.loaders.enter(part)
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
         if part.restore_step is None:
@@ -358,6 +359,7 @@ class Run:
             loss=loss,
             every=self._cadence.every,
             share=self._meter.share,
+            feeds=self.loaders.feeds,
         )
 
     def _wait_for_copies(self) -> None:

@@ -38,6 +38,8 @@ class _Mark:
     told: bool = False
     # It was sent what came of another position, and gets nothing that does not follow from that.
     held: bool = False
+    # It wants no batch from this one on: another node's, that has begun to make its own.
+    until: int | None = None
 
 
 @dataclass
@@ -93,6 +95,10 @@ class Ring:
         """The batches of a stream that are there."""
         return tuple(sorted(self._streams[stream].ready)) if stream in self._streams else ()
 
+    def knows(self, stream: int) -> bool:
+        """Whether any reader takes this stream."""
+        return stream in self._streams
+
     def wants(self, stream: int, seq: int) -> bool | None:
         """Whether the oldest batch that was asked for is still wanted; None where it is not this one."""
         if not self._jobs or (self._jobs[0].make.stream, self._jobs[0].make.seq) != (stream, seq):
@@ -107,8 +113,18 @@ class Ring:
         self._late.discard(reader)
         return self._decide()
 
-    def seek(self, reader: int, stream: int, seq: int, position: bytes) -> list[Action]:
-        """A reader wants the batches from `seq` on, which follow `position`."""
+    def may_visit(self, stream: int, seq: int, position: bytes) -> bool:
+        """Whether another node may `seek` there: not where that would disturb who takes that stream here."""
+        found = self._streams.get(stream)
+        if found is None:
+            return True
+        mine = any(mark.stream == stream and mark.until is None for mark in self._marks.values())
+        return found.positions.get(seq, None if mine else position) == position
+
+    def seek(
+        self, reader: int, stream: int, seq: int, position: bytes, until: int | None = None
+    ) -> list[Action]:
+        """A reader wants the batches from `seq` on (before `until`), which follow `position`."""
         out: list[Action] = []
         self._deaths = 0
         again = reader in self._marks
@@ -120,7 +136,7 @@ class Ring:
         # Before the oldest position that is known nothing can be compared: `made` does it where they meet.
         if found.positions.setdefault(seq, position) != position:
             out += self._begin_anew(stream, 0, seq, position)
-        self._marks[reader] = _Mark(stream, seq, seq, seq)
+        self._marks[reader] = _Mark(stream, seq, seq, seq, until=until)
         if again:
             there = next(at for at in itertools.count(seq) if at not in found.ready) - seq
             text = f"reader {reader} goes on with batch {seq} of stream {stream}: {there} were there"
@@ -213,6 +229,24 @@ class Ring:
             out = self._begin_anew(stream, seq + 1, seq + 1, position)
         return out + self._decide()
 
+    def lend(self, stream: int, seq: int, nbytes: int, positions: tuple[bytes, bytes]) -> list[Action] | None:
+        """A batch has come that another node has made, verified; `positions` are those before and after it.
+
+        None: it is not used, since it is here already, nobody is known to want it of that position, or there
+        is no room for it.
+        """
+        found, (before, after) = self._streams.get(stream), positions
+        if found is None or seq in found.ready or found.positions.get(seq) != before:
+            return None
+        over = self.used_nbytes + nbytes > self._budget
+        if over or found.positions.setdefault(seq + 1, after) != after:
+            return None
+        for job in self._jobs:
+            job.stale = job.stale or (job.make.stream, job.make.seq) == (stream, seq)
+        found.ready[seq] = nbytes
+        self._largest = max(self._largest, nbytes)
+        return self._decide()
+
     def unwanted(self) -> list[Action]:
         """Something has been said of the oldest batch that was asked for, and nobody wants it any more."""
         self._jobs.pop(0)
@@ -273,7 +307,8 @@ class Ring:
                     mark.told = True
                     yield GiveUp(reader, mark.sent, OTHERS_FOLLOW)
                 continue
-            while mark.alive and mark.sent in stream.ready and mark.sent < mark.next + AHEAD:
+            upto = mark.next + AHEAD if mark.until is None else min(mark.next + AHEAD, mark.until)
+            while mark.alive and mark.sent in stream.ready and mark.sent < upto:
                 yield Give(reader, mark.stream, mark.sent)
                 mark.sent += 1
             if not mark.alive or mark.told or mark.sent in stream.ready:
@@ -315,7 +350,8 @@ class Ring:
                 seq += 1
             over = stream.end is not None and seq >= stream.end
             broken = stream.failed is not None and seq >= stream.failed[0]
-            if not over and not broken and seq < mark.next + self._window:
+            behind = mark.until is not None and seq >= mark.until
+            if not over and not broken and not behind and seq < mark.next + self._window:
                 yield seq - mark.next, mark.stream, seq
 
     def _next_job(self, out: list[Action]) -> Make | None:

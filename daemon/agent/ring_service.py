@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from ckptless.daemon.agent import ring_actions as r
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.ring import Ring
+from ckptless.daemon.agent.ring_borrowing import Borrowed, Lent
+from ckptless.daemon.agent.ring_lending import FIRST_GUEST, Guest
 from ckptless.daemon.agent.ring_memory import EntryMemory
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.feed import Feed
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,8 @@ class _Node:
     # How many batches were made, and how many given to readers.
     made: int = 0
     given: int = 0
+    # Other nodes' agents that take batches here.
+    guests: dict[int, Guest] = field(default_factory=dict)
     dropped: bool = False
 
 
@@ -75,6 +80,9 @@ class RingService:
         # A lease as producers know it, which is of one ring, to that ring and its own number of it.
         self._leased: dict[int, tuple[_Node, int]] = {}
         self._looking: set[asyncio.Task[None]] = set()
+        self._guests = FIRST_GUEST
+        # What has come from other nodes before anybody here has asked for it.
+        self.lent = Lent()
 
     # ------------------------------------------------------------------------------------- hear
 
@@ -116,12 +124,57 @@ class RingService:
 
     async def close(self) -> None:
         """End the producers, and give all memory back."""
+        self.lent.drop()
         for node in list(self._rings.values()):
             self._drop(node)
         producers = [node.producer for node in self._producers.values() if node.producer is not None]
         for producer in producers:
             producer.link.close()
         await asyncio.gather(*self._looking)
+
+    # ------------------------------------------------------------------------------- other nodes
+
+    def invite(self, feed: Feed, count: int) -> Guest:
+        """Another node is to have so many batches from here; close it. Raises PeerError: why not."""
+        node = self._rings.get((feed.loader, feed.manifest))
+        if node is None:
+            others = [manifest[:8] for loader, manifest in self._rings if loader == feed.loader]
+            there = f" but {', '.join(others)}" if others else ""
+            raise PeerError(f"it has no ring of {feed.loader!r}, manifest {feed.manifest[:8]},{there}")
+        if not node.ring.may_visit(feed.stream, feed.seq, feed.position):
+            raise PeerError(f"stream {feed.stream} of {feed.loader!r} stands elsewhere there")
+        self._guests += 1
+        number = self._guests
+
+        def took(seq: int) -> None:
+            self._do(node, node.ring.took(number, seq, seq + 1))
+
+        def leave() -> None:
+            if node.guests.pop(number, None) is not None and not node.dropped:
+                self._do(node, node.ring.forget(number))
+                self._drop_if_idle(node)
+
+        guest = node.guests[number] = Guest(took, leave)
+        self._do(node, node.ring.seek(number, feed.stream, feed.seq, feed.position, feed.seq + count))
+        return guest
+
+    def needs(self, feed: Feed) -> bool:
+        """Whether batches from there on would be made here from nothing."""
+        node = self._rings.get((feed.loader, feed.manifest))
+        return node is None or not node.ring.knows(feed.stream)
+
+    def borrowed(self, one: Borrowed) -> bool:
+        """A batch has come from another node, verified; False where it is of no use any more, and closed."""
+        node = self._rings.get(one.ring)
+        if node is None or not node.ring.knows(one.stream):
+            return self.lent.keep(one)
+        actions = node.ring.lend(one.stream, one.seq, one.nbytes, (one.before, one.after))
+        if actions is None:
+            one.memory.close()
+            return False
+        node.ready[(one.stream, one.seq)] = one.memory
+        self._do(node, actions)
+        return True
 
     # ----------------------------------------------------------------------------------- readers
 
@@ -131,6 +184,9 @@ class RingService:
             raise ProtocolError("a second RingOpen")
         key = (message.loader, message.manifest)
         self._drop_stale(message)
+        if stale := self.lent.drop_other(message.loader, message.manifest):
+            text = f"{stale} batches of loader {message.loader!r} that came from other nodes are not used"
+            self._on_event("ring-stale", f"{text}: it has manifest {message.manifest[:8]} here")
         node = self._rings.get(key)
         if node is None:
             ring = Ring(message.window, message.budget_nbytes)
@@ -159,6 +215,8 @@ class RingService:
             case m.RingSeek():
                 known.number = message.number
                 self._do(node, node.ring.seek(reader, message.stream, message.seq, message.position))
+                for one in self.lent.take((node.loader, node.manifest), message.stream):
+                    self.borrowed(one)
             case m.RingTook():
                 if message.number == known.number:
                     self._do(node, node.ring.took(reader, message.seq, message.done))
@@ -189,6 +247,8 @@ class RingService:
         for memory in node.ready.values():
             memory.close()
         node.ready.clear()
+        for guest in list(node.guests.values()):
+            guest.give_up("its ring was closed")
         self._on_event(
             "ring-closed", f"loader {node.loader!r}: {node.made} batches were made, {node.given} given out"
         )
@@ -200,7 +260,7 @@ class RingService:
         if link in self._readers or link in self._producers:
             raise ProtocolError("a second hello")
         node, lease = self._leased.pop(message.lease, (None, 0))
-        if node is None or node.starter is None or node.producer is not None:
+        if node is None or node.dropped or node.starter is None or node.producer is not None:
             # Somebody else has it by now.
             link.close()
             return
@@ -305,6 +365,9 @@ class RingService:
                 self._on_event(action.kind, f"loader {node.loader!r}: {action.text}")
 
     def _give(self, node: _Node, action: r.Give | r.GiveEnd | r.GiveUp) -> None:
+        if (guest := node.guests.get(action.reader)) is not None:
+            guest.hear(action, node.ready)
+            return
         reader = node.readers.get(action.reader)
         if reader is None:
             return

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,9 @@ from ckptless.daemon.agent.orphan import Orphan
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
 from ckptless.daemon.agent.replicas import Replicas
+from ckptless.daemon.agent.ring_borrowing import Borrowing
+from ckptless.daemon.agent.ring_foresight import Foresight
+from ckptless.daemon.agent.ring_lending import lend
 from ckptless.daemon.agent.ring_service import RingService
 from ckptless.daemon.agent.save_service import SaveService
 from ckptless.daemon.agent.seats import Seats
@@ -42,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.25
 CANCEL_DEADLINE_S = 5.0
+RING_NEWS = ("ring-resumed", "ring-closed", "ring-borrowed")
 FLUSH_DEADLINE_S = 1.0
 
 
@@ -69,6 +74,8 @@ class Agent:
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
         self._rings = RingService(self._ring_event)
+        self._borrowing = Borrowing(config.node, self._replicas.dial, self._rings, self._ring_event)
+        self._foresight = Foresight(self._vault, self._rings, lambda: self._assignment)
         self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
@@ -95,6 +102,9 @@ class Agent:
         self._store.server.refuses = StoreGuard(self._event).refuses
         self._replicas.serving.on_compare, self._twins.check.on_doubt = self._twins.asked, self._changed
         self._saving.saver.on_event = self._keeping.on_event = self._tell_of
+        self._replicas.serving.on_batches = partial(lend, self._rings)
+        self._state.on_feeds = self._borrowing.want
+        self._replicas.serving.on_lost = self._foresight.lost
         self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
         self._vault.on_dropped, self._vault.on_held = self._changed, self._progressed
@@ -181,6 +191,8 @@ class Agent:
             await self._keeping.at_end(self._outcome.result() if self._outcome.done() else None)
             await self._saving.at_end()
         self._ranks.close()
+        await self._borrowing.close()
+        self._foresight.close()
         await self._rings.close()
         await self._state.close()
         await self._twins.close()
@@ -237,7 +249,7 @@ class Agent:
         self._tell_of("warning", kind, text)
 
     def _ring_event(self, kind: str, text: str) -> None:
-        self._tell_of("info" if kind in ("ring-resumed", "ring-closed") else "warning", kind, text)
+        self._tell_of("info" if kind in RING_NEWS else "warning", kind, text)
 
     def _tell_of(self, level: Literal["info", "warning", "error"], kind: str, text: str) -> None:
         logger.info("%s: %s", kind, text)
@@ -248,6 +260,7 @@ class Agent:
         if isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
             self._saving.learn_key(message.key)
+            self._state.learn_key(message.key)
             self._nccl.learn_key(message.key)
         elif isinstance(message, m.Admitted | m.Denied):
             if isinstance(message, m.Admitted) and self._hello is not None:
@@ -307,6 +320,7 @@ class Agent:
         self._state.follow(assignment)
         self._saving.follow(assignment)
         self._rings.forget(self._unused_slots(assignment))
+        self._borrowing.follow(assignment)
         self._seats.follow(assignment)
         self._changed()
 

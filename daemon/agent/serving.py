@@ -69,11 +69,16 @@ class Serving:
         self._claims = Claims()
         # What each connection has been told of in the answer to its last offer.
         self._bases: dict[Peer, Base] = {}
+        # Connections that records came over, and of which generation the newest one was.
+        self._recorded: dict[Peer, int] = {}
         self.accepting = True
+        # A node that gives its records to this one has hung up.
+        self.on_lost: Callable[[int], None] = lambda _node: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_compare: Callable[[Peer, p.CompareTwins], None] = lambda _link, _message: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
         self.on_store: Callable[[Peer], Coroutine[Any, Any, None]] = _no_store
+        self.on_batches: Callable[[Peer, p.GetBatches, Pace], Coroutine[Any, Any, None]] = _no_batches
         self.on_who_holds: Callable[[p.WhoHolds], p.HeldBy] = lambda _ask: p.HeldBy(tensors=(), records=())
 
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
@@ -102,11 +107,14 @@ class Serving:
                 await self._answer(link, await link.receive())
         except ConnectionError:
             logger.debug("node-%d hung up", link.node)
+            if self._recorded.get(link) == self._generation:
+                self.on_lost(link.node)
         except (CkptlessError, OSError) as error:
             self.on_event("peer-refused", f"node-{link.node}: {error}")
         finally:
             self._claims.release(link)
             self._bases.pop(link, None)
+            self._recorded.pop(link, None)
             link.close()
 
     def _node_in(self, job: str) -> int:
@@ -133,6 +141,8 @@ class Serving:
                 self.on_compare(link, message)
             case p.StoreOpen():
                 await self.on_store(link)
+            case p.GetBatches():
+                await self._lend(link, message)
             case p.GetRecord() | p.GetTensors() | p.SaveAsk() | p.WhoHolds():
                 link.send(self._reply(message))
             case _:
@@ -143,7 +153,9 @@ class Serving:
         match question:
             case p.GetRecord():
                 held = self._vault.record(question.rank, question.step) or Held(b"", "")
-                return p.RecordReply(record=held.record, digest=held.digest, shard=held.shard)
+                return p.RecordReply(
+                    record=held.record, digest=held.digest, shard=held.shard, feeds=held.feeds
+                )
             case p.GetTensors():
                 return self._describe_tensors(question)
             case p.SaveAsk():
@@ -156,8 +168,9 @@ class Serving:
     async def _hold_record(self, link: Peer, message: p.PutRecord) -> None:
         taken = await self._takes(message.generation, f"the record of rank {message.rank}")
         if taken:
-            held = Held(message.record, message.digest, message.shard)
+            held = Held(message.record, message.digest, message.shard, message.feeds)
             self._vault.put_record(message.rank, message.step, held)
+            self._recorded[link] = message.generation
         link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step, held=taken))
 
     async def _consider(self, link: Peer, offer: p.OfferTensors) -> None:
@@ -256,6 +269,12 @@ class Serving:
         with region.view(at.offset, header.header_nbytes) as view:
             return p.TensorsReply(nbytes=at.nbytes, digest=at.digest, header=bytes(view))
 
+    async def _lend(self, link: Peer, wanted: p.GetBatches) -> None:
+        if await self._takes(wanted.generation, f"batches of {wanted.feed.loader!r}"):
+            await self.on_batches(link, wanted, self._pace)
+        else:
+            link.send(p.BatchReply(seq=wanted.feed.seq, nbytes=0, why="it is not of this generation"))
+
     async def _give_chunks(self, link: Peer, wanted: p.GetChunks) -> None:
         start, end = wanted.start, wanted.start + wanted.nbytes
         if wanted.verify:
@@ -276,6 +295,10 @@ class Serving:
 
 async def _no_store(_link: Peer) -> None:
     raise ProtocolError("there is no key-value store here")
+
+
+async def _no_batches(link: Peer, wanted: p.GetBatches, _pace: Pace) -> None:
+    link.send(p.BatchReply(seq=wanted.feed.seq, nbytes=0, why="it has no rings"))
 
 
 async def _say_later(link: Peer, offer: p.OfferTensors) -> None:

@@ -1,6 +1,7 @@
 """State for this node's ranks: takes commits, replicates them, gives back what a rank must restore."""
 
 import asyncio
+import hmac
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from ckptless.daemon.agent.twins import Twins
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.api.feed import Feed
 from ckptless.daemon.peers.messages import PutRecord
 
 logger = logging.getLogger(__name__)
@@ -36,13 +38,22 @@ class StateService:
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._cache_key = b""
+        # Fetches of records, of which somebody waits to hear where the rank stands in its batches.
+        self._followed: set[asyncio.Task[None]] = set()
         self._moved: set[int] = set()
         self._twin_nodes: dict[int, frozenset[int]] = {}
         self._writers: dict[int, int] = {}
         # What a rank's newest commit still waits for: it counts once all of it is there.
         self._waiting: dict[tuple[int, int], set[str]] = {}
         self.on_step: Callable[..., None] = lambda *_args, **_kw: None
+        # A new process will go on with these batches.
+        self.on_feeds: Callable[[int, tuple[Feed, ...]], None] = lambda _rank, _feeds: None
         replicas.on_acked = lambda rank, step: self._acked(rank, step, "record")
+
+    def learn_key(self, key: bytes) -> None:
+        """The job's key: what ranks encrypt cached data with is made of it (HKDF-Extract, RFC 5869)."""
+        self._cache_key = hmac.digest(b"ckptless data cache", key, "sha256")
 
     def follow(self, assignment: m.Assignment) -> None:
         """A new generation: nothing of the old one is fetched any more."""
@@ -69,6 +80,7 @@ class StateService:
             store=self._crew.store,
             peers=tuple(info.address for info in assignment.nodes),
             ranks_per_root=self._crew.ranks_per_root(assignment),
+            cache_key=self._cache_key,
         )
 
     # ----------------------------------------------------------------------------------- commits
@@ -125,7 +137,7 @@ class StateService:
             if commit.step != self._assignment.restore_step:
                 self._check_version(commit, shard, rank)
                 self._vault.put_tensors(shard, commit.step, commit.tensors)
-        self._vault.put_record(rank, commit.step, Held(commit.record, commit.digest, shard))
+        self._vault.put_record(rank, commit.step, Held(commit.record, commit.digest, shard, commit.feeds))
         record = PutRecord(
             generation=commit.generation,
             rank=rank,
@@ -133,6 +145,7 @@ class StateService:
             step=commit.step,
             record=commit.record,
             digest=commit.digest,
+            feeds=commit.feeds,
         )
         self._replicas.push(record)
         if commit.tensors is not None:
@@ -200,8 +213,24 @@ class StateService:
         """A new process will want this rank's state: get it while it builds."""
         assignment = self._assignment
         if assignment is not None and assignment.restore_step is not None:
-            self._fetch_record(rank, assignment.restore_step)
+            record = self._fetch_record(rank, assignment.restore_step)
+            step = assignment.restore_step
+            if record is None:
+                self._tell_feeds(rank, step)
+            elif record not in self._followed:
+                self._followed.add(record)
+                record.add_done_callback(lambda done: self._record_came(done, rank, step))
             self._fetch_tensors(assignment.shards[rank], assignment.restore_step)
+
+    def _record_came(self, done: asyncio.Task[None], rank: int, step: int) -> None:
+        self._followed.discard(done)
+        if not done.cancelled() and done.exception() is None:
+            self._tell_feeds(rank, step)
+
+    def _tell_feeds(self, rank: int, step: int) -> None:
+        held = self._vault.record(rank, step)
+        if held is not None and held.feeds:
+            self.on_feeds(rank, held.feeds)
 
     def _fetch_record(self, rank: int, step: int) -> asyncio.Task[None] | None:
         assert self._assignment is not None

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from ckptless.daemon.api.codec import PROTOCOL as PROTOCOL
+from ckptless.daemon.api.feed import Feeds
 from ckptless.daemon.api.model import Assignment as Assignment
 from ckptless.daemon.api.model import Brought as Brought
 from ckptless.daemon.api.model import Cause as Cause
@@ -200,7 +201,8 @@ class Assigned(Message, frozen=True, kw_only=True):
     """A rank's part of an assignment.
 
     `store` is (host, port); `peers` are the addresses of the job's nodes. `ranks_per_root`: what
-    torch is to be told of NCCL's roots.
+    torch is to be told of NCCL's roots. `cache_key` is made of the job's key, to encrypt cached data with; it
+    is empty where the agent does not know that yet.
     """
 
     generation: int
@@ -212,6 +214,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     store: tuple[str, int]
     peers: tuple[str, ...]
     ranks_per_root: int = 1
+    cache_key: bytes = b""
 
 
 class Left(Message, frozen=True, kw_only=True):
@@ -286,7 +289,8 @@ class TensorsAt(Value, frozen=True, kw_only=True):
 class Commit(Message, frozen=True, kw_only=True):
     """Step `step` is done: my record, and the tensors if I write them. `digest` is the record's xxh3_128.
 
-    Each `every`-th step is committed for now, which takes `share` of the time.
+    Each `every`-th step is committed for now, which takes `share` of the time. `feeds` is where this rank
+    stands in its batches, of each ring.
     """
 
     generation: int
@@ -297,6 +301,7 @@ class Commit(Message, frozen=True, kw_only=True):
     loss: float | None
     every: int = 1
     share: float | None = None
+    feeds: Feeds = ()
 
 
 class Stepped(Message, frozen=True, kw_only=True):

@@ -4,8 +4,10 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
+from ckptless.daemon.api.feed import LEND_LIMIT, Feed, Feeds
 from ckptless.daemon.api.messages import Message, Order
 from ckptless.daemon.api.records import FaultSource, Record
+from ckptless.daemon.api.ring_entry import SEQ_LIMIT
 from ckptless.daemon.control.decree import Say
 from ckptless.daemon.control.edges import Report, Standing
 from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
@@ -94,7 +96,7 @@ DaemonMessage: TypeAlias = Said | Relayed | Bundle | JobKey | Beat | Suspect | S
 
 
 class PutRecord(Message, frozen=True, kw_only=True):
-    """Hold this record of another node's rank."""
+    """Hold this record of another node's rank; `feeds` as in Commit."""
 
     generation: int
     rank: int
@@ -102,6 +104,7 @@ class PutRecord(Message, frozen=True, kw_only=True):
     step: int
     record: bytes
     digest: str
+    feeds: Feeds = ()
 
 
 # Bytes of one shard's tensors on one rank.
@@ -109,6 +112,8 @@ Nbytes: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
 
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
+# Of a batch that another node makes.
+MOST_ENTRY_NBYTES = 1 << 30
 # So many runs of chunks are left out of a transfer at most.
 MOST_RUNS = 4096
 
@@ -189,6 +194,7 @@ class RecordReply(Message, frozen=True, kw_only=True):
 
     record: bytes
     digest: str
+    feeds: Feeds = ()
 
 
 class GetTensors(Message, frozen=True, kw_only=True):
@@ -224,6 +230,26 @@ class ChunksReply(Message, frozen=True, kw_only=True):
     """Answer to GetChunks: so many bytes follow as bulk; 0 where that version is not held (any more)."""
 
     nbytes: Nbytes
+
+
+class GetBatches(Message, frozen=True, kw_only=True):
+    """Give me so many batches from this one on, or have them made: their rank has just come to my node."""
+
+    generation: int
+    feed: Feed
+    count: Annotated[int, Meta(ge=1, le=LEND_LIMIT)]
+
+
+class BatchReply(Message, frozen=True, kw_only=True):
+    """Answer to GetBatches, one after the other: an entry's bytes follow as bulk; 0: no more come, and why.
+
+    `digest` is the one in the entry's header.
+    """
+
+    seq: Annotated[int, Meta(ge=0, lt=SEQ_LIMIT)]
+    nbytes: Annotated[int, Meta(ge=0, lt=MOST_ENTRY_NBYTES)]
+    digest: str = ""
+    why: str = ""
 
 
 class SaveAsk(Message, frozen=True, kw_only=True):
@@ -303,6 +329,8 @@ AgentMessage: TypeAlias = (
     | TensorsReply
     | GetChunks
     | ChunksReply
+    | GetBatches
+    | BatchReply
     | SaveAsk
     | SaveReply
     | WhoHolds

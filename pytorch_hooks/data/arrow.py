@@ -10,8 +10,11 @@ import msgspec
 import numpy as np
 
 from ckptless.daemon.api.errors import DataError, UsageError
+from ckptless.pytorch_hooks.data.arrow_sealed import ROWS as SEALED_ROWS
+from ckptless.pytorch_hooks.data.arrow_sealed import SealedBatch, SealedBatches
 from ckptless.pytorch_hooks.data.cache import Cache, key
 from ckptless.pytorch_hooks.data.files import DataFile
+from ckptless.pytorch_hooks.data.sealed import SealedFile
 from ckptless.pytorch_hooks.data.sources import Paths, path_list
 
 PARQUET = b"PAR1"
@@ -50,6 +53,11 @@ class Arrow:
         self._firsts = np.zeros(1, dtype=np.int64)
         self._first_of_file: list[int] = []
 
+    @property
+    def cache(self) -> Cache:
+        """Where its entries are."""
+        return self._cache
+
     def open(self) -> None:
         """See Source."""
         if self._files:
@@ -73,18 +81,34 @@ class Arrow:
             if mapped is not given:
                 self._files.append(mapped)
                 head = FILE
-            source = arrow.memory_map(str(mapped.path))
-            if head == FILE:
-                reader = arrow.ipc.open_file(source)
-                batches = [reader.get_batch(n) for n in range(reader.num_record_batches)]
-            else:
-                batches = list(arrow.ipc.open_stream(source))
+            batches = self._batches_of(mapped, stream=head != FILE)
         except (arrow.ArrowException, OSError) as error:
             raise DataError(f"{path} is no sound Arrow or Parquet file: {error}") from error
         for batch in batches:
             if batch.num_rows:
                 self._batches.append((given, self._chosen(path, batch)))
         self._mapped.append(given)
+
+    def _batches_of(self, file: DataFile, *, stream: bool) -> list[Any]:
+        arrow = _pyarrow()
+        if isinstance(file, SealedFile):
+            batches = SealedBatches(file, arrow)
+            counts = self._counts(file, batches)
+            return [SealedBatch(batches, n, count) for n, count in enumerate(counts)]
+        source = arrow.memory_map(str(file.path))
+        if stream:
+            return list(arrow.ipc.open_stream(source))
+        reader = arrow.ipc.open_file(source)
+        return [reader.get_batch(n) for n in range(reader.num_record_batches)]
+
+    def _counts(self, file: DataFile, batches: SealedBatches) -> list[int]:
+        """How many rows each has: found out once, since each would have to be decrypted."""
+
+        def count(out: BinaryIO) -> None:
+            out.write(np.array([batches.get(n).num_rows for n in range(len(batches))], dtype="<u8").tobytes())
+
+        name = f"{key('rows', file.path.name, file.stamp.nbytes, file.stamp.changed_ns)}.rows"
+        return [int(rows) for rows in np.frombuffer(self._cache.read(name, count), dtype="<u8")]
 
     def _chosen(self, path: Path, batch: Any) -> Any:
         if self._columns is None:
@@ -107,11 +131,12 @@ class Arrow:
                 schema = arrow.schema([parquet.schema_arrow.field(c) for c in columns])
                 with arrow.ipc.new_file(out, schema) as writer:
                     # One thread: this process may be about to fork.
-                    for batch in parquet.iter_batches(ROWS, columns=columns, use_threads=False):
+                    rows = SEALED_ROWS if self._cache.encrypts else ROWS
+                    for batch in parquet.iter_batches(rows, columns=columns, use_threads=False):
                         writer.write_batch(batch)
             given.check()
 
-        return DataFile(self._cache.entry(name, make, nbytes=stamp.nbytes * 4))
+        return self._cache.open(name, make, nbytes=stamp.nbytes * 4)
 
     def __len__(self) -> int:
         return int(self._firsts[-1])

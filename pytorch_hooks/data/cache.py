@@ -14,16 +14,22 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import xxhash
 
-from ckptless.daemon.api.errors import DataError
+from ckptless.daemon.api.errors import DataError, ProtocolError
+from ckptless.pytorch_hooks import job_key
+from ckptless.pytorch_hooks.data import sealed
+from ckptless.pytorch_hooks.data.files import DataFile
+from ckptless.pytorch_hooks.data.sealed import SealedFile
 
 VARIABLE = "CKPTLESS_DATA_CACHE"
 BUDGET_NBYTES = 256 << 30
 LOCK_DEADLINE_S = 3600.0
 LOCK_POLL_S = 0.05
+SEALED = ".sealed"
+REMADE = "data-cache-remade"
 
 
 def default_folder() -> Path:
@@ -35,11 +41,43 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """A folder with a budget in bytes; nodes may share it."""
+    """A folder with a budget in bytes; nodes may share it.
 
-    def __init__(self, folder: Path | None = None, budget_nbytes: int = BUDGET_NBYTES) -> None:
+    `encrypt`: entries are encrypted with the job's key; those of another key are made again. `told`: what was
+    made again, as (kind of an event, text).
+    """
+
+    def __init__(
+        self, folder: Path | None = None, budget_nbytes: int = BUDGET_NBYTES, *, encrypt: bool = False
+    ) -> None:
         self.folder = folder or default_folder()
         self._budget_nbytes = budget_nbytes
+        self.encrypts = encrypt
+        self.told: list[tuple[str, str]] = []
+
+    def open(self, name: str, make: Callable[[BinaryIO], None], *, nbytes: int = 0) -> DataFile:
+        """`entry`, opened to be read. Raises DataError."""
+        if not self.encrypts:
+            return DataFile(self.entry(name, make, nbytes=nbytes))
+        for _ in range(2):
+            path = self.entry(name, make, nbytes=nbytes)
+            try:
+                return SealedFile(path, job_key.get(), path.name)
+            except ProtocolError as error:
+                self.told.append((REMADE, f"{path}: {error}"))
+                self.drop(name)
+        raise DataError(f"{path} cannot be read back after it was written: is the disk sound?")
+
+    def read(self, name: str, make: Callable[[BinaryIO], None]) -> bytes:
+        """All of an entry. Raises DataError."""
+        file = self.open(name, make)
+        try:
+            return file.read(0, file.stamp.nbytes)
+        finally:
+            file.close()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / (name + SEALED if self.encrypts else name)
 
     def entry(self, name: str, make: Callable[[BinaryIO], None], *, nbytes: int = 0) -> Path:
         """The file `name`; if it is not there, `make` writes it into the open file that it is given.
@@ -47,36 +85,43 @@ class Cache:
         `nbytes` is how large it is likely to be. Raises DataError: no room, no right to write, another
         process that has been making it for an hour, and what `make` raises.
         """
-        path = self.folder / name
+        path = self._path(name)
         try:
-            if self._use(path):
+            if self._unusable(path) is None:
                 return path
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._locked(path):
-                if not self._use(path):
+                why = self._unusable(path)
+                if why is not None:
                     self._make_room(nbytes, path)
                     self._write(path, make)
+                if why:
+                    self.told.append((REMADE, f"{path}: {why}"))
         except OSError as error:
             raise DataError(f"cannot write {path}: {error}; name a folder with room in {VARIABLE}") from error
         return path
 
     def drop(self, name: str) -> None:
         """Forget an entry that turned out to be bad."""
-        (self.folder / name).unlink(missing_ok=True)
+        self._path(name).unlink(missing_ok=True)
 
-    @staticmethod
-    def _use(path: Path) -> bool:
-        """Whether it is there. Its age is the time of its last use; that of the last change is part of
-        what it is.
+    def _unusable(self, path: Path) -> str | None:
+        """Why it cannot be used: "" where it is not there, None where it can be.
+
+        Its age is the time of its last use; that of the last change is part of what it is.
         """
         try:
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-        except FileNotFoundError:
-            return False
-        except PermissionError:
             # Another user's, readable: only who may write to it keeps its age.
-            return path.is_file()
-        return True
+            with contextlib.suppress(PermissionError):
+                os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+            if self.encrypts:
+                with path.open("rb") as file:
+                    sealed.check_header(file.read(sealed.HEADER_NBYTES), job_key.get())
+        except FileNotFoundError:
+            return ""
+        except ProtocolError as error:
+            return str(error)
+        return None
 
     @staticmethod
     @contextlib.contextmanager
@@ -101,7 +146,12 @@ class Cache:
         scratch = path.with_name(path.name + ".part")
         try:
             with scratch.open("wb") as file:
-                make(file)
+                if self.encrypts:
+                    writer = sealed.SealingWriter(file, job_key.get(), path.name)
+                    make(cast(BinaryIO, writer))
+                    writer.finish()
+                else:
+                    make(file)
                 file.flush()
                 os.fsync(file.fileno())
                 size = file.tell()

@@ -12,12 +12,14 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.api.feed import Feed
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache, key
 from ckptless.pytorch_hooks.data.identity import Manifest, identify
 from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
 from ckptless.pytorch_hooks.data.pack import Pack
+from ckptless.pytorch_hooks.data.pinning import Pinning
 from ckptless.pytorch_hooks.data.pool import Pool
 from ckptless.pytorch_hooks.data.production import Function, Production, Recipe
 from ckptless.pytorch_hooks.data.ring_feed import Numbered, RingFeed
@@ -49,6 +51,7 @@ class Options(TypedDict, total=False):
     replica: int | None
     replicas: int | None
     timeout_s: float
+    pin_memory: bool
 
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +71,8 @@ class MappedLoader:
     `workers` processes (0: in this one), and whatever they draw from the global random generators is the
     same for the same sample. `on_error`: "raise", or "skip" what is wrong with single records. `version`:
     any word; another one is another data set. `replica` of `replicas`: else rank and world size.
-    `timeout_s`: so long may a batch take.
+    `timeout_s`: so long may a batch take. `pin_memory`: give tensors in page-locked memory, where there
+    is a CUDA device.
 
     Iterating gives one epoch, or the rest of it after `load_state_dict`. What is skipped or begun again is
     logged, and told to `on_event(kind, text)`, which `run.batches` has write it to the ledger. Main thread
@@ -78,6 +82,8 @@ class MappedLoader:
     def __init__(self, source: Any, **options: Unpack[Options]) -> None:
         self._workers = options.pop("workers", 1)
         self._timeout_s = options.pop("timeout_s", TIMEOUT_S)
+        pins = options.pop("pin_memory", False)
+        self._pinning = Pinning(_telling(weakref.ref(self))) if pins else None
         self._replica, self._replicas = options.pop("replica", None), options.pop("replicas", None)
         try:
             self._recipe = Recipe(**options)  # type: ignore[misc]  # the rest of the keywords
@@ -117,7 +123,17 @@ class MappedLoader:
             made = Production(self._source, self._recipe, self.layout)
             made.open(lambda: self._table(made))
             self._production, self._manifest = made, made.manifest()
+            self._tell_of_caches()
         return self._production
+
+    def _tell_of_caches(self) -> None:
+        for cache in (self._recipe.cache, getattr(self._source, "cache", None)):
+            if cache is None:
+                continue
+            told, cache.told[:] = list(cache.told), []
+            for kind, text in told:
+                logger.warning("%s: %s", kind, text)
+                self.on_event(kind, text)
 
     @property
     def manifest(self) -> Manifest:
@@ -189,6 +205,13 @@ class MappedLoader:
         if self._feed is not None and numbered is not None:
             self._feed.committed(numbered, position_of(state["position"]))
 
+    def feed_at(self, state: dict[str, Any]) -> Feed | None:
+        """Which batch of the node's ring follows the position of this `state_dict`; None: of no ring."""
+        numbered = self._numbered if self._feed is not None else None
+        if self._feed is None or numbered is None:
+            return None
+        return self._feed.at(numbered, position_of(state["position"]))
+
     # ----------------------------------------------------------------------------------------- iteration
 
     def __iter__(self) -> Iterator[Any]:
@@ -199,13 +222,13 @@ class MappedLoader:
         return self._epoch_from(self._turn, position)
 
     def _epoch_from(self, turn: int, position: Position) -> Iterator[Any]:
-        for batch, after, skipped in self._made(position):
+        for made, after, skipped in self._made(position):
             if turn != self._turn:
                 raise UsageError("another iteration over this loader has begun: make a second loader for it")
             self._position = after
             for number, why in enumerate(skipped, after.skipped - len(skipped) + 1):
                 self._tell_skipped(number, why)
-            yield batch
+            yield made if self._pinning is None else self._pinning.batch(made)
         self._epoch = position.epoch + 1
 
     def _tell_skipped(self, number: int, why: str) -> None:
@@ -272,12 +295,14 @@ class MappedLoader:
         )
         name = f"{key('blocks', packing.VERSION, repr(parts), identify(recipe.transform))}.table"
         for _ in range(2):
-            path = cache.entry(name, lambda out: packing.write_table(out, self._counts(production, count)))
+            data = cache.read(name, lambda out: packing.write_table(out, self._counts(production, count)))
             try:
-                return packing.read_table(path.read_bytes(), count)
-            except (ProtocolError, OSError):
+                return packing.read_table(data, count)
+            except ProtocolError:
                 cache.drop(name)
-        raise DataError(f"the table {path} cannot be read back after it was written: is the disk sound?")
+        raise DataError(
+            f"the table {cache.folder / name} cannot be read back after it was written: is the disk sound?"
+        )
 
     def _counts(self, production: Production, count: int) -> list[int]:
         if not self._workers:

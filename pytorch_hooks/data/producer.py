@@ -33,6 +33,8 @@ Produce: TypeAlias = Callable[[int, Any], Iterator[tuple[int, Any, Any]]]
 
 PROCESS_NAME = "ckptless-data"
 NICE = 5
+# A stream that was not asked for while all others were so often.
+IDLE_ROUNDS = 16
 PR_SET_PDEATHSIG = 1
 # Bound once, at import: a freshly forked child must not be the first to look up a symbol.
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -122,6 +124,8 @@ class _Worker:
         self._socket.send(m.ProducerHello(protocol=PROTOCOL, lease=lease))
         # For each stream: of which history, which number comes next, and whoever makes it.
         self._at: dict[int, tuple[int, int, Iterator[tuple[int, Any, Any]]]] = {}
+        self._jobs = 0
+        self._asked: dict[int, int] = {}
 
     def work(self) -> None:
         """Until the agent hangs up: PeerError."""
@@ -152,8 +156,18 @@ class _Worker:
             self._at.pop(job.stream, None)
             return m.RingFailed(stream=job.stream, seq=job.seq, text=_text_of(error))
 
+    def _let_go_of_others(self, stream: int) -> None:
+        """Of streams that nobody asks for any more: another node's, which were made here for a while."""
+        self._jobs += 1
+        self._asked[stream] = self._jobs
+        for other, asked in list(self._asked.items()):
+            if self._jobs - asked > IDLE_ROUNDS * len(self._asked):
+                del self._asked[other]
+                self._at.pop(other, None)
+
     def _next(self, job: m.RingMake) -> tuple[Any, Any] | None:
         """The batch and the position after it; None at the stream's end."""
+        self._let_go_of_others(job.stream)
         history, seq, batches = self._at.pop(job.stream, (-1, -1, iter(())))
         if (history, seq) != (job.history, job.seq):
             seq, batches = job.base, self._produce(job.stream, codec.decode(job.position))

@@ -65,7 +65,11 @@ def write(out: BinaryIO, stamp: Stamp, offsets: Offsets) -> None:
 
 def read(path: Path, stamp: Stamp) -> Offsets:
     """Read an index of the file with this stamp. Raises ProtocolError for anything else, OSError."""
-    data = path.read_bytes()
+    return parse(path.read_bytes(), path, stamp)
+
+
+def parse(data: bytes, path: Path | str, stamp: Stamp) -> Offsets:
+    """Read an index that is known as `path`. Raises ProtocolError."""
     if len(data) < _HEADER.size + _OF.size + 8:
         raise ProtocolError(f"{path} is too short for an index of records")
     magic, version, zero, count, digest = _HEADER.unpack_from(data)

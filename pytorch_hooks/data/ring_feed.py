@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError
+from ckptless.daemon.api.feed import FEED_POSITION_LIMIT, Feed
 from ckptless.pytorch_hooks.data.identity import Manifest
 from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
 from ckptless.pytorch_hooks.data.pool import Pool
 from ckptless.pytorch_hooks.data.production import Production
-from ckptless.pytorch_hooks.data.ring_reader import Reader, RingName
+from ckptless.pytorch_hooks.data.ring_reader import Reader, RingName, encode_position
 from ckptless.pytorch_hooks.errors import GenerationEnded
 
 
@@ -147,6 +148,22 @@ class RingFeed:
         with self._lock:
             self._reader, self._digest = reader, digest
         return reader
+
+    def at(self, numbered: Numbered, position: Position) -> Feed | None:
+        """Which batch follows `position`, for other nodes; None where this process takes none from a ring."""
+        if self._reader is None or self._digest != numbered.digest:
+            return None
+        place = numbered.place(position)
+        encoded = encode_position(numbered.before(position))
+        if len(encoded) > FEED_POSITION_LIMIT:
+            return None
+        return Feed(
+            loader=self._name,
+            manifest=numbered.digest,
+            stream=place.stream,
+            seq=place.seq,
+            position=encoded,
+        )
 
     def committed(self, numbered: Numbered, position: Position) -> None:
         """No recovery goes back behind `position`: the batches before it may go."""

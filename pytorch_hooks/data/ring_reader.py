@@ -58,6 +58,11 @@ class Taken:
         return codec.decode(self.encoded_position)
 
 
+def encode_position(position: object) -> bytes:
+    """As rings compare and keep it."""
+    return codec.encode(position, name="position", limit=entry.POSITION_LIMIT)
+
+
 class Reader:
     """One process's. Main thread only, but for `interrupt`: it forks there. Close it.
 
@@ -97,7 +102,7 @@ class Reader:
         self._forget_ahead()
         self._number += 1
         self._stream, self._next, self._done = stream, seq, seq
-        encoded = codec.encode(position, name="position", limit=entry.POSITION_LIMIT)
+        encoded = encode_position(position)
         self._socket.send(m.RingSeek(number=self._number, stream=stream, seq=seq, position=encoded))
 
     def take(self, deadline_s: float = TAKE_DEADLINE_S) -> Taken | None:

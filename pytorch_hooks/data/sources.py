@@ -97,6 +97,11 @@ class JsonLines:
         self._firsts = np.zeros(1, dtype=np.int64)
 
     @property
+    def cache(self) -> Cache:
+        """Where its entries are."""
+        return self._cache
+
+    @property
     def damage(self) -> list[str]:
         """What is missing of damaged files, one sentence for each."""
         return [lines.damage for lines in self._files if lines.damage]
@@ -131,8 +136,8 @@ class JsonLines:
         """The file as lines of JSON, and what of it is damaged."""
         if given.read(0, min(2, given.stamp.nbytes)) != GZIP:
             return given, ""
-        path, damage = _unpacked(given, self._cache)
-        return self._hold(DataFile(path)), damage
+        file, damage = _unpacked(given, self._cache)
+        return self._hold(file), damage
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -192,22 +197,24 @@ class Json(JsonLines):
                 # A line break in JSON is white space: within strings it is escaped.
                 out.write(bytes(element).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n")
 
-        return self._hold(DataFile(self._cache.entry(name, make, nbytes=found.stamp.nbytes))), ""
+        return self._hold(self._cache.open(name, make, nbytes=found.stamp.nbytes)), ""
 
 
 def _index(file: DataFile, cache: Cache) -> records.Offsets:
     stamp = file.stamp
     name = f"{key('lines', records.VERSION, file.path.resolve(), stamp.nbytes, stamp.changed_ns)}.index"
     for _ in range(2):
-        path = cache.entry(name, lambda out: records.write(out, stamp, records.offsets_of(file)))
+        data = cache.read(name, lambda out: records.write(out, stamp, records.offsets_of(file)))
         try:
-            return records.read(path, stamp)
-        except (ProtocolError, OSError):
+            return records.parse(data, name, stamp)
+        except ProtocolError:
             cache.drop(name)
-    raise DataError(f"the index {path} cannot be read back after it was written: is the disk sound?")
+    raise DataError(
+        f"the index {cache.folder / name} cannot be read back after it was written: is the disk sound?"
+    )
 
 
-def _unpacked(given: DataFile, cache: Cache) -> tuple[Path, str]:
+def _unpacked(given: DataFile, cache: Cache) -> tuple[DataFile, str]:
     """The file without gzip, and what of it is damaged."""
     stamp = given.stamp
     name = f"{key('gzip', given.path.resolve(), stamp.nbytes, stamp.changed_ns)}.jsonl"
@@ -221,8 +228,8 @@ def _unpacked(given: DataFile, cache: Cache) -> tuple[Path, str]:
         cache.drop(damage_name)
         cache.entry(damage_name, lambda note: _put(note, damage))
 
-    path = cache.entry(name, unpack, nbytes=stamp.nbytes * UNPACKED)
-    return path, cache.entry(damage_name, lambda note: _find_damage(note, given.path)).read_text()
+    file = cache.open(name, unpack, nbytes=stamp.nbytes * UNPACKED)
+    return file, cache.read(damage_name, lambda note: _find_damage(note, given.path)).decode()
 
 
 def _put(out: BinaryIO, text: str) -> None:

@@ -1,14 +1,15 @@
 """A small job on `ckptless.data`, `data_job.py STEPS OUT SOURCE [faulty]`: each rank writes what it trains
 on.
 
-With "faulty" rank 1 is killed after step 7, rank 0 raises after step 13, and after step 19 the agent of rank
-2, and with it all of its node, is killed.
+With "faulty" the cache is encrypted, where that can be, rank 1 is killed after step 7, rank 0 raises after
+step 13, and after step 19 the agent of rank 2, and with it all of its node, is killed.
 """
 
 import json
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ckptless.data import Cache, JsonLines, MappedLoader
 STEPS, OUT = int(sys.argv[1]), Path(sys.argv[2])
 SOURCE, FAULTY = Path(sys.argv[3]), "faulty" in sys.argv[4:]
 BATCH = 13
+ENCRYPTED = "faulty" in sys.argv[4:] and find_spec("cryptography") is not None
 
 
 def noisy(row: dict[str, Any]) -> tuple[int, torch.Tensor]:
@@ -35,7 +37,7 @@ def build() -> ckptless.State:
     torch.manual_seed(1)
     model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
     loader = MappedLoader(
-        JsonLines(SOURCE, cache=Cache(OUT / "cache")),
+        JsonLines(SOURCE, cache=Cache(OUT / "cache", encrypt=ENCRYPTED)),
         batch_size=BATCH,
         seed=11,
         shuffle=True,

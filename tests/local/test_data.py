@@ -47,8 +47,12 @@ def trained(home: Path, *faulty: str) -> Seen:
         # Each batch came from a ring: one of each node, of which the lost one has nothing more to say.
         assert told["ring-closed"] == NODES
         assert not told["ring-off"]
+        # All processes have the same key, also the new ones.
+        assert not told["data-cache-remade"]
         if faulty:
             assert {f.kind for f in ledger.faults} >= {"died", "raised", "node-lost"}
+            # The spare did not have to wait for what it makes itself.
+            assert told["ring-borrowed"]
             # The heir of the dead rank went on with what had been made for that. Others, too, if a fault met
             # them while they waited for a batch.
             heir = "reader 1 goes on with batch 7 of stream 1: "
