@@ -138,6 +138,10 @@ class Channel(Generic[M]):
             self._waits_to_write = True
             self._loop.add_writer(self._fd, self._writable)
 
+    def _write_rest(self) -> None:
+        if self._unsent and not self._waits_to_write and not self._closed:
+            self._writable()
+
     def _writable(self) -> None:
         try:
             self._write_out()
@@ -171,9 +175,9 @@ class Channel(Generic[M]):
         self._corked = True
         try:
             self._deal_with(data)
-            self._corked = False
-            if self._unsent and not self._waits_to_write and not self._closed:
-                self._write_out()
+            if self._unsent and not self._waits_to_write:
+                # What follows from it may be said a little later in this turn of the loop.
+                self._loop.call_soon(self._write_rest)
         except (CkptlessError, OSError) as error:
             self._end(error)
         except BaseException as error:
