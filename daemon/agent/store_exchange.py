@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from ckptless.daemon.agent import store_wire as wire
 from ckptless.daemon.agent.store_node import StoreNode
+from ckptless.daemon.agent.store_other import OtherStore
 from ckptless.daemon.agent.store_peers import StoreChannel
 from ckptless.daemon.agent.store_wire import Item
 from ckptless.daemon.api.errors import CkptlessError, ProtocolError
@@ -35,29 +36,6 @@ MOST_DIALS = 4
 Dial: TypeAlias = Callable[[NodeInfo, Handler[p.StoreMessage]], StoreChannel]
 
 
-class _Other:
-    """One other agent, as this one is connected to it."""
-
-    def __init__(self, info: NodeInfo) -> None:
-        self.info = info
-        self.link: StoreChannel | None = None
-        # Of the attempt to reach it that is under way, if one is: when it is given up, and what is next.
-        self.reaching = self.queued = False
-        self.until = 0.0
-        self.timer: asyncio.Handle | None = None
-        self.dialled: StoreChannel | None = None
-        self.unsaid: list[Item] = []
-        # What went out with the proof, and may not have been taken.
-        self.unsure: list[Item] = []
-        self.held: list[p.StoreSaid] = []
-        self.heard_at = 0.0
-
-    @property
-    def is_unsure(self) -> bool:
-        """Whether something is on its way of which the other end has not said whether it takes it."""
-        return self.dialled is not None and self.dialled.is_proved
-
-
 class StoreExchange:
     """Owned by the agent's event loop.
 
@@ -70,7 +48,7 @@ class StoreExchange:
         self.handshakes = self.messages = 0
         self._generation = 0
         self._node: StoreNode | None = None
-        self._others: dict[int, _Other] = {}
+        self._others: dict[int, OtherStore] = {}
         # Who is to be reached, and how many are.
         self._queue: deque[int] = deque()
         self._reaching = 0
@@ -92,7 +70,7 @@ class StoreExchange:
                 self._forget(number)
         for number, info in infos.items():
             if number != self._me and number not in self._others:
-                self._others[number] = _Other(info)
+                self._others[number] = OtherStore(info)
         for number, other in list(self._others.items()):
             held, other.held = other.held, []
             try:
@@ -133,7 +111,7 @@ class StoreExchange:
         self._reach_next()
         self._look_soon()
 
-    def _say(self, other: _Other, link: StoreChannel) -> None:
+    def _say(self, other: OtherStore, link: StoreChannel) -> None:
         """What is to be said, but not before what is on its way has been taken, or not."""
         if other.is_unsure and link is not other.dialled:
             return
@@ -159,7 +137,7 @@ class StoreExchange:
                 other.until = asyncio.get_running_loop().time() + self._silence_s
                 self._dial_now(number, other)
 
-    def _dial_now(self, number: int, other: _Other) -> None:
+    def _dial_now(self, number: int, other: OtherStore) -> None:
         loop = asyncio.get_running_loop()
         other.timer = loop.call_at(other.until, self._give_up, number, other)
         try:
@@ -169,22 +147,22 @@ class StoreExchange:
             other.timer.cancel()
             other.timer = loop.call_soon(self._failed, number, other, error)
 
-    def _again(self, number: int, other: _Other) -> None:
+    def _again(self, number: int, other: OtherStore) -> None:
         """A little later: the other end is not ready, or makes its own."""
         self._hang_up(other)
         loop = asyncio.get_running_loop()
         other.timer = loop.call_at(min(loop.time() + AGAIN_S, other.until), self._dial_again, number, other)
 
-    def _dial_again(self, number: int, other: _Other) -> None:
+    def _dial_again(self, number: int, other: OtherStore) -> None:
         if asyncio.get_running_loop().time() >= other.until:
             self._give_up(number, other)
         else:
             self._dial_now(number, other)
 
-    def _give_up(self, number: int, other: _Other) -> None:
+    def _give_up(self, number: int, other: OtherStore) -> None:
         self._failed(number, other, TimeoutError(f"it has not answered for {self._silence_s:g} s"))
 
-    def _failed(self, number: int, other: _Other, error: Exception) -> None:
+    def _failed(self, number: int, other: OtherStore, error: Exception) -> None:
         """It cannot be reached; what may or may not have been taken is lost with the connection."""
         lost = other.link is None or other.is_unsure
         self._reached(other)
@@ -192,7 +170,7 @@ class StoreExchange:
             self._lose(number, other, f"cannot be reached: {error or type(error).__name__}")
 
     @staticmethod
-    def _hang_up(other: _Other) -> None:
+    def _hang_up(other: OtherStore) -> None:
         if other.timer is not None:
             other.timer.cancel()
             other.timer = None
@@ -200,7 +178,7 @@ class StoreExchange:
             other.dialled.close()
             other.dialled = None
 
-    def _reached(self, other: _Other, *, keep: bool = False) -> None:
+    def _reached(self, other: OtherStore, *, keep: bool = False) -> None:
         """The attempt is over, `keep`: and its connection is taken."""
         if keep:
             other.dialled = None
@@ -211,12 +189,12 @@ class StoreExchange:
             if self._queue:
                 asyncio.get_running_loop().call_soon(self._reach_next)
 
-    def _attach(self, other: _Other, link: StoreChannel) -> None:
+    def _attach(self, other: OtherStore, link: StoreChannel) -> None:
         other.link, other.heard_at = link, asyncio.get_running_loop().time()
         if other.unsaid:
             self._say(other, link)
 
-    def _take_answer(self, number: int, other: _Other, message: p.StoreMessage) -> None:
+    def _take_answer(self, number: int, other: OtherStore, message: p.StoreMessage) -> None:
         """Of the end that was dialled: whether this is the connection that stays."""
         channel = other.dialled
         assert channel is not None
@@ -304,7 +282,7 @@ class StoreExchange:
         else:
             self._failed(number, other, error)
 
-    def _heard(self, number: int, other: _Other, message: p.StoreMessage) -> None:
+    def _heard(self, number: int, other: OtherStore, message: p.StoreMessage) -> None:
         match message:
             case p.StoreSaid():
                 self._take(number, message)
@@ -338,7 +316,7 @@ class StoreExchange:
         for item in items:
             self._node.heard(number, item)
 
-    def _lose(self, number: int, other: _Other, why: str) -> None:
+    def _lose(self, number: int, other: OtherStore, why: str) -> None:
         """Whatever waits for it is told."""
         link, other.link = other.link, None
         if link is not None:
