@@ -1,6 +1,7 @@
 """What the stores of two agents say to each other: over one connection, made when there is something to say.
 
-Each end may dial. When both do in the same moment, that of the lower node stays. A connection outlives the
+Each end may dial. When both do in the same moment, that of the lower node stays. What is to be said goes out
+with the proof of the one who dials, and is taken with its answer, or not at all. A connection outlives the
 generations in which both nodes are: each message has its generation. One of an older generation is refused,
 one of a newer is held until this agent has followed, since agents do not hear of it in the same instant.
 

@@ -48,7 +48,7 @@ class StorePeers:
         if key is None:
             raise PeerError("the daemon has not given the job's key yet")
         mine = handshake.opening(self._job, self._me, store=True)
-        ends = Ends(Keyed(key, mine, info.node, LIMIT), handler, DECODER)
+        ends = Ends(Keyed(key.bind, mine, info.node, LIMIT), handler, DECODER)
         return Channel.dial(Route((info.address, info.agent_port), self._source), ends)
 
     def take(self, sock: socket.socket, theirs: handshake.Opening) -> None:
@@ -58,7 +58,7 @@ class StorePeers:
             if key is None or self.taker is None or theirs.job != self._job:
                 raise PeerError(f"no store of job {theirs.job} is here yet")
             mine = handshake.opening(self._job, self._me, store=True)
-            keyed = Keyed(key, mine, theirs.node, LIMIT, theirs)
+            keyed = Keyed(key.bind, mine, theirs.node, LIMIT, theirs)
             channel: StoreChannel = Channel.accept(sock, Ends(keyed, self.taker, DECODER))
         except (OSError, CkptlessError) as error:
             logger.debug("a connection that was no store's: %s", error)

@@ -1,27 +1,34 @@
-"""One end's handshake and frames, where both ends hold one key: bytes in, bytes out. Pure, but for the nonce.
+"""One end's handshake and frames, where both ends hold one key: bytes in, bytes out. Pure.
 
 It says what `Link` says over the wire. But nothing is awaited: what comes is fed, and what is to be sent is
 given back, so that a connection takes no task of its own.
 """
 
+from collections.abc import Callable
+
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers.handshake import HEAD_BYTES, LENGTH_BYTES, Answer, Opening, Proof, Sealer
-from ckptless.daemon.peers.vouch import KeyVouch
 
 
 class Keyed:
     """Of the end that opens with `mine`; `theirs`: what the other has opened with, where that has dialled.
 
-    `node` is the other end: nobody else is taken. `limit` is of a frame's bytes. `proved`: the other end
-    holds the key, and what is taken from now on nobody else can have said.
+    `bind` makes, by the key, an end's secret of what it has opened with. `node` is the other end: nobody else
+    is taken. `limit` is of a frame's bytes. `proved`: the other end holds the key, and what is taken from now
+    on nobody else can have said.
     """
 
     def __init__(
-        self, key: KeyVouch, mine: Opening, node: int, limit: int, theirs: Opening | None = None
+        self,
+        bind: Callable[[bytes], bytes],
+        mine: Opening,
+        node: int,
+        limit: int,
+        theirs: Opening | None = None,
     ) -> None:
         self.node, self.proved = node, False
-        self._key, self._mine, self._theirs, self._limit = key, mine, theirs, limit
+        self._bind, self._mine, self._theirs, self._limit = bind, mine, theirs, limit
         self._unread = bytearray()
         # Bytes that the frame has which has begun to come.
         self._need = 0
@@ -45,7 +52,7 @@ class Keyed:
     def _join(self, dialler: Opening, acceptor: Opening) -> None:
         if dialler.credential or acceptor.credential:
             raise PeerError("the other end came with a credential where a key is wanted")
-        secrets = self._key.bind(dialler.context()), self._key.bind(acceptor.context(dialler))
+        secrets = self._bind(dialler.context()), self._bind(acceptor.context(dialler))
         self._pair_key = handshake.join_secrets(*secrets)
 
     def feed(self, data: bytes) -> tuple[bytes, list[bytes]]:
@@ -61,19 +68,19 @@ class Keyed:
 
     def _frames(self) -> list[bytes]:
         assert self._in is not None
-        unread = self._unread
         bodies = []
         at = self._need = 0
-        while len(unread) - at >= HEAD_BYTES:
-            body_at = at + HEAD_BYTES
-            length, mac = Sealer.parse_head(bytes(unread[at:body_at]), self._limit)
-            end = body_at + length
-            if len(unread) < end:
-                self._need = end - at
-                break
-            bodies.append(self._in.open(mac, bytes(unread[body_at:end])))
-            at = end
-        del unread[:at]
+        with memoryview(self._unread) as unread:
+            while len(unread) - at >= HEAD_BYTES:
+                body_at = at + HEAD_BYTES
+                length, mac = Sealer.parse_head(bytes(unread[at:body_at]), self._limit)
+                end = body_at + length
+                if len(unread) < end:
+                    self._need = end - at
+                    break
+                bodies.append(self._in.open(mac, bytes(unread[body_at:end])))
+                at = end
+        del self._unread[:at]
         return bodies
 
     def _greeting(self) -> bytes | None:

@@ -21,11 +21,11 @@ class Pair:
 
     def __init__(self, key: bytes = KEY, wanted: int = 1, job: str = "job") -> None:
         mine = handshake.opening("job", 0, store=True)
-        self.dialler = Keyed(KeyVouch(KEY), mine, wanted, LIMIT)
+        self.dialler = Keyed(KeyVouch(KEY).bind, mine, wanted, LIMIT)
         said = self.dialler.begin()
         theirs = handshake.decode(said[handshake.LENGTH_BYTES :], handshake.Opening)
         assert theirs == mine
-        self.acceptor = Keyed(KeyVouch(key), handshake.opening(job, 1), theirs.node, LIMIT, theirs)
+        self.acceptor = Keyed(KeyVouch(key).bind, handshake.opening(job, 1), theirs.node, LIMIT, theirs)
 
     def proved(self) -> "Pair":
         """After a handshake."""
@@ -131,7 +131,7 @@ def test_an_end_of_another_version_is_told_apart() -> None:
 
 def test_a_credential_where_there_is_a_key() -> None:
     theirs = handshake.Opening(1, "job", 0, b"n" * handshake.NONCE_BYTES, b"credential", store=True)
-    keyed = Keyed(KeyVouch(KEY), handshake.opening("job", 1), 0, LIMIT, theirs)
+    keyed = Keyed(KeyVouch(KEY).bind, handshake.opening("job", 1), 0, LIMIT, theirs)
     with pytest.raises(PeerError, match="credential"):
         keyed.begin()
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -77,6 +78,29 @@ def test_messages_of_all_sizes_both_ways() -> None:
             two.far.send(said(size))
         for end in (two.far, two.near):
             assert [await end.until("heard") for _ in sizes] == [said(size) for size in sizes]
+
+    play(work)
+
+
+def test_a_connection_that_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As to another machine: the kernel takes nothing before it stands."""
+
+    class Slow(socket.socket):
+        tries = 0
+
+        def send(self, *args: Any) -> int:
+            Slow.tries += 1
+            if Slow.tries < 3:
+                raise BlockingIOError
+            return super().send(*args)
+
+    async def work(two: Two) -> None:
+        monkeypatch.setattr("ckptless.daemon.peers.channel.socket.socket", Slow)
+        await two.connect()
+        monkeypatch.undo()
+        assert Slow.tries >= 3
+        two.near.send(said(70000))
+        assert await two.far.until("heard") == said(70000)
 
     play(work)
 
