@@ -380,7 +380,7 @@ def stock(place: Place, kinds: list[str], steps: int) -> dict[str, Any]:
         for _ in range(steps):
             job.train()
         results[kind] = {"losses": list(job.losses.values()), "digest": job.digest()}
-    dist.destroy_process_group()
+    place.leave(job)
     return results
 
 

@@ -218,6 +218,8 @@ def stock(place: Place, kind: str, steps: int) -> dict[str, Any]:
     for number in range(1, steps + 1):
         job.step(state, number)
     result = {"losses": list(job.losses.values()), "digest": digest(state)}
+    # Torch forgets the groups. They stay for the reason that Place.leave tells.
+    place.kept += [job, state]
     dist.destroy_process_group()
     return result
 
@@ -364,6 +366,9 @@ def faults(place: Place, kind: str, places: list[str]) -> dict[str, Any]:
             me.commit()
         losses |= me.job.losses
         sizes.append(counts())
+        if number == 0:
+            # Nobody leaves, and closes what is between us, before all have counted.
+            place.meet("counted", ranks)
         if number == len(places):
             break
         me.attempt(state, number + 2, places[number], generation)

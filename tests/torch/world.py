@@ -37,6 +37,8 @@ class Place:
         self.size = size
         self.port = port
         self.store = self.connect()
+        # What lives until the process is gone, whose destructors are thus never run.
+        self.kept: list[Any] = []
 
     def connect(self) -> Any:
         """A connection to the store of one's own."""
@@ -44,6 +46,15 @@ class Place:
 
         tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
         return tcp("127.0.0.1", self.port, None, is_master=False, timeout=timedelta(seconds=30))
+
+    def leave(self, *kept: Any) -> None:
+        """The end of a scenario with stock process groups, which are not destroyed, nor what holds them.
+
+        Gloo's destructor joins its workers with the GIL held, and a worker may wait for the GIL to let go of its
+        last collective (torch 2.13): both wait for ever.
+        """
+        self.kept += kept
+        self.meet("leave", self.size)
 
     def meet(self, name: str, parties: int, deadline: float = 20.0) -> None:
         """Wait until so many processes have come here."""
@@ -132,7 +143,8 @@ def _child(scenario: str, index: int, size: int, ports: int, out: int, arguments
     try:
         port = int(os.read(ports, 16))
         module, _, name = scenario.partition(":")
-        result = getattr(importlib.import_module(module), name)(Place(index, size, port), **arguments)
+        place = Place(index, size, port)
+        result = getattr(importlib.import_module(module), name)(place, **arguments)
         code = 0
     except BaseException:  # noqa: BLE001 - it is told to the parent
         result = {"error": traceback.format_exc()}
