@@ -49,13 +49,11 @@ def trained(home: Path, *faulty: str) -> Seen:
         assert not told["ring-off"]
         if faulty:
             assert {f.kind for f in ledger.faults} >= {"died", "raised", "node-lost"}
-            # The heir of the dead rank went on with what had been made for that. Others whom a fault met while
-            # they waited for a batch may have gone on, too.
-            (resumed,) = (
-                event.text
-                for event in ledger.events
-                if event.kind == "ring-resumed" and "reader 1 goes on with batch 7 of stream 1: " in event.text
-            )
+            # The heir of the dead rank went on with what had been made for that. Others, too, if a fault met
+            # them while they waited for a batch.
+            heir = "reader 1 goes on with batch 7 of stream 1: "
+            texts = [event.text for event in ledger.events if event.kind == "ring-resumed"]
+            (resumed,) = (text for text in texts if heir in text)
             assert not resumed.endswith(": 0 were there")
     seen: Seen = {}
     for path in (home / "out").glob("seen-*.txt"):

@@ -395,11 +395,13 @@ def faults(place: Place, kind: str, places: list[str]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ the caches
 
 
-def meshes_twice(_place: Place) -> dict[str, bool]:
-    """An equal mesh made anew in the same process, under other groups."""
+def meshes_twice(_place: Place) -> dict[str, tuple[bool, bool]]:
+    """An equal mesh made anew in the same process, under other groups: whether all that comes of it is of the
+    new mesh, and whether that is gone afterwards.
+    """
     import weakref
 
-    gone: dict[str, bool] = {}
+    found: dict[str, tuple[bool, bool]] = {}
     for generation, shape in enumerate(((4,), (2, 2), (4,)), start=1):
         fabric = Fabric(timedelta(seconds=5), host=HOST)
         fabric.open(rank=1, world_size=4, generation=generation, store=None)
@@ -408,14 +410,16 @@ def meshes_twice(_place: Place) -> dict[str, bool]:
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.randn(2, 8)).sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         parameter: Any = next(model.parameters())
         parameter.full_tensor()
+        results = (norm, parameter.grad, parameter.detach(), parameter + parameter, parameter.sum())
+        new = all(result.device_mesh is mesh for result in results)
         watch = weakref.ref(mesh)
         fabric.close()
-        del mesh, model, optimizer, parameter
+        del mesh, model, optimizer, parameter, norm, results
         torch_fsdp.forget_meshes()
         gc.collect()
-        gone[str((generation, shape))] = watch() is None
-    return gone
+        found[str((generation, shape))] = new, watch() is None
+    return found

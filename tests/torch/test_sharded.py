@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -117,5 +118,9 @@ def test_hybrid_left_anywhere_again_and_again() -> None:
 
 
 def test_a_mesh_made_twice_is_two_meshes() -> None:
-    (gone,) = run("sharded_scenarios:meshes_twice", 1, deadline=60)
-    assert set(gone.values()) == {True}
+    (found,) = run("sharded_scenarios:meshes_twice", 1, deadline=60)
+    assert all(new for new, _ in found.values())
+    # Torch 2.12 itself never lets go of the strategy, and so of the mesh, of an operation that is not in its
+    # caches.
+    if not torch.__version__.startswith("2.12."):
+        assert all(gone for _, gone in found.values())

@@ -50,8 +50,8 @@ class Place:
     def leave(self, *kept: Any) -> None:
         """The end of a scenario with stock process groups, which are not destroyed, nor what holds them.
 
-        Gloo's destructor joins its workers with the GIL held, and a worker may wait for the GIL to let go of its
-        last collective (torch 2.13): both wait for ever.
+        Gloo's destructor joins its workers with the GIL held, and a worker may wait for the GIL to let go of
+        its last collective (torch 2.13): both wait for ever.
         """
         self.kept += kept
         self.meet("leave", self.size)
