@@ -17,6 +17,7 @@ from ckptless.daemon.agent.holders import (
 from ckptless.daemon.agent.lost_copies import Key, LostCopies
 from ckptless.daemon.agent.pushed import Pushed, both, nothing
 from ckptless.daemon.agent.serving import Serving
+from ckptless.daemon.agent.store_peers import StorePeers
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.api.errors import CkptlessError, PeerError
 from ckptless.daemon.api.messages import Assignment, NodeInfo
@@ -25,8 +26,9 @@ from ckptless.daemon.control.placement import holders, shard_holders
 from ckptless.daemon.control.remaking import Copies, Remake, remakes
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
-from ckptless.daemon.peers.link import Link, Route, serve
-from ckptless.daemon.peers.vouch import Vouch
+from ckptless.daemon.peers.door import Door
+from ckptless.daemon.peers.link import Link, Route
+from ckptless.daemon.peers.vouch import KeyVouch
 
 DIAL_DEADLINE_S = 3.0
 # Of a record, which is small.
@@ -52,7 +54,7 @@ class Replicas:
     ) -> None:
         self._me, self.origin, self._vault = node, origin, vault
         self._copies, self._domains = Copies(copies, domains), domains
-        self.vouch: Vouch | None = None
+        self.vouch: KeyVouch | None = None
         self._source, self._pace = network.source, Pace(network.send_rate)
         self.serving = Serving(node, origin, vault, self._pace)
         self.soundness = self.serving.soundness
@@ -70,7 +72,8 @@ class Replicas:
         self._newest: dict[tuple[str, int], tuple[Key, Pushed]] = {}
         self._lost_copies = LostCopies()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self.stores = StorePeers(origin.job, node, network.source, lambda: self.vouch)
+        self._door = Door(self._came, self.stores.take)
         self.on_acked: Callable[[int, int], None] = lambda _rank, _step: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
 
@@ -78,8 +81,7 @@ class Replicas:
         """Serve other agents; the port. Raises OSError."""
         self.serving.on_event = self.soundness.on_event = self.on_event
         self._lost_copies.on_event = self._giving_back.on_event = self.on_event
-        self._server, port = await serve(address, 0, self._came)
-        return port
+        return self._door.open(address)
 
     def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.vouch is None:
@@ -371,8 +373,7 @@ class Replicas:
 
     async def close(self) -> None:
         """Close every connection."""
-        if self._server is not None:
-            self._server.close()
+        await self._door.close()
         await self._giving_back.close()
         for holder in [*self._records.values(), *self._tensors.values()]:
             holder.close()

@@ -76,7 +76,7 @@ class Agent:
         self._rings = RingService(self._ring_event)
         self._borrowing = Borrowing(config.node, self._replicas.dial, self._rings, self._ring_event)
         self._foresight = Foresight(self._vault, self._rings, lambda: self._assignment)
-        self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
+        self._store = StoreService(config.node, self._replicas.stores, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
         self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._hear)
@@ -98,7 +98,6 @@ class Agent:
         config = self._config
         self._crew.on_change = self._changed
         self._crew.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
-        self._replicas.serving.on_store = self._store.adopt
         self._store.server.refuses = StoreGuard(self._event).refuses
         self._replicas.serving.on_compare, self._twins.check.on_doubt = self._twins.asked, self._changed
         self._saving.saver.on_event = self._keeping.on_event = self._tell_of

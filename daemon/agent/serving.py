@@ -77,7 +77,6 @@ class Serving:
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_compare: Callable[[Peer, p.CompareTwins], None] = lambda _link, _message: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
-        self.on_store: Callable[[Peer], Coroutine[Any, Any, None]] = _no_store
         self.on_batches: Callable[[Peer, p.GetBatches, Pace], Coroutine[Any, Any, None]] = _no_batches
         self.on_who_holds: Callable[[p.WhoHolds], p.HeldBy] = lambda _ask: p.HeldBy(tensors=(), records=())
 
@@ -139,8 +138,6 @@ class Serving:
                 await self._give_chunks(link, message)
             case p.CompareTwins():
                 self.on_compare(link, message)
-            case p.StoreOpen():
-                await self.on_store(link)
             case p.GetBatches():
                 await self._lend(link, message)
             case p.GetRecord() | p.GetTensors() | p.SaveAsk() | p.WhoHolds():
@@ -291,10 +288,6 @@ class Serving:
         link.send(p.ChunksReply(nbytes=wanted.nbytes))
         with region.view(payload_at + start, wanted.nbytes) as view:
             await link.send_bulk(view, self._pace)
-
-
-async def _no_store(_link: Peer) -> None:
-    raise ProtocolError("there is no key-value store here")
 
 
 async def _no_batches(link: Peer, wanted: p.GetBatches, _pace: Pace) -> None:

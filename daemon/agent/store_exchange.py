@@ -1,6 +1,7 @@
 """What the stores of two agents say to each other: over one connection, made when there is something to say.
 
-Each end may dial. When both do in the same moment, that of the lower node stays. A connection outlives the
+Each end may dial. When both do in the same moment, that of the lower node stays. What is to be said goes out
+with the proof of the one who dials, and is taken with its answer, or not at all. A connection outlives the
 generations in which both nodes are: each message has its generation. One of an older generation is refused,
 one of a newer is held until this agent has followed, since agents do not hear of it in the same instant.
 
@@ -10,16 +11,19 @@ the generation: the clients that need it are hung up on.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeAlias
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from ckptless.daemon.agent import store_wire as wire
-from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.store_node import StoreNode
+from ckptless.daemon.agent.store_other import OtherStore
+from ckptless.daemon.agent.store_peers import StoreChannel
 from ckptless.daemon.agent.store_wire import Item
 from ckptless.daemon.api.errors import CkptlessError, ProtocolError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.channel import Handler
 from ckptless.daemon.peers.link import GreetingCutError
 
 logger = logging.getLogger(__name__)
@@ -30,21 +34,7 @@ MAX_HELD_NBYTES = 512 << 20
 AGAIN_S = 0.1
 # At one time, by one agent: all agents of a job may begin in the same moment.
 MOST_DIALS = 4
-Dial: TypeAlias = Callable[[NodeInfo], Awaitable[Peer]]
-
-
-class _Other:
-    """One other agent, as this one is connected to it."""
-
-    def __init__(self, info: NodeInfo) -> None:
-        self.info = info
-        self.link: Peer | None = None
-        self.linked = asyncio.Event()
-        self.dialling: asyncio.Task[None] | None = None
-        self.begun = False
-        self.unsaid: list[Item] = []
-        self.held: list[p.StoreSaid] = []
-        self.heard_at = 0.0
+Dial: TypeAlias = Callable[[NodeInfo, Handler[p.StoreMessage]], StoreChannel]
 
 
 class StoreExchange:
@@ -59,11 +49,15 @@ class StoreExchange:
         self.handshakes = self.messages = 0
         self._generation = 0
         self._node: StoreNode | None = None
-        self._others: dict[int, _Other] = {}
-        self._dials = asyncio.Semaphore(MOST_DIALS)
+        self._others: dict[int, OtherStore] = {}
+        # Who is to be reached, and how many are.
+        self._queue: deque[int] = deque()
+        self._reaching = 0
+        # Others have made them; what comes of them is not known yet.
+        self._coming: set[StoreChannel] = set()
+        self._talking: set[int] = set()
         self._flushing: asyncio.Handle | None = None
         self._looking: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
 
@@ -72,11 +66,12 @@ class StoreExchange:
         self._generation, self._node = generation, node
         for number, other in list(self._others.items()):
             other.unsaid.clear()
+            other.unsure.clear()
             if infos.get(number) != other.info:
                 self._forget(number)
         for number, info in infos.items():
             if number != self._me and number not in self._others:
-                self._others[number] = _Other(info)
+                self._others[number] = OtherStore(info)
         for number, other in list(self._others.items()):
             held, other.held = other.held, []
             try:
@@ -95,6 +90,7 @@ class StoreExchange:
         if other is None or generation != self._generation or self._closed:
             return
         other.unsaid.append(item)
+        self._talking.add(node)
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().call_soon(self._flush)
 
@@ -102,122 +98,192 @@ class StoreExchange:
         self._flushing = None
         # Each begins with the next one, so that not all dial the same one, nor two each other.
         count = max(self._others, default=0) + 1
-        for number, other in sorted(self._others.items(), key=lambda pair: (pair[0] - self._me) % count):
-            if not other.unsaid:
+        talking = sorted(self._talking, key=lambda number: (number - self._me) % count)
+        self._talking.clear()
+        for number in talking:
+            other = self._others.get(number)
+            if other is None or not other.unsaid:
                 continue
             if other.link is not None:
                 self._say(other, other.link)
-            elif other.dialling is None:
-                other.dialling = self._spawn(self._reach(number, other))
+            elif not other.reaching and not other.queued:
+                other.queued = True
+                self._queue.append(number)
+        self._reach_next()
         self._look_soon()
 
-    def _say(self, other: _Other, link: Peer) -> None:
+    def _say(self, other: OtherStore, link: StoreChannel) -> None:
+        """What is to be said, but not before what is on its way has been taken, or not."""
+        if other.is_unsure and link is not other.dialled:
+            return
         items, other.unsaid = other.unsaid, []
         for body in wire.encode(items):
             self.messages += 1
             link.send(p.StoreSaid(generation=self._generation, body=body))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    # ----------------------------------------------------------------------------- to reach others
+    #
+    # An attempt goes on until there is a connection, this one or the other end's, or `silence_s` are over.
 
-    # -------------------------------------------------------------------------------- connections
+    def _reach_next(self) -> None:
+        while self._queue and self._reaching < MOST_DIALS and not self._closed:
+            number = self._queue.popleft()
+            other = self._others.get(number)
+            if other is None or not other.queued:
+                continue
+            other.queued = False
+            if other.link is None and other.unsaid:
+                self._reaching += 1
+                other.reaching = True
+                other.until = asyncio.get_running_loop().time() + self._silence_s
+                self._dial_now(number, other)
 
-    async def _reach(self, number: int, other: _Other) -> None:
-        """Dial, until there is a connection, this one or the other end's; then hear it to its end."""
+    def _dial_now(self, number: int, other: OtherStore) -> None:
+        loop = asyncio.get_running_loop()
+        other.timer = loop.call_at(other.until, self._give_up, number, other)
         try:
-            async with self._dials:
-                other.begun = other.link is None
-                async with asyncio.timeout(self._silence_s):
-                    link = await self._open(other)
-        except (OSError, TimeoutError, CkptlessError) as error:
-            other.dialling, other.begun = None, False
-            if other.link is None:
-                self._lose(number, other, f"cannot be reached: {error or type(error).__name__}")
-            return
-        other.dialling, other.begun = None, False
-        if link is not None:
-            await self._hear(number, other, link)
+            other.dialled = self._dial(other.info, self)
+        except (OSError, CkptlessError) as error:
+            # Not at once: who asks may be in the middle of something.
+            other.timer.cancel()
+            other.timer = loop.call_soon(self._failed, number, other, error)
 
-    async def _open(self, other: _Other) -> Peer | None:
-        """A connection that the other end takes; None once there is one that it has made."""
-        while other.link is None:
-            try:
-                link = await self._dial(other.info)
-            except (GreetingCutError, TimeoutError):
-                # It has not been given the job's key yet, or has a lot to do.
-                await asyncio.sleep(AGAIN_S)
-                continue
-            self.handshakes += 1
-            try:
-                link.send(p.StoreOpen())
-                answer = await link.receive()
-                if isinstance(answer, p.StoreReady) and other.link is None:
-                    self._attach(other, link)
-                    return link
-                if not isinstance(answer, p.StoreReady | p.StoreYield):
-                    raise ProtocolError(f"{type(answer).__name__} is no answer to StoreOpen")
-            except BaseException:
-                link.close()
-                raise
-            link.close()
-            # Its own is on its way. Or it has not noticed yet that the one before has ended.
-            try:
-                async with asyncio.timeout(AGAIN_S):
-                    await other.linked.wait()
-            except TimeoutError:
-                continue
-        return None
+    def _again(self, number: int, other: OtherStore) -> None:
+        """A little later: the other end is not ready, or makes its own."""
+        self._hang_up(other)
+        loop = asyncio.get_running_loop()
+        other.timer = loop.call_at(min(loop.time() + AGAIN_S, other.until), self._dial_again, number, other)
 
-    def _attach(self, other: _Other, link: Peer) -> None:
-        link.allow(wire.MAX_BODY_NBYTES + 4096)
+    def _dial_again(self, number: int, other: OtherStore) -> None:
+        if asyncio.get_running_loop().time() >= other.until:
+            self._give_up(number, other)
+        else:
+            self._dial_now(number, other)
+
+    def _give_up(self, number: int, other: OtherStore) -> None:
+        self._failed(number, other, TimeoutError(f"it has not answered for {self._silence_s:g} s"))
+
+    def _failed(self, number: int, other: OtherStore, error: Exception) -> None:
+        """It cannot be reached; what may or may not have been taken is lost with the connection."""
+        lost = other.link is None or other.is_unsure
+        self._reached(other)
+        if lost:
+            self._lose(number, other, f"cannot be reached: {error or type(error).__name__}")
+
+    @staticmethod
+    def _hang_up(other: OtherStore) -> None:
+        if other.timer is not None:
+            other.timer.cancel()
+            other.timer = None
+        if other.dialled is not None:
+            other.dialled.close()
+            other.dialled = None
+
+    def _reached(self, other: OtherStore, *, keep: bool = False) -> None:
+        """The attempt is over, `keep`: and its connection is taken."""
+        if keep:
+            other.dialled = None
+        self._hang_up(other)
+        if other.reaching:
+            other.reaching = False
+            self._reaching -= 1
+            if self._queue:
+                asyncio.get_running_loop().call_soon(self._reach_next)
+
+    def _attach(self, other: OtherStore, link: StoreChannel) -> None:
         other.link, other.heard_at = link, asyncio.get_running_loop().time()
-        other.linked.set()
         if other.unsaid:
             self._say(other, link)
 
-    async def adopt(self, link: Peer) -> None:
-        """A connection that another agent has made for this: take it, and hear it to its end.
+    def _take_answer(self, number: int, other: OtherStore, message: p.StoreMessage) -> None:
+        """Of the end that was dialled: whether this is the connection that stays."""
+        channel = other.dialled
+        assert channel is not None
+        if isinstance(message, p.StoreReady):
+            if other.link is not None:
+                raise ProtocolError("it has connected anew")
+            other.unsure = []
+            self._reached(other, keep=True)
+            self._attach(other, channel)
+            return
+        if not isinstance(message, p.StoreYield):
+            raise ProtocolError(f"{type(message).__name__} is no answer to an opening")
+        other.unsaid[:0] = other.unsure
+        other.unsure = []
+        if other.link is None:
+            # Its own is on its way. Or it has not noticed yet that the one before has ended.
+            self._again(number, other)
+            return
+        self._reached(other)
+        if other.unsaid:
+            self._say(other, other.link)
 
-        Raises ConnectionError at the end, ProtocolError.
-        """
-        number = link.node
+    # --------------------------------------------------------------------------------- connections
+
+    def came(self, channel: StoreChannel) -> None:
+        """Another agent has connected; it has not proved yet which one."""
+        if self._closed:
+            channel.close()
+        else:
+            self._coming.add(channel)
+
+    def proved(self, channel: StoreChannel) -> None:
+        """See `Handler`."""
+        other = self._others.get(channel.node)
+        if other is None or channel is not other.dialled:
+            self.adopt(channel)
+        elif other.link is not None:
+            self._reached(other)
+        else:
+            # With the proof goes what is to be said: it is taken with `StoreReady`, or not at all.
+            self.handshakes += 1
+            other.unsure = list(other.unsaid)
+            self._say(other, channel)
+
+    def adopt(self, channel: StoreChannel) -> None:
+        """A connection that another agent has made, which is who it says: take it, or not."""
+        number = channel.node
         other = self._others.get(number)
-        if other is None:
-            # It has heard of a generation that this agent has not heard of, or the other way round.
-            link.send(p.StoreYield())
+        # Else it has heard of a generation that this agent has not heard of, or the other way round.
+        if other is None or (self._me < number and (other.reaching or other.link is not None)):
+            channel.refuse(p.StoreYield())
             return
-        mine_stays = self._me < number and (other.begun or other.link is not None)
-        if mine_stays:
-            link.send(p.StoreYield())
-            return
+        self._coming.discard(channel)
         if other.link is not None:
             self._lose(number, other, "has connected anew")
-        link.send(p.StoreReady())
-        self._attach(other, link)
-        await self._hear(number, other, link)
+        if other.reaching and not other.is_unsure:
+            self._reached(other)
+        channel.send(p.StoreReady())
+        self._attach(other, channel)
 
-    async def _hear(self, number: int, other: _Other, link: Peer) -> None:
-        """To its end, of which nobody else has to hear."""
-        why = ""
-        try:
-            while True:
-                message = await link.receive()
-                other.heard_at = asyncio.get_running_loop().time()
-                self._heard(number, other, message)
-        except ConnectionError:
-            why = "has hung up"
-        except (CkptlessError, OSError) as error:
-            why = str(error)
-            self.on_event("peer-refused", f"node-{number}: {error}")
-        finally:
-            link.close()
-            if other.link is link:
-                self._lose(number, other, why)
+    def heard(self, channel: StoreChannel, message: p.StoreMessage) -> None:
+        """See `Handler`."""
+        number = channel.node
+        other = self._others.get(number)
+        if other is not None and channel is other.link:
+            other.heard_at = asyncio.get_running_loop().time()
+            self._heard(number, other, message)
+        elif other is not None and channel is other.dialled:
+            self._take_answer(number, other, message)
 
-    def _heard(self, number: int, other: _Other, message: p.AgentMessage) -> None:
+    def ended(self, channel: StoreChannel, error: Exception) -> None:
+        """See `Handler`."""
+        self._coming.discard(channel)
+        number = channel.node
+        other = self._others.get(number)
+        if other is None or channel not in (other.link, other.dialled):
+            logger.debug("a connection for the store that came to nothing: %s", error)
+        elif channel is other.link:
+            if isinstance(error, CkptlessError):
+                self.on_event("peer-refused", f"node-{number}: {error}")
+            self._lose(number, other, "has hung up" if isinstance(error, OSError) else str(error))
+        elif not channel.is_proved and isinstance(error, GreetingCutError | TimeoutError):
+            # It has not been given the job's key yet, or has a lot to do.
+            self._again(number, other)
+        else:
+            self._failed(number, other, error)
+
+    def _heard(self, number: int, other: OtherStore, message: p.StoreMessage) -> None:
         match message:
             case p.StoreSaid():
                 self._take(number, message)
@@ -251,14 +317,16 @@ class StoreExchange:
         for item in items:
             self._node.heard(number, item)
 
-    def _lose(self, number: int, other: _Other, why: str) -> None:
+    def _lose(self, number: int, other: OtherStore, why: str) -> None:
         """Whatever waits for it is told."""
         link, other.link = other.link, None
-        other.linked.clear()
         if link is not None:
             link.close()
-        expected = bool(other.unsaid)
+        if other.is_unsure:
+            self._reached(other)
+        expected = bool(other.unsaid or other.unsure)
         other.unsaid.clear()
+        other.unsure.clear()
         other.held.clear()
         if self._node is None or self._closed:
             return
@@ -268,8 +336,7 @@ class StoreExchange:
 
     def _forget(self, number: int) -> None:
         other = self._others.pop(number)
-        if other.dialling is not None:
-            other.dialling.cancel()
+        self._reached(other)
         if other.link is not None:
             other.link.close()
             other.link = None
@@ -299,7 +366,7 @@ class StoreExchange:
         if expecting:
             self._look_soon()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Hang up on everybody."""
         self._closed = True
         for handle in (self._flushing, self._looking):
@@ -307,6 +374,6 @@ class StoreExchange:
                 handle.cancel()
         for number in list(self._others):
             self._forget(number)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in self._coming:
+            channel.close()
+        self._coming.clear()

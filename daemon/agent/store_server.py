@@ -14,6 +14,7 @@ from ckptless.daemon.agent.store_answers import Answer, Refusal, Reply
 from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.agent.store_ids import ClientIds
 from ckptless.daemon.agent.store_node import Cancel, StoreNode
+from ckptless.daemon.agent.store_parser import KeyLists, StoreParser
 from ckptless.daemon.agent.store_protocol import Request
 from ckptless.daemon.agent.store_sharing import Memo
 from ckptless.daemon.agent.store_state import StoreState
@@ -57,7 +58,7 @@ class StoreServer:
         self._ids: NcclIds | None = None
         self._clients: set[_Client] = set()
         self._server: asyncio.Server | None = None
-        self.lists = protocol.KeyLists()
+        self.lists = KeyLists()
         self._encoded: Memo[tuple[Reply, bytes]] = Memo()
 
     async def start(self, host: str) -> int:
@@ -125,7 +126,7 @@ class _Client(asyncio.Protocol):
     def __init__(self, node: StoreNode, ids: ClientIds | None, server: StoreServer) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._node, self._ids, self._server = node, ids, server
-        self._parser = protocol.StoreParser(server.lists)
+        self._parser = StoreParser(server.lists)
         self._pending: deque[Request] = deque()
         # Of the wait that goes on, and whether another request is being answered.
         self._cancel_wait: Cancel | None = None

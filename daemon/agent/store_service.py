@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import partial
 
 from ckptless.daemon.agent.nccl_ids import NcclIds
-from ckptless.daemon.agent.store_exchange import Dial, StoreExchange
+from ckptless.daemon.agent.store_exchange import StoreExchange
 from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.agent.store_node import StoreNode
+from ckptless.daemon.agent.store_peers import StorePeers
 from ckptless.daemon.agent.store_server import StoreServer
 from ckptless.daemon.api.messages import Assignment
 
@@ -15,13 +16,12 @@ ADDRESS = "127.0.0.1"
 
 
 class StoreService:
-    """Owned by the agent's event loop. `adopt` is for connections that other agents make for the store."""
+    """Owned by the agent's event loop; takes the connections that other agents make for the store."""
 
-    def __init__(self, node: int, dial: Dial, silence_s: float) -> None:
+    def __init__(self, node: int, peers: StorePeers, silence_s: float) -> None:
         self._me = node
         self.server = StoreServer()
-        self.exchange = StoreExchange(node, dial, silence_s)
-        self.adopt = self.exchange.adopt
+        self.exchange = peers.taker = StoreExchange(node, peers.dial, silence_s)
 
     async def start(self, on_event: Callable[[str, str], None]) -> tuple[str, int]:
         """Listen for this node's ranks; where. Raises OSError."""
@@ -39,4 +39,4 @@ class StoreService:
     async def close(self) -> None:
         """Hang up on everybody."""
         await self.server.close()
-        await self.exchange.close()
+        self.exchange.close()

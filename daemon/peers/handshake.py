@@ -11,33 +11,41 @@ A frame is its length (u32), 16 bytes of HMAC-SHA256(frame key, counter + body),
 makes a replayed, dropped or reordered frame a forged one.
 """
 
+import functools
 import hashlib
 import hmac
 import secrets
 import struct
+from typing import Any, TypeVar, cast
 
 import msgspec
 
-from ckptless.daemon.api.codec import PROTOCOL, check_protocol
+from ckptless.daemon.api.codec import PROTOCOL, check_protocol, undecodable
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 
+T = TypeVar("T")
+
+GREETING_LIMIT = 4096
 NONCE_BYTES = 16
 MAC_BYTES = 16
 KEY_BYTES = 32
 
+_LENGTH = struct.Struct("<I")
+LENGTH_BYTES = _LENGTH.size
 _HEAD = struct.Struct(f"<I{MAC_BYTES}s")
 _COUNTER = struct.Struct("<Q")
 HEAD_BYTES = _HEAD.size
 
 
-class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What each end says first."""
+class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What each end says first. `store`: the dialler wants a `Channel` of the key-value store."""
 
     protocol: int
     job: str
     node: int
     nonce: bytes
     credential: bytes = b""
+    store: bool = False
 
     def context(self, dialler: "Opening | None" = None) -> bytes:
         """What the credential is bound to; the acceptor's also to the opening that it answers."""
@@ -58,14 +66,42 @@ class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proof: bytes
 
 
+def encode(greeting: "Opening | Answer | Proof") -> bytes:
+    """With its length before it."""
+    body = msgspec.msgpack.encode(greeting)
+    return _LENGTH.pack(len(body)) + body
+
+
+def parse_length(head: bytes) -> int:
+    """Of the greeting that follows. Raises ProtocolError over the limit."""
+    length = int(_LENGTH.unpack(head)[0])
+    if length > GREETING_LIMIT:
+        raise ProtocolError(f"a greeting of {length} bytes")
+    return length
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Raises ProtocolError; MismatchError where it is one of another protocol."""
+    try:
+        found: T = _decoder(cast(Any, kind)).decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise undecodable(body, error, "a greeting") from error
+    return found
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
 def new_key() -> bytes:
     """A fresh random key."""
     return secrets.token_bytes(KEY_BYTES)
 
 
-def opening(job: str, node: int) -> Opening:
+def opening(job: str, node: int, *, store: bool = False) -> Opening:
     """This end's first words, still without a credential."""
-    return Opening(PROTOCOL, job, node, secrets.token_bytes(NONCE_BYTES))
+    return Opening(PROTOCOL, job, node, secrets.token_bytes(NONCE_BYTES), store=store)
 
 
 def join_secrets(dialler: bytes, acceptor: bytes) -> bytes:

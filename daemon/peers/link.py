@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from ckptless.daemon.api.codec import CONTROL_LIMIT, undecodable
+from ckptless.daemon.api.codec import CONTROL_LIMIT
 from ckptless.daemon.api.errors import MismatchError, PeerError, ProtocolError
 from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers.bulk import CountingReader, Pace, Pump
@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 HANDSHAKE_DEADLINE_S = 5.0
 READ_BUFFER_BYTES = 4 << 20
-GREETING_LIMIT = 4096
 UNPACED = Pace()
 
 
@@ -124,6 +123,8 @@ class Link(Generic[T]):
         except MismatchError:
             await self._greet(handshake.Answer(handshake.opening("", -1), b""))
             raise
+        if theirs.store:
+            raise ProtocolError("a connection for the key-value store, which is not here")
         return theirs
 
     def _arm(self, key: bytes, pair: tuple[handshake.Opening, handshake.Opening], *, dialled: bool) -> None:
@@ -133,23 +134,17 @@ class Link(Generic[T]):
         sock = self._writer.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    async def _greet(self, message: object) -> None:
-        body = self._encoder.encode(message)
-        self._writer.write(len(body).to_bytes(4, "little") + body)
+    async def _greet(self, message: "handshake.Opening | handshake.Answer | handshake.Proof") -> None:
+        self._writer.write(handshake.encode(message))
         await self._writer.drain()
 
     async def _greeted(self, kind: type[Any]) -> Any:
         try:
-            length = int.from_bytes(await self._reader.readexactly(4), "little")
-            if length > GREETING_LIMIT:
-                raise ProtocolError(f"a greeting of {length} bytes")
+            length = handshake.parse_length(await self._reader.readexactly(handshake.LENGTH_BYTES))
             body = await self._reader.readexactly(length)
         except asyncio.IncompleteReadError as error:
             raise GreetingCutError("the other end hung up during the greeting") from error
-        try:
-            return msgspec.msgpack.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise undecodable(body, error, "a greeting") from error
+        return handshake.decode(body, kind)
 
     # ------------------------------------------------------------------------------- messages
 

@@ -281,16 +281,12 @@ class HeldBy(Message, frozen=True, kw_only=True):
     records: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-class StoreOpen(Message, frozen=True, kw_only=True):
-    """From here on this connection is for the key-value store."""
-
-
 class StoreReady(Message, frozen=True, kw_only=True):
-    """Answer to StoreOpen: both ends say what they like."""
+    """Answer to a connection for the store: what has come with its proof is taken, and what follows."""
 
 
 class StoreYield(Message, frozen=True, kw_only=True):
-    """Answer to StoreOpen: there is one that this end has made, or is making, and that one stays."""
+    """The other answer: nothing is taken; this end has made a connection that stays, or is making it."""
 
 
 class StoreSaid(Message, frozen=True, kw_only=True):
@@ -314,7 +310,7 @@ class StorePong(Message, frozen=True, kw_only=True):
     """Answer to StorePing."""
 
 
-StoreMessage: TypeAlias = StoreOpen | StoreReady | StoreYield | StoreSaid | StoreStale | StorePing | StorePong
+StoreMessage: TypeAlias = StoreReady | StoreYield | StoreSaid | StoreStale | StorePing | StorePong
 AgentMessage: TypeAlias = (
     PutRecord
     | Held
@@ -335,5 +331,4 @@ AgentMessage: TypeAlias = (
     | SaveReply
     | WhoHolds
     | HeldBy
-    | StoreMessage
 )

@@ -37,15 +37,16 @@ class KeyVouch:
 
     async def offer(self, context: bytes) -> tuple[bytes, bytes]:
         """No credential: what both ends know is bound to the context."""
-        return b"", self._bind(context)
+        return b"", self.bind(context)
 
     async def accept(self, credential: bytes, context: bytes) -> bytes:
         """See `Vouch`; who holds another key fails the proof that follows."""
         if credential:
             raise PeerError("the other end came with a credential where a key is wanted")
-        return self._bind(context)
+        return self.bind(context)
 
-    def _bind(self, context: bytes) -> bytes:
+    def bind(self, context: bytes) -> bytes:
+        """The secret of whoever opens with that, for both ends."""
         return hmac.new(self._key, context, hashlib.sha256).digest()
 
 

@@ -219,10 +219,10 @@ def finish(original: Any) -> Any:
 
 
 @wrap(StoreExchange, "adopt")
-async def adopt(original: Any, link: Any) -> None:
-    """It hears the connection to its end."""
+def adopt(original: Any, *args: Any) -> None:
+    """It has connected, and proved who it is."""
     reached(Point.STORE_OPENED)
-    await original(link)
+    original(*args)
 
 
 @wrap(StoreNode, "_serve")

@@ -26,8 +26,7 @@ class Facade:
         self.vault = Vault()
         self.replicas = Replicas(number, Origin("job"), 0, self.vault)
         self.replicas.vouch = KeyVouch(KEY)
-        self.store = StoreService(number, self.replicas.dial, silence_s)
-        self.replicas.serving.on_store = self.store.adopt
+        self.store = StoreService(number, self.replicas.stores, silence_s)
         self.events: list[tuple[str, str]] = []
         self.port = 0
         self.info = NodeInfo(node=number, name=f"n{number}", address=HOST, agent_port=0)

@@ -1,6 +1,7 @@
 """Stores of several nodes over real connections: who is asked, who is refused, and who is lost."""
 
 import asyncio
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -12,18 +13,17 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from facades import KEY, Facades
+from facades import KEY, Facade, Facades
+from played_store import PlayedStore
 from store_client import Client
 
 from ckptless.daemon.agent import store_protocol as protocol
 from ckptless.daemon.agent import store_wire as wire
-from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.store_answers import Refusal
 from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.api.messages import Place
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.link import Link, serve
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.door import Door
 
 
 def key_of(node: int) -> bytes:
@@ -59,21 +59,12 @@ async def outcome(call: Awaitable[Any]) -> Any:
         return type(error).__name__
 
 
-async def stranger(facades: Facades, number: int, to: int) -> Peer:
+async def stranger(facades: Facades, number: int, to: int) -> PlayedStore:
     """A connection by the job's key, for the store, of who says that it is node `number`."""
-    info = facades[to].info
-    link: Peer = await Link.dial(
-        (info.address, info.agent_port), ("job", number), KeyVouch(KEY), p.AgentMessage, 5
-    )
-    link.send(p.StoreOpen())
-    assert isinstance(await link.receive(), p.StoreReady)
-    return link
-
-
-async def to_the_end(link: Peer) -> None:
-    """Raises ConnectionError."""
-    while True:
-        await link.receive()
+    played = PlayedStore(number, KEY, ready=False)
+    played.dial(facades[to].info)
+    assert isinstance(await played.until("heard"), p.StoreReady)
+    return played
 
 
 def said(generation: int, *items: wire.Item) -> p.StoreSaid:
@@ -160,7 +151,7 @@ def test_a_newer_generation_is_held_and_an_older_one_refused() -> None:
     play(work)
 
 
-def held(facade: Any, number: int) -> int:
+def held(facade: Facade, number: int) -> int:
     return len(facade.store.exchange._others[number].held)
 
 
@@ -233,48 +224,45 @@ def test_a_lost_node_ends_those_who_need_it_and_the_next_generation_forms(
     play(work)
 
 
-@pytest.mark.parametrize("point", ["connected", "opened", "ready", "asked"])
+async def until_silent(played: PlayedStore, point: str) -> None:
+    """From here on nothing that comes is read."""
+    await played.until("came")
+    if point != "answered":
+        assert isinstance(await played.until("heard"), p.StoreSaid)
+    assert played.channel is not None
+    asyncio.get_running_loop().remove_reader(played.channel._fd)
+
+
+@pytest.mark.parametrize("point", ["connected", "answered", "asked", "ready"])
 def test_an_owner_that_falls_silent_ends_a_wait(point: str) -> None:
     """As a node that loses power: nothing is closed, and nothing is answered any more."""
 
     async def work() -> None:
         async with Facades(2, silence_s=1.0) as facades:
             me, other = facades
-            silent, silence = asyncio.Event(), asyncio.Event()
-            served: list[asyncio.Task[None]] = []
-
-            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                served.append(asyncio.create_task(listen(reader, writer)))
-
-            async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                if point != "connected":
-                    link: Peer = await Link.accept(
-                        (reader, writer), lambda _job: 1, KeyVouch(KEY), p.AgentMessage
-                    )
-                    assert isinstance(await link.receive(), p.StoreOpen)
-                    if point != "opened":
-                        link.send(p.StoreReady())
-                    if point == "asked":
-                        assert isinstance(await link.receive(), p.StoreSaid)
-                silent.set()
-                await silence.wait()
-                writer.close()
-
-            server, port = await serve("127.0.0.1", 0, accept)
+            played = PlayedStore(1, KEY, ready=point == "ready")
+            taken: list[socket.socket] = []
+            if point == "connected":
+                played.door = Door(played.no_streams, lambda sock, _opening: taken.append(sock))
+            port = played.door.open("127.0.0.1")
             other.info = msgspec.structs.replace(other.info, agent_port=port)
             me.store.follow(facades.assignment(2), None)
             client = await Client.connect(me.port)
-            assert await outcome(client.wait(key_of(1))) == "ConnectionResetError"
-            assert silent.is_set()
+            waiting = asyncio.create_task(outcome(client.wait(key_of(1))))
+            if point == "connected":
+                await until(lambda: taken)
+            else:
+                await until_silent(played, point)
+            assert await waiting == "ConnectionResetError"
             assert [kind for kind, _text in me.events] == ["store-peer-lost"]
-            silence.set()
-            server.close()
-            await asyncio.gather(*served, return_exceptions=True)
+            await played.close()
+            for sock in taken:
+                sock.close()
 
     play(work)
 
 
-BAD: dict[str, p.AgentMessage] = {
+BAD: dict[str, Any] = {
     "no msgpack": p.StoreSaid(generation=1, body=b"\xc1"),
     "no items": p.StoreSaid(generation=1, body=b"\x01"),
     "an answer to nothing": said(1, wire.Told(7, Refusal("x", hostile=False))),
@@ -295,9 +283,8 @@ def test_an_agent_that_talks_nonsense_is_hung_up_on_alone(name: str) -> None:
             waiting = asyncio.create_task(one.wait(key_of(1)))
             link = await stranger(facades, 2, to=0)
             link.send(BAD[name])
-            with pytest.raises(ConnectionError):
-                await to_the_end(link)
-            link.close()
+            assert isinstance(await link.until("ended"), ConnectionError)
+            await link.close()
             assert [kind for kind, _text in facades[0].events] == ["peer-refused"]
             await two.set(key_of(1), b"v")
             await waiting
@@ -313,9 +300,8 @@ def test_what_a_newer_generation_says_is_bounded(monkeypatch: pytest.MonkeyPatch
             link = await stranger(facades, 2, to=0)
             for number in range(20):
                 link.send(said(9, wire.Ask(number, protocol.Set(key_of(0), bytes(100)))))
-            with pytest.raises(ConnectionError):
-                await link.receive()
-            link.close()
+            assert isinstance(await link.until("ended"), ConnectionError)
+            await link.close()
             assert held(facades[0], 2) == 0
 
     play(work)

@@ -27,19 +27,16 @@ class Wire:
     """One end of a connection: what is sent lies in `queue` until the test delivers it."""
 
     def __init__(self) -> None:
-        self.queue: deque[p.AgentMessage] = deque()
+        self.queue: deque[p.StoreMessage] = deque()
 
-    def send(self, message: p.AgentMessage) -> None:
+    def send(self, message: p.StoreMessage) -> None:
         self.queue.append(message)
-
-    def allow(self, limit: int) -> None:
-        pass
 
     def close(self) -> None:
         pass
 
 
-async def nobody(_info: NodeInfo) -> Any:
+def nobody(_info: NodeInfo, _handler: object) -> Any:
     raise PeerError("all are connected")
 
 
@@ -125,7 +122,7 @@ async def play(seed: int, *, fenced: bool) -> Nodes:
         nodes.act()
         await asyncio.sleep(0)
     for exchange in nodes.exchanges:
-        await exchange.close()
+        exchange.close()
     return nodes
 
 

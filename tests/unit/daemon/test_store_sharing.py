@@ -6,7 +6,8 @@ from ckptless.daemon.agent import store_protocol as protocol
 from ckptless.daemon.agent.store_answers import DONE, Answer
 from ckptless.daemon.agent.store_home import Homes
 from ckptless.daemon.agent.store_node import StoreNode
-from ckptless.daemon.agent.store_protocol import KeyLists, Op, StoreParser
+from ckptless.daemon.agent.store_parser import KeyLists, StoreParser
+from ckptless.daemon.agent.store_protocol import Op
 from ckptless.daemon.agent.store_wire import Ask, Item
 
 KEYS = tuple(b"default_pg/0//cpu//0/%d" % rank for rank in range(4))
