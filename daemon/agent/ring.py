@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptless.daemon.agent.ring_actions import Action, Free, Give, GiveEnd, GiveUp, Grant, Make, Tell
+from ckptless.daemon.api.ring import AHEAD
 
 # Batches that a producer has been asked for and has not made yet: it need not wait between two.
 JOBS = 2
-# Sent to a reader ahead of what it has taken: it need not wait for the agent.
-AHEAD = 4
 # So many producers in a row that died without a batch: another one would not help.
 DEATHS = 3
 OTHERS_FOLLOW = (

@@ -13,6 +13,8 @@ from ckptless.daemon.api.messages import Message
 from ckptless.daemon.api.ring_entry import POSITION_LIMIT, SEQ_LIMIT
 
 WINDOW_LIMIT = 256
+# Sent to a reader beyond what it has said it took: it neither waits for the agent nor tells it each time.
+AHEAD = 8
 TEXT_LIMIT = 64 << 10
 
 Seq: TypeAlias = Annotated[int, Meta(ge=0, lt=SEQ_LIMIT)]

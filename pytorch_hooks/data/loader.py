@@ -75,6 +75,9 @@ class MappedLoader:
     only. Raises UsageError, DataError.
     """
 
+    # What transforms draw, they draw in other processes or with the generators put back: see cursor.py.
+    drawless = True
+
     def __init__(self, source: Any, **options: Unpack[Options]) -> None:
         self._workers = options.pop("workers", 1)
         self._timeout_s = options.pop("timeout_s", TIMEOUT_S)
@@ -155,7 +158,9 @@ class MappedLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last batch that was given out."""
         position = msgspec.structs.asdict(self._position)
-        return {"format": FORMAT, "order": self.manifest.order_digest, "position": position}
+        # Of what made the last batch: this is called for each of them, and to look at the layout takes long.
+        manifest = self._manifest or self.manifest
+        return {"format": FORMAT, "order": manifest.order_digest, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on there. ProtocolError for no such state, RecoveryError for other data."""
@@ -185,9 +190,8 @@ class MappedLoader:
 
     def committed(self, state: dict[str, Any]) -> None:
         """No recovery goes back behind the position of this `state_dict`."""
-        numbered = self._numbered if self._feed is not None else None
-        if self._feed is not None and numbered is not None:
-            self._feed.committed(numbered, position_of(state["position"]))
+        if self._feed is not None and self._in_rings is not None:
+            self._feed.committed(self._in_rings, state["position"])
 
     # ----------------------------------------------------------------------------------------- iteration
 

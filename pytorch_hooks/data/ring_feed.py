@@ -60,6 +60,11 @@ class Numbered:
         """Of the batch that follows this position."""
         return Place(self.production.layout.replica, position.epoch * self.batches + position.batch)
 
+    def number_of(self, saved: dict[str, Any]) -> int:
+        """Of the batch that follows a position of `state_dict`. For each step: so it is not read strictly."""
+        number: int = saved["epoch"] * self.batches + saved["batch"]
+        return number
+
     def before(self, position: Position) -> dict[str, Any]:
         """The position as a ring compares it: the end of an epoch is the begin of the next one."""
         if position.batch >= self.batches:
@@ -148,10 +153,10 @@ class RingFeed:
             self._reader, self._digest = reader, digest
         return reader
 
-    def committed(self, numbered: Numbered, position: Position) -> None:
-        """No recovery goes back behind `position`: the batches before it may go."""
+    def committed(self, numbered: Numbered, saved: dict[str, Any]) -> None:
+        """No recovery goes back behind this position of `state_dict`: the batches before it may go."""
         if self._reader is not None and self._digest == numbered.digest:
-            self._reader.committed(numbered.place(position).seq)
+            self._reader.committed(numbered.number_of(saved))
 
     def close(self) -> None:
         """The batches are not needed any more, nor will a process in this one's place need them."""
