@@ -68,7 +68,7 @@ class Agent:
         self._seats = Seats(config.node, self._crew, self._state)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
-        self._rings = RingService(self._ring_event)
+        self._rings = RingService(self._ring_event, limits=config.data)
         self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)

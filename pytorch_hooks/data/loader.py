@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.api.ring import WINDOW_LIMIT
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache, key
@@ -21,6 +22,7 @@ from ckptless.pytorch_hooks.data.pack import Pack
 from ckptless.pytorch_hooks.data.pool import Pool
 from ckptless.pytorch_hooks.data.production import Function, Production, Recipe
 from ckptless.pytorch_hooks.data.ring_feed import Numbered, RingFeed
+from ckptless.pytorch_hooks.data.ring_reader import BUDGET_NBYTES, PREFETCH, Limits
 from ckptless.pytorch_hooks.data.seeding import untouched
 from ckptless.pytorch_hooks.data.streams import Stream, as_source
 from ckptless.pytorch_hooks.data.workers import Worker, WorkerDied
@@ -49,6 +51,8 @@ class Options(TypedDict, total=False):
     replica: int | None
     replicas: int | None
     timeout_s: float
+    prefetch: int
+    budget_nbytes: int
 
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +72,8 @@ class MappedLoader:
     `workers` processes (0: in this one), and whatever they draw from the global random generators is the
     same for the same sample. `on_error`: "raise", or "skip" what is wrong with single records. `version`:
     any word; another one is another data set. `replica` of `replicas`: else rank and world size.
-    `timeout_s`: so long may a batch take.
+    `timeout_s`: so long may a batch take. `prefetch`: so many batches are made ahead of each replica's use on
+    its node, and all of them take `budget_nbytes` bytes there at most; the site may allow less.
 
     Iterating gives one epoch, or the rest of it after `load_state_dict`. What is skipped or begun again is
     logged, and told to `on_event(kind, text)`, which `run.batches` has write it to the ledger. Main thread
@@ -81,6 +86,9 @@ class MappedLoader:
     def __init__(self, source: Any, **options: Unpack[Options]) -> None:
         self._workers = options.pop("workers", 1)
         self._timeout_s = options.pop("timeout_s", TIMEOUT_S)
+        self._limits = Limits(options.pop("prefetch", PREFETCH), options.pop("budget_nbytes", BUDGET_NBYTES))
+        if not 1 <= self._limits.window <= WINDOW_LIMIT or self._limits.budget_nbytes < 1:
+            raise UsageError(f"prefetch must be 1 to {WINDOW_LIMIT} batches, and budget_nbytes 1 or more")
         self._replica, self._replicas = options.pop("replica", None), options.pop("replicas", None)
         try:
             self._recipe = Recipe(**options)  # type: ignore[misc]  # the rest of the keywords
@@ -135,7 +143,9 @@ class MappedLoader:
         if made.batches is None or not self._workers:
             return None
         if self._in_rings is None or self._in_rings.production is not made:
-            self._in_rings = Numbered(made, self.manifest, made.batches, self._workers, self._timeout_s)
+            self._in_rings = Numbered(
+                made, self.manifest, made.batches, self._workers, self._timeout_s, self._limits
+            )
         return self._in_rings
 
     def __len__(self) -> int:

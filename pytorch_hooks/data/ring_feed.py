@@ -22,7 +22,7 @@ from ckptless.pytorch_hooks.data.identity import Manifest
 from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
 from ckptless.pytorch_hooks.data.pool import Pool
 from ckptless.pytorch_hooks.data.production import Production
-from ckptless.pytorch_hooks.data.ring_reader import Reader, RingName
+from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName
 from ckptless.pytorch_hooks.errors import GenerationEnded
 
 
@@ -50,6 +50,7 @@ class Numbered:
     batches: int
     workers: int
     timeout_s: float
+    limits: Limits
 
     @cached_property
     def digest(self) -> str:
@@ -148,7 +149,7 @@ class RingFeed:
             return self._reader
         self.close()
         name = RingName(self._name, digest)
-        reader = Reader(self._agent_socket, name, self._slot, numbered.produce)
+        reader = Reader(self._agent_socket, name, self._slot, numbered.produce, numbered.limits)
         with self._lock:
             self._reader, self._digest = reader, digest
         return reader

@@ -20,11 +20,15 @@ from ckptless.pytorch_hooks.data.producer import Produce, ProducerProcess
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 from ckptless.pytorch_hooks.state import codec
 
+PREFETCH = 8
+BUDGET_NBYTES = 1 << 30
 TAKE_DEADLINE_S = 1800.0
 # So long the agent may take to hear that a reader is done.
 DONE_DEADLINE_S = 10.0
-# So often the agent is heard at least: it may want a producer.
+# So often the agent is heard at least: it may want a producer. And where fewer than these lie here: it may
+# have to hear of each that is taken before it has the next one made.
 HEAR_S = 1.0
+ENOUGH = 2
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class RingName:
 class Limits:
     """`window` batches of each stream are made ahead; all that lie on the node take `budget_nbytes` bytes."""
 
-    window: int = 8
-    budget_nbytes: int = 1 << 30
+    window: int = PREFETCH
+    budget_nbytes: int = BUDGET_NBYTES
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,10 @@ class Reader:
         now_s = time.monotonic()
         self._act_on_lease()
         due = self._untold >= self._told_every or now_s - self._heard_s >= HEAR_S
-        if due or not self._ahead:
+        if due or len(self._ahead) < ENOUGH:
             self._heard_s = now_s
             self._hear()
-            if due or not self._ahead:
+            if due or len(self._ahead) < ENOUGH:
                 self._tell()
         while not self._ahead:
             if self._interrupted is not None:
