@@ -110,7 +110,9 @@ class Ring:
         """A reader wants the batches from `seq` on, which follow `position`."""
         out: list[Action] = []
         self._deaths = 0
-        again = reader in self._marks
+        former = self._marks.get(reader)
+        # One that lives and goes on to another stream has come to an epoch's end.
+        again = former is not None and not (former.alive and former.stream != stream)
         if stream not in self._streams:
             self._histories += 1
             self._streams[stream] = _Stream(self._histories)

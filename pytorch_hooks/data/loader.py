@@ -138,9 +138,9 @@ class MappedLoader:
 
     @property
     def _numbered(self) -> Numbered | None:
-        """The batches as a ring has them; None where a ring cannot."""
+        """The batches as a ring has them; None where they are made in this process."""
         made = self.production
-        if made.batches is None or not self._workers:
+        if not self._workers:
             return None
         if self._in_rings is None or self._in_rings.production is not made:
             self._in_rings = Numbered(
@@ -249,7 +249,7 @@ class MappedLoader:
     def _in_ring(
         self, feed: RingFeed, numbered: Numbered, position: Position
     ) -> Iterator[tuple[Any, Position, Any]]:
-        while position.batch < numbered.batches:
+        while not numbered.is_end(position):
             try:
                 batch = feed.take(numbered, position)
             except PeerError as error:
@@ -260,10 +260,11 @@ class MappedLoader:
                 self.on_event("ring-off", text)
                 yield from self._pool.epoch(numbered.production, position)
                 return
+            if batch is None:
+                return
             for kind, text in batch.events:
                 self.on_event(kind, text)
-            skips = position.skipped + len(batch.skipped)
-            position = Position(position.epoch, position.batch + 1, skips)
+            position = batch.after
             yield batch.value, position, batch.skipped
 
     # ------------------------------------------------------------------------------------- table of blocks

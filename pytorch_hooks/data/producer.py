@@ -173,6 +173,9 @@ class _Worker:
         """The batch and the position after it; None at the stream's end."""
         history, seq, batches = self._at.pop(job.stream, (-1, -1, iter(())))
         if (history, seq) != (job.history, job.seq):
+            # Who was in the middle of another epoch is not asked for the rest of it any more.
+            for other in [one for one in self._at if (one - job.stream) % m.STREAMS == 0]:
+                del self._at[other]
             seq, batches = job.base, self._produce(job.stream, codec.decode(job.position))
         for number, batch, after in batches:
             if number != seq:

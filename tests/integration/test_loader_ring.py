@@ -208,14 +208,3 @@ def test_how_many_are_made_ahead(agent: Agent) -> None:
 def test_limits_that_are_none(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="prefetch must be 1 to 256"):
         make(**wrong)
-
-
-def test_what_has_no_length_makes_its_own(agent: Agent) -> None:
-    class Endless:
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(40))
-
-    loader, _ = fed(agent, source=Endless(), shuffle=False)
-    assert sum(1 for _ in loader) == 40 // BATCH
-    loader.close()
-    assert [kind for kind, _ in agent.events] == ["ready"]
