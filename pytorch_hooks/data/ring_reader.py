@@ -25,10 +25,8 @@ BUDGET_NBYTES = 1 << 30
 TAKE_DEADLINE_S = 1800.0
 # So long the agent may take to hear that a reader is done.
 DONE_DEADLINE_S = 10.0
-# So often the agent is heard at least: it may want a producer. And where fewer than these lie here: it may
-# have to hear of each that is taken before it has the next one made.
+# So often the agent is heard at least: it may want a producer.
 HEAR_S = 1.0
-ENOUGH = 2
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,9 @@ class Reader:
         # a step of training anything takes ten times as long as when it is done again.
         self._untold, self._told_every = 0, max(1, min(limits.window, m.AHEAD) // 2)
         self._heard_s = 0.0
+        # The agent is told when fewer lie here: 2 where they ran out, as it may have no room for more, and has to
+        # hear of each that is taken before it has the next one made.
+        self._few = 1
         # What was mapped, by number: let go of together, too, where the agent gives it back.
         self._mappings: deque[tuple[int, mmap.mmap]] = deque()
         self._verdict: m.RingEnd | m.RingBroken | None = None
@@ -118,11 +119,13 @@ class Reader:
         now_s = time.monotonic()
         self._act_on_lease()
         due = self._untold >= self._told_every or now_s - self._heard_s >= HEAR_S
-        if due or len(self._ahead) < ENOUGH:
+        if due or len(self._ahead) < self._few:
             self._heard_s = now_s
             self._hear()
-            if due or len(self._ahead) < ENOUGH:
+            if due or len(self._ahead) < self._few:
                 self._tell()
+            if len(self._ahead) >= self._told_every:
+                self._few = 1
         while not self._ahead:
             if self._interrupted is not None:
                 raise self._interrupted
@@ -130,6 +133,7 @@ class Reader:
                 self._raise_if_broken(self._verdict)
                 return None
             self._act_on_lease()
+            self._few = 2
             if not self._socket.wait(now_s + deadline_s - time.monotonic()):
                 raise TimeoutError(f"no batch {self._next} of {self._name.loader!r} in {deadline_s:g} s")
             self._hear()
