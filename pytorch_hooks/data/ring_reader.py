@@ -80,8 +80,8 @@ class Reader:
         # a step of training anything takes ten times as long as when it is done again.
         self._untold, self._told_every = 0, max(1, min(limits.window, m.AHEAD) // 2)
         self._heard_s = 0.0
-        # The agent is told when fewer lie here: 2 where they ran out, as it may have no room for more, and has
-        # to hear of each that is taken before it has the next one made.
+        # The agent is told when fewer lie here: 2 where they ran out, as it may have no room for more, and
+        # has to hear of each that is taken before it has the next one made.
         self._few = 1
         # What was mapped, by number: let go of together, too, where the agent gives it back.
         self._mappings: deque[tuple[int, mmap.mmap]] = deque()
