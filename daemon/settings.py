@@ -111,6 +111,16 @@ class CommSettings(_Part, frozen=True):
     interface: str | None = None
 
 
+class DataSettings(_Part, frozen=True):
+    """What the batches of one loader may take on a node, where its script would take more; None: no limit.
+
+    `prefetch`: batches made ahead of each replica's use.
+    """
+
+    budget_nbytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] | None = field(default=None, name="budget")
+    prefetch: Annotated[int, Meta(ge=1, le=256)] | None = None
+
+
 class KeepSettings(_Part, frozen=True):
     """What a daemon keeps of the memory of jobs that end before their training; see `control.keeping`."""
 
@@ -134,6 +144,7 @@ class SettingsFile(_Part, frozen=True):
     munge: MungeSettings = MungeSettings()
     replication: ReplicationSettings = ReplicationSettings()
     comm: CommSettings = CommSettings()
+    data: DataSettings = DataSettings()
     keep: KeepSettings = KeepSettings()
 
 
@@ -190,6 +201,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     munge: MungeSettings
     replication: ReplicationSettings
     comm: CommSettings
+    data: DataSettings
     keep: KeepSettings
 
     def limits(self, max_stall_s: float | None = None, start_tries: int = 0) -> Limits:
@@ -251,6 +263,8 @@ WANTED = {
     "replication.bandwidth": "a rate with its unit from 1MB/s to 1000GB/s, such as 500MB/s, or null",
     "replication.interface": "a network such as 10.1.0.0/16, an interface such as ib0, or null",
     "comm.interface": "a network such as 10.1.0.0/16, an interface such as ib0, or null",
+    "data.budget": "a size with its unit from 1MiB to 1024TiB, such as 512MiB or 4GiB, or null",
+    "data.prefetch": "a number from 1 to 256, or null",
     "keep.memory": "a size with its unit, such as 512MiB or 64GiB, or 0",
     "keep.ttl": "a duration with its unit from 1s to 24h, such as 15m",
 }
@@ -294,6 +308,7 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
         munge=found.munge,
         replication=found.replication,
         comm=found.comm,
+        data=found.data,
         keep=found.keep,
     )
     if found.daemon.port in SLURM_PORTS:

@@ -12,6 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.pytorch_hooks.state import rng
@@ -39,7 +47,8 @@ class _Taken:
     position: Position
     after: tuple[int, int]
     batch: Any
-    random: dict[str, Any]
+    # None where to fetch it moved no generator.
+    random: dict[str, Any] | None
 
 
 class Cursors:
@@ -83,6 +92,8 @@ class Cursor:
         self._iterator: Iterator[Any] | None = None
         self._source: Iterable[Any] | None = None
         self._layout: object = None
+        # Whether the next batch moves no generator, and whether those after it do not.
+        self._draws_nothing = self._drawless = False
         self._fetched = Position()
         self._epoch_end: Position | None = None
         self._last = (0, 0)
@@ -142,7 +153,10 @@ class Cursor:
                 raise
             self._fetched = self._after_batch(loader)
             self.position = self._fetched
-            self._taken.append(_Taken(self.position, self._last, batch, rng.capture()))
+            # To read them takes longer than all the rest of this.
+            random = None if self._draws_nothing else rng.capture()
+            self._draws_nothing = self._drawless
+            self._taken.append(_Taken(self.position, self._last, batch, random))
             self._last = _order(self.position)
             yield batch
 
@@ -168,7 +182,8 @@ class Cursor:
         for taken in [t for t in self._taken if _order(t.position) > _order(self.position)]:
             if _order(taken.position) != (self.position.epoch, self.position.index + 1):
                 return
-            rng.restore(taken.random)
+            if taken.random is not None:
+                rng.restore(taken.random)
             self.position = taken.position
             self._last = _order(self.position)
             yield taken.batch
@@ -182,6 +197,8 @@ class Cursor:
         """Start an epoch's iterator and bring it to the position."""
         self._taken.clear()
         self._source, self._layout = loader, getattr(loader, "layout", None)
+        # Most draw a seed where they begin.
+        self._draws_nothing, self._drawless = False, _is_drawless(loader)
         for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
             if part is not None and hasattr(part, "set_epoch"):
                 part.set_epoch(self.position.epoch)
@@ -212,6 +229,20 @@ _END = object()
 
 def _order(position: Position) -> tuple[int, int]:
     return position.epoch, position.index
+
+
+def _is_drawless(loader: Any) -> bool:
+    """Whether it is known that to fetch a batch moves none of this process's random generators."""
+    if type(loader) is not DataLoader:
+        return type(loader) in (list, tuple) or getattr(loader, "drawless", False) is True
+    if not loader.num_workers:
+        return False
+    drawn = [loader.sampler] if loader.batch_sampler is None else [loader.sampler, loader.batch_sampler]
+    return isinstance(loader.dataset, IterableDataset) or all(type(one) in _DRAWLESS for one in drawn)
+
+
+# Those that shuffle have a generator of their own, seeded where they begin.
+_DRAWLESS = (SequentialSampler, RandomSampler, DistributedSampler, BatchSampler)
 
 
 def _stateful(loader: object) -> bool:

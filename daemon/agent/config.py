@@ -30,6 +30,13 @@ class ReplicationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     interface: str | None = None
 
 
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the site for the batches of one loader on one node: see DataSettings."""
+
+    budget_nbytes: int | None = None
+    prefetch: int | None = None
+
+
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is the same for every agent of a job.
 
@@ -39,7 +46,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     writes how the job ended, if anywhere. `save`: where steps are saved, if anywhere. `replication`: how
     copies of the state go to the other nodes. `twins`: what is done when ranks that should have the same
     tensors do not. `restarts`: how often Slurm has started the job again; None where it never does.
-    `comm_interface`: the interface or network that ranks talk over; None leaves that to torch.
+    `comm_interface`: the interface or network that ranks talk over; None leaves that to torch. `data`: what
+    training data may take in memory.
     """
 
     spec: JobSpec
@@ -59,6 +67,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     twins: TwinsMode = "act"
     restarts: int | None = None
     comm_interface: str | None = None
+    data: DataConfig = DataConfig()
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptless.daemon.agent.ring_actions import Action, Free, Give, GiveEnd, GiveUp, Grant, Make, Tell
+from ckptless.daemon.api.ring import AHEAD
 
 # Batches that a producer has been asked for and has not made yet: it need not wait between two.
 JOBS = 2
-# Sent to a reader ahead of what it has taken: it need not wait for the agent.
-AHEAD = 4
 # So many producers in a row that died without a batch: another one would not help.
 DEATHS = 3
 OTHERS_FOLLOW = (
@@ -127,7 +126,9 @@ class Ring:
         """A reader wants the batches from `seq` on (before `until`), which follow `position`."""
         out: list[Action] = []
         self._deaths = 0
-        again = reader in self._marks
+        former = self._marks.get(reader)
+        # One that lives and goes on to another stream has come to an epoch's end.
+        again = former is not None and not (former.alive and former.stream != stream)
         if stream not in self._streams:
             self._histories += 1
             self._streams[stream] = _Stream(self._histories)

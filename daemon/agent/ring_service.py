@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ckptless.daemon.agent import ring_actions as r
+from ckptless.daemon.agent.config import DataConfig
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.ring import Ring
 from ckptless.daemon.agent.ring_borrowing import Borrowed, Lent
 from ckptless.daemon.agent.ring_lending import FIRST_GUEST, Guest
+from ckptless.daemon.agent.ring_limits import free_memory, limited
 from ckptless.daemon.agent.ring_memory import EntryMemory
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
@@ -71,8 +73,11 @@ class _Node:
 class RingService:
     """Owned by the agent's event loop. `on_event(kind, text)` hears of what went wrong, or is not used."""
 
-    def __init__(self, on_event: Callable[[str, str], None], lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self, on_event: Callable[[str, str], None], lease_s: float = LEASE_S, limits: DataConfig | None = None
+    ) -> None:
         self._on_event, self._lease_s = on_event, lease_s
+        self._limits = limits or DataConfig()
         self._rings: dict[tuple[str, str], _Node] = {}
         self._readers: dict[RankLink, tuple[_Node, int]] = {}
         self._producers: dict[RankLink, _Node] = {}
@@ -189,7 +194,10 @@ class RingService:
             self._on_event("ring-stale", f"{text}: it has manifest {message.manifest[:8]} here")
         node = self._rings.get(key)
         if node is None:
-            ring = Ring(message.window, message.budget_nbytes)
+            found = limited(message.window, message.budget_nbytes, self._limits, free_memory())
+            for why in found.reasons:
+                self._on_event("ring-limited", f"loader {message.loader!r}: {why}")
+            ring = Ring(found.window, found.budget_nbytes)
             node = self._rings[key] = _Node(message.loader, message.manifest, ring)
         if (former := node.readers.get(message.reader)) is not None:
             former.link.close()

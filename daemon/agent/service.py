@@ -73,7 +73,7 @@ class Agent:
         self._seats = Seats(config.node, self._crew, self._state)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
-        self._rings = RingService(self._ring_event)
+        self._rings = RingService(self._ring_event, limits=config.data)
         self._borrowing = Borrowing(config.node, self._replicas.dial, self._rings, self._ring_event)
         self._foresight = Foresight(self._vault, self._rings, lambda: self._assignment)
         self._store = StoreService(config.node, self._replicas.stores, config.spec.limits.pong_s)

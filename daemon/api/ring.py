@@ -1,8 +1,8 @@
 """What is said about batches: a rank's reader and its agent, a producer and its agent.
 
 A connection is a reader's or a producer's, as its first message says. Batches go by number: number `seq` of
-`stream`, where a stream is what one data-parallel replica trains on. A position is bytes that only the loader
-understands; with it the batches from a number on can be made again.
+`stream`, where a stream is what one data-parallel replica trains on, or one epoch of that. A position is
+bytes that only the loader understands; with it the batches from a number on can be made again.
 """
 
 from typing import Annotated, TypeAlias
@@ -13,6 +13,10 @@ from ckptless.daemon.api.messages import Message
 from ckptless.daemon.api.ring_entry import POSITION_LIMIT, SEQ_LIMIT
 
 WINDOW_LIMIT = 256
+# Sent to a reader beyond what it has said it took: it neither waits for the agent nor tells it each time.
+AHEAD = 8
+# Streams whose numbers differ by a multiple of this are one replica's, of one epoch after the other.
+STREAMS = 1 << 20
 TEXT_LIMIT = 64 << 10
 
 Seq: TypeAlias = Annotated[int, Meta(ge=0, lt=SEQ_LIMIT)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import SharedConfig
+from ckptless.daemon.agent.config import DataConfig, SharedConfig
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
@@ -125,6 +125,7 @@ def slurm_run(
         replication=replication,
         restarts=restarts(env),
         comm_interface=comm,
+        data=DataConfig(**msgspec.structs.asdict(settings.data)),
     )
     if found.step is not None:
         return _step_run(config, env, options, found.step)

@@ -27,6 +27,9 @@ ALIGN_NBYTES = 64
 TABLE_LIMIT = 64 << 20
 ARRAYS_LIMIT = 1 << 20
 DIMENSIONS_LIMIT = 64
+PLAN_LIMIT = 16 << 10
+"""Bytes of a table that is remembered, since the next batch has the same one most often."""
+PLANS_LIMIT = 16
 DEPTH_LIMIT = 60
 """Of containers in each other: state.codec's, less the table's own."""
 
@@ -57,6 +60,17 @@ class _Array:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A table that was read: each array and how far behind the batch's begin it lies, and the tree."""
+
+    arrays: list[tuple[int, _Array]]
+    tree: Any
+
+
+_PLANS: dict[tuple[int, bytes], _Plan] = {}
 
 
 def align(offset: int) -> int:
@@ -169,22 +183,36 @@ def _decode(data: Buffer, start: int, nbytes: int) -> Any:
     end = _HEAD.size + table_nbytes
     if table_nbytes > TABLE_LIMIT or end > nbytes:
         raise ProtocolError(f"a table of {table_nbytes} bytes in a batch of {nbytes}")
-    arrays, tree = _read_table(view[start + _HEAD.size : start + end])
+    table = bytes(view[start + _HEAD.size : start + end])
     del view
-    made: list[Any] = []
+    plan = _PLANS.get((nbytes, table))
+    if plan is None:
+        plan = _plan(table, end, nbytes)
+        if len(table) <= PLAN_LIMIT and _is_immutable(plan.tree):
+            if len(_PLANS) >= PLANS_LIMIT:
+                _PLANS.clear()
+            _PLANS[nbytes, table] = plan
+    made = [_MAKERS[array.kind](data, start + offset, array) for offset, array in plan.arrays]
+    return _put_back(plan.tree, made)
+
+
+def _plan(table: bytes, end: int, nbytes: int) -> _Plan:
+    """What a table says of a batch of `nbytes` bytes, whose arrays begin behind `end`; checked."""
+    arrays, tree = _read_table(memoryview(table))
+    placed: list[tuple[int, _Array]] = []
     for array in arrays:
         offset = align(end) if array.nbytes else end
         end = offset + array.nbytes
         if end > nbytes:
-            raise ProtocolError(f"array {len(made)} of a batch ends at {end} of {nbytes} bytes")
-        made.append(_MAKERS[array.kind](data, start + offset, array))
+            raise ProtocolError(f"array {len(placed)} of a batch ends at {end} of {nbytes} bytes")
+        placed.append((offset, array))
     if end != nbytes:
         raise ProtocolError(f"a batch of {nbytes} bytes that says {end}")
-    used = [False] * len(made)
-    whole = _put_back(tree, made, used)
+    used = [False] * len(placed)
+    _check_references(tree, used)
     if not all(used):
         raise ProtocolError("an array of a batch is in no place of it")
-    return whole
+    return _Plan(placed, tree)
 
 
 def _read_table(data: memoryview) -> tuple[list[_Array], Any]:
@@ -234,19 +262,44 @@ def _make_array(data: Buffer, offset: int, array: _Array) -> Any:
     return numpy.frombuffer(data, dtype, count, offset).reshape(array.shape)
 
 
-def _put_back(value: Any, made: list[Any], used: list[bool]) -> Any:
+def _check_references(value: Any, used: list[bool]) -> None:
     kind = type(value)
     if kind is codec.Ref:
         index = int(value.name) if value.name.isdecimal() and len(value.name) < 10 else -1
-        if not 0 <= index < len(made) or used[index]:
-            raise ProtocolError(f"a batch refers to array {value.name[:20]!r}, of {len(made)}")
+        if not 0 <= index < len(used) or used[index]:
+            raise ProtocolError(f"a batch refers to array {value.name[:20]!r}, of {len(used)}")
         used[index] = True
-        return made[index]
-    if kind in (dict, OrderedDict):
-        return kind((k, _put_back(v, made, used)) for k, v in value.items())
-    if kind in (list, tuple):
-        return kind(_put_back(v, made, used) for v in value)
+    elif kind in (dict, OrderedDict, list, tuple):
+        for item in value.values() if kind in (dict, OrderedDict) else value:
+            _check_references(item, used)
+
+
+def _put_back(value: Any, made: list[Any]) -> Any:
+    """The tree with the arrays in it; every container is a new one."""
+    kind = type(value)
+    if kind is codec.Ref:
+        return made[int(value.name)]
+    if kind is dict:
+        return {k: _put_back(v, made) for k, v in value.items()}
+    if kind is list:
+        return [_put_back(v, made) for v in value]
+    if kind is tuple:
+        return tuple([_put_back(v, made) for v in value])
+    if kind is OrderedDict:
+        return OrderedDict((k, _put_back(v, made)) for k, v in value.items())
     return value
 
+
+def _is_immutable(value: Any) -> bool:
+    """Whether nothing but the containers that `_put_back` makes anew could be changed by who gets it."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return all(_is_immutable(part) for item in value.items() for part in item)
+    if kind in (list, tuple):
+        return all(_is_immutable(part) for part in value)
+    return kind in _IMMUTABLE
+
+
+_IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes, codec.Ref})
 
 _MAKERS: dict[str, Callable[[Buffer, int, _Array], Any]] = {"tensor": _make_tensor, "array": _make_array}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -24,14 +24,14 @@ MANY = 1000
 PACKAGES = ("ckptless", "torch", "numpy", "pyarrow", "msgspec", "tokenizers", "transformers", "tiktoken")
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Names to digests, each of one thing that the batches depend on; `order` are those of the order."""
 
     format: int
     order: dict[str, str]
     made: dict[str, str]
 
-    @property
+    @cached_property
     def order_digest(self) -> str:
         """Of the order, as hex."""
         return digest(sorted(self.order.items()))

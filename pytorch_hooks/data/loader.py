@@ -13,6 +13,7 @@ import msgspec
 
 from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError, RecoveryError, UsageError
 from ckptless.daemon.api.feed import Feed
+from ckptless.daemon.api.ring import WINDOW_LIMIT
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache, key
@@ -23,6 +24,7 @@ from ckptless.pytorch_hooks.data.pinning import Pinning
 from ckptless.pytorch_hooks.data.pool import Pool
 from ckptless.pytorch_hooks.data.production import Function, Production, Recipe
 from ckptless.pytorch_hooks.data.ring_feed import Numbered, RingFeed
+from ckptless.pytorch_hooks.data.ring_reader import BUDGET_NBYTES, PREFETCH, Limits
 from ckptless.pytorch_hooks.data.seeding import untouched
 from ckptless.pytorch_hooks.data.streams import Stream, as_source
 from ckptless.pytorch_hooks.data.workers import Worker, WorkerDied
@@ -51,6 +53,8 @@ class Options(TypedDict, total=False):
     replica: int | None
     replicas: int | None
     timeout_s: float
+    prefetch: int
+    budget_nbytes: int
     pin_memory: bool
 
 
@@ -71,17 +75,24 @@ class MappedLoader:
     `workers` processes (0: in this one), and whatever they draw from the global random generators is the
     same for the same sample. `on_error`: "raise", or "skip" what is wrong with single records. `version`:
     any word; another one is another data set. `replica` of `replicas`: else rank and world size.
-    `timeout_s`: so long may a batch take. `pin_memory`: give tensors in page-locked memory, where there
-    is a CUDA device.
+    `timeout_s`: so long may a batch take. `prefetch`: so many batches are made ahead of each replica's use on
+    its node, and all of them take `budget_nbytes` bytes there at most; the site may allow less. `pin_memory`:
+    give tensors in page-locked memory, where there is a CUDA device.
 
     Iterating gives one epoch, or the rest of it after `load_state_dict`. What is skipped or begun again is
     logged, and told to `on_event(kind, text)`, which `run.batches` has write it to the ledger. Main thread
     only. Raises UsageError, DataError.
     """
 
+    # What transforms draw, they draw in other processes or with the generators put back: see cursor.py.
+    drawless = True
+
     def __init__(self, source: Any, **options: Unpack[Options]) -> None:
         self._workers = options.pop("workers", 1)
         self._timeout_s = options.pop("timeout_s", TIMEOUT_S)
+        self._limits = Limits(options.pop("prefetch", PREFETCH), options.pop("budget_nbytes", BUDGET_NBYTES))
+        if not 1 <= self._limits.window <= WINDOW_LIMIT or self._limits.budget_nbytes < 1:
+            raise UsageError(f"prefetch must be 1 to {WINDOW_LIMIT} batches, and budget_nbytes 1 or more")
         pins = options.pop("pin_memory", False)
         self._pinning = Pinning(_telling(weakref.ref(self))) if pins else None
         self._replica, self._replicas = options.pop("replica", None), options.pop("replicas", None)
@@ -143,12 +154,14 @@ class MappedLoader:
 
     @property
     def _numbered(self) -> Numbered | None:
-        """The batches as a ring has them; None where a ring cannot."""
+        """The batches as a ring has them; None where they are made in this process."""
         made = self.production
-        if made.batches is None or not self._workers:
+        if not self._workers:
             return None
         if self._in_rings is None or self._in_rings.production is not made:
-            self._in_rings = Numbered(made, self.manifest, made.batches, self._workers, self._timeout_s)
+            self._in_rings = Numbered(
+                made, self.manifest, made.batches, self._workers, self._timeout_s, self._limits
+            )
         return self._in_rings
 
     def __len__(self) -> int:
@@ -171,7 +184,9 @@ class MappedLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last batch that was given out."""
         position = msgspec.structs.asdict(self._position)
-        return {"format": FORMAT, "order": self.manifest.order_digest, "position": position}
+        # Of what made the last batch: this is called for each of them, and to look at the layout takes long.
+        manifest = self._manifest or self.manifest
+        return {"format": FORMAT, "order": manifest.order_digest, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on there. ProtocolError for no such state, RecoveryError for other data."""
@@ -201,16 +216,14 @@ class MappedLoader:
 
     def committed(self, state: dict[str, Any]) -> None:
         """No recovery goes back behind the position of this `state_dict`."""
-        numbered = self._numbered if self._feed is not None else None
-        if self._feed is not None and numbered is not None:
-            self._feed.committed(numbered, position_of(state["position"]))
+        if self._feed is not None and self._in_rings is not None:
+            self._feed.committed(self._in_rings, state["position"])
 
     def feed_at(self, state: dict[str, Any]) -> Feed | None:
         """Which batch of the node's ring follows the position of this `state_dict`; None: of no ring."""
-        numbered = self._numbered if self._feed is not None else None
-        if self._feed is None or numbered is None:
+        if self._feed is None or self._in_rings is None:
             return None
-        return self._feed.at(numbered, position_of(state["position"]))
+        return self._feed.at(self._in_rings, position_of(state["position"]))
 
     # ----------------------------------------------------------------------------------------- iteration
 
@@ -258,7 +271,7 @@ class MappedLoader:
     def _in_ring(
         self, feed: RingFeed, numbered: Numbered, position: Position
     ) -> Iterator[tuple[Any, Position, Any]]:
-        while position.batch < numbered.batches:
+        while not numbered.is_end(position):
             try:
                 batch = feed.take(numbered, position)
             except PeerError as error:
@@ -269,10 +282,11 @@ class MappedLoader:
                 self.on_event("ring-off", text)
                 yield from self._pool.epoch(numbered.production, position)
                 return
+            if batch is None:
+                return
             for kind, text in batch.events:
                 self.on_event(kind, text)
-            skips = position.skipped + len(batch.skipped)
-            position = Position(position.epoch, position.batch + 1, skips)
+            position = batch.after
             yield batch.value, position, batch.skipped
 
     # ------------------------------------------------------------------------------------- table of blocks

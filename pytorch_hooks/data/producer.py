@@ -9,6 +9,7 @@ with its agent.
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import signal
 import stat
@@ -26,6 +27,7 @@ from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.pytorch_hooks.data import batch_codec
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
+from ckptless.pytorch_hooks.data.workers import BATCH_MEMORY
 from ckptless.pytorch_hooks.state import codec
 
 Produce: TypeAlias = Callable[[int, Any], Iterator[tuple[int, Any, Any]]]
@@ -38,6 +40,10 @@ IDLE_ROUNDS = 16
 PR_SET_PDEATHSIG = 1
 # Bound once, at import: a freshly forked child must not be the first to look up a symbol.
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_mmap.restype = ctypes.c_void_p
+MAP_FIXED = 0x10
 
 
 class ProducerProcess:
@@ -92,6 +98,7 @@ def _settle(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _let_go_of_sockets()
+    _let_go_of_batches()
     # The collector's writes would copy the pages that are shared with the rank.
     gc.freeze()
     Path("/proc/self/comm").write_text(PROCESS_NAME)
@@ -113,6 +120,16 @@ def _let_go_of_sockets() -> None:
             # Not closed: somebody's object would close the number once more, when it is another's.
             os.dup2(nothing, fd, inheritable=False)
     os.close(nothing)
+
+
+def _let_go_of_batches() -> None:
+    """What the rank has mapped would be kept for as long as this process lives."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if BATCH_MEMORY in line:
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            # Something else in its place, and not nothing: its owner's copy here may unmap it once more.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+            _mmap(begin, end - begin, mmap.PROT_READ, flags, -1, 0)
 
 
 class _Worker:
@@ -170,6 +187,9 @@ class _Worker:
         self._let_go_of_others(job.stream)
         history, seq, batches = self._at.pop(job.stream, (-1, -1, iter(())))
         if (history, seq) != (job.history, job.seq):
+            # Who was in the middle of another epoch is not asked for the rest of it any more.
+            for other in [one for one in self._at if (one - job.stream) % m.STREAMS == 0]:
+                del self._at[other]
             seq, batches = job.base, self._produce(job.stream, codec.decode(job.position))
         for number, batch, after in batches:
             if number != seq:

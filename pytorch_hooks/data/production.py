@@ -20,7 +20,7 @@ from ckptless.daemon.api.errors import BadRecordError, CkptlessError, DataError,
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache
 from ckptless.pytorch_hooks.data.identity import FORMAT, Manifest, digest, identify, versions
-from ckptless.pytorch_hooks.data.order import Batches, Indices, Layout, Order, Plain, Position
+from ckptless.pytorch_hooks.data.order import Batches, Indices, Layout, Order, Plain, Position, mixed
 from ckptless.pytorch_hooks.data.pack import Block, BlockCache, Pack, Packed
 from ckptless.pytorch_hooks.data.seeding import seed_all
 from ckptless.pytorch_hooks.data.sources import Source
@@ -259,7 +259,8 @@ class Production:
         seed, epoch, size = self.recipe.seed, position.epoch, self.recipe.batch_size or 1
         seed_all(seed, _STREAM, epoch)
         state = position.stream if position.batch else None
-        items = _named(self.source.begin(epoch, state), self.source.name)
+        begun = self.source.begin(epoch, state, mixed(seed, _STREAM, epoch))
+        items = _named(begun, self.source.name)
         batch = 0 if state is None else position.batch
         while True:
             # Anew for each batch: who comes to it with a state draws what one draws who has read all before.

@@ -20,12 +20,13 @@ from ckptless.pytorch_hooks.data.producer import Produce, ProducerProcess
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 from ckptless.pytorch_hooks.state import codec
 
+PREFETCH = 8
+BUDGET_NBYTES = 1 << 30
 TAKE_DEADLINE_S = 1800.0
 # So long the agent may take to hear that a reader is done.
 DONE_DEADLINE_S = 10.0
-# While so many batches lie here the agent is neither heard nor told anything: that was half of what `take`
-# took. It sends four ahead.
-ENOUGH = 2
+# So often the agent is heard at least: it may want a producer.
+HEAR_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class RingName:
 class Limits:
     """`window` batches of each stream are made ahead; all that lie on the node take `budget_nbytes` bytes."""
 
-    window: int = 8
-    budget_nbytes: int = 1 << 30
+    window: int = PREFETCH
+    budget_nbytes: int = BUDGET_NBYTES
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,17 @@ class Reader:
         self._agent_socket, self._name, self._produce = agent_socket, name, produce
         self._socket: RingSocket[m.ToReader] = RingSocket(agent_socket, m.ToReader)
         self._producer: ProducerProcess | None = None
-        # What was sent ahead: (number, bytes, memfd).
-        self._ahead: deque[tuple[int, int, int]] = deque()
+        # What was sent ahead.
+        self._ahead: deque[Taken] = deque()
+        # The agent is heard and told of several batches at once, and what it sent is mapped then: right after
+        # a step of training anything takes ten times as long as when it is done again.
+        self._untold, self._told_every = 0, max(1, min(limits.window, m.AHEAD) // 2)
+        self._heard_s = 0.0
+        # The agent is told when fewer lie here: 2 where they ran out, as it may have no room for more, and
+        # has to hear of each that is taken before it has the next one made.
+        self._few = 1
+        # What was mapped, by number: let go of together, too, where the agent gives it back.
+        self._mappings: deque[tuple[int, mmap.mmap]] = deque()
         self._verdict: m.RingEnd | m.RingBroken | None = None
         # Granted, and no producer started yet.
         self._lease: int | None = None
@@ -111,10 +121,16 @@ class Reader:
         Raises DataError where it could not be made, with what was raised, TimeoutError, and what `interrupt`
         was told.
         """
-        end = time.monotonic() + deadline_s
+        now_s = time.monotonic()
         self._act_on_lease()
-        if len(self._ahead) < ENOUGH:
+        due = self._untold >= self._told_every or now_s - self._heard_s >= HEAR_S
+        if due or len(self._ahead) < self._few:
+            self._heard_s = now_s
             self._hear()
+            if due or len(self._ahead) < self._few:
+                self._tell()
+            if len(self._ahead) >= self._told_every:
+                self._few = 1
         while not self._ahead:
             if self._interrupted is not None:
                 raise self._interrupted
@@ -122,17 +138,26 @@ class Reader:
                 self._raise_if_broken(self._verdict)
                 return None
             self._act_on_lease()
-            if not self._socket.wait(end - time.monotonic()):
+            self._few = 2
+            if not self._socket.wait(now_s + deadline_s - time.monotonic()):
                 raise TimeoutError(f"no batch {self._next} of {self._name.loader!r} in {deadline_s:g} s")
             self._hear()
-        if self._ahead[0][0] != self._next:
-            raise ProtocolError(f"batch {self._ahead[0][0]} came in place of batch {self._next}")
-        seq, nbytes, fd = self._ahead.popleft()
-        taken = self._mapped(seq, nbytes, fd)
-        self._next = seq + 1
-        if len(self._ahead) < ENOUGH:
-            self._socket.send(m.RingTook(number=self._number, seq=seq, done=self._done))
+        taken = self._ahead.popleft()
+        if taken.seq != self._next:
+            raise ProtocolError(f"batch {taken.seq} came in place of batch {self._next}")
+        self._next += 1
+        self._untold += 1
         return taken
+
+    def _tell(self) -> None:
+        """What was taken, and is not needed again."""
+        if self._untold:
+            self._socket.send(m.RingTook(number=self._number, seq=self._next - 1, done=self._done))
+            self._untold = 0
+            # A script that never commits does not keep all it has seen.
+            few = 2 * self._told_every
+            while self._mappings and (self._mappings[0][0] < self._done or len(self._mappings) > few):
+                self._mappings.popleft()
 
     def committed(self, seq: int) -> None:
         """No recovery will ask for a batch before number `seq`: the agent hears it with one of the next."""
@@ -173,7 +198,7 @@ class Reader:
                     self._lease = message.lease
                 case m.RingEntry() if fd is not None:
                     if message.number == self._number:
-                        self._ahead.append((message.seq, message.nbytes, fd))
+                        self._ahead.append(self._mapped(message.seq, message.nbytes, fd))
                     else:
                         os.close(fd)
                 case m.RingEnd() | m.RingBroken():
@@ -205,9 +230,11 @@ class Reader:
             header = entry.decode(view)
             header.check(self._name.manifest, self._stream, seq)
             position = entry.position_of(view, header)
+        self._mappings.append((seq, mapping))
         return Taken(seq, batch_codec.decode(mapping, header.batch_at, header.batch_nbytes), position)
 
     def _forget_ahead(self) -> None:
         self._verdict = None
-        while self._ahead:
-            os.close(self._ahead.popleft()[2])
+        self._untold = 0
+        self._ahead.clear()
+        self._mappings.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckptless.daemon.api.errors import DataError, UsageError
@@ -48,7 +49,8 @@ class Stream:
     """
 
     def __init__(self, iterable: Iterable[Any], *, batched: bool) -> None:
-        if iter(iterable) is iterable:
+        # Not by `iter`, with which a DataLoader would start its workers here.
+        if hasattr(iterable, "__next__"):
             raise UsageError(
                 f"a {type(iterable).__name__} can be read once only: give the loader an object with __iter__"
             )
@@ -61,11 +63,14 @@ class Stream:
         """For a reader of an error message."""
         return type(self._iterable).__name__
 
-    def begin(self, epoch: int, state: object) -> Iterator[Any]:
-        """Iterate over an epoch, from `state` on if it is not None."""
-        for part in (self._iterable, *(getattr(self._iterable, n, None) for n in _PARTS)):
-            if part is not None and hasattr(part, "set_epoch"):
+    def begin(self, epoch: int, state: object, seed: int) -> Iterator[Any]:
+        """Iterate over an epoch, from `state` on if it is not None. Generators of its own get `seed`."""
+        for part in _parts(self._iterable):
+            if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
+            # Of what it drew in other epochs a process that begins here knows nothing.
+            if isinstance(getattr(part, "generator", None), torch.Generator):
+                part.generator.manual_seed(seed)
         held: Any = self._iterable
         if state is not None and _stateful(held):
             held.load_state_dict(state)
@@ -90,7 +95,11 @@ class Stream:
         return [self.name, identify(self._iterable)] if strict else [self.name]
 
 
-_PARTS = ("sampler", "batch_sampler", "dataset")
+def _parts(iterable: Any) -> list[Any]:
+    """It, and what a DataLoader consists of."""
+    parts = [iterable, *(getattr(iterable, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    parts.append(getattr(parts[2], "sampler", None))
+    return [part for part in parts if part is not None]
 
 
 def _stateful(one: object) -> bool:

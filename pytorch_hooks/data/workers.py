@@ -161,6 +161,8 @@ def _settle(parent: int) -> None:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:
         os._exit(1)
+    # So do the workers of a DataLoader in here, which else wait for ever where their queue is full.
+    os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     # Ctrl-C is the parent's to answer; and a signal handler of the parent's is not for us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -230,6 +230,10 @@ def test_the_producer_is_killed_again_and_again(agent: Agent) -> None:
         for pid in producers():
             os.kill(pid, signal.SIGKILL)
     assert "has ended" in agent.expect("ring-producer")
+    expect(rank, 0, range(40, 50))
+    (producer,) = producers()
+    assert "ckptless-batch" in Path("/proc/self/maps").read_text()
+    assert "ckptless-batch" not in Path(f"/proc/{producer}/maps").read_text(), "forked with what was mapped"
     rank.close()
 
 

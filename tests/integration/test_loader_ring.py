@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ring_world import Agent, children, open_fds, producers, until
 
-from ckptless.daemon.api.errors import DataError
+from ckptless.daemon.api.errors import DataError, UsageError
 from ckptless.pytorch_hooks.data import MappedLoader
 from ckptless.pytorch_hooks.data.ring_feed import RingFeed
 from ckptless.pytorch_hooks.errors import GenerationEnded
@@ -195,12 +196,15 @@ def test_a_worker_that_is_killed(agent: Agent) -> None:
     loader.close()
 
 
-def test_what_has_no_length_makes_its_own(agent: Agent) -> None:
-    class Endless:
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(40))
-
-    loader, _ = fed(agent, source=Endless(), shuffle=False)
-    assert sum(1 for _ in loader) == 40 // BATCH
+def test_how_many_are_made_ahead(agent: Agent) -> None:
+    loader, _ = fed(agent, prefetch=2)
+    same(list(islice(loader, 4)), list(make(workers=0))[:4])
     loader.close()
-    assert [kind for kind, _ in agent.events] == ["ready"]
+    made = int(agent.expect("ring-closed").partition(": ")[2].split()[0])
+    assert 4 <= made <= 4 + 2
+
+
+@pytest.mark.parametrize("wrong", [{"prefetch": 0}, {"prefetch": 257}, {"budget_nbytes": 0}])
+def test_limits_that_are_none(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="prefetch must be 1 to 256"):
+        make(**wrong)

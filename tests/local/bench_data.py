@@ -133,7 +133,9 @@ class Rank:
             while wanted := int(os.read(hears, 20) or b"0"):
                 begun = time.perf_counter()
                 for step in range(done, done + wanted):
-                    int(loader.next(step)[-1])
+                    # It is kept until there is the next one, as in a loop.
+                    batch = loader.next(step)
+                    int(batch[-1])
                 done += wanted
                 os.write(says, b"%f" % (time.perf_counter() - begun))
             loader.close()
@@ -233,10 +235,7 @@ def main() -> None:
             memory = statistics.median(one for one, _ in results) / (1 << 20)
             rate = statistics.median(one for _, one in results)
             print(f"{kind.__name__:8s} {memory:8.1f} MiB {rate:8.1f} batches/s and rank")
-        assert agent.stdin is not None
-        agent.stdin.close()
-        agent.stdout.close()
-        agent.wait(60)
+        agent.communicate(timeout=60)
 
 
 if __name__ == "__main__":

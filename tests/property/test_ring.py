@@ -612,7 +612,7 @@ def test_where_memory_is_short_the_first_ones_are_there() -> None:
         world.take(0, 0)
     world.die(0)
     world.seek(0)
-    assert [seq for seq, _ in world.readers[0].queue] == [0, 1, 2, 3]
+    assert [seq for seq, _ in world.readers[0].queue] == [0, 1, 2, 3, 4]
     world.settle()
 
 

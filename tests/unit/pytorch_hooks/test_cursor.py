@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.pytorch_hooks.cursor import Cursor, Cursors
@@ -199,6 +199,36 @@ def test_goes_on_where_it_was(kind: str, at: int, beyond: int, replaced: bool) -
         process = Process(kind, nested=False)
     record.restore(process)
     assert [make_step(batch) for batch in process.batches] == undisturbed(kind)[at:]
+
+
+class Drawing(RandomSampler):
+    """A sampler that draws from the process's generator for each sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(random.random() * 10) for _ in range(10))
+
+
+@pytest.mark.parametrize("drawing", [False, True])
+def test_fetching_may_draw(drawing: bool) -> None:
+    def begun() -> tuple[Cursor, Any]:
+        torch.manual_seed(7)
+        random.seed(3)
+        data = TensorDataset(torch.arange(10.0))
+        sampler = Drawing(data) if drawing else RandomSampler(data)
+        loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1, sampler=sampler)
+        return Cursor(), loader
+
+    cursor, loader = begun()
+    want = [make_step(batch) for batch in cursor.batches(loader, 2)]
+    cursor, loader = begun()
+    batches = cursor.batches(loader, 2)
+    found = [make_step(next(batches)) for _ in range(2)]
+    record = rng.capture(), cursor.committed()
+    for _ in range(2):
+        make_step(next(batches))
+    rng.restore(record[0])
+    cursor.restore(record[1])
+    assert [*found, *(make_step(batch) for batch in cursor.batches(loader, 2))] == want
 
 
 @pytest.mark.parametrize("replaced", [False, True])

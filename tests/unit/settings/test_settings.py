@@ -111,6 +111,7 @@ daemon:
 slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin}
 munge: {socket: /run/m.sock}
 keep: {memory: 512MiB, ttl: 1h}
+data: {budget: 256MiB, prefetch: 4}
 domains: {rack1: "node[1-4]"}
 replication: {bandwidth: 2GB/s, interface: ib0}
 comm: {interface: 10.3.0.0/16}
@@ -126,6 +127,7 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert found.munge.socket == "/run/m.sock"
     assert found.comm.interface == "10.3.0.0/16"
     assert (found.keep.memory_nbytes, found.keep.ttl_s) == (512 << 20, 3600.0)
+    assert (found.data.budget_nbytes, found.data.prefetch) == (256 << 20, 4)
     assert found.limits(start_tries=2) == Limits(
         pong_s=5.0,
         leave_s=7.5,

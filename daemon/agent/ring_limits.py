@@ -1,0 +1,90 @@
+"""How much a ring may take: what its loader asks for, the site allows, and is free at its opening."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptless.daemon.agent.config import DataConfig
+
+# Of the free memory a ring takes one part in so many: the ranks, and other rings, need some, too.
+PARTS = 2
+
+
+class RingLimits(NamedTuple):
+    """Batches made ahead of each replica, bytes of all together, and why it is less than was asked for."""
+
+    window: int
+    budget_nbytes: int
+    reasons: tuple[str, ...]
+
+
+class Free(NamedTuple):
+    """Bytes that can be had still, and by whose measure."""
+
+    nbytes: int
+    whose: str
+
+
+def limited(window: int, budget_nbytes: int, site: DataConfig, free: Free | None) -> RingLimits:
+    """The smallest of what the loader asks for, the site allows, and the memory has room for."""
+    reasons = []
+    if site.prefetch is not None and site.prefetch < window:
+        reasons.append(f"{site.prefetch} batches are made ahead, not {window}: data.prefetch of the site")
+        window = site.prefetch
+    wanted, why = budget_nbytes, ""
+    if site.budget_nbytes is not None and site.budget_nbytes < budget_nbytes:
+        budget_nbytes, why = site.budget_nbytes, "data.budget of the site"
+    if free is not None and free.nbytes // PARTS < budget_nbytes:
+        budget_nbytes = max(1, free.nbytes // PARTS)
+        why = f"{free.whose} has {free.nbytes} bytes left, and the ranks need some, too"
+    if why:
+        reasons.append(f"its batches take {budget_nbytes} bytes at most, not {wanted}: {why}")
+    return RingLimits(window, budget_nbytes, tuple(reasons))
+
+
+def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Free | None:
+    """The least of what the node and each cgroup around this process have; None where nothing tells."""
+    found = [*_of_node(proc), *_of_cgroups(proc, cgroups)]
+    return min(found, default=None)
+
+
+def _of_node(proc: Path) -> list[Free]:
+    words = _words(proc / "meminfo")
+    return [Free(words["MemAvailable:"] * 1024, "the node's memory")] if "MemAvailable:" in words else []
+
+
+def _of_cgroups(proc: Path, root: Path) -> list[Free]:
+    found: list[Free] = []
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _number, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            # Those above it, too, to the root of what is mounted here.
+            at = (root / controllers / path.lstrip("/")).parts
+            least = len((root / controllers).parts)
+            for end in range(least, len(at) + 1):
+                found += _of_cgroup(Path(*at[:end]), controllers == "")
+    return found
+
+
+def _of_cgroup(folder: Path, unified: bool) -> list[Free]:
+    names = ("max", "current") if unified else ("limit_in_bytes", "usage_in_bytes")
+    limit, used = (_text(folder / f"memory.{name}").strip() for name in names)
+    if not limit.isdecimal() or not used.isdecimal() or int(limit) >= 1 << 60:
+        return []
+    # Pages of files count as used, and go when room is wanted.
+    kept = _words(folder / "memory.stat")
+    prefix = "" if unified else "total_"
+    files = sum(kept.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
+    return [Free(max(0, int(limit) - max(0, int(used) - files)), f"the cgroup {folder}")]
+
+
+def _words(path: Path) -> dict[str, int]:
+    """A file of lines that are a word and a number."""
+    lines = (line.split() for line in _text(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

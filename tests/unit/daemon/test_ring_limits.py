@@ -1,0 +1,85 @@
+"""How much a ring may take: the least of what is asked for, allowed and free."""
+
+from pathlib import Path
+
+import pytest
+
+from ckptless.daemon.agent.config import DataConfig
+from ckptless.daemon.agent.ring_limits import Free, free_memory, limited
+
+MIB = 1 << 20
+
+
+def test_what_is_asked_for() -> None:
+    found = limited(8, 100 * MIB, DataConfig(), Free(1000 * MIB, "the node's memory"))
+    assert found == (8, 100 * MIB, ())
+    assert limited(8, 100 * MIB, DataConfig(), None).budget_nbytes == 100 * MIB
+    assert limited(8, 100 * MIB, DataConfig(budget_nbytes=200 * MIB, prefetch=9), None).reasons == ()
+
+
+def test_what_the_site_allows() -> None:
+    found = limited(8, 100 * MIB, DataConfig(budget_nbytes=10 * MIB, prefetch=2), None)
+    assert (found.window, found.budget_nbytes) == (2, 10 * MIB)
+    assert found.reasons == (
+        "2 batches are made ahead, not 8: data.prefetch of the site",
+        f"its batches take {10 * MIB} bytes at most, not {100 * MIB}: data.budget of the site",
+    )
+
+
+@pytest.mark.parametrize("free", [0, 1, 30 * MIB])
+def test_what_is_free(free: int) -> None:
+    found = limited(8, 100 * MIB, DataConfig(budget_nbytes=50 * MIB), Free(free, "the cgroup /x"))
+    assert found.budget_nbytes == max(1, free // 2)
+    assert f"not {100 * MIB}: the cgroup /x has {free} bytes left" in found.reasons[0]
+
+
+def tree(root: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root / "proc", root / "cgroup"
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:  4000 kB\nMemAvailable:  2000 kB\n"}
+
+
+def test_of_the_node(tmp_path: Path) -> None:
+    found = free_memory(*tree(tmp_path, MEMINFO))
+    assert found == (2000 * 1024, "the node's memory")
+
+
+@pytest.mark.parametrize("where", ["cgroup/job/step", "cgroup/job", "cgroup"])
+def test_of_a_cgroup_and_those_above_it(tmp_path: Path, where: str) -> None:
+    files = {
+        **MEMINFO,
+        "proc/self/cgroup": "0::/job/step\n",
+        "cgroup/job/step/memory.max": "max\n",
+        "cgroup/job/step/memory.current": "7\n",
+        f"{where}/memory.max": "9000\n",
+        f"{where}/memory.current": "8000\n",
+        f"{where}/memory.stat": "anon 100\ninactive_file 300\nactive_file 200\nshmem 50\n",
+    }
+    assert free_memory(*tree(tmp_path, files)) == (1500, f"the cgroup {tmp_path / where}")
+
+
+def test_of_a_cgroup_of_the_first_version(tmp_path: Path) -> None:
+    files = {
+        **MEMINFO,
+        "proc/self/cgroup": "9:cpu:/job\n4:memory:/job\n1:name=systemd:/job\n",
+        "cgroup/memory/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n",
+        "cgroup/memory/memory.usage_in_bytes": "1\n",
+        "cgroup/memory/job/memory.limit_in_bytes": "5000\n",
+        "cgroup/memory/job/memory.usage_in_bytes": "6000\n",
+        "cgroup/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 1100\n",
+    }
+    assert free_memory(*tree(tmp_path, files)) == (100, f"the cgroup {tmp_path}/cgroup/memory/job")
+
+
+def test_where_nothing_tells(tmp_path: Path) -> None:
+    assert free_memory(*tree(tmp_path, {})) is None
+
+
+def test_here() -> None:
+    found = free_memory()
+    assert found is not None
+    assert found.nbytes > MIB
