@@ -1,13 +1,9 @@
 """The batches of this node's loaders: rings, the connections of readers and producers, and the memory."""
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from ckptless.daemon.agent import ring_actions as r
 from ckptless.daemon.agent.config import DataConfig
@@ -17,6 +13,7 @@ from ckptless.daemon.agent.ring_borrowing import Borrowed, Lent
 from ckptless.daemon.agent.ring_lending import FIRST_GUEST, Guest
 from ckptless.daemon.agent.ring_limits import free_memory, limited
 from ckptless.daemon.agent.ring_memory import EntryMemory
+from ckptless.daemon.agent.ring_node import RingNode, RingProducer, RingReader, kill
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import PeerError, ProtocolError
@@ -28,48 +25,6 @@ logger = logging.getLogger(__name__)
 LEASE_S = 30.0
 
 
-@dataclass
-class _Reader:
-    link: RankLink
-    number: int = 0
-
-
-@dataclass
-class _Producer:
-    """`starter` is the reader whose process forked it; `said` is what it has said and is still looked at."""
-
-    link: RankLink
-    starter: int
-    pidfd: int
-    said: deque[m.RingMade | m.RingAtEnd | m.RingFailed] = field(default_factory=deque)
-    # The memory of what it was asked for, in that order.
-    memory: deque[EntryMemory] = field(default_factory=deque)
-    looking: asyncio.Task[None] | None = None
-    hung_up: bool = False
-
-
-@dataclass
-class _Node:
-    """One ring, who is connected to it, and what is still to be done for it."""
-
-    loader: str
-    manifest: str
-    ring: Ring
-    readers: dict[int, _Reader] = field(default_factory=dict)
-    ready: dict[tuple[int, int], EntryMemory] = field(default_factory=dict)
-    producer: _Producer | None = None
-    starter: tuple[int, int] | None = None
-    timer: asyncio.TimerHandle | None = None
-    todo: deque[r.Action] = field(default_factory=deque)
-    busy: bool = False
-    # How many batches were made, and how many given to readers.
-    made: int = 0
-    given: int = 0
-    # Other nodes' agents that take batches here.
-    guests: dict[int, Guest] = field(default_factory=dict)
-    dropped: bool = False
-
-
 class RingService:
     """Owned by the agent's event loop. `on_event(kind, text)` hears of what went wrong, or is not used."""
 
@@ -78,12 +33,12 @@ class RingService:
     ) -> None:
         self._on_event, self._lease_s = on_event, lease_s
         self._limits = limits or DataConfig()
-        self._rings: dict[tuple[str, str], _Node] = {}
-        self._readers: dict[RankLink, tuple[_Node, int]] = {}
-        self._producers: dict[RankLink, _Node] = {}
+        self._rings: dict[tuple[str, str], RingNode] = {}
+        self._readers: dict[RankLink, tuple[RingNode, int]] = {}
+        self._producers: dict[RankLink, RingNode] = {}
         self._leases = 0
         # A lease as producers know it, which is of one ring, to that ring and its own number of it.
-        self._leased: dict[int, tuple[_Node, int]] = {}
+        self._leased: dict[int, tuple[RingNode, int]] = {}
         self._looking: set[asyncio.Task[None]] = set()
         self._guests = FIRST_GUEST
         # What has come from other nodes before anybody here has asked for it.
@@ -111,7 +66,7 @@ class RingService:
             del node.readers[reader]
             if node.producer is not None and node.producer.starter == reader:
                 # It ends with its parent; a new one must not run beside it.
-                _kill(node.producer)
+                kill(node.producer)
             self._do(node, node.ring.gone(reader))
         elif (at := self._producers.pop(link, None)) is not None and at.producer is not None:
             at.producer.hung_up = True
@@ -198,10 +153,10 @@ class RingService:
             for why in found.reasons:
                 self._on_event("ring-limited", f"loader {message.loader!r}: {why}")
             ring = Ring(found.window, found.budget_nbytes)
-            node = self._rings[key] = _Node(message.loader, message.manifest, ring)
+            node = self._rings[key] = RingNode(message.loader, message.manifest, ring)
         if (former := node.readers.get(message.reader)) is not None:
             former.link.close()
-        node.readers[message.reader] = _Reader(link)
+        node.readers[message.reader] = RingReader(link)
         self._readers[link] = (node, message.reader)
         self._do(node, node.ring.open(message.reader))
 
@@ -232,18 +187,18 @@ class RingService:
                 del self._readers[link]
                 del node.readers[reader]
                 if node.producer is not None and node.producer.starter == reader:
-                    _kill(node.producer)
+                    kill(node.producer)
                 self._do(node, node.ring.gone(reader))
                 self._do(node, node.ring.forget(reader))
                 self._drop_if_idle(node)
                 # It waits for that: else something sent to it meanwhile could fail, and its word not be read.
                 link.close()
 
-    def _drop_if_idle(self, node: _Node) -> None:
+    def _drop_if_idle(self, node: RingNode) -> None:
         if node.ring.idle:
             self._drop(node)
 
-    def _drop(self, node: _Node) -> None:
+    def _drop(self, node: RingNode) -> None:
         node.dropped = True
         node.todo.clear()
         if self._rings.get((node.loader, node.manifest)) is node:
@@ -251,7 +206,7 @@ class RingService:
         if node.timer is not None:
             node.timer.cancel()
         if node.producer is not None:
-            _kill(node.producer)
+            kill(node.producer)
         for memory in node.ready.values():
             memory.close()
         node.ready.clear()
@@ -278,13 +233,13 @@ class RingService:
             return
         if node.timer is not None:
             node.timer.cancel()
-        node.producer = _Producer(link, node.starter[0], os.pidfd_open(link.pid))
+        node.producer = RingProducer(link, node.starter[0], os.pidfd_open(link.pid))
         self._producers[link] = node
         # What it has forked in turn may keep the connection open beyond its death.
         asyncio.get_running_loop().add_reader(node.producer.pidfd, link.close)
         self._do(node, actions)
 
-    def _producer_gone(self, node: _Node, producer: _Producer) -> None:
+    def _producer_gone(self, node: RingNode, producer: RingProducer) -> None:
         """It has ended, and all that it has said has been looked at."""
         node.producer = None
         os.close(producer.pidfd)
@@ -305,20 +260,20 @@ class RingService:
             self._looking.add(task)
             task.add_done_callback(self._looking.discard)
 
-    async def _look(self, node: _Node, producer: _Producer) -> None:
+    async def _look(self, node: RingNode, producer: RingProducer) -> None:
         try:
             while producer.said:
                 await self._look_at(node, producer, producer.said.popleft())
         except (ProtocolError, OSError) as error:
             self._on_event("ring-refused", f"a producer of {node.loader!r}: {error}")
-            _kill(producer)
+            kill(producer)
             producer.said.clear()
         producer.looking = None
         if producer.hung_up:
             self._producer_gone(node, producer)
 
     async def _look_at(
-        self, node: _Node, producer: _Producer, message: m.RingMade | m.RingAtEnd | m.RingFailed
+        self, node: RingNode, producer: RingProducer, message: m.RingMade | m.RingAtEnd | m.RingFailed
     ) -> None:
         if node.ring.wants(message.stream, message.seq) is None or not producer.memory:
             raise ProtocolError(f"batch {message.seq} of stream {message.stream} was not asked for now")
@@ -345,7 +300,7 @@ class RingService:
 
     # ---------------------------------------------------------------------------------------- do
 
-    def _do(self, node: _Node, actions: list[r.Action]) -> None:
+    def _do(self, node: RingNode, actions: list[r.Action]) -> None:
         """In order, also where a connection that breaks over one of them brings more."""
         if node.dropped:
             return
@@ -359,7 +314,7 @@ class RingService:
         finally:
             node.busy = False
 
-    def _act(self, node: _Node, action: r.Action) -> None:
+    def _act(self, node: RingNode, action: r.Action) -> None:
         match action:
             case r.Give() | r.GiveEnd() | r.GiveUp():
                 self._give(node, action)
@@ -372,7 +327,7 @@ class RingService:
             case r.Tell():
                 self._on_event(action.kind, f"loader {node.loader!r}: {action.text}")
 
-    def _give(self, node: _Node, action: r.Give | r.GiveEnd | r.GiveUp) -> None:
+    def _give(self, node: RingNode, action: r.Give | r.GiveEnd | r.GiveUp) -> None:
         if (guest := node.guests.get(action.reader)) is not None:
             guest.hear(action, node.ready)
             return
@@ -391,7 +346,7 @@ class RingService:
             case r.GiveUp():
                 reader.link.send(m.RingBroken(number=number, seq=seq, text=action.text[: m.TEXT_LIMIT]))
 
-    def _grant(self, node: _Node, grant: r.Grant) -> None:
+    def _grant(self, node: RingNode, grant: r.Grant) -> None:
         reader = node.readers.get(grant.reader)
         if reader is None:
             return
@@ -405,10 +360,10 @@ class RingService:
         node.timer = asyncio.get_running_loop().call_later(self._lease_s, self._late, node, grant.lease)
         reader.link.send(m.RingLease(lease=lease))
 
-    def _late(self, node: _Node, lease: int) -> None:
+    def _late(self, node: RingNode, lease: int) -> None:
         self._do(node, node.ring.lease_late(lease))
 
-    def _make(self, node: _Node, make: r.Make) -> None:
+    def _make(self, node: RingNode, make: r.Make) -> None:
         producer = node.producer
         if producer is None or producer.hung_up:
             return
@@ -416,15 +371,10 @@ class RingService:
             memory = EntryMemory(make.stream, make.seq)
         except OSError as error:
             self._on_event("ring-memory", f"no memory for a batch of {node.loader!r}: {error}")
-            _kill(producer)
+            kill(producer)
             return
         producer.memory.append(memory)
         message = m.RingMake(
             stream=make.stream, history=make.history, seq=make.seq, base=make.base, position=make.position
         )
         producer.link.send(message, memory.fd)
-
-
-def _kill(producer: _Producer) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(producer.pidfd, signal.SIGKILL)
