@@ -21,8 +21,8 @@ from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.membership.messages import Beat
 from ckptless.daemon.peers import handshake, link
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.handshake import Answer, Opening, Proof, Sealer
-from ckptless.daemon.peers.link import GREETING_LIMIT, Link
+from ckptless.daemon.peers.handshake import GREETING_LIMIT, Answer, Opening, Proof, Sealer
+from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.munge import CredentialError, CredentialKind
 from ckptless.daemon.peers.vouch import KeyVouch, MungeVouch, Vouch
 
