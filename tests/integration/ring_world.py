@@ -1,12 +1,14 @@
 """The agent's part of rings in a process of its own, and what tests of it look at."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DEADLINE_S = 60.0
@@ -71,3 +73,18 @@ def until(done: Callable[[], bool]) -> None:
 
 def producers() -> list[int]:
     return [pid for pid in children() if Path(f"/proc/{pid}/comm").read_text() == "ckptless-data\n"]
+
+
+@contextlib.contextmanager
+def one_agent(folder: Path) -> Iterator[Agent]:
+    """An agent; after it this process has no child and no descriptor more than before."""
+    before = open_fds()
+    made = Agent(folder)
+    yield made
+    for pid in producers():
+        # Of a test that failed: it holds what ends the agent.
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    made.close()
+    assert children() == []
+    assert open_fds() == before

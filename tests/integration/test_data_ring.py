@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ring_world import DEADLINE_S, Agent, children, open_fds, producers, until
+from ring_world import DEADLINE_S, Agent, one_agent, producers, until
 
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.errors import DataError, PeerError
@@ -46,16 +46,8 @@ def ten(stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
-    before = open_fds()
-    made = Agent(tmp_path)
-    yield made
-    for pid in producers():
-        # Of a test that failed: it holds what ends the agent.
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    made.close()
-    assert children() == []
-    assert open_fds() == before
+    with one_agent(tmp_path) as made:
+        yield made
 
 
 def name(manifest: str = MANIFEST) -> RingName:

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ring_world import Agent, children, open_fds, producers, until
+from ring_world import Agent, one_agent, producers, until
 
 from ckptless.daemon.api.errors import DataError, UsageError
 from ckptless.pytorch_hooks.data import MappedLoader
@@ -44,16 +44,8 @@ class Numbers:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
-    before = open_fds()
-    made = Agent(tmp_path)
-    yield made
-    for pid in producers():
-        # Of a test that failed: it holds what ends the agent.
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    made.close()
-    assert children() == []
-    assert open_fds() == before
+    with one_agent(tmp_path) as made:
+        yield made
 
 
 def make(replica: int = 0, replicas: int = 2, workers: int = 1, **options: Any) -> MappedLoader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ring_world import Agent, children, open_fds, producers, until
+from ring_world import Agent, one_agent, producers, until
 
 from ckptless.pytorch_hooks.data import MappedLoader
 from ckptless.pytorch_hooks.data.ring_feed import STATE_LIMIT, RingFeed
@@ -79,16 +78,8 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
-    before = open_fds()
-    made = Agent(tmp_path)
-    yield made
-    for pid in producers():
-        # Of a test that failed: it holds what ends the agent.
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    made.close()
-    assert children() == []
-    assert open_fds() == before
+    with one_agent(tmp_path) as made:
+        yield made
 
 
 def make(source: Any, replica: int = 0, replicas: int = 1, workers: int = 1) -> MappedLoader:
