@@ -119,13 +119,14 @@ def test_another_process_goes_on_with_what_is_there(agent: Agent) -> None:
 
 
 def test_where_the_agent_is_gone_it_makes_its_own(agent: Agent) -> None:
-    loader, _ = fed(agent)
+    # More batches than the agent sends ahead of use: those are still taken.
+    loader, _ = fed(agent, batch_size=2)
     told = []
     loader.on_event = lambda kind, text: told.append(kind)
     it = iter(loader)
     found = [next(it), next(it)]
     agent.kill()
-    same([*found, *it], list(make(workers=0)))
+    same([*found, *it], list(make(workers=0, batch_size=2)))
     assert told == ["ring-off"]
     loader.close()
 
