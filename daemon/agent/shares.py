@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 # What is asked for at once is as many chunks as make up so much. More as long as much is open, as each piece
 # costs both ends something beside its bytes; less towards the end, which all sources are to reach together.
-LEAST_NBYTES, MOST_NBYTES = 16 << 20, 64 << 20
+LEAST_NBYTES, MOST_NBYTES = 32 << 20, 64 << 20
 # Asked for at a time, so that a holder always has something to send.
 AHEAD = 2
 # An idle holder takes over what another has owed for so long, plus so many times what it needs itself.
