@@ -39,6 +39,8 @@ def trained(home: Path, *faulty: str) -> Seen:
         60,
         "--tee",
         "none",
+        "--data-prefetch",
+        6,
     ]
     with Job(home, options, [SCRIPT, STEPS, home / "out", home.parent / "data.gz", *faulty]) as job:
         job.ended(0, FAULTY_DEADLINE_S)
@@ -47,6 +49,10 @@ def trained(home: Path, *faulty: str) -> Seen:
         # Each batch came from a ring: one of each node, of which the lost one has nothing more to say.
         assert told["ring-closed"] == NODES
         assert not told["ring-off"]
+        # Each heard of the limit, and so did the spare's node where it got ranks.
+        limits = [event.text for event in ledger.events if event.kind == "ring-limited"]
+        assert len(limits) == NODES + bool(faulty)
+        assert all("6 batches are made ahead, not 8" in text for text in limits)
         # All processes have the same key, also the new ones.
         assert not told["data-cache-remade"]
         if faulty:
