@@ -1,7 +1,8 @@
 """The agent's part of rings alone: `python ring_agent.py SOCKET LEASE_S`, to the end of its standard input.
 
 Prints a line of JSON for each event, and at the end what was left open. A line of input, [feed, count], has
-another node ask for batches: each is printed, as hex, in an event "lent".
+another node ask for batches: each is printed, as hex, in an event "lent". The line "told" has what is told of
+the rings printed, in an event of that name.
 """
 
 import asyncio
@@ -45,7 +46,10 @@ async def asked(rings: RingService) -> None:
     pipe = os.fdopen(os.dup(0), "rb")
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), pipe)
     while line := await lines.readline():
-        await lend(rings, line)
+        if line == b"told\n":
+            say("told", msgspec.json.encode(rings.told()).decode())
+        else:
+            await lend(rings, line)
 
 
 async def main() -> None:

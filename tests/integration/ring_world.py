@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ckptless.daemon.api.feed import Feed
+from ckptless.daemon.api.model import RingState
 
 DEADLINE_S = 60.0
 
@@ -53,6 +54,16 @@ class Agent:
         self._process.stdin.flush()
         until(lambda: len(self._lent()) >= first + count)
         return self._lent()[first:]
+
+    def told(self) -> tuple[RingState, ...]:
+        """What its rings say of themselves."""
+        assert self._process.stdin is not None
+        before = sum(kind == "told" for kind, _ in self.events)
+        self._process.stdin.write(b"told\n")
+        self._process.stdin.flush()
+        until(lambda: sum(kind == "told" for kind, _ in self.events) > before)
+        text = next(text for kind, text in reversed(self.events) if kind == "told")
+        return msgspec.json.decode(text, type=tuple[RingState, ...])
 
     def _lent(self) -> list[bytes]:
         return [bytes.fromhex(text) for kind, text in self.events if kind == "lent"]

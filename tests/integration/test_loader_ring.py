@@ -242,6 +242,8 @@ def test_what_a_guest_had_made_is_let_go_of(agent: Agent) -> None:
     assert fds(producer) == held
     same(lent(2, 3), want[2:5])
     assert set(children(producer)) > set(own)
+    (told,) = agent.told()
+    assert (told.lent, told.guests, told.borrowed) == (5, 0, 0)
     loader.close()
 
 

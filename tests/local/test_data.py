@@ -11,10 +11,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import FAULTY_DEADLINE_S, Job
+
+from ckptless.daemon.ckptctl.main import ckptctl
 
 SCRIPT = Path(__file__).parent / "data_job.py"
 STEPS, NODES, RANKS, COUNT = 30, 2, 4, 111
@@ -22,6 +25,25 @@ STEPS, NODES, RANKS, COUNT = 30, 2, 4, 111
 pytestmark = pytest.mark.timeout(300)
 
 Seen = dict[tuple[int, int], set[str]]
+
+
+def waits_are_told(job: Job) -> None:
+    """`ckptctl data` of a job that is over: each node's ring, and how long its ranks waited."""
+    asked = ["--state-dir", str(job.state_dir), "--json", "data"]
+    result = CliRunner().invoke(ckptctl, asked)
+    assert result.exit_code == 0, result.output
+    rings = json.loads(result.stdout)["rings"]
+    lost = sum(node.state == "lost" for node in job.ledger().nodes)
+    assert len(rings) == NODES
+    assert sum(ring["borrowed"] for ring in rings) >= lost
+    for ring in rings:
+        assert (ring["loader"], ring["prefetch"], ring["made"] > 0) == ("batches", 6, True)
+        assert {reader["rank"] for reader in ring["readers"]} <= set(range(RANKS))
+        assert len(ring["readers"]) == RANKS // NODES
+        for reader in ring["readers"]:
+            assert reader["taken"] > 0
+            assert 0 <= reader["waits"] <= reader["taken"]
+            assert 0 <= reader["waited_s"] < FAULTY_DEADLINE_S
 
 
 def trained(home: Path, *faulty: str) -> Seen:
@@ -46,6 +68,7 @@ def trained(home: Path, *faulty: str) -> Seen:
         job.ended(0, FAULTY_DEADLINE_S)
         ledger = job.ledger()
         told = Counter(event.kind for event in ledger.events)
+        waits_are_told(job)
         # Each batch came from a ring: one of each node, of which the lost one has nothing more to say.
         assert told["ring-closed"] == NODES
         assert not told["ring-off"]
