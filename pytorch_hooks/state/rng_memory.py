@@ -209,13 +209,12 @@ def _numpy_layout(numpy: Any) -> tuple[int, int]:
     seen: list[tuple[bytes, bytes, bytes]] = []
     for number in _NUMBERS:
         key = numpy.frombuffer(patterns.randbytes(_WORDS_NBYTES), dtype=numpy.uint32)
-        state = {"bit_generator": "MT19937", "state": {"key": key, "pos": number}}
+        state = {"bit_generator": "MT19937", "state": {"key": key, "pos": number // 2}}
         own.set_state({**state, "has_gauss": number, "gauss": patterns.random()})
         said = own.get_state(legacy=False)
         seen.append((memory.raw, struct.pack("=i", said["has_gauss"]), struct.pack("=d", said["gauss"])))
-        if _words_memory(bits).raw != said["state"]["key"].tobytes() + struct.pack(
-            "=i", said["state"]["pos"]
-        ):
+        words, pos = said["state"]["key"].tobytes(), struct.pack("=i", said["state"]["pos"])
+        if _words_memory(bits).raw != words + pos:
             raise LookupError("the words are not where numpy says")
     flag_at = _place([(was, flag) for was, flag, _ in seen])
     layout = flag_at, _place([(was, gauss) for was, _, gauss in seen])
