@@ -14,7 +14,7 @@ from ckptless.daemon.agent.ring_lending import FIRST_GUEST, Guest
 from ckptless.daemon.agent.ring_limits import free_memory, limited
 from ckptless.daemon.agent.ring_memory import EntryMemory
 from ckptless.daemon.agent.ring_node import RingNode, RingProducer, RingReader, kill
-from ckptless.daemon.agent.ring_state import ring_state
+from ckptless.daemon.agent.ring_state import ring_state, rings_told
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import PeerError, ProtocolError
@@ -53,10 +53,8 @@ class RingService:
         self.lent = Lent()
 
     def told(self) -> tuple[RingState, ...]:
-        """All rings, for people; of a loader without one that which it had last."""
-        there = tuple(ring_state(node) for node in self._rings.values())
-        names = {ring.loader for ring in there}
-        return *there, *(ring for ring in self._closed.values() if ring.loader not in names)
+        """See rings_told."""
+        return rings_told(self._rings.values(), self._closed.values())
 
     # ------------------------------------------------------------------------------------- hear
 

@@ -1,9 +1,19 @@
 """What is told of a ring to people: what lies there, and how long its readers have waited for batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ckptless.daemon.agent.ring_node import RingNode
 from ckptless.daemon.api.model import ReaderState, RingState, StreamState
+
+# A report has to stay small, whatever a script does.
+MOST_TOLD = 32
+
+
+def rings_told(nodes: Iterable[RingNode], closed: Iterable[RingState]) -> tuple[RingState, ...]:
+    """All rings, for people; of a loader without one that which it had last. So many at most."""
+    there = [ring_state(node) for node in nodes]
+    names = {ring.loader for ring in there}
+    return (*there, *(ring for ring in closed if ring.loader not in names))[:MOST_TOLD]
 
 
 def ring_state(node: RingNode, *, closed: bool = False) -> RingState:

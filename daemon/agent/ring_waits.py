@@ -19,10 +19,12 @@ class Waits:
     _told: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WORDS + 1))
 
     def begin(self, now_s: float, stream: int) -> None:
-        """It goes on somewhere, maybe as another process: what was before does not count as lately."""
+        """It goes on somewhere. In the same stream that is after a fault: the time before was another one."""
+        if stream == self.stream:
+            self._told.clear()
         self.stream = stream
-        self._told.clear()
-        self._told.append((now_s, self.waited_s))
+        if not self._told:
+            self._told.append((now_s, self.waited_s))
 
     def add(self, now_s: float, taken: int, waits: int, waited_s: float) -> None:
         """Since it told last it has taken so many batches, and waited so often and so long."""

@@ -84,7 +84,8 @@ class Reader:
         # The agent is heard and told of several batches at once, and what it sent is mapped then: right after
         # a step of training anything takes ten times as long as when it is done again.
         self._untold, self._told_every = 0, max(1, min(limits.window, m.AHEAD) // 2)
-        self._waits, self._waited_s = 0, 0.0
+        # What it has not told of yet: batches from before it was sent elsewhere, waits, their seconds.
+        self._unsaid, self._waits, self._waited_s = 0, 0, 0.0
         self._heard_s = 0.0
         # The agent is told when fewer lie here: 2 where they ran out, as it may have no room for more, and
         # has to hear of each that is taken before it has the next one made.
@@ -166,12 +167,13 @@ class Reader:
                 number=self._number,
                 seq=self._next - 1,
                 done=self._done,
-                count=self._untold,
+                count=self._unsaid + self._untold,
                 waits=self._waits,
                 waited_s=self._waited_s,
             )
             self._socket.send(took)
-            self._untold, self._waits, self._waited_s = 0, 0, 0.0
+            self._untold = self._unsaid = self._waits = 0
+            self._waited_s = 0.0
             # A script that never commits does not keep all it has seen.
             few = 2 * self._told_every
             while self._mappings and (self._mappings[0][0] < self._done or len(self._mappings) > few):
@@ -253,6 +255,6 @@ class Reader:
 
     def _forget_ahead(self) -> None:
         self._verdict = None
-        self._untold = 0
+        self._unsaid, self._untold = self._unsaid + self._untold, 0
         self._ahead.clear()
         self._mappings.clear()

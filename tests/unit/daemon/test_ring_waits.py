@@ -3,7 +3,7 @@
 from ckptless.daemon.agent.ring import Ring
 from ckptless.daemon.agent.ring_limits import RingLimits
 from ckptless.daemon.agent.ring_node import RingNode
-from ckptless.daemon.agent.ring_state import ring_state
+from ckptless.daemon.agent.ring_state import MOST_TOLD, ring_state, rings_told
 from ckptless.daemon.agent.ring_waits import WORDS, Waits
 from ckptless.daemon.api.model import ReaderState, StreamState
 
@@ -25,16 +25,25 @@ def test_lately_is_so_many_words() -> None:
     assert (waits.stream, waits.taken, waits.waits, waits.waited_s) == (3, 4 * (WORDS + 1), 2, 5.0)
 
 
-def test_the_time_between_two_processes_is_nobodys() -> None:
+def test_an_epoch_that_is_another_stream_goes_on() -> None:
+    waits = Waits()
+    waits.begin(0.0, 1)
+    waits.add(1.0, 4, 1, 1.0)
+    waits.begin(1.0, 1 + (1 << 20))
+    waits.add(2.0, 4, 0, 0.0)
+    assert share(waits) == 0.5
+
+
+def test_the_time_of_a_recovery_is_nobodys() -> None:
     waits = Waits()
     waits.begin(0.0, 0)
     waits.add(1.0, 4, 1, 1.0)
-    waits.begin(500.0, 1)
+    waits.begin(500.0, 0)
     assert share(waits) is None
     waits.add(504.0, 4, 1, 1.0)
     assert (share(waits), waits.taken, waits.waits, waits.waited_s) == (0.25, 8, 2, 2.0)
     # A wait that began before its process said where it goes on.
-    waits.begin(600.0, 1)
+    waits.begin(600.0, 0)
     waits.add(601.0, 1, 1, 2.0)
     assert share(waits) == 1.0
 
@@ -69,3 +78,14 @@ def test_a_ring_of_two_replicas() -> None:
     assert ring_state(node).streams[0] == StreamState(stream=0, ready=2, ahead=0)
     closed = ring_state(node, closed=True)
     assert (closed.nbytes, closed.streams, len(closed.readers), closed.closed) == (0, (), 2, True)
+
+
+def test_a_script_with_many_loaders_does_not_make_a_report_long() -> None:
+    nodes = [RingNode(f"l{n}", "ab" * 16, Ring(2, 9), RingLimits(2, 9, ())) for n in range(3)]
+    closed = [ring_state(node, closed=True) for node in nodes[1:]]
+    assert [(ring.loader, ring.closed) for ring in rings_told(nodes[:2], closed)] == [
+        ("l0", False),
+        ("l1", False),
+        ("l2", True),
+    ]
+    assert len(rings_told(nodes * 20, ())) == MOST_TOLD
