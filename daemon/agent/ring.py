@@ -8,10 +8,11 @@ each other in collectives, and one that got nothing for want of room would hold 
 """
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from ckptless.daemon.agent.ring_actions import Action, Free, Give, GiveEnd, GiveUp, Grant, Make, Tell
+from ckptless.daemon.agent.ring_marks import Mark, Stream
 from ckptless.daemon.api.ring import AHEAD
 
 # Batches that a producer has been asked for and has not made yet: it need not wait between two.
@@ -22,34 +23,6 @@ OTHERS_FOLLOW = (
     "another rank with the same part of the data stands at another position: ranks of one replica must go on "
     "from the same one"
 )
-
-
-@dataclass
-class _Mark:
-    """A reader takes `next` next, never goes back before `done`, and was sent what is before `sent`."""
-
-    stream: int
-    next: int
-    done: int
-    sent: int
-    alive: bool = True
-    # Whether it knows already why there is nothing behind `sent`.
-    told: bool = False
-    # It was sent what came of another position, and gets nothing that does not follow from that.
-    held: bool = False
-    # It wants no batch from this one on: another node's, that has begun to make its own.
-    until: int | None = None
-
-
-@dataclass
-class _Stream:
-    """`positions` are those before each batch; `history` is a new number where another one is begun."""
-
-    history: int
-    ready: dict[int, int] = field(default_factory=dict)
-    positions: dict[int, bytes] = field(default_factory=dict)
-    end: int | None = None
-    failed: tuple[int, str] | None = None
 
 
 @dataclass
@@ -65,8 +38,8 @@ class Ring:
 
     def __init__(self, window: int, budget_nbytes: int) -> None:
         self._window, self._budget = window, budget_nbytes
-        self._streams: dict[int, _Stream] = {}
-        self._marks: dict[int, _Mark] = {}
+        self._streams: dict[int, Stream] = {}
+        self._marks: dict[int, Mark] = {}
         self._open: set[int] = set()
         self._late: set[int] = set()
         self._jobs: list[_Job] = []
@@ -84,6 +57,16 @@ class Ring:
     def used_nbytes(self) -> int:
         """Bytes of all batches that are there."""
         return sum(sum(stream.ready.values()) for stream in self._streams.values())
+
+    @property
+    def streams(self) -> Mapping[int, Stream]:
+        """All that any reader takes."""
+        return self._streams
+
+    @property
+    def marks(self) -> Mapping[int, Mark]:
+        """Where each reader stands, the dead ones included."""
+        return self._marks
 
     @property
     def idle(self) -> bool:
@@ -131,13 +114,13 @@ class Ring:
         again = former is not None and not (former.alive and former.stream != stream)
         if stream not in self._streams:
             self._histories += 1
-            self._streams[stream] = _Stream(self._histories)
+            self._streams[stream] = Stream(self._histories)
         found = self._streams[stream]
         found.failed = None
         # Before the oldest position that is known nothing can be compared: `made` does it where they meet.
         if found.positions.setdefault(seq, position) != position:
             out += self._begin_anew(stream, 0, seq, position)
-        self._marks[reader] = _Mark(stream, seq, seq, seq, until=until)
+        self._marks[reader] = Mark(stream, seq, seq, seq, until=until)
         if again:
             there = next(at for at in itertools.count(seq) if at not in found.ready) - seq
             text = f"reader {reader} goes on with batch {seq} of stream {stream}: {there} were there"

@@ -3,14 +3,16 @@
 import asyncio
 import contextlib
 import signal
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from ckptless.daemon.agent import ring_actions as r
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.ring import Ring
 from ckptless.daemon.agent.ring_lending import Guest
+from ckptless.daemon.agent.ring_limits import RingLimits
 from ckptless.daemon.agent.ring_memory import EntryMemory
+from ckptless.daemon.agent.ring_waits import Waits
 from ckptless.daemon.api import ring as m
 
 
@@ -43,6 +45,7 @@ class RingNode:
     loader: str
     manifest: str
     ring: Ring
+    limits: RingLimits
     readers: dict[int, RingReader] = field(default_factory=dict)
     ready: dict[tuple[int, int], EntryMemory] = field(default_factory=dict)
     producer: RingProducer | None = None
@@ -50,9 +53,13 @@ class RingNode:
     timer: asyncio.TimerHandle | None = None
     todo: deque[r.Action] = field(default_factory=deque)
     busy: bool = False
-    # How many batches were made, and how many given to readers.
+    # How many batches were made here or came from other nodes, and were given to readers or other nodes.
     made: int = 0
+    borrowed: int = 0
     given: int = 0
+    lent: int = 0
+    # Of each slot that takes batches here.
+    waits: defaultdict[int, Waits] = field(default_factory=lambda: defaultdict(Waits))
     # Other nodes' agents that take batches here.
     guests: dict[int, Guest] = field(default_factory=dict)
     dropped: bool = False

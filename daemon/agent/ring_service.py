@@ -14,10 +14,12 @@ from ckptless.daemon.agent.ring_lending import FIRST_GUEST, Guest
 from ckptless.daemon.agent.ring_limits import free_memory, limited
 from ckptless.daemon.agent.ring_memory import EntryMemory
 from ckptless.daemon.agent.ring_node import RingNode, RingProducer, RingReader, kill
+from ckptless.daemon.agent.ring_state import ring_state, rings_told
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.feed import Feed
+from ckptless.daemon.api.model import RingState
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +28,16 @@ LEASE_S = 30.0
 
 
 class RingService:
-    """Owned by the agent's event loop. `on_event(kind, text)` hears of what went wrong, or is not used."""
+    """Owned by the event loop. `on_event(kind, text)`: what went wrong; `on_news()`: `told` may be new."""
 
     def __init__(
-        self, on_event: Callable[[str, str], None], lease_s: float = LEASE_S, limits: DataConfig | None = None
+        self,
+        on_event: Callable[[str, str], None],
+        lease_s: float = LEASE_S,
+        limits: DataConfig | None = None,
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_event, self._lease_s = on_event, lease_s
+        self._on_event, self._lease_s, self._on_news = on_event, lease_s, on_news
         self._limits = limits or DataConfig()
         self._rings: dict[tuple[str, str], RingNode] = {}
         self._readers: dict[RankLink, tuple[RingNode, int]] = {}
@@ -41,8 +47,14 @@ class RingService:
         self._leased: dict[int, tuple[RingNode, int]] = {}
         self._looking: set[asyncio.Task[None]] = set()
         self._guests = FIRST_GUEST
+        # Of each loader the last ring that was closed, as it was then.
+        self._closed: dict[str, RingState] = {}
         # What has come from other nodes before anybody here has asked for it.
         self.lent = Lent()
+
+    def told(self) -> tuple[RingState, ...]:
+        """See rings_told."""
+        return rings_told(self._rings.values(), self._closed.values())
 
     # ------------------------------------------------------------------------------------- hear
 
@@ -133,6 +145,7 @@ class RingService:
             one.memory.close()
             return False
         node.ready[(one.stream, one.seq)] = one.memory
+        node.borrowed += 1
         self._do(node, actions)
         return True
 
@@ -153,7 +166,7 @@ class RingService:
             for why in found.reasons:
                 self._on_event("ring-limited", f"loader {message.loader!r}: {why}")
             ring = Ring(found.window, found.budget_nbytes)
-            node = self._rings[key] = RingNode(message.loader, message.manifest, ring)
+            node = self._rings[key] = RingNode(message.loader, message.manifest, ring, found)
         if (former := node.readers.get(message.reader)) is not None:
             former.link.close()
         node.readers[message.reader] = RingReader(link)
@@ -173,15 +186,17 @@ class RingService:
 
     def _hear_reader(self, link: RankLink, message: m.RingSeek | m.RingTook | m.RingDone) -> None:
         node, reader = self._readers[link]
-        known = node.readers[reader]
+        known, now_s = node.readers[reader], asyncio.get_running_loop().time()
         match message:
             case m.RingSeek():
                 known.number = message.number
+                node.waits[reader].begin(now_s, message.stream)
                 self._do(node, node.ring.seek(reader, message.stream, message.seq, message.position))
                 for one in self.lent.take((node.loader, node.manifest), message.stream):
                     self.borrowed(one)
             case m.RingTook():
                 if message.number == known.number:
+                    node.waits[reader].add(now_s, message.count, message.waits, message.waited_s)
                     self._do(node, node.ring.took(reader, message.seq, message.done))
             case m.RingDone():
                 del self._readers[link]
@@ -193,6 +208,7 @@ class RingService:
                 self._drop_if_idle(node)
                 # It waits for that: else something sent to it meanwhile could fail, and its word not be read.
                 link.close()
+        self._on_news()
 
     def _drop_if_idle(self, node: RingNode) -> None:
         if node.ring.idle:
@@ -201,6 +217,7 @@ class RingService:
     def _drop(self, node: RingNode) -> None:
         node.dropped = True
         node.todo.clear()
+        self._closed[node.loader] = ring_state(node, closed=True)
         if self._rings.get((node.loader, node.manifest)) is node:
             del self._rings[(node.loader, node.manifest)]
         if node.timer is not None:
@@ -329,6 +346,7 @@ class RingService:
 
     def _give(self, node: RingNode, action: r.Give | r.GiveEnd | r.GiveUp) -> None:
         if (guest := node.guests.get(action.reader)) is not None:
+            node.lent += isinstance(action, r.Give)
             guest.hear(action, node.ready)
             return
         reader = node.readers.get(action.reader)
