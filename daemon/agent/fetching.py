@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.memory import Region
-from ckptless.daemon.agent.shares import Piece, Shares
+from ckptless.daemon.agent.shares import AHEAD, Piece, Shares
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.agent.verifier import Verifier
 from ckptless.daemon.api import version
@@ -17,8 +17,6 @@ from ckptless.daemon.api.messages import NodeInfo, TensorsAt
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import PATIENCE_S
 
-# Asked for beyond what is being received, so that a holder always has something to send.
-AHEAD = 2
 # How often whoever has nothing to do looks for one that is slow.
 LOOK_S = 0.25
 
@@ -69,6 +67,7 @@ class TensorsFetch:
         self._wanted, self._vault, self._dial, self._tell = wanted, vault, dial, tell
         self._coming: _Coming | None = None
         self._links: dict[int, Peer] = {}
+        self._asked_of = 0
         # Of each node's own version: twins write the same, each with its rank in the header.
         self._digests: dict[int, str] = {}
         self._given: dict[int, int] = {}
@@ -80,6 +79,7 @@ class TensorsFetch:
 
     async def run(self, infos: Sequence[NodeInfo]) -> TensorsAt:
         """Until all of it is in the vault's memory, verified. Raises PeerError, OSError."""
+        self._asked_of = len(infos)
         tasks = [asyncio.create_task(self._source(info)) for info in infos]
         try:
             await self._until_complete(set(tasks))
@@ -152,7 +152,7 @@ class TensorsFetch:
             region, offset = self._room.enter_context(self._vault.room(wanted.shard, header.total_nbytes))
             slot = region.view(offset, header.total_nbytes)
             version.invalidate(slot)
-            shares = Shares(header.nbytes, header.chunk_nbytes)
+            shares = Shares(header.nbytes, header.chunk_nbytes, self._asked_of)
             encoded = reply.header[: header.header_nbytes]
             self._coming = _Coming(header, encoded, region, offset, slot, shares)
         if not header.is_like(self._coming.header):
@@ -161,26 +161,15 @@ class TensorsFetch:
         return self._coming
 
     async def _draw(self, node: int, link: Peer, coming: _Coming) -> None:
-        """Piece after piece, each verified while it comes, and to its end while the next one does."""
+        """Piece after piece, each verified while it comes."""
         shares, asked = coming.shares, deque[Piece]()
-        judged = deque[asyncio.Task[Piece | None]]()
-        try:
-            while not shares.complete:
-                while len(asked) < AHEAD and (piece := shares.ask(node, _now())) is not None:
-                    self._ask(node, link, piece, asked)
-                comes = bool(asked)
-                if comes:
-                    judged.append(await self._receive(node, link, coming, asked.popleft()))
-                if len(judged) > comes:
-                    again = await judged[0]
-                    judged.popleft()
-                    if again is not None:
-                        self._ask(node, link, again, asked)
-                elif not comes:
-                    await self._idle(node, coming)
-        finally:
-            # They read what is given back after this.
-            await asyncio.gather(*judged, return_exceptions=True)
+        while not shares.complete:
+            while len(asked) < AHEAD and (piece := shares.ask(node, _now())) is not None:
+                self._ask(node, link, piece, asked)
+            if not asked:
+                await self._idle(node, coming)
+            elif (again := await self._receive(node, link, coming, asked.popleft())) is not None:
+                self._ask(node, link, again, asked)
 
     def _ask(self, node: int, link: Peer, piece: Piece, asked: deque[Piece]) -> None:
         asked.append(piece)
@@ -195,35 +184,19 @@ class TensorsFetch:
             )
         )
 
-    async def _receive(
-        self, node: int, link: Peer, coming: _Coming, piece: Piece
-    ) -> asyncio.Task[Piece | None]:
-        """A piece has come: who judges it."""
+    async def _receive(self, node: int, link: Peer, coming: _Coming, piece: Piece) -> Piece | None:
+        """A sound piece is done; or else what to ask of the same holder again, which then reads its own."""
         began = _now()
         reply = await _answer(link)
         if not isinstance(reply, p.ChunksReply) or reply.nbytes != piece.nbytes:
             raise PeerError("it does not hold them any more")
         at = coming.payload_at
-        checks = version.ChunkVerifier(coming.header, piece.start, piece.end)
-        async with contextlib.AsyncExitStack() as room:
-            view = room.enter_context(coming.slot[at + piece.start : at + piece.end])
-            verifier = await room.enter_async_context(Verifier(view, checks))
+        with coming.slot[at + piece.start : at + piece.end] as view:
+            verifier = Verifier(view, version.ChunkVerifier(coming.header, piece.start, piece.end))
             await link.receive_bulk(view, verifier.feed)
-            self._given[node] = self._given.get(node, 0) + piece.nbytes
-            coming.shares.came(node, piece, _now(), began)
-            return asyncio.create_task(self._judge(node, coming, piece, verifier, room.pop_all()))
-
-    async def _judge(
-        self,
-        node: int,
-        coming: _Coming,
-        piece: Piece,
-        verifier: Verifier,
-        room: contextlib.AsyncExitStack,
-    ) -> Piece | None:
-        """What is sound is done; or else what to ask of the same holder again, which then reads its own."""
-        async with room:
             fault = await verifier.fault()
+        self._given[node] = self._given.get(node, 0) + piece.nbytes
+        coming.shares.came(node, piece, _now(), began)
         if fault is None:
             coming.shares.done(node, piece)
             coming.wake()

@@ -38,14 +38,14 @@ async def receive_tensors(
     with vault.room(told.shard, told.nbytes) as (region, offset):
         with region.view(offset, told.nbytes) as view:
             try:
-                async with Verifier(view, WholeVersion(told)) as verifier:
-                    if base is not None:
-                        await base.copy(view)
-                    spans = missing(base.header, base.runs) if base is not None else [(0, told.nbytes)]
-                    for start, end in spans:
-                        with view[start:end] as part:
-                            await link.receive_bulk(part, _beyond(start, verifier.feed))
-                    fault = await verifier.fault()
+                verifier = Verifier(view, WholeVersion(told))
+                if base is not None:
+                    await base.copy(view)
+                spans = missing(base.header, base.runs) if base is not None else [(0, told.nbytes)]
+                for start, end in spans:
+                    with view[start:end] as part:
+                        await link.receive_bulk(part, _beyond(start, verifier.feed))
+                fault = await verifier.fault()
                 if fault is not None:
                     raise fault
             except BaseException:

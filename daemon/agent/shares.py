@@ -4,8 +4,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# What is asked for at once is as many chunks as make up so much.
-PIECE_NBYTES = 16 << 20
+# What is asked for at once is as many chunks as make up so much. More as long as much is open, as each piece
+# costs both ends something beside its bytes; less towards the end, which all sources are to reach together.
+LEAST_NBYTES, MOST_NBYTES = 32 << 20, 64 << 20
+# Asked for at a time, so that a holder always has something to send.
+AHEAD = 2
 # An idle holder takes over what another has owed for so long, plus so many times what it needs itself.
 SLOW_S, SLOW_TIMES = 1.0, 4.0
 
@@ -29,18 +32,20 @@ class _Source:
     asked: dict[Piece, float] = field(default_factory=dict)
     nbytes: int = 0
     busy_s: float = 0.0
+    # When it last gave a piece: those that it was asked for ahead of time have their turn since then.
+    gave: float = 0.0
 
 
 class Shares:
-    """Every piece is open, asked of one source, or done. Whoever is fast asks for more of them.
+    """Of a payload, for `sources` of them. Every piece is open, asked of one source, or done.
 
-    Times are in seconds, by whatever clock the caller has.
+    Whoever is fast asks for more of them. Times are in seconds, by whatever clock the caller has.
     """
 
-    def __init__(self, nbytes: int, chunk_nbytes: int) -> None:
-        step = max(1, PIECE_NBYTES // chunk_nbytes) * chunk_nbytes
-        self._open = deque(Piece(start, min(start + step, nbytes)) for start in range(0, nbytes, step))
-        self._left = len(self._open)
+    def __init__(self, nbytes: int, chunk_nbytes: int, sources: int) -> None:
+        self._open = deque([Piece(0, nbytes)] if nbytes else [])
+        self._left = nbytes
+        self._chunk_nbytes, self._count = chunk_nbytes, sources
         self._sources: dict[int, _Source] = {}
 
     @property
@@ -53,20 +58,31 @@ class Shares:
         known = self._sources.setdefault(source, _Source())
         if not self._open:
             return None
+        nbytes = self._size()
         piece = self._open.popleft()
+        if piece.nbytes > nbytes:
+            self._open.appendleft(Piece(piece.start + nbytes, piece.end))
+            piece = Piece(piece.start, piece.start + nbytes)
         known.asked[piece] = now
         return piece
+
+    def _size(self) -> int:
+        """Of the next piece."""
+        share = sum(piece.nbytes for piece in self._open) // (AHEAD * self._count)
+        nbytes = min(max(share, LEAST_NBYTES), MOST_NBYTES)
+        return max(1, nbytes // self._chunk_nbytes) * self._chunk_nbytes
 
     def came(self, source: int, piece: Piece, now: float, began: float) -> None:
         """It has been received, and is not verified yet."""
         known = self._sources[source]
         known.nbytes += piece.nbytes
         known.busy_s += max(0.0, now - began)
+        known.gave = now
 
     def done(self, source: int, piece: Piece) -> None:
         """It is there and verified."""
         if self._sources[source].asked.pop(piece, None) is not None:
-            self._left -= 1
+            self._left -= piece.nbytes
 
     def again(self, source: int, piece: Piece, now: float) -> Piece:
         """It did not verify: what to ask of the same source, which is to look at its own."""
@@ -89,11 +105,10 @@ class Shares:
             return None
         rate = me.nbytes / me.busy_s
         for source, known in self._sources.items():
-            # Its oldest piece: those behind that were only asked for ahead of time.
             owed = _first(known.asked.items())
             if source != idle and owed is not None:
                 piece, since = owed
-                if now - since > SLOW_S + SLOW_TIMES * piece.nbytes / rate:
+                if now - max(since, known.gave) > SLOW_S + SLOW_TIMES * piece.nbytes / rate:
                     return source
         return None
 

@@ -1,16 +1,15 @@
-"""What is still coming of a version, verified in a thread while the rest of it comes."""
+"""What is still coming of a version, verified while the rest of it comes, by the thread that receives it."""
 
-import asyncio
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError
+from ckptless.daemon.peers.bulk import in_thread
 
-# What is hashed at one go: enough that the way into the thread costs little; and not so much that the caches
-# have lost it, or that a transfer that is given up has to wait for it.
-STEP_MIN_NBYTES, STEP_MAX_NBYTES = 4 << 20, 16 << 20
+# What is hashed at one go: not so much that the sender gives up meanwhile, where some of it lay here already;
+# and so much is left to the event loop.
+STEP_NBYTES, LITTLE_NBYTES = 16 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,58 +48,19 @@ class WholeVersion:
 
 
 class Verifier:
-    """Of the bytes that fill a view; in `async with`, as long as which the view has to live."""
+    """Of the bytes that fill a view. One thread at a time."""
 
     def __init__(self, view: memoryview, checks: Checks) -> None:
         self._view, self._checks = view, checks
         self._found: BadVersionError | None = None
-        # Up to where the steps so far go, of which the newest may still run.
-        self._begun = 0
-        self._step: asyncio.Future[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The thread reads the view until it is through with its step.
-        if self._step is not None:
-            await asyncio.wait([self._step])
+        self._upto = 0
+        self._given_up = False
 
     def feed(self, nbytes: int) -> None:
         """So many bytes of the view, from its begin, are there by now."""
-        if nbytes - self._begun >= STEP_MIN_NBYTES and (self._step is None or self._step.done()):
-            self._check_on(nbytes)
-
-    async def fault(self) -> BadVersionError | None:
-        """What is wrong with it, if something is: all of it is there by now."""
-        while True:
-            if self._step is not None:
-                # A thread cannot be cancelled, and is waited for on the way out.
-                await asyncio.shield(self._step)
-            if self._begun == len(self._view):
-                return self._found or self._end()
-            self._check_on(len(self._view))
-
-    def _end(self) -> BadVersionError | None:
-        try:
-            self._checks.finish()
-        except BadVersionError as error:
-            return error
-        return None
-
-    def _check_on(self, upto: int) -> None:
-        if self._step is not None:
-            self._step.result()
-        end = min(upto, self._begun + STEP_MAX_NBYTES)
-        part = self._view[self._begun : end]
-        self._begun = end
-        self._step = asyncio.get_running_loop().run_in_executor(None, self._check, part)
-
-    def _check(self, part: memoryview) -> None:
-        """In a thread."""
-        with part:
+        end = min(nbytes, self._upto + STEP_NBYTES)
+        with self._view[self._upto : end] as part:
+            self._upto = end
             if self._found is not None:
                 return
             try:
@@ -108,3 +68,22 @@ class Verifier:
             except BadVersionError as error:
                 # Its frames have views of the memory, which could not be given back as long as it is kept.
                 self._found = error.with_traceback(None)
+
+    async def fault(self) -> BadVersionError | None:
+        """What is wrong with it, if something is: all of it is there by now."""
+        if len(self._view) - self._upto > LITTLE_NBYTES:
+            await in_thread(self._feed_rest, self._give_up)
+        self._feed_rest()
+        if self._found is None:
+            try:
+                self._checks.finish()
+            except BadVersionError as error:
+                return error
+        return self._found
+
+    def _feed_rest(self) -> None:
+        while self._upto < len(self._view) and not self._given_up:
+            self.feed(len(self._view))
+
+    def _give_up(self) -> None:
+        self._given_up = True

@@ -225,7 +225,10 @@ class Link(Generic[T]):
             raise ConnectionResetError("the connection ended before a transfer")
 
     async def receive_bulk(self, into: memoryview, came: Callable[[int], None] = _nobody) -> None:
-        """Fill `into` with what `send_bulk` sent; `came(so many)` as they come. Raises OSError."""
+        """Fill `into` with what `send_bulk` sent. Raises OSError.
+
+        `came(so many)` as they come, in the transfer's thread; not for those that came before it was asked.
+        """
         reader = self._reader
         assert isinstance(reader, CountingReader), "streams of `dial` or `serve`"
         try:

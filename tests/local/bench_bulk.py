@@ -6,6 +6,10 @@ there are streams, dialled anew each time; and the same bytes from memory to mem
 once with MSG_WAITALL and once without: the better of the two is what the ratio is of. Then once more with
 each 16 MiB digested when it has come, by the thread that got it: what verified bytes cost without ours.
 
+With several streams, one bare socket alone is measured as well, in the same run: of its rate is the ratio
+that counts a fetch as one transfer, which it is for whoever waits for it. CPU time is given of both ends
+together: unlike the rates, it hardly depends on what else the machine does.
+
 One bare stream keeps one core busy at each end. Several keep both cores of a machine with two, so that none
 is left to make digests on, and nobody's verified bytes come at the bare rate: there the second ratio tells
 what ours costs.
@@ -205,22 +209,24 @@ class Bare:
             digest_of(into[start:end])
 
 
-def seconds(work: Callable[[], Any]) -> tuple[float, float]:
-    """(wall, this process's CPU) of it."""
-    wall, used = time.perf_counter(), time.process_time()
+def seconds(work: Callable[[], Any], sender: int) -> tuple[float, float, float]:
+    """(wall, this process's CPU, the sender's CPU) of it."""
+    clock = ~sender << 3 | 2  # clock_getcpuclockid(3): another process's
+    wall, used, used_there = time.perf_counter(), time.process_time(), time.clock_gettime(clock)
     work()
-    return time.perf_counter() - wall, time.process_time() - used
+    there = time.clock_gettime(clock) - used_there
+    return time.perf_counter() - wall, time.process_time() - used, there
 
 
 @contextlib.contextmanager
-def other_process(nbytes: int, streams: int) -> Iterator[tuple[int, int, int]]:
-    """The sender, which ends when its links do."""
+def other_process(nbytes: int, streams: int) -> Iterator[tuple[int, int, int, int]]:
+    """The sender, which ends when its links do: its three ports, and its id."""
     command = [sys.executable, __file__, "--sender", "--nbytes", str(nbytes), "--streams", str(streams)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sender:
         assert sender.stdout is not None
         link_port, chunks_port, bare_port = map(int, sender.stdout.readline().split())
         try:
-            yield link_port, chunks_port, bare_port
+            yield link_port, chunks_port, bare_port, sender.pid
         finally:
             sender.terminate()
 
@@ -228,9 +234,10 @@ def other_process(nbytes: int, streams: int) -> Iterator[tuple[int, int, int]]:
 def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
     """Both ways by turns."""
     vault = Vault()
-    times: dict[str, list[tuple[float, float]]] = {"link": [], "fetch": [], "bare": [], "bare_waitall": []}
-    times["bare_verified"] = []
-    with other_process(nbytes, streams) as (link_port, chunks_port, bare_port), asyncio.Runner() as runner:
+    with (
+        other_process(nbytes, streams) as (link_port, chunks_port, bare_port, pid),
+        asyncio.Runner() as runner,
+    ):
 
         async def dial() -> AgentLink:
             vouch = KeyVouch(JOB.encode() * 8)
@@ -238,38 +245,58 @@ def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
 
         links = Links(vault, [runner.run(dial()) for _ in range(streams)])
         fetches = Fetches(vault, chunks_port, streams)
-        bare = Bare(bare_port, streams, nbytes)
-        cold = [seconds(lambda: runner.run(links.get_all())) for _ in range(COLD)]
+        bare, one = Bare(bare_port, streams, nbytes), Bare(bare_port, 1, nbytes)
+        works: dict[str, Callable[[], object]] = {
+            "bare": bare.get_all,
+            "bare_waitall": lambda: bare.get_all(socket.MSG_WAITALL),
+            "bare_verified": lambda: bare.get_all(verify=True),
+            "one_bare": one.get_all,
+            "one_bare_waitall": lambda: one.get_all(socket.MSG_WAITALL),
+            "link": lambda: runner.run(links.get_all()),
+            "fetch": lambda: runner.run(fetches.get()),
+        }
+        cold = [seconds(works["link"], pid)[0] for _ in range(COLD)]
         bare.get_all()
+        one.get_all()
+        times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in works}
         for _ in range(rounds):
-            times["bare"].append(seconds(bare.get_all))
-            times["bare_waitall"].append(seconds(lambda: bare.get_all(socket.MSG_WAITALL)))
-            times["bare_verified"].append(seconds(lambda: bare.get_all(verify=True)))
-            times["link"].append(seconds(lambda: runner.run(links.get_all())))
-            times["fetch"].append(seconds(lambda: runner.run(fetches.get())))
+            for name, work in works.items():
+                times[name].append(seconds(work, pid))
     vault.close()
-    total = nbytes * streams / 1e9
+    found = reckon(times, nbytes / 1e9, streams)
+    found["link_into_new_memory_gb_per_s"] = streams * nbytes / 1e9 / statistics.median(cold)
+    return {"nbytes": nbytes, "streams": streams, "rounds": rounds, **found}
+
+
+def reckon(
+    times: dict[str, list[tuple[float, float, float]]], gigabytes: float, streams: int
+) -> dict[str, Any]:
+    """Rates, what they are of each other, and what they cost, of versions of so many gigabytes."""
     # Of a fetch the sources give a part each, not all of it.
-    moved = {name: total / streams if name == "fetch" else total for name in times}
-    rates = {
-        name: moved[name] / statistics.median(wall for wall, _ in found) for name, found in times.items()
-    }
+    once = {"fetch", "one_bare", "one_bare_waitall"}
+    moved = {name: gigabytes if name in once else gigabytes * streams for name in times}
+    rates = {name: moved[name] / statistics.median(wall for wall, _, _ in times[name]) for name in times}
     best = max(rates["bare"], rates["bare_waitall"])
+    best_one = max(rates["one_bare"], rates["one_bare_waitall"])
     return {
-        "nbytes": nbytes,
-        "streams": streams,
-        "rounds": rounds,
         "gb_per_s": rates,
         "best_bare_gb_per_s": best,
+        "best_one_bare_gb_per_s": best_one,
         "ratio": rates["link"] / best,
         "fetch_ratio": rates["fetch"] / best,
+        "ratio_of_one": rates["link"] / best_one,
+        "fetch_ratio_of_one": rates["fetch"] / best_one,
         "ratio_of_verified": rates["link"] / rates["bare_verified"],
         "fetch_ratio_of_verified": rates["fetch"] / rates["bare_verified"],
-        "link_into_new_memory_gb_per_s": total / statistics.median(wall for wall, _ in cold),
         "receiver_cpu_s_per_gb": {
-            name: statistics.median(cpu for _, cpu in found) / moved[name] for name, found in times.items()
+            name: statistics.median(here for _, here, _ in found) / moved[name]
+            for name, found in times.items()
         },
-        "seconds": {name: [wall for wall, _ in found] for name, found in times.items()},
+        "cpu_s_per_gb": {
+            name: statistics.median(here + there for _, here, there in found) / moved[name]
+            for name, found in times.items()
+        },
+        "seconds": {name: [wall for wall, _, _ in found] for name, found in times.items()},
         "load": os.getloadavg()[0],
         "cpus": os.cpu_count(),
     }
@@ -290,15 +317,26 @@ def main() -> None:
     found = measure(args.nbytes, args.streams, args.rounds)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
-    sys.stdout.write(
-        f"{found['streams']} x {found['nbytes'] >> 20} MiB, median of {found['rounds']}, in GB/s: "
-        f"link, verified {found['gb_per_s']['link']:.2f}, bare socket {found['best_bare_gb_per_s']:.2f}, "
-        f"ratio {found['ratio']:.2f}; fetch in chunks {found['gb_per_s']['fetch']:.2f}, "
-        f"ratio {found['fetch_ratio']:.2f}; of a bare socket with digests "
-        f"{found['gb_per_s']['bare_verified']:.2f}: {found['ratio_of_verified']:.2f} and "
-        f"{found['fetch_ratio_of_verified']:.2f}; at load {found['load']:.1f}; "
-        f"link into new memory {found['link_into_new_memory_gb_per_s']:.2f}\n"
-    )
+    sys.stdout.write(told(found))
+
+
+def told(found: dict[str, Any]) -> str:
+    """In lines."""
+    rates, used = found["gb_per_s"], found["cpu_s_per_gb"]
+    lines = [
+        f"{found['streams']} x {found['nbytes'] >> 20} MiB, median of {found['rounds']}, at load "
+        f"{found['load']:.1f}; in GB/s: bare sockets {found['best_bare_gb_per_s']:.2f}, one of them alone "
+        f"{found['best_one_bare_gb_per_s']:.2f}, with digests {rates['bare_verified']:.2f}; "
+        f"link into new memory {found['link_into_new_memory_gb_per_s']:.2f}"
+    ]
+    for name, kind in (("link, verified", "link"), ("fetch in chunks", "fetch")):
+        of = "" if kind == "link" else "fetch_"
+        lines.append(
+            f"{name} {rates[kind]:.2f}: {found[of + 'ratio']:.2f} of the bare sockets, "
+            f"{found[of + 'ratio_of_one']:.2f} of one alone, {found[of + 'ratio_of_verified']:.2f} of those "
+            f"with digests; CPU s/GB {used[kind]:.2f} of {min(used['bare'], used['bare_waitall']):.2f} bare"
+        )
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ import contextlib
 import itertools
 import mmap
 import os
+import socket
+import struct
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -17,14 +20,14 @@ from hypothesis import strategies as st
 from ckptless.daemon.agent.memory import PAGE_NBYTES, Region
 from ckptless.daemon.agent.serving import receive_tensors
 from ckptless.daemon.agent.vault import Vault
-from ckptless.daemon.agent.verifier import STEP_MAX_NBYTES, STEP_MIN_NBYTES, Told, Verifier, WholeVersion
+from ckptless.daemon.agent.verifier import STEP_NBYTES, Told, Verifier, WholeVersion
 from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.api.version import Header, Origin, digest_of, header_nbytes, spans, write_header
 from ckptless.daemon.peers import link
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bucket import TokenBucket
-from ckptless.daemon.peers.bulk import CHUNK_MIN_NBYTES, Pace
+from ckptless.daemon.peers.bulk import CHUNK_MIN_NBYTES, Pace, Pump
 from ckptless.daemon.peers.vouch import KeyVouch
 
 JOB = "a-job"
@@ -84,7 +87,7 @@ def regions() -> Iterator[tuple[Region, Region]]:
 
 
 @pytest.mark.parametrize(
-    "nbytes", [0, 1, PAGE_NBYTES + 1, link.READ_BUFFER_BYTES * 3 + 7, STEP_MAX_NBYTES * 2 + 1]
+    "nbytes", [0, 1, PAGE_NBYTES + 1, link.READ_BUFFER_BYTES * 3 + 7, STEP_NBYTES * 2 + 1]
 )
 def test_sizes(nbytes: int) -> None:
     data, offset = os.urandom(nbytes), 4321
@@ -193,12 +196,14 @@ def test_a_receiver_that_is_late() -> None:
 
 async def begun(sender: AgentLink, receiver: AgentLink) -> list[asyncio.Task[None]]:
     """A transfer of which some has come: its sending and its receiving task."""
-    some = asyncio.Event()
+    loop, some = asyncio.get_running_loop(), asyncio.Event()
+
+    def begins(_nbytes: int) -> None:
+        loop.call_soon_threadsafe(some.set)
+
     # So slow that it stays in the middle.
     sending = asyncio.create_task(sender.send_bulk(memoryview(bytes(LARGE)), Pace(LARGE / 10)))
-    receiving = asyncio.create_task(
-        receiver.receive_bulk(memoryview(bytearray(LARGE)), lambda _nbytes: some.set())
-    )
+    receiving = asyncio.create_task(receiver.receive_bulk(memoryview(bytearray(LARGE)), begins))
     await some.wait()
     return [sending, receiving]
 
@@ -264,6 +269,75 @@ def test_a_sender_nobody_reads_from_hears_that_the_link_is_closed() -> None:
     run(scenario)
 
 
+def transfers() -> list[str]:
+    """Threads of transfers."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "ckptless-bulk"]
+
+
+@contextlib.contextmanager
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The ends of a connection over TCP, as a transport has them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    with one, other:
+        one.setblocking(False)
+        other.setblocking(False)
+        yield one, other
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "cancelled twice", "stopped", "reset", "silent"])
+@pytest.mark.parametrize("way", ["send", "receive"])
+def test_however_a_transfer_ends_no_thread_is_left_and_its_memory_can_be_given_back(
+    ending: str, way: str
+) -> None:
+    async def scenario() -> None:
+        with sockets() as (ours, theirs):
+            memory = mmap.mmap(-1, LARGE)
+            view = memoryview(memory)
+            pump = Pump(ours, patience_s=0.5 if ending == "silent" else DEADLINE_S)
+            if way == "send":
+                moving = asyncio.create_task(pump.send(view, Pace()))
+            else:
+                theirs.send(b"x")
+                moving = asyncio.create_task(pump.receive(view, lambda _nbytes: None))
+            while not transfers():  # noqa: ASYNC110 - a thread tells nobody that it has begun
+                await asyncio.sleep(0)
+            expected: type[BaseException] = ConnectionError
+            if ending.startswith("cancelled"):
+                expected = asyncio.CancelledError
+                moving.cancel()
+                if ending == "cancelled twice":
+                    asyncio.get_running_loop().call_soon(moving.cancel)
+            elif ending == "stopped":
+                pump.stop()
+            elif ending == "reset":
+                theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                theirs.close()
+            else:
+                expected = TimeoutError
+            with pytest.raises(expected) as kept:
+                await moving
+            assert transfers() == []
+            view.release()
+            memory.close()  # though the error and all its frames are kept
+            assert kept.value is not None
+
+    asyncio.run(scenario())
+
+
+def test_where_no_thread_is_to_be_had_the_transfer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario(sender: AgentLink, _receiver: AgentLink) -> None:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(OSError, match="no thread for a transfer"):
+            await sender.send_bulk(memoryview(b"some"))
+
+    run(scenario)
+
+
 # ---------------------------------------------------------------------------------- what it checks
 
 
@@ -275,9 +349,9 @@ def version(slot: memoryview, nbytes: int) -> Told:
     return Told(Origin(JOB), 5, 7, 1, len(slot), digest)
 
 
-@pytest.mark.parametrize("at", [0, STEP_MIN_NBYTES - 1, 3 * STEP_MAX_NBYTES, None])
+@pytest.mark.parametrize("at", [0, STEP_NBYTES - 1, 3 * STEP_NBYTES, None])
 def test_a_changed_byte_is_found(at: int | None) -> None:
-    nbytes = 3 * STEP_MAX_NBYTES + 1
+    nbytes = 3 * STEP_NBYTES + 1
     data = bytearray(os.urandom(header_nbytes(nbytes) + nbytes))
     told = version(memoryview(data), nbytes)
     if at is not None:
@@ -357,7 +431,8 @@ def test_others_get_their_turns_meanwhile() -> None:
         source, view = (memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
         told = version(source, nbytes - header_nbytes(nbytes))
         ticking = asyncio.create_task(ticker())
-        async with asyncio.TaskGroup() as group, Verifier(view, WholeVersion(told)) as verifier:
+        verifier = Verifier(view, WholeVersion(told))
+        async with asyncio.TaskGroup() as group:
             group.create_task(sender.send_bulk(source))
             await receiver.receive_bulk(view, verifier.feed)
             assert await verifier.fault() is None
