@@ -9,9 +9,9 @@ each other in collectives, and one that got nothing for want of room would hold 
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from ckptless.daemon.agent.ring_actions import Action, Free, Give, GiveEnd, GiveUp, Grant, Make, Tell
+from ckptless.daemon.agent.ring_state import Job, Mark, Stream
 from ckptless.daemon.api.ring import AHEAD
 
 # Batches that a producer has been asked for and has not made yet: it need not wait between two.
@@ -24,52 +24,16 @@ OTHERS_FOLLOW = (
 )
 
 
-@dataclass
-class _Mark:
-    """A reader takes `next` next, never goes back before `done`, and was sent what is before `sent`."""
-
-    stream: int
-    next: int
-    done: int
-    sent: int
-    alive: bool = True
-    # Whether it knows already why there is nothing behind `sent`.
-    told: bool = False
-    # It was sent what came of another position, and gets nothing that does not follow from that.
-    held: bool = False
-    # It wants no batch from this one on: another node's, that has begun to make its own.
-    until: int | None = None
-
-
-@dataclass
-class _Stream:
-    """`positions` are those before each batch; `history` is a new number where another one is begun."""
-
-    history: int
-    ready: dict[int, int] = field(default_factory=dict)
-    positions: dict[int, bytes] = field(default_factory=dict)
-    end: int | None = None
-    failed: tuple[int, str] | None = None
-
-
-@dataclass
-class _Job:
-    """A batch that the producer has been asked for; nobody wants it any more if it is `stale`."""
-
-    make: Make
-    stale: bool = False
-
-
 class Ring:
     """One loader's batches on one node. Every method but the properties returns what is to be done."""
 
     def __init__(self, window: int, budget_nbytes: int) -> None:
         self._window, self._budget = window, budget_nbytes
-        self._streams: dict[int, _Stream] = {}
-        self._marks: dict[int, _Mark] = {}
+        self._streams: dict[int, Stream] = {}
+        self._marks: dict[int, Mark] = {}
         self._open: set[int] = set()
         self._late: set[int] = set()
-        self._jobs: list[_Job] = []
+        self._jobs: list[Job] = []
         self._lease = 0
         self._granted: int | None = None
         self._up = False
@@ -98,6 +62,10 @@ class Ring:
         """Whether any reader takes this stream."""
         return stream in self._streams
 
+    def serves(self, stream: int) -> bool:
+        """Whether a reader of this node takes this stream."""
+        return any(mark.stream == stream and mark.until is None for mark in self._marks.values())
+
     def wants(self, stream: int, seq: int) -> bool | None:
         """Whether the oldest batch that was asked for is still wanted; None where it is not this one."""
         if not self._jobs or (self._jobs[0].make.stream, self._jobs[0].make.seq) != (stream, seq):
@@ -117,27 +85,29 @@ class Ring:
         found = self._streams.get(stream)
         if found is None:
             return True
-        mine = any(mark.stream == stream and mark.until is None for mark in self._marks.values())
-        return found.positions.get(seq, None if mine else position) == position
+        return found.positions.get(seq, None if self.serves(stream) else position) == position
 
     def seek(
         self, reader: int, stream: int, seq: int, position: bytes, until: int | None = None
     ) -> list[Action]:
         """A reader wants the batches from `seq` on (before `until`), which follow `position`."""
         out: list[Action] = []
-        self._deaths = 0
         former = self._marks.get(reader)
         # One that lives and goes on to another stream has come to an epoch's end.
         again = former is not None and not (former.alive and former.stream != stream)
         if stream not in self._streams:
             self._histories += 1
-            self._streams[stream] = _Stream(self._histories)
+            self._streams[stream] = Stream(self._histories)
         found = self._streams[stream]
-        found.failed = None
+        if until is None:
+            self._deaths = 0
+        # Of what lies before it a guest wants nothing that has failed.
+        if until is None or (found.failed is not None and until > found.failed[0]):
+            found.failed = None
         # Before the oldest position that is known nothing can be compared: `made` does it where they meet.
         if found.positions.setdefault(seq, position) != position:
             out += self._begin_anew(stream, 0, seq, position)
-        self._marks[reader] = _Mark(stream, seq, seq, seq, until=until)
+        self._marks[reader] = Mark(stream, seq, seq, seq, until=until)
         if again:
             there = next(at for at in itertools.count(seq) if at not in found.ready) - seq
             text = f"reader {reader} goes on with batch {seq} of stream {stream}: {there} were there"
@@ -281,7 +251,7 @@ class Ring:
     def _decide(self) -> list[Action]:
         out = [*self._free(), *self._give(), *self._grant()]
         while self._up and len(self._jobs) < JOBS and (job := self._next_job(out)) is not None:
-            self._jobs.append(_Job(job))
+            self._jobs.append(Job(job))
             out.append(job)
         return out
 

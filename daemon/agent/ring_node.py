@@ -5,6 +5,7 @@ import contextlib
 import signal
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from ckptless.daemon.agent import ring_actions as r
 from ckptless.daemon.agent.rank_link import RankLink
@@ -12,6 +13,9 @@ from ckptless.daemon.agent.ring import Ring
 from ckptless.daemon.agent.ring_lending import Guest
 from ckptless.daemon.agent.ring_memory import EntryMemory
 from ckptless.daemon.api import ring as m
+
+# Of so many batches it is remembered in how many seconds they were made.
+TOOK = 9
 
 
 @dataclass
@@ -43,6 +47,7 @@ class RingNode:
     loader: str
     manifest: str
     ring: Ring
+    budget_nbytes: int
     readers: dict[int, RingReader] = field(default_factory=dict)
     ready: dict[tuple[int, int], EntryMemory] = field(default_factory=dict)
     producer: RingProducer | None = None
@@ -56,6 +61,15 @@ class RingNode:
     # Other nodes' agents that take batches here.
     guests: dict[int, Guest] = field(default_factory=dict)
     dropped: bool = False
+    took: deque[float] = field(default_factory=lambda: deque(maxlen=TOOK))
+    # In which a batch is made from nothing: not how often one comes, of which several are made side by side.
+    takes_s: float = 0.0
+
+    def learn(self, took_s: float) -> None:
+        """A batch was made in so many seconds."""
+        self.made += 1
+        self.took.append(took_s)
+        self.takes_s = median(self.took)
 
 
 def kill(producer: RingProducer) -> None:

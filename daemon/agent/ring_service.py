@@ -9,11 +9,13 @@ from ckptless.daemon.agent import ring_actions as r
 from ckptless.daemon.agent.config import DataConfig
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.ring import Ring
-from ckptless.daemon.agent.ring_borrowing import Borrowed, Lent
+from ckptless.daemon.agent.ring_borrowing import Lent
 from ckptless.daemon.agent.ring_lending import FIRST_GUEST, Guest
 from ckptless.daemon.agent.ring_limits import free_memory, limited
 from ckptless.daemon.agent.ring_memory import EntryMemory
 from ckptless.daemon.agent.ring_node import RingNode, RingProducer, RingReader, kill
+from ckptless.daemon.agent.ring_receiving import Borrowed
+from ckptless.daemon.agent.ring_standby import PARTS, RingFacts
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import PeerError, ProtocolError
@@ -43,6 +45,8 @@ class RingService:
         self._guests = FIRST_GUEST
         # What has come from other nodes before anybody here has asked for it.
         self.lent = Lent()
+        # A ring is closed.
+        self.on_dropped: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------------------------------- hear
 
@@ -118,6 +122,18 @@ class RingService:
         self._do(node, node.ring.seek(number, feed.stream, feed.seq, feed.position, feed.seq + count))
         return guest
 
+    @property
+    def slowest_s(self) -> float:
+        """In how many seconds a batch of the slowest ring is made."""
+        return max((node.takes_s for node in self._rings.values()), default=0.0)
+
+    def facts(self, feed: Feed) -> RingFacts | None:
+        """Of a ring that makes such batches, for other nodes only; else None."""
+        node = self._rings.get((feed.loader, feed.manifest))
+        if node is None or node.ring.serves(feed.stream):
+            return None
+        return RingFacts(node.takes_s, node.budget_nbytes // PARTS)
+
     def needs(self, feed: Feed) -> bool:
         """Whether batches from there on would be made here from nothing."""
         node = self._rings.get((feed.loader, feed.manifest))
@@ -153,7 +169,8 @@ class RingService:
             for why in found.reasons:
                 self._on_event("ring-limited", f"loader {message.loader!r}: {why}")
             ring = Ring(found.window, found.budget_nbytes)
-            node = self._rings[key] = RingNode(message.loader, message.manifest, ring)
+            node = RingNode(message.loader, message.manifest, ring, found.budget_nbytes)
+            self._rings[key] = node
         if (former := node.readers.get(message.reader)) is not None:
             former.link.close()
         node.readers[message.reader] = RingReader(link)
@@ -212,6 +229,7 @@ class RingService:
         node.ready.clear()
         for guest in list(node.guests.values()):
             guest.give_up("its ring was closed")
+        self.on_dropped()
         self._on_event(
             "ring-closed", f"loader {node.loader!r}: {node.made} batches were made, {node.given} given out"
         )
@@ -287,7 +305,7 @@ class RingService:
             memory.close()
             self._do(node, ring.unwanted())
         elif isinstance(message, m.RingMade):
-            node.made += 1
+            node.learn(message.took_s)
             node.ready[(message.stream, message.seq)] = memory
             self._do(node, ring.made(message.stream, message.seq, message.nbytes, message.position))
         else:

@@ -73,6 +73,13 @@ class Vault:
         steps = self._records.get(rank)
         return steps[max(steps)] if steps else None
 
+    def feeds(self, count: int) -> dict[int, list[Feeds]]:
+        """Where each rank stands by its newest records, `count` of them, the newest first."""
+        return {
+            rank: [steps[step].feeds for step in sorted(steps, reverse=True)[:count]]
+            for rank, steps in self._records.items()
+        }
+
     # ----------------------------------------------------------------------------------- tensors
 
     def allocate(self, shard: int, slot_nbytes: int, slots: int) -> Region:
