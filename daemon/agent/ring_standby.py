@@ -34,9 +34,13 @@ class RingFacts:
 
 @dataclass(frozen=True)
 class Stand:
-    """The node of a rank, and where the rank stands by its newest records, the newest first."""
+    """Where a rank stands by its newest records, the newest first, and its node.
 
-    node: int
+    That is None where the newest one is what this generation began with: what it names is kept, if it is
+    here, and not fetched, since the rank may be as new on its node.
+    """
+
+    node: int | None
     feeds: Sequence[Feeds]
 
 
@@ -182,9 +186,11 @@ def stream_of(feed: Feed) -> StreamKey:
 
 
 def _newest(stands: Iterable[Stand], named: set[Feed]) -> dict[StreamKey, tuple[Feed, int]]:
-    """Of each stream the batch that comes last, as the newest records have it, and a node that has it."""
+    """Of each stream the batch that comes last, as records of this generation have it, and who has it."""
     found: dict[StreamKey, tuple[Feed, int]] = {}
     for stand in stands:
+        if stand.node is None:
+            continue
         for feed in stand.feeds[0] if stand.feeds else ():
             former = found.get(stream_of(feed))
             if feed in named and (former is None or former[0].seq < feed.seq):

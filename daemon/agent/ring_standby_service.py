@@ -5,7 +5,7 @@ It runs beside what records and copies need: nothing waits for it, and its failu
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -78,13 +78,7 @@ class Standby:
         self._due = None
         if self._assignment is None or self._closed:
             return
-        places = self._assignment.places
-        stands = [
-            Stand(places[rank].node, feeds)
-            for rank, feeds in self._vault.feeds(RECORDS).items()
-            if rank < len(places) and places[rank].node in self._nodes and places[rank].node != self._me
-        ]
-        plan = self._standbys.update(stands, self._rings.facts)
+        plan = self._standbys.update(self._stands(self._assignment), self._rings.facts)
         self._let_go(plan.drop)
         for feed in plan.cancel:
             self._cancel(feed)
@@ -92,6 +86,13 @@ class Standby:
             self._tell_failed(feed, "it took longer than two commits")
         for feed, node in plan.fetch:
             self._tasks[feed] = asyncio.create_task(self._fetch(feed, self._nodes[node]))
+
+    def _stands(self, assignment: Assignment) -> Iterator[Stand]:
+        began = -1 if assignment.restore_step is None else assignment.restore_step
+        for rank, records in self._vault.feeds(RECORDS).items():
+            if rank < len(assignment.places) and (node := assignment.places[rank].node) != self._me:
+                there = records[0][0] > began and node in self._nodes
+                yield Stand(node if there else None, [feeds for _step, feeds in records])
 
     async def _fetch(self, feed: Feed, info: NodeInfo) -> None:
         try:

@@ -73,11 +73,12 @@ class Vault:
         steps = self._records.get(rank)
         return steps[max(steps)] if steps else None
 
-    def feeds(self, count: int) -> dict[int, list[Feeds]]:
-        """Where each rank stands by its newest records, `count` of them, the newest first."""
+    def feeds(self, count: int) -> dict[int, list[tuple[int, Feeds]]]:
+        """Of each rank's newest records, `count` of them, the newest first: step, and where it stands."""
         return {
-            rank: [steps[step].feeds for step in sorted(steps, reverse=True)[:count]]
+            rank: [(step, steps[step].feeds) for step in sorted(steps, reverse=True)[:count]]
             for rank, steps in self._records.items()
+            if steps
         }
 
     # ----------------------------------------------------------------------------------- tensors

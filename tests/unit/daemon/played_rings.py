@@ -6,10 +6,11 @@ import asyncio
 import mmap
 import os
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from msgspec import structs
 from vaults import DEADLINE_S, Node, Nodes, until
 
 from ckptless.daemon.agent.holders import Peer
@@ -104,9 +105,21 @@ class Process:
                 self._process.wait()
             asyncio.get_running_loop().call_soon(self.rings.hung_up, self.link)
 
-    def open(self, stream: int, seq: int, manifest: str = MANIFEST) -> None:
+    def open(
+        self,
+        stream: int,
+        seq: int,
+        manifest: str = MANIFEST,
+        reader: int = 0,
+        budget_nbytes: int = 1 << 30,
+    ) -> None:
         opening = m.RingOpen(
-            protocol=PROTOCOL, loader="train", manifest=manifest, reader=0, window=8, budget_nbytes=1 << 30
+            protocol=PROTOCOL,
+            loader="train",
+            manifest=manifest,
+            reader=reader,
+            window=8,
+            budget_nbytes=budget_nbytes,
         )
         self.says(opening)
         self.says(m.RingSeek(number=1, stream=stream, seq=seq, position=position(seq)))
@@ -116,7 +129,7 @@ class Rings:
     """What an agent has of rings."""
 
     def __init__(self, node: Node) -> None:
-        self.node = node
+        self.node, self.lost = node, False
         self.service = RingService(node.replicas.on_event)
         self.peers = RingPeers(node.number, node.vault, node.replicas, self.service, node.replicas.on_event)
         self.borrowing, self.foresight = self.peers.borrowing, self.peers.foresight
@@ -138,6 +151,12 @@ class Rings:
         await self.peers.close()
         await self.service.close()
 
+    async def lose(self) -> None:
+        """Its node is gone."""
+        self.lost = True
+        await self.close()
+        await self.node.close()
+
 
 @asynccontextmanager
 async def job(count: int) -> AsyncIterator[tuple[Nodes, list[Rings]]]:
@@ -148,16 +167,28 @@ async def job(count: int) -> AsyncIterator[tuple[Nodes, list[Rings]]]:
         follow(nodes, rings, 2)
         yield nodes, rings
         for one in rings:
-            await one.close()
+            if not one.lost:
+                await one.close()
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # noqa: PTH208
 
 
-def follow(nodes: Nodes, rings: list[Rings], generation: int) -> None:
-    assignment = nodes.assignment(range(len(nodes)), None, generation=generation)
+def follow(
+    nodes: Nodes,
+    rings: list[Rings],
+    generation: int,
+    places: Sequence[int] | None = None,
+    step: int | None = None,
+) -> None:
+    """The next generation, of rank r on node places[r] (r), from a step on; of nodes that are not lost."""
+    lost = [one.node.number for one in rings if one.lost]
+    chosen = range(len(nodes)) if places is None else places
+    assignment = nodes.assignment(chosen, step, generation=generation, away=lost)
     nodes.follow(assignment)
     for one in rings:
-        asyncio.get_running_loop().create_task(one.node.replicas.serving.follow(generation))
-        one.peers.follow(assignment)
+        if not one.lost:
+            asyncio.get_running_loop().create_task(one.node.replicas.serving.follow(generation))
+            one.node.vault.drop_after(step)
+            one.peers.follow(assignment)
 
 
 def run(play: Any) -> None:
@@ -170,12 +201,13 @@ def expect(rank: Process, seqs: range) -> None:
         assert rank.got[seq] == entry_of(LOST, seq)
 
 
-async def put_record(nodes: Nodes, step: int, seq: int) -> Peer:
-    """Node 2 gives node 0 its rank's record of a step."""
-    link = await nodes[2].replicas.dial(nodes[0].info)
+async def put_record(nodes: Nodes, step: int, seq: int, rank: int = 2, stream: int = LOST) -> Peer:
+    """Of a rank, on the node of that number, the record of a step, to node 0."""
+    link = await nodes[rank].replicas.dial(nodes[0].info)
+    where = structs.replace(feed(seq), stream=stream)
     record = p.PutRecord(
-        generation=2, rank=2, shard=2, step=step, record=b"r", digest=digest(b"r"), feeds=(feed(seq),)
+        generation=2, rank=rank, shard=rank, step=step, record=b"r", digest=digest(b"r"), feeds=(where,)
     )
     link.send(record)
-    assert await link.receive() == p.Held(generation=2, rank=2, step=step)
+    assert await link.receive() == p.Held(generation=2, rank=rank, step=step)
     return link
