@@ -48,7 +48,7 @@ class Stand:
 class Plan:
     """What to let go of, what to fetch no further, and what from which node.
 
-    `late`: of those that are fetched no further whose failing is to be told.
+    `late`: those that are fetched no further whose streams are given up with that.
     """
 
     drop: tuple[Feed, ...] = ()
@@ -160,16 +160,18 @@ class Standbys:
         return True
 
     def failed(self, feed: Feed) -> bool:
-        """It did not come. Whether that is told: of each stream once in a generation."""
+        """It did not come. Whether its stream is given up with that, until the next generation.
+
+        One alone is nothing to tell: a loader may just have been closed there, or the node lost.
+        """
         stream = stream_of(feed)
         coming = self._coming.get(stream)
         if coming is None or coming.feed != feed:
             return False
         del self._coming[stream]
-        first = stream not in self._past
         past = self._past.setdefault(stream, _Past(feed))
         past.newest, past.in_a_row = feed, past.in_a_row + 1
-        return first
+        return past.in_a_row == FAILURES
 
     def run_from(self, feed: Feed) -> list[Feed]:
         """What is kept of the batches from this one on, without a gap."""

@@ -4,6 +4,7 @@ It runs beside what records and copies need: nothing waits for it, and its failu
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -11,12 +12,14 @@ from typing import NamedTuple, Protocol
 
 from ckptless.daemon.agent.holders import Dial
 from ckptless.daemon.agent.ring_receiving import Borrowed, named, receive_batch
-from ckptless.daemon.agent.ring_standby import RECORDS, WORTH_S, RingFacts, Stand, Standbys
+from ckptless.daemon.agent.ring_standby import FAILURES, RECORDS, WORTH_S, RingFacts, Stand, Standbys
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api.errors import CkptlessError, PeerError
 from ckptless.daemon.api.feed import Feed, next_feed
 from ckptless.daemon.api.messages import Assignment, NodeInfo
 from ckptless.daemon.peers import messages as p
+
+logger = logging.getLogger(__name__)
 
 
 class Rings(Protocol):
@@ -83,7 +86,7 @@ class Standby:
         for feed in plan.cancel:
             self._cancel(feed)
         for feed in plan.late:
-            self._tell_failed(feed, "it took longer than two commits")
+            self._tell_failed(feed, "one takes longer than two commits")
         for feed, node in plan.fetch:
             self._tasks[feed] = asyncio.create_task(self._fetch(feed, self._nodes[node]))
 
@@ -107,8 +110,10 @@ class Standby:
             else:
                 one.memory.close()
         except (OSError, TimeoutError, CkptlessError) as error:
+            why = str(error) or type(error).__name__
+            logger.debug("%s: batch %d of %s: %s", named(feed), feed.seq, info.name, why)
             if self._standbys.failed(feed):
-                self._tell_failed(feed, f"{info.name}: {str(error) or type(error).__name__}")
+                self._tell_failed(feed, f"{info.name}: {why}")
         finally:
             if self._tasks.get(feed) is asyncio.current_task():
                 del self._tasks[feed]
@@ -129,7 +134,9 @@ class Standby:
         self._let_go(drop)
 
     def _tell_failed(self, feed: Feed, why: str) -> None:
-        text = f"{named(feed)}: batch {feed.seq} is not kept here in case its node is lost: {why}"
+        text = (
+            f"{named(feed)}: no batches are kept here in case their node is lost: {why}, {FAILURES} in a row"
+        )
         self._tell("ring-not-kept", text)
 
     def _let_go(self, feeds: tuple[Feed, ...]) -> None:

@@ -53,7 +53,6 @@ class World:
         self.ring = True
         self.kept: dict[Feed, tuple[Batch, int]] = {}
         self.coming: dict[Feed, int] = {}
-        self.told: set[tuple[str, str, int]] = set()
         self.failures: dict[tuple[str, str, int], int] = {}
         self.fetched = self.given = 0
 
@@ -84,10 +83,11 @@ class World:
     def do(self, plan: Plan) -> None:
         for feed in plan.drop:
             del self.kept[feed]
+        newest = {feed.stream for stand in self.stands() if stand.node for feed in stand.feeds[0]}
         for feed in plan.cancel:
             del self.coming[feed]
-        for feed in plan.late:
-            self.tell(feed)
+            if self.facts(feed) and feed.stream in newest:
+                self.failed(feed, feed in plan.late)
         for feed, node in plan.fetch:
             assert node != ME
             assert feed not in self.kept
@@ -98,11 +98,6 @@ class World:
             assert step > self.began
             self.coming[feed] = 0
             self.fetched += 1
-
-    def tell(self, feed: Feed) -> None:
-        key = (*ring_of(feed), feed.stream)
-        assert key not in self.told, "told twice in a generation"
-        self.told.add(key)
 
     def check(self) -> None:
         streams = [(ring_of(feed), feed.stream) for feed in self.coming]
@@ -159,13 +154,14 @@ class World:
             return
         feed = sorted(self.coming, key=repr)[which % len(self.coming)]
         del self.coming[feed]
-        if self.standbys.failed(feed):
-            self.tell(feed)
-        key = (*ring_of(feed), feed.stream)
-        assert key in self.told
-        self.failures[key] = self.failures.get(key, 0) + 1
-        assert self.failures[key] <= FAILURES
+        self.failed(feed, self.standbys.failed(feed))
         self.update()
+
+    def failed(self, feed: Feed, told: bool) -> None:
+        key = (*ring_of(feed), feed.stream)
+        self.failures[key] = self.failures.get(key, 0) + 1
+        assert told == (self.failures[key] == FAILURES)
+        assert self.failures[key] <= FAILURES
 
     def recover(self, back: int, moved: int) -> None:
         """A new generation, from one of the last records; a rank moves, and ranks go on another way."""
@@ -179,7 +175,6 @@ class World:
         self.places[moved] = (self.places[moved] + 1) % NODES
         stale = list(self.coming)
         self.coming.clear()
-        self.told.clear()
         self.failures.clear()
         self.standbys.anew()
         for feed in stale:
