@@ -134,10 +134,8 @@ class Standby:
         self._let_go(drop)
 
     def _tell_failed(self, feed: Feed, why: str) -> None:
-        text = (
-            f"{named(feed)}: no batches are kept here in case their node is lost: {why}, {FAILURES} in a row"
-        )
-        self._tell("ring-not-kept", text)
+        text = f"no batches are kept here in case their node is lost: {why}, {FAILURES} in a row"
+        self._tell("ring-not-kept", f"{named(feed)}: {text}")
 
     def _let_go(self, feeds: tuple[Feed, ...]) -> None:
         for feed in feeds:
@@ -165,13 +163,12 @@ class Standby:
             try:
                 fds.append((one.seq, os.dup(self._kept[one].memory.fd)))
             except OSError:
-                # None are left: the ring will say so, or makes it again.
+                # No descriptor is left: the ring makes it again, or says so.
                 break
             behind = next_feed(one, self._kept[one].after)
         if fds:
-            self._tell(
-                "ring-standby", f"{named(feed)}: {len(fds)} batches, from {feed.seq} on, were kept here"
-            )
+            text = f"{len(fds)} batches, from {feed.seq} on, were kept here"
+            self._tell("ring-standby", f"{named(feed)}: {text}")
         return Taken(fds, behind)
 
     async def close(self) -> None:

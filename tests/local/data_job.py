@@ -2,8 +2,9 @@
 trains on.
 
 With "faulty" the cache is encrypted, where that can be, rank 1 is killed after step 7, rank 0 raises after
-step 13, and after step 19 the agent of rank 2, and with it all of its node, is killed. With "slow" a sample takes time, and
-a step more, so that batches are ahead; and the node alone is lost, once another one keeps that step's batch.
+step 13, and after step 19 the agent of rank 2, and with it all of its node, is killed. With "slow" a sample
+takes time, and a step more, so that batches are ahead; and the node alone is lost, once another one keeps
+that step's batch.
 """
 
 import contextlib

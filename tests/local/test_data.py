@@ -59,8 +59,6 @@ def trained(home: Path, *faulty: str) -> Seen:
             assert {f.kind for f in ledger.faults} >= {"died", "raised", "node-lost"}
             # The spare did not have to wait for what it makes itself.
             assert told["ring-borrowed"]
-            # Nor was anything kept for it: these batches are made quickly.
-            assert not told["ring-standby"]
             # The heir of the dead rank went on with what had been made for that. Others, too, if a fault met
             # them while they waited for a batch.
             heir = "reader 1 goes on with batch 7 of stream 1: "
