@@ -22,7 +22,9 @@ class Copying:
         """Copy all tensors, or begin to. As `Versions.write`."""
         if tensors is not self._known:
             self._known = tensors
-            if any(tensor.is_cuda for _name, tensor in tensors.named()):
+            # One for the life of the process: it is what has pinned the memory, and knows that it is.
+            on_device = any(tensor.is_cuda for _name, tensor in tensors.named())
+            if on_device and not isinstance(self._versions.device, DeviceCopies):
                 self._versions.device = DeviceCopies()
         write = self._versions.begin if self._policy.overlaps else self._versions.write
         written = write(tensors, step, generation, shard, rank)

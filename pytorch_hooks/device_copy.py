@@ -1,6 +1,7 @@
-"""Copies from a CUDA device, on a stream beside the training's; made by `overlap="on"` only.
+"""Copies from a CUDA device into pinned memory; with `overlap="on"` on a stream beside the training's.
 
-So far this has not run on a device: `make test-gpu` compares it with copies in order, bit for bit.
+So far this has run over simulated streams only, in any order that CUDA allows (tests/unit/pytorch_hooks);
+`make test-gpu` compares it on a device with copies in order, bit for bit.
 """
 
 import logging

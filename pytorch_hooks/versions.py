@@ -129,8 +129,6 @@ class Versions:
         """As `write`; but what only an update changes is copied while the training goes on, up to `fence`."""
         written = self._place(tensors, step, generation, shard, rank)
         now, later = tensors.copies(written.payload)
-        assert self._mapped is not None
-        self.device.hold(self._mapped.bytes)
         self._coming = Overlapped(self.device.begin(now, later), Guard(later))
         return replace(written, coming=self._coming)
 
@@ -162,6 +160,7 @@ class Versions:
         mapped = self._mapped
         if mapped is None or mapped.slot_nbytes < nbytes:
             mapped = self._allocate(generation, tensors, nbytes)
+        self.device.hold(mapped.bytes)
         index = mapped.last_slot = (mapped.last_slot + 1) % SLOTS
         slot = mapped.slot(index)[:nbytes]
         # What lay there is no version from here on, whatever becomes of this process.

@@ -1,17 +1,20 @@
 """Measures what committing and replicating every step costs: `bench_step.py [--times 20 100] [--spare]`.
 
-An FSDP2 model on two nodes of local mode, each of which holds the other's shard, in one run for each of the
-`--times`: its step takes so many times as long as one memcpy of a rank's state, by more or less of the same
-computation for one update. Steps with a commit and without take turns, some in a row, and every other row of
-commits is copied beside the training (`overlap`); the first step in a row pays for what the row before has
-left to do, and does not count. Neighbouring rows are compared, and the median over all these pairs is told
-for either kind, with its quartiles. So is the CPU time of a rank and its agent: what is
-more of it with a commit, by what a rank takes without. Other load on the machine changes that by less.
+An FSDP2 model on two nodes of local mode, each of which holds the other's shard, in one run for each of
+the `--times`: its step takes so many times as long as one memcpy of a rank's state, by more or less of
+the same computation for one update. Steps with a commit and without take turns, some in a row, and every
+other row of commits is copied beside the training (`overlap`). In some rows no step is committed, and for
+each rank a process on the last core moves the same bytes instead, with nothing of ours
+(`bare_traffic.py`): what the step loses by that it loses on this machine to whoever protects it. The
+first step in a row pays for what the row before has left to do, and does not count. Neighbouring rows are
+compared, and the median over all these pairs is told for each kind, with its quartiles. So is the CPU
+time of a rank and its agent: what is more of it with a commit, by what a rank takes without. Other load
+on the machine changes that by less.
 
-Where training takes all cores that there are, as here with two ranks on two cores, it is not only the copy
-that holds it up: digests, sockets and verification take their time from it, too. On a machine with cores to
-spare they do not: with `--spare` the ranks keep to the first core, and the others are free. How long commit()
-itself holds up a rank is told, too: that is the copy, and the wait for the one before.
+Where training takes all cores that there are, as here with two ranks on two cores, it is not only the
+copy that holds it up: digests, sockets and verification take their time from it, too. On a machine with
+cores to spare they do not: with `--spare` the ranks keep to the first core, and the others are free. How
+long commit() itself holds up a rank is told, too: that is the copy, and the wait for the one before.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ WIDTH, LAYERS = 1024, 4
 RANKS = 2
 IN_A_ROW = 4
 DEADLINE_S = 900
-# What a row of steps does: no commit; commits copied in order; and beside the next step.
-NONE, IN_ORDER, BESIDE = "none", "in order", "beside"
-KINDS = (IN_ORDER, BESIDE)
-TURNS = (IN_ORDER, NONE, BESIDE, NONE)
+# What a row of steps does: no commit; commits copied in order; beside the next step; and the bare bytes.
+NONE, IN_ORDER, BESIDE, BARE = "none", "in order", "beside", "bare"
+KINDS = (IN_ORDER, BESIDE, BARE)
+TURNS = (IN_ORDER, NONE, BESIDE, NONE, BARE, NONE)
 
 
 # ----------------------------------------------------------------------------------- what is trained
@@ -58,6 +61,8 @@ def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
 
     def train(run: Any) -> None:
         state = run.keep(lambda: build(run))
+        nbytes = 3 * 4 * WIDTH * WIDTH * LAYERS // run.world_size
+        traffic = bare_traffic(nbytes)
         batch = torch.randn(32, WIDTH)
         held_up_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
         fenced_s: list[float] = []
@@ -79,10 +84,13 @@ def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
         def timed(repeats: int, kind: str) -> float:
             start = time.perf_counter()
             step(repeats)
-            if kind != NONE:
-                stepped = time.perf_counter()
+            stepped = time.perf_counter()
+            if kind == BARE:
+                os.write(traffic.stdin.fileno(), b"m")
+            elif kind != NONE:
                 run._copying._policy.wanted = "on" if kind == BESIDE else "off"
                 run.commit()
+            if kind != NONE:
                 held_up_s[kind].append(time.perf_counter() - stepped)
             return time.perf_counter() - start
 
@@ -94,7 +102,6 @@ def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
             # The threads that copy and digest are there by now, and stay free to go where there is room.
             torch.set_num_threads(1)
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        nbytes = 3 * 4 * WIDTH * WIDTH * LAYERS // run.world_size
         copy_s = memcpy_s(nbytes)
         # The same on all ranks, as collectives are in it.
         few, many = (min(timed(n, NONE) for _ in range(3)) for n in (2, 6))
@@ -108,6 +115,7 @@ def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
             before = cpu_s()
             took = [timed(repeats, kind) for _ in range(IN_A_ROW - 1)]
             found.append((kind, took, cpu_s() - before))
+        traffic.communicate(timeout=DEADLINE_S)
         if run.rank == 0:
             told = {"nbytes": nbytes, "memcpy_s": copy_s, "rows": found[len(TURNS) :]}
             told["waited_s"] = run.waited_s
@@ -115,6 +123,15 @@ def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
             # Where nothing is copied beside, there is no wait worth the name.
             told["fence_s"] = statistics.median(sorted(fenced_s)[-len(held_up_s[BESIDE]) :])
             out.write_text(json.dumps(told))
+
+    def bare_traffic(nbytes: int) -> Any:
+        script = Path(__file__).with_name("bare_traffic.py")
+        made = subprocess.Popen(
+            [sys.executable, str(script), str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert made.stdout is not None
+        assert made.stdout.readline() == b"ready\n"
+        return made
 
     def cpu_s() -> float:
         """Of this rank, and of its agent, which is its parent."""
@@ -208,8 +225,9 @@ def main() -> None:
         )
         for kind, costs in one["commits"].items():
             low, _, high = costs["quartiles"]
+            what = "the bare bytes" if kind == BARE else f"commits copied {kind}"
             sys.stdout.write(
-                f"  commits copied {kind}: step {100 * costs['overhead']:+.1f} % "
+                f"  {what}: step {100 * costs['overhead']:+.1f} % "
                 f"({100 * low:+.1f} to {100 * high:+.1f}), {costs['pairs']} pairs; in commit() "
                 f"{costs['commit_ms']:.1f} ms = {costs['commit_ms'] / one['memcpy_ms']:.2f} x memcpy; "
                 f"CPU time {100 * costs['cpu_overhead']:+.1f} %\n"
