@@ -136,11 +136,15 @@ def test_a_recovery_to_the_record_before_the_newest() -> None:
     async def play() -> None:
         async with job(3) as (nodes, (old, new, lost)):
             here, _there = await slow_rank(old, 0), await slow_rank(lost, LOST)
+            links = []
             for step, seq in ((6, 2), (7, 3), (8, 4)):
-                await commit(nodes, step, seq)
+                # While it lasts nothing is begun for the loss of that node.
+                links.append(await put_record(nodes, step, seq))
                 await until_kept(old, seq)
             assert kept(old) == [(LOST, 3), (LOST, 4)]
             make_no_more(here)
+            for link in links:
+                link.close()
             await lost.lose()
             follow(nodes, [old, new, lost], 3, (0, 1, 1), step=7)
             new.borrowing.want(2, [feed(3)])
