@@ -8,10 +8,11 @@ each other in collectives, and one that got nothing for want of room would hold 
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from ckptless.daemon.agent.ring_actions import Action, Free, Give, GiveEnd, GiveUp, Grant, Make, Tell
-from ckptless.daemon.agent.ring_state import Job, Mark, Stream
+from ckptless.daemon.agent.ring_marks import Mark, Stream
 from ckptless.daemon.api.ring import AHEAD
 
 # Batches that a producer has been asked for and has not made yet: it need not wait between two.
@@ -24,6 +25,14 @@ OTHERS_FOLLOW = (
 )
 
 
+@dataclass
+class _Job:
+    """A batch that the producer has been asked for; nobody wants it any more if it is `stale`."""
+
+    make: Make
+    stale: bool = False
+
+
 class Ring:
     """One loader's batches on one node. Every method but the properties returns what is to be done."""
 
@@ -33,7 +42,7 @@ class Ring:
         self._marks: dict[int, Mark] = {}
         self._open: set[int] = set()
         self._late: set[int] = set()
-        self._jobs: list[Job] = []
+        self._jobs: list[_Job] = []
         self._lease = 0
         self._granted: int | None = None
         self._up = False
@@ -48,6 +57,16 @@ class Ring:
     def used_nbytes(self) -> int:
         """Bytes of all batches that are there."""
         return sum(sum(stream.ready.values()) for stream in self._streams.values())
+
+    @property
+    def streams(self) -> Mapping[int, Stream]:
+        """All that any reader takes."""
+        return self._streams
+
+    @property
+    def marks(self) -> Mapping[int, Mark]:
+        """Where each reader stands, the dead ones included."""
+        return self._marks
 
     @property
     def idle(self) -> bool:
@@ -251,7 +270,7 @@ class Ring:
     def _decide(self) -> list[Action]:
         out = [*self._free(), *self._give(), *self._grant()]
         while self._up and len(self._jobs) < JOBS and (job := self._next_job(out)) is not None:
-            self._jobs.append(Job(job))
+            self._jobs.append(_Job(job))
             out.append(job)
         return out
 

@@ -28,11 +28,13 @@ def limited(window: int, budget_nbytes: int, site: DataConfig, free: Free | None
     """The smallest of what the loader asks for, the site allows, and the memory has room for."""
     reasons = []
     if site.prefetch is not None and site.prefetch < window:
-        reasons.append(f"{site.prefetch} batches are made ahead, not {window}: data.prefetch of the site")
+        reasons.append(
+            f"{site.prefetch} batches are made ahead, not {window}: data.prefetch or --data-prefetch"
+        )
         window = site.prefetch
     wanted, why = budget_nbytes, ""
     if site.budget_nbytes is not None and site.budget_nbytes < budget_nbytes:
-        budget_nbytes, why = site.budget_nbytes, "data.budget of the site"
+        budget_nbytes, why = site.budget_nbytes, "data.budget or --data-budget"
     if free is not None and free.nbytes // PARTS < budget_nbytes:
         budget_nbytes = max(1, free.nbytes // PARTS)
         why = f"{free.whose} has {free.nbytes} bytes left, and the ranks need some, too"

@@ -20,7 +20,7 @@ class RingPeers:
         self, me: int, vault: Vault, replicas: Replicas, rings: RingService, tell: Callable[[str, str], None]
     ) -> None:
         self._assignment: Assignment | None = None
-        self.standby = Standby(me, replicas.dial, rings, vault, tell)
+        self.standby = Standby(me, replicas.dial, rings.nodes, vault, tell)
         self.borrowing = Borrowing(me, replicas.dial, rings, tell)
         self.foresight = Foresight(vault, rings, self.standby.behind, lambda: self._assignment)
         rings.on_dropped = self.standby.changed

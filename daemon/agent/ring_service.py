@@ -13,13 +13,14 @@ from ckptless.daemon.agent.ring_borrowing import Lent
 from ckptless.daemon.agent.ring_lending import FIRST_GUEST, Guest
 from ckptless.daemon.agent.ring_limits import free_memory, limited
 from ckptless.daemon.agent.ring_memory import EntryMemory
-from ckptless.daemon.agent.ring_node import RingNode, RingProducer, RingReader, kill
+from ckptless.daemon.agent.ring_node import RingNode, RingNodes, RingProducer, RingReader, kill
 from ckptless.daemon.agent.ring_receiving import Borrowed
-from ckptless.daemon.agent.ring_standby import PARTS, RingFacts
+from ckptless.daemon.agent.ring_state import ring_state, rings_told
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.feed import Feed
+from ckptless.daemon.api.model import RingState
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,18 @@ LEASE_S = 30.0
 
 
 class RingService:
-    """Owned by the agent's event loop. `on_event(kind, text)` hears of what went wrong, or is not used."""
+    """Owned by the event loop. `on_event(kind, text)`: what went wrong; `on_news()`: `told` may be new."""
 
     def __init__(
-        self, on_event: Callable[[str, str], None], lease_s: float = LEASE_S, limits: DataConfig | None = None
+        self,
+        on_event: Callable[[str, str], None],
+        lease_s: float = LEASE_S,
+        limits: DataConfig | None = None,
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_event, self._lease_s = on_event, lease_s
+        self._on_event, self._lease_s, self._on_news = on_event, lease_s, on_news
         self._limits = limits or DataConfig()
-        self._rings: dict[tuple[str, str], RingNode] = {}
+        self.nodes = self._rings = RingNodes()
         self._readers: dict[RankLink, tuple[RingNode, int]] = {}
         self._producers: dict[RankLink, RingNode] = {}
         self._leases = 0
@@ -43,10 +48,16 @@ class RingService:
         self._leased: dict[int, tuple[RingNode, int]] = {}
         self._looking: set[asyncio.Task[None]] = set()
         self._guests = FIRST_GUEST
+        # Of each loader the last ring that was closed, as it was then.
+        self._closed: dict[str, RingState] = {}
         # What has come from other nodes before anybody here has asked for it.
         self.lent = Lent()
         # A ring is closed.
         self.on_dropped: Callable[[], None] = lambda: None
+
+    def told(self) -> tuple[RingState, ...]:
+        """See rings_told."""
+        return rings_told(self._rings.values(), self._closed.values())
 
     # ------------------------------------------------------------------------------------- hear
 
@@ -100,11 +111,7 @@ class RingService:
 
     def invite(self, feed: Feed, count: int) -> Guest:
         """Another node is to have so many batches from here; close it. Raises PeerError: why not."""
-        node = self._rings.get((feed.loader, feed.manifest))
-        if node is None:
-            others = [manifest[:8] for loader, manifest in self._rings if loader == feed.loader]
-            there = f" but {', '.join(others)}" if others else ""
-            raise PeerError(f"it has no ring of {feed.loader!r}, manifest {feed.manifest[:8]},{there}")
+        node = self._rings.of(feed)
         if not node.ring.may_visit(feed.stream, feed.seq, feed.position):
             raise PeerError(f"stream {feed.stream} of {feed.loader!r} stands elsewhere there")
         self._guests += 1
@@ -122,18 +129,6 @@ class RingService:
         self._do(node, node.ring.seek(number, feed.stream, feed.seq, feed.position, feed.seq + count))
         return guest
 
-    @property
-    def slowest_s(self) -> float:
-        """In how many seconds a batch of the slowest ring is made."""
-        return max((node.takes_s for node in self._rings.values()), default=0.0)
-
-    def facts(self, feed: Feed) -> RingFacts | None:
-        """Of a ring that makes such batches, for other nodes only; else None."""
-        node = self._rings.get((feed.loader, feed.manifest))
-        if node is None or node.ring.serves(feed.stream):
-            return None
-        return RingFacts(node.takes_s, node.budget_nbytes // PARTS)
-
     def needs(self, feed: Feed) -> bool:
         """Whether batches from there on would be made here from nothing."""
         node = self._rings.get((feed.loader, feed.manifest))
@@ -149,6 +144,7 @@ class RingService:
             one.memory.close()
             return False
         node.ready[(one.stream, one.seq)] = one.memory
+        node.borrowed += 1
         self._do(node, actions)
         return True
 
@@ -169,8 +165,7 @@ class RingService:
             for why in found.reasons:
                 self._on_event("ring-limited", f"loader {message.loader!r}: {why}")
             ring = Ring(found.window, found.budget_nbytes)
-            node = RingNode(message.loader, message.manifest, ring, found.budget_nbytes)
-            self._rings[key] = node
+            node = self._rings[key] = RingNode(message.loader, message.manifest, ring, found)
         if (former := node.readers.get(message.reader)) is not None:
             former.link.close()
         node.readers[message.reader] = RingReader(link)
@@ -190,15 +185,17 @@ class RingService:
 
     def _hear_reader(self, link: RankLink, message: m.RingSeek | m.RingTook | m.RingDone) -> None:
         node, reader = self._readers[link]
-        known = node.readers[reader]
+        known, now_s = node.readers[reader], asyncio.get_running_loop().time()
         match message:
             case m.RingSeek():
                 known.number = message.number
+                node.waits[reader].begin(now_s, message.stream)
                 self._do(node, node.ring.seek(reader, message.stream, message.seq, message.position))
                 for one in self.lent.take((node.loader, node.manifest), message.stream):
                     self.borrowed(one)
             case m.RingTook():
                 if message.number == known.number:
+                    node.waits[reader].add(now_s, message.count, message.waits, message.waited_s)
                     self._do(node, node.ring.took(reader, message.seq, message.done))
             case m.RingDone():
                 del self._readers[link]
@@ -210,6 +207,7 @@ class RingService:
                 self._drop_if_idle(node)
                 # It waits for that: else something sent to it meanwhile could fail, and its word not be read.
                 link.close()
+        self._on_news()
 
     def _drop_if_idle(self, node: RingNode) -> None:
         if node.ring.idle:
@@ -218,6 +216,7 @@ class RingService:
     def _drop(self, node: RingNode) -> None:
         node.dropped = True
         node.todo.clear()
+        self._closed[node.loader] = ring_state(node, closed=True)
         if self._rings.get((node.loader, node.manifest)) is node:
             del self._rings[(node.loader, node.manifest)]
         if node.timer is not None:
@@ -347,6 +346,7 @@ class RingService:
 
     def _give(self, node: RingNode, action: r.Give | r.GiveEnd | r.GiveUp) -> None:
         if (guest := node.guests.get(action.reader)) is not None:
+            node.lent += isinstance(action, r.Give)
             guest.hear(action, node.ready)
             return
         reader = node.readers.get(action.reader)

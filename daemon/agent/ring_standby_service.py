@@ -27,10 +27,10 @@ class Rings(Protocol):
 
     @property
     def slowest_s(self) -> float:
-        """See RingService."""
+        """See RingNodes."""
 
     def facts(self, feed: Feed) -> RingFacts | None:
-        """See RingService."""
+        """See RingNodes."""
 
 
 class Taken(NamedTuple):

@@ -1,41 +1,58 @@
-"""What a ring knows of its readers, its streams, and what it has asked for."""
+"""What is told of a ring to people: what lies there, and how long its readers have waited for batches."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 
-from ckptless.daemon.agent.ring_actions import Make
+from ckptless.daemon.agent.ring_node import RingNode
+from ckptless.daemon.api.model import ReaderState, RingState, StreamState
 
-
-@dataclass
-class Mark:
-    """A reader takes `next` next, never goes back before `done`, and was sent what is before `sent`."""
-
-    stream: int
-    next: int
-    done: int
-    sent: int
-    alive: bool = True
-    # Whether it knows already why there is nothing behind `sent`.
-    told: bool = False
-    # It was sent what came of another position, and gets nothing that does not follow from that.
-    held: bool = False
-    # It wants no batch from this one on: another node's, that has begun to make its own.
-    until: int | None = None
+# A report has to stay small, whatever a script does.
+MOST_TOLD = 32
 
 
-@dataclass
-class Stream:
-    """`positions` are those before each batch; `history` is a new number where another one is begun."""
-
-    history: int
-    ready: dict[int, int] = field(default_factory=dict)
-    positions: dict[int, bytes] = field(default_factory=dict)
-    end: int | None = None
-    failed: tuple[int, str] | None = None
+def rings_told(nodes: Iterable[RingNode], closed: Iterable[RingState]) -> tuple[RingState, ...]:
+    """All rings, for people; of a loader without one that which it had last. So many at most."""
+    there = [ring_state(node) for node in nodes]
+    names = {ring.loader for ring in there}
+    return (*there, *(ring for ring in closed if ring.loader not in names))[:MOST_TOLD]
 
 
-@dataclass
-class Job:
-    """A batch that the producer has been asked for; nobody wants it any more if it is `stale`."""
+def ring_state(node: RingNode, *, closed: bool = False) -> RingState:
+    """A ring as it is now, or was when it was closed."""
+    return RingState(
+        loader=node.loader,
+        manifest=node.manifest,
+        nbytes=0 if closed else node.ring.used_nbytes,
+        budget_nbytes=node.limits.budget_nbytes,
+        prefetch=node.limits.window,
+        made=node.made,
+        given=node.given,
+        lent=node.lent,
+        borrowed=node.borrowed,
+        guests=0 if closed else len(node.guests),
+        streams=() if closed else tuple(_streams(node)),
+        readers=tuple(_readers(node)),
+        producer=None if closed or node.producer is None else node.producer.link.pid,
+        closed=closed,
+    )
 
-    make: Make
-    stale: bool = False
+
+def _streams(node: RingNode) -> Iterator[StreamState]:
+    for number, stream in sorted(node.ring.streams.items()):
+        marks = [mark for mark in node.ring.marks.values() if mark.stream == number and mark.alive]
+        first = min((mark.next for mark in marks), default=0)
+        ahead = sum(seq >= first for seq in stream.ready) if marks else 0
+        yield StreamState(stream=number, ready=len(stream.ready), ahead=ahead)
+
+
+def _readers(node: RingNode) -> Iterator[ReaderState]:
+    for slot, waits in sorted(node.waits.items()):
+        mark = node.ring.marks.get(slot)
+        yield ReaderState(
+            slot=slot,
+            stream=waits.stream,
+            taken=waits.taken,
+            waits=waits.waits,
+            waited_s=waits.waited_s,
+            share=waits.share,
+            starved=mark is not None and mark.alive and mark.sent <= mark.next,
+        )

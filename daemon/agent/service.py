@@ -70,7 +70,7 @@ class Agent:
         self._seats = Seats(config.node, self._crew, self._state)
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
-        self._rings = RingService(self._ring_event, limits=config.data)
+        self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
         self._ring_peers = RingPeers(config.node, self._vault, self._replicas, self._rings, self._ring_event)
         self._store = StoreService(config.node, self._replicas.stores, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
@@ -216,7 +216,7 @@ class Agent:
             assigned=self._assignment.generation if self._assignment is not None else None,
             frozen=self._frozen,
             holdings=self._twins.holdings() if self._frozen is not None else None,
-            copies=self._vault.copies(),
+            copies=replace(self._vault.copies(), rings=self._rings.told()),
             daemon_pid=self._daemon.daemon_pid,
             doubts=self._twins.check.doubts,
             nccl_unknown=self._nccl.unknown,

@@ -180,15 +180,64 @@ class Brought(Value, frozen=True, kw_only=True):
     holdings: Holdings
 
 
+class StreamState(Value, frozen=True, kw_only=True):
+    """Batches of one replica on a node: how many lie there, and how many of these nobody has taken yet."""
+
+    stream: int
+    ready: int
+    ahead: int
+
+
+class ReaderState(Value, frozen=True, kw_only=True):
+    """A process that takes batches: its slot, and how many it has taken.
+
+    It waited `waits` times for one, `waited_s` in all; `share` is that of the time lately, None where that is
+    not known yet. `starved`: it has taken all that it was sent.
+    """
+
+    slot: int
+    stream: int
+    taken: int
+    waits: int
+    waited_s: float
+    share: float | None = None
+    starved: bool = False
+
+
+class RingState(Value, frozen=True, kw_only=True):
+    """The batches of one loader on a node, for people. Counts are those since the ring was opened.
+
+    `producer` is the process that makes them. `lent` went to other nodes, of which `guests` take some now,
+    and `borrowed` came from some.
+    """
+
+    loader: str
+    manifest: str
+    nbytes: int
+    budget_nbytes: int
+    prefetch: int
+    made: int
+    given: int
+    lent: int
+    borrowed: int
+    guests: int
+    streams: tuple[StreamState, ...]
+    readers: tuple[ReaderState, ...]
+    producer: int | None = None
+    closed: bool = False
+
+
 class Copies(Value, frozen=True, kw_only=True):
     """What an agent holds now: (shard, steps, bytes) of tensors, and (rank, shard, steps, bytes) of records.
 
-    Bytes are those of all these steps; `nbytes` is the memory that is taken for them, used or not.
+    Bytes are those of all these steps; `nbytes` is the memory that is taken for them, used or not. `rings`:
+    training data, for which there is other memory.
     """
 
     tensors: tuple[tuple[int, tuple[int, ...], int], ...]
     records: tuple[tuple[int, int, tuple[int, ...], int], ...]
     nbytes: int
+    rings: tuple[RingState, ...] = ()
 
 
 class Tries(Value, frozen=True, kw_only=True):

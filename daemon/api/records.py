@@ -9,6 +9,8 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from ckptless.daemon.api.model import RingState
+
 JobState: TypeAlias = Literal["starting", "running", "recovering", "done", "failed", "stopped"]
 NodeState: TypeAlias = Literal["up", "daemon-away", "lost"]
 Level: TypeAlias = Literal["info", "warning", "error"]
@@ -80,6 +82,7 @@ class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unk
 
     `tensors` are (shard, steps, bytes), `records` are (rank, shard, steps, bytes), where bytes are those of
     all these steps; `nbytes` is the memory taken for them. `updated_s`: when the agent told it.
+    `rings`: what it has of training data, for which there is other memory.
     """
 
     job: str
@@ -89,6 +92,7 @@ class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unk
     nbytes: int
     seq: int
     updated_s: float
+    rings: tuple[RingState, ...] = ()
 
 
 class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ AHEAD = 8
 # Streams whose numbers differ by a multiple of this are one replica's, of one epoch after the other.
 STREAMS = 1 << 20
 TEXT_LIMIT = 64 << 10
+WAITED_LIMIT_S = 1e9
 
 Seq: TypeAlias = Annotated[int, Meta(ge=0, lt=SEQ_LIMIT)]
 Position: TypeAlias = Annotated[bytes, Meta(max_length=POSITION_LIMIT)]
@@ -55,11 +56,17 @@ class RingSeek(Message, frozen=True, kw_only=True):
 
 
 class RingTook(Message, frozen=True, kw_only=True):
-    """I have taken batch `seq`; no recovery will ask me for any before number `done`."""
+    """I have taken batch `seq`; no recovery will ask me for any before number `done`.
+
+    Since I told last I have taken `count`, and waited `waits` times for one, `waited_s` seconds in all.
+    """
 
     number: Seq
     seq: Seq
     done: Seq
+    count: Seq = 0
+    waits: Seq = 0
+    waited_s: Annotated[float, Meta(ge=0, le=WAITED_LIMIT_S)] = 0.0
 
 
 class RingDone(Message, frozen=True, kw_only=True):

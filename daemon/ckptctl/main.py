@@ -7,6 +7,7 @@ import click
 from ckptless import __version__
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.ckptctl.config_command import config
+from ckptless.daemon.ckptctl.data import data
 from ckptless.daemon.ckptctl.events import events
 from ckptless.daemon.ckptctl.evict import evict
 from ckptless.daemon.ckptctl.jobs import jobs
@@ -60,6 +61,7 @@ def ckptctl(_asked: Asked) -> None:
         ckptctl jobs                  all jobs
         ckptctl status                the newest job, down to every slot
         ckptctl replicas              who holds what of its state
+        ckptctl data                  its batches, and whether ranks wait for them
         ckptctl events -f             its story, as it goes
         ckptctl timeline              where the time of each recovery went
         ckptctl evict 4711 node02     take a node out of a job, for a spare
@@ -68,7 +70,7 @@ def ckptctl(_asked: Asked) -> None:
     """
 
 
-for _command in (jobs, status, replicas, events, timeline, evict, save, kept, config):
+for _command in (jobs, status, replicas, data, events, timeline, evict, save, kept, config):
     ckptctl.add_command(_command)
 
 

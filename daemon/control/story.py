@@ -176,6 +176,7 @@ def holding(job: str, node: int, held: tuple[m.Copies, int, float]) -> HoldingRe
         tensors=copies.tensors,
         records=copies.records,
         nbytes=copies.nbytes,
+        rings=copies.rings,
         seq=seq,
         updated_s=told_s,
     )

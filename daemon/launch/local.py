@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import AgentConfig, ReplicationConfig, thread_env
+from ckptless.daemon.agent.config import AgentConfig, DataConfig, ReplicationConfig, thread_env
 from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process
 from ckptless.daemon.agent.twin_check import TwinsMode
@@ -81,6 +81,7 @@ class LocalOptions:
     domains: tuple[str, ...] = ()
     save: SaveConfig | None = None
     replication: ReplicationConfig = field(default_factory=ReplicationConfig)
+    data: DataConfig = field(default_factory=DataConfig)
 
 
 @dataclass
@@ -217,6 +218,7 @@ class LocalRun:
             twins=options.twins,
             save=options.save,
             replication=options.replication,
+            data=options.data,
             copies_address=node.peer.address,
         )
 

@@ -138,6 +138,19 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     "says, else torch's and NCCL's own choice; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME count more]",
 )
 @click.option(
+    "--data-budget",
+    metavar="SIZE",
+    help="As 512MiB: what batches that are made ahead take on a node at most, of each loader.  "
+    "[default: what the site says, else as the script says]",
+)
+@click.option(
+    "--data-prefetch",
+    type=click.IntRange(1, 256),
+    metavar="N",
+    help="Batches that are made ahead of each replica at most.  [default: what the site says, else as the "
+    "script says]",
+)
+@click.option(
     "--twins",
     type=click.Choice(["off", "warn", "act"]),
     default="act",

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import DataConfig, SharedConfig
+from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
+from ckptless.daemon.launch.data import data_config
 from ckptless.daemon.launch.identity import run_id
 from ckptless.daemon.launch.local import ALWAYS_PRELOADED, HOOKS, LocalOptions
 from ckptless.daemon.launch.replication import comm_interface, replication_config
@@ -23,7 +24,7 @@ from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.launch.tier import check_spares, recovers
 from ckptless.daemon.ledger.paths import LATEST
-from ckptless.daemon.settings import ReplicationSettings, load_settings
+from ckptless.daemon.settings import DataSettings, ReplicationSettings, load_settings
 
 Options = Mapping[str, object]
 
@@ -71,6 +72,7 @@ def local_options(
         verbose=bool(options["verbose"]),
         save=save_config(options, nodes * (_number(options, "nproc_per_node") or 1)),
         replication=replication_config(options, {}, ReplicationSettings()),
+        data=data_config(options, DataSettings()),
     )
 
 
@@ -95,7 +97,7 @@ def slurm_run(
     copies = copies or slurm.whole_number(env, slurm.REPLICAS) or 2
     replication = replication_config(options, env, settings.replication)
     comm = comm_interface(options, settings.comm)
-    save = save_config(options, shape.nodes * shape.slots)
+    save, data = save_config(options, shape.nodes * shape.slots), data_config(options, settings.data)
     log_dir, job = _log_dir(options, found)  # the last that may be refused: it is made
     spec = JobSpec(
         job=job,
@@ -125,7 +127,7 @@ def slurm_run(
         replication=replication,
         restarts=restarts(env),
         comm_interface=comm,
-        data=DataConfig(**msgspec.structs.asdict(settings.data)),
+        data=data,
     )
     if found.step is not None:
         return _step_run(config, env, options, found.step)

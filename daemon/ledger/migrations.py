@@ -69,6 +69,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ),
     # How often a rank commits, and what that costs it.
     ("ALTER TABLE slots ADD COLUMN every INTEGER", "ALTER TABLE slots ADD COLUMN share REAL"),
+    # What each node has of training data; nobody told of it before.
+    ("ALTER TABLE holdings ADD COLUMN rings TEXT NOT NULL DEFAULT '[]'",),
 )
 
 

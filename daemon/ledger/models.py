@@ -7,6 +7,7 @@ JSON text.
 import json
 from typing import Any
 
+import msgspec
 from sqlalchemy import Column, Dialect, Float, Integer, MetaData, Table, Text
 from sqlalchemy.types import TypeDecorator
 
@@ -24,14 +25,14 @@ from ckptless.daemon.api.records import (
 
 
 class JsonText(TypeDecorator[Any]):
-    """A tuple or dict, as JSON. Comes back as a list or dict."""
+    """A tuple, dict or struct, as JSON. Comes back as a list or dict."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str:
         """Python to SQLite."""
-        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+        return json.dumps(msgspec.to_builtins(value), separators=(",", ":"), allow_nan=False)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         """SQLite to Python."""
@@ -110,6 +111,7 @@ holdings = Table(
     Column("nbytes", Integer),
     Column("seq", Integer),
     Column("updated_s", Float),
+    Column("rings", JsonText),
 )
 
 generations = Table(

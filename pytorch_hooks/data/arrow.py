@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 
 from ckptless.daemon.api.errors import DataError, UsageError
 from ckptless.pytorch_hooks.data.arrow_sealed import ROWS as SEALED_ROWS
 from ckptless.pytorch_hooks.data.arrow_sealed import SealedBatch, SealedBatches
 from ckptless.pytorch_hooks.data.cache import Cache, key
+from ckptless.pytorch_hooks.data.file_source import FileSource, Paths
 from ckptless.pytorch_hooks.data.files import DataFile
 from ckptless.pytorch_hooks.data.sealed import SealedFile
-from ckptless.pytorch_hooks.data.sources import Paths, path_list
 
 PARQUET = b"PAR1"
 FILE = b"ARROW1"
@@ -33,7 +32,7 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-class Arrow:
+class Arrow(FileSource[tuple[DataFile, Any]]):
     """Files of Arrow (IPC file or stream format) or Parquet, all with the same columns.
 
     A sample is a dict of the columns' values: a list of numbers as a read-only numpy array that lies in the
@@ -44,50 +43,22 @@ class Arrow:
     def __init__(
         self, paths: Paths, *, columns: Sequence[str] | None = None, cache: Cache | None = None
     ) -> None:
-        self._paths = path_list(paths)
+        super().__init__(paths, cache)
         self._columns = list(columns) if columns is not None else None
-        self._cache = cache or Cache()
-        self._files: list[DataFile] = []
-        self._mapped: list[DataFile] = []
-        self._batches: list[tuple[DataFile, Any]] = []
-        self._firsts = np.zeros(1, dtype=np.int64)
-        self._first_of_file: list[int] = []
 
-    @property
-    def cache(self) -> Cache:
-        """Where its entries are."""
-        return self._cache
-
-    def open(self) -> None:
-        """See Source."""
-        if self._files:
-            return
-        try:
-            for path in self._paths:
-                self._open(path)
-        except BaseException:
-            self.close()
-            raise
-        counts = [batch.num_rows for _file, batch in self._batches]
-        self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-    def _open(self, path: Path) -> None:
+    def _open(self, given: DataFile) -> Iterator[tuple[tuple[DataFile, Any], int]]:
         arrow = _pyarrow()
-        given = DataFile(path)
-        self._files.append(given)
         head = given.read(0, min(len(FILE), given.stamp.nbytes))
         try:
-            mapped = self._as_arrow(given) if head.startswith(PARQUET) else given
-            if mapped is not given:
-                self._files.append(mapped)
-                head = FILE
+            mapped = given
+            if head.startswith(PARQUET):
+                mapped, head = self._hold(self._as_arrow(given)), FILE
             batches = self._batches_of(mapped, stream=head != FILE)
         except (arrow.ArrowException, OSError) as error:
-            raise DataError(f"{path} is no sound Arrow or Parquet file: {error}") from error
+            raise DataError(f"{given.path} is no sound Arrow or Parquet file: {error}") from error
         for batch in batches:
             if batch.num_rows:
-                self._batches.append((given, self._chosen(path, batch)))
-        self._mapped.append(given)
+                yield (given, self._chosen(given.path, batch)), batch.num_rows
 
     def _batches_of(self, file: DataFile, *, stream: bool) -> list[Any]:
         arrow = _pyarrow()
@@ -138,19 +109,9 @@ class Arrow:
 
         return self._cache.open(name, make, nbytes=stamp.nbytes * 4)
 
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def _find(self, index: int) -> tuple[DataFile, Any, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        at = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        file, batch = self._batches[at]
-        return file, batch, index - int(self._firsts[at])
-
     def get(self, index: int) -> dict[str, Any]:
         """See Source."""
-        file, batch, row = self._find(index)
+        (file, batch), row = self._find(index)
         # What is cut off a mapped file is a SIGBUS away.
         file.check()
         return {
@@ -159,25 +120,13 @@ class Arrow:
 
     def where(self, index: int) -> str:
         """See Source."""
-        file, _batch, _row = self._find(index)
-        before = sum(batch.num_rows for of, batch in self._before(file))
-        return f"{file.path}, row {index - before}"
+        (file, _batch), _row = self._find(index)
+        first = next(at for at, (of, _batch) in enumerate(self._parts) if of is file)
+        return f"{file.path}, row {index - int(self._firsts[first])}"
 
-    def _before(self, file: DataFile) -> list[tuple[DataFile, Any]]:
-        files = [of for of, _batch in self._batches]
-        return self._batches[: files.index(file)]
-
-    def describe(self, *, strict: bool) -> object:
+    def describe(self, *, strict: bool) -> list[object]:
         """See Source."""
-        stamps = [file.stamp for file in self._mapped]
-        files = [msgspec.structs.astuple(s) if strict else s.same_content() for s in stamps]
-        return ["Arrow", len(self), files, self._columns]
-
-    def close(self) -> None:
-        """See Source."""
-        for file in self._files:
-            file.close()
-        self._files, self._mapped, self._batches = [], [], []
+        return [*super().describe(strict=strict), self._columns]
 
 
 def _value(column: Any, row: int) -> Any:

@@ -26,6 +26,7 @@ from ckptless.daemon.api import ring_entry as entry
 from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.pytorch_hooks.data import batch_codec
+from ckptless.pytorch_hooks.data.idle import Replicas
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 from ckptless.pytorch_hooks.data.workers import BATCH_MEMORY
 from ckptless.pytorch_hooks.state import codec
@@ -37,8 +38,6 @@ Produce: TypeAlias = Callable[[int, Any], Iterator[Made]]
 
 PROCESS_NAME = "ckptless-data"
 NICE = 5
-# A stream that was not asked for while all others were so often.
-IDLE_ROUNDS = 16
 PR_SET_PDEATHSIG = 1
 # Bound once, at import: a freshly forked child must not be the first to look up a symbol.
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -143,8 +142,7 @@ class _Worker:
         self._socket.send(m.ProducerHello(protocol=PROTOCOL, lease=lease))
         # For each stream: of which history, which number comes next, and whoever makes it.
         self._at: dict[int, tuple[int, int, Iterator[Made]]] = {}
-        self._jobs = 0
-        self._asked: dict[int, int] = {}
+        self._replicas = Replicas()
 
     def work(self) -> None:
         """Until the agent hangs up: PeerError."""
@@ -175,23 +173,19 @@ class _Worker:
             self._at.pop(job.stream, None)
             return m.RingFailed(stream=job.stream, seq=job.seq, text=_text_of(error))
 
-    def _let_go_of_others(self, stream: int) -> None:
-        """Of streams that nobody asks for any more: another node's, which were made here for a while."""
-        self._jobs += 1
-        self._asked[stream] = self._jobs
-        for other, asked in list(self._asked.items()):
-            if self._jobs - asked > IDLE_ROUNDS * len(self._asked):
-                del self._asked[other]
-                self._at.pop(other, None)
+    def _let_go_of(self, replica: int) -> None:
+        """Of whoever makes a replica's batches, of any epoch."""
+        for stream in [one for one in self._at if one % m.STREAMS == replica]:
+            del self._at[stream]
 
     def _next(self, job: m.RingMake) -> tuple[Any, Any, float] | None:
         """The batch, the position after it, and in how many seconds it was made; None at the stream's end."""
-        self._let_go_of_others(job.stream)
+        for idle in self._replicas.ask(job.stream % m.STREAMS):
+            self._let_go_of(idle)
         history, seq, batches = self._at.pop(job.stream, (-1, -1, iter(())))
         if (history, seq) != (job.history, job.seq):
             # Who was in the middle of another epoch is not asked for the rest of it any more.
-            for other in [one for one in self._at if (one - job.stream) % m.STREAMS == 0]:
-                del self._at[other]
+            self._let_go_of(job.stream % m.STREAMS)
             seq, batches = job.base, self._produce(job.stream, codec.decode(job.position))
         for number, batch, after, took_s in batches:
             if number != seq:

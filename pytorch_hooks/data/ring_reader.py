@@ -84,6 +84,8 @@ class Reader:
         # The agent is heard and told of several batches at once, and what it sent is mapped then: right after
         # a step of training anything takes ten times as long as when it is done again.
         self._untold, self._told_every = 0, max(1, min(limits.window, m.AHEAD) // 2)
+        # What it has not told of yet: batches from before it was sent elsewhere, waits, their seconds.
+        self._unsaid, self._waits, self._waited_s = 0, 0, 0.0
         self._heard_s = 0.0
         # The agent is told when fewer lie here: 2 where they ran out, as it may have no room for more, and
         # has to hear of each that is taken before it has the next one made.
@@ -131,17 +133,8 @@ class Reader:
                 self._tell()
             if len(self._ahead) >= self._told_every:
                 self._few = 1
-        while not self._ahead:
-            if self._interrupted is not None:
-                raise self._interrupted
-            if self._verdict is not None:
-                self._raise_if_broken(self._verdict)
-                return None
-            self._act_on_lease()
-            self._few = 2
-            if not self._socket.wait(now_s + deadline_s - time.monotonic()):
-                raise TimeoutError(f"no batch {self._next} of {self._name.loader!r} in {deadline_s:g} s")
-            self._hear()
+        if not self._ahead and not self._came(now_s, deadline_s):
+            return None
         taken = self._ahead.popleft()
         if taken.seq != self._next:
             raise ProtocolError(f"batch {taken.seq} came in place of batch {self._next}")
@@ -149,11 +142,38 @@ class Reader:
         self._untold += 1
         return taken
 
+    def _came(self, now_s: float, deadline_s: float) -> bool:
+        """Wait for the next batch; False where there is none. Raises as `take` does."""
+        begin_s = time.monotonic()
+        while not self._ahead:
+            if self._interrupted is not None:
+                raise self._interrupted
+            if self._verdict is not None:
+                self._raise_if_broken(self._verdict)
+                return False
+            self._act_on_lease()
+            self._few = 2
+            if not self._socket.wait(now_s + deadline_s - time.monotonic()):
+                raise TimeoutError(f"no batch {self._next} of {self._name.loader!r} in {deadline_s:g} s")
+            self._hear()
+        self._waits += 1
+        self._waited_s += time.monotonic() - begin_s
+        return True
+
     def _tell(self) -> None:
         """What was taken, and is not needed again."""
         if self._untold:
-            self._socket.send(m.RingTook(number=self._number, seq=self._next - 1, done=self._done))
-            self._untold = 0
+            took = m.RingTook(
+                number=self._number,
+                seq=self._next - 1,
+                done=self._done,
+                count=self._unsaid + self._untold,
+                waits=self._waits,
+                waited_s=self._waited_s,
+            )
+            self._socket.send(took)
+            self._untold = self._unsaid = self._waits = 0
+            self._waited_s = 0.0
             # A script that never commits does not keep all it has seen.
             few = 2 * self._told_every
             while self._mappings and (self._mappings[0][0] < self._done or len(self._mappings) > few):
@@ -235,6 +255,6 @@ class Reader:
 
     def _forget_ahead(self) -> None:
         self._verdict = None
-        self._untold = 0
+        self._unsaid, self._untold = self._unsaid + self._untold, 0
         self._ahead.clear()
         self._mappings.clear()

@@ -5,19 +5,17 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import msgspec
-import numpy as np
 
-from ckptless.daemon.api.errors import BadRecordError, DataError, ProtocolError, UsageError
+from ckptless.daemon.api.errors import BadRecordError, DataError, ProtocolError
 from ckptless.pytorch_hooks.data import records
 from ckptless.pytorch_hooks.data.cache import Cache, key
+from ckptless.pytorch_hooks.data.file_source import FileSource, Paths
 from ckptless.pytorch_hooks.data.files import DataFile
-
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 COPY_NBYTES = 1 << 20
 GZIP = b"\x1f\x8b"
@@ -50,14 +48,6 @@ class Source(Protocol):
         """Give back what `open` took."""
 
 
-def path_list(paths: Paths) -> list[Path]:
-    """Read `paths`: one path or several. Raises UsageError for none."""
-    found = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-    if not found:
-        raise UsageError("a data source needs at least one file")
-    return found
-
-
 class _Lines:
     """One file of JSON lines, unpacked, with its index."""
 
@@ -79,7 +69,7 @@ class _Lines:
         return f"{self.given}, line {lines} (byte {begin}{unpacked})"
 
 
-class JsonLines:
+class JsonLines(FileSource[_Lines]):
     """Files with one JSON value in each line, UTF-8; what is gzip is unpacked into the cache first.
 
     A sample is what the line says. NaN and Infinity are no JSON. `keep_damaged`: of a gzip that ends too
@@ -88,49 +78,20 @@ class JsonLines:
     """
 
     def __init__(self, paths: Paths, *, cache: Cache | None = None, keep_damaged: bool = False) -> None:
-        self._paths = path_list(paths)
-        self._cache = cache or Cache()
+        super().__init__(paths, cache)
         self._keep_damaged = keep_damaged
-        self._files: list[_Lines] = []
-        self._given: list[DataFile] = []
-        self._held: list[DataFile] = []
-        self._firsts = np.zeros(1, dtype=np.int64)
-
-    @property
-    def cache(self) -> Cache:
-        """Where its entries are."""
-        return self._cache
 
     @property
     def damage(self) -> list[str]:
         """What is missing of damaged files, one sentence for each."""
-        return [lines.damage for lines in self._files if lines.damage]
+        return [lines.damage for lines in self._parts if lines.damage]
 
-    def open(self) -> None:
-        """See Source."""
-        if self._files:
-            return
-        try:
-            for path in self._paths:
-                self._open(path)
-        except BaseException:
-            self.close()
-            raise
-        counts = [lines.count for lines in self._files]
-        self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-    def _open(self, path: Path) -> None:
-        given = self._hold(DataFile(path))
-        self._given.append(given)
+    def _open(self, given: DataFile) -> Iterator[tuple[_Lines, int]]:
         plain, damage = self._plain(given)
         if damage and not self._keep_damaged:
             raise DataError(damage)
-        self._files.append(_Lines(path, plain, _index(plain, self._cache), damage))
-
-    def _hold(self, file: DataFile) -> DataFile:
-        """Have `close` close it."""
-        self._held.append(file)
-        return file
+        lines = _Lines(given.path, plain, _index(plain, self._cache), damage)
+        yield lines, lines.count
 
     def _plain(self, given: DataFile) -> tuple[DataFile, str]:
         """The file as lines of JSON, and what of it is damaged."""
@@ -138,15 +99,6 @@ class JsonLines:
             return given, ""
         file, damage = _unpacked(given, self._cache)
         return self._hold(file), damage
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def _find(self, index: int) -> tuple[_Lines, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        at = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return self._files[at], index - int(self._firsts[at])
 
     def get(self, index: int) -> Any:
         """See Source."""
@@ -160,18 +112,6 @@ class JsonLines:
         """See Source."""
         lines, number = self._find(index)
         return lines.where(number)
-
-    def describe(self, *, strict: bool) -> object:
-        """See Source."""
-        stamps = [file.stamp for file in self._given]
-        files = [msgspec.structs.astuple(s) if strict else s.same_content() for s in stamps]
-        return [type(self).__name__, len(self), files]
-
-    def close(self) -> None:
-        """See Source."""
-        for file in self._held:
-            file.close()
-        self._files, self._given, self._held = [], [], []
 
 
 class Json(JsonLines):

@@ -11,6 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
+from ckptless.daemon.api.feed import Feed
+from ckptless.daemon.api.model import RingState
+
 DEADLINE_S = 60.0
 
 
@@ -41,6 +46,28 @@ class Agent:
             )
             return next(text for k, text in self.events if k == kind)
 
+    def lend(self, feed: Feed, count: int) -> list[bytes]:
+        """The entries of batches that another node asks for."""
+        assert self._process.stdin is not None
+        first = len(self._lent())
+        self._process.stdin.write(msgspec.json.encode((feed, count)) + b"\n")
+        self._process.stdin.flush()
+        until(lambda: len(self._lent()) >= first + count)
+        return self._lent()[first:]
+
+    def told(self) -> tuple[RingState, ...]:
+        """What its rings say of themselves."""
+        assert self._process.stdin is not None
+        before = sum(kind == "told" for kind, _ in self.events)
+        self._process.stdin.write(b"told\n")
+        self._process.stdin.flush()
+        until(lambda: sum(kind == "told" for kind, _ in self.events) > before)
+        text = next(text for kind, text in reversed(self.events) if kind == "told")
+        return msgspec.json.decode(text, type=tuple[RingState, ...])
+
+    def _lent(self) -> list[bytes]:
+        return [bytes.fromhex(text) for kind, text in self.events if kind == "lent"]
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -60,8 +87,9 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-def children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+def children(pid: int | None = None) -> list[int]:
+    pid = pid or os.getpid()
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def until(done: Callable[[], bool]) -> None:

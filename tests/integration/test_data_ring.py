@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,53 @@ def test_one_that_waits_is_woken(agent: Agent) -> None:
     with pytest.raises(TimeoutError, match="no batch 0"):
         rank.take(0.05)
     rank.close()
+
+
+def test_what_is_told_of_a_ring(agent: Agent) -> None:
+    """How long a reader waited is as it found it itself; and what lies there."""
+    reads, writes = os.pipe()
+
+    def held(stream: int, position: int) -> Iterator[Made]:
+        for made in numbers(stream, position):
+            os.read(reads, 1)
+            yield made
+
+    assert agent.told() == ()
+    rank = reader(agent, held, window=4, budget_nbytes=1 << 20)
+    begin_s = time.monotonic()
+    rank.seek(0, 0, 0)
+    timer = threading.Timer(0.2, os.write, [writes, b"+" * 12])
+    timer.start()
+    # The twelve are all that can be made.
+    expect(rank, 0, range(12))
+    with pytest.raises(TimeoutError):
+        rank.take(0.05)
+    took_s = time.monotonic() - begin_s
+    timer.join()
+    (found,) = agent.told()
+    assert (found.loader, found.manifest, found.prefetch, found.budget_nbytes) == (
+        "train",
+        MANIFEST,
+        4,
+        1 << 20,
+    )
+    assert (found.made, found.given, found.producer) == (12, 12, producers()[0])
+    assert [(one.stream, one.ready, one.ahead) for one in found.streams] == [(0, 12, 0)]
+    assert found.nbytes > 12 * 8 * NUMBERS
+    (waits,) = found.readers
+    assert (waits.slot, waits.stream, waits.taken, waits.starved) == (0, 0, 12, True)
+    # For the first one it waited as long as nobody could make it; and all that it took, it did.
+    assert 1 <= waits.waits <= 12
+    assert 0.2 <= waits.waited_s <= took_s
+    assert waits.share is not None
+    assert 0 < waits.share <= 1
+    rank.close()
+    until(lambda: agent.told()[0].closed)
+    (over,) = agent.told()
+    assert (over.made, over.nbytes, over.producer, over.streams) == (12, 0, None, ())
+    assert over.readers[0].waited_s == waits.waited_s
+    os.close(reads)
+    os.close(writes)
 
 
 # ------------------------------------------------------------------------------------------ who dies

@@ -11,10 +11,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import FAULTY_DEADLINE_S, Job
+
+from ckptless.daemon.ckptctl.main import ckptctl
 
 SCRIPT = Path(__file__).parent / "data_job.py"
 STEPS, NODES, RANKS, COUNT = 30, 2, 4, 111
@@ -22,6 +25,25 @@ STEPS, NODES, RANKS, COUNT = 30, 2, 4, 111
 pytestmark = pytest.mark.timeout(300)
 
 Seen = dict[tuple[int, int], set[str]]
+
+
+def waits_are_told(job: Job) -> None:
+    """`ckptctl data` of a job that is over: each node's ring, and how long its ranks waited."""
+    asked = ["--state-dir", str(job.state_dir), "--json", "data"]
+    result = CliRunner().invoke(ckptctl, asked)
+    assert result.exit_code == 0, result.output
+    rings = json.loads(result.stdout)["rings"]
+    lost = sum(node.state == "lost" for node in job.ledger().nodes)
+    assert len(rings) == NODES
+    assert sum(ring["borrowed"] for ring in rings) >= lost
+    for ring in rings:
+        assert (ring["loader"], ring["prefetch"], ring["made"] > 0) == ("batches", 6, True)
+        assert {reader["rank"] for reader in ring["readers"]} <= set(range(RANKS))
+        assert len(ring["readers"]) == RANKS // NODES
+        for reader in ring["readers"]:
+            assert reader["taken"] > 0
+            assert 0 <= reader["waits"] <= reader["taken"]
+            assert 0 <= reader["waited_s"] < FAULTY_DEADLINE_S
 
 
 def trained(home: Path, *faulty: str) -> Seen:
@@ -39,14 +61,21 @@ def trained(home: Path, *faulty: str) -> Seen:
         60,
         "--tee",
         "none",
+        "--data-prefetch",
+        6,
     ]
     with Job(home, options, [SCRIPT, STEPS, home / "out", home.parent / "data.gz", *faulty]) as job:
         job.ended(0, FAULTY_DEADLINE_S)
         ledger = job.ledger()
         told = Counter(event.kind for event in ledger.events)
+        waits_are_told(job)
         # Each batch came from a ring: one of each node, of which the lost one has nothing more to say.
         assert told["ring-closed"] == NODES
         assert not told["ring-off"]
+        # Each heard of the limit, and so did the spare's node where it got ranks.
+        limits = [event.text for event in ledger.events if event.kind == "ring-limited"]
+        assert len(limits) == NODES + bool(faulty)
+        assert all("6 batches are made ahead, not 8" in text for text in limits)
         # All processes have the same key, also the new ones.
         assert not told["data-cache-remade"]
         if "slow" in faulty:

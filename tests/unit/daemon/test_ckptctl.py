@@ -16,8 +16,10 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from msgspec import structs
 
 from ckptless import __version__
+from ckptless.daemon.api.model import ReaderState, RingState, StreamState
 from ckptless.daemon.api.records import (
     PHASES,
     EventRecord,
@@ -30,6 +32,7 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
+from ckptless.daemon.api.ring import STREAMS
 from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ckptctl.timeline import p99
@@ -364,6 +367,84 @@ def test_replicas_of_two_jobs_or_of_none(run: Run) -> None:
     assert run("replicas", "8").exit_code == 4
     result = run("replicas", "7")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "nothing is held yet\n")
+
+
+# data
+
+
+def ring(share: float | None, **more: Any) -> RingState:
+    """Of two replicas: both lie there, one of them is taken."""
+    fields = {"budget_nbytes": 9000, "prefetch": 8, "made": 30, "given": 40, "lent": 4, "borrowed": 2}
+    return RingState(
+        loader="batches",
+        manifest="ab" * 16,
+        nbytes=5000,
+        **{**fields, "guests": 0, "producer": 77, **more},
+        streams=(StreamState(stream=1, ready=5, ahead=3), StreamState(stream=0, ready=2, ahead=2)),
+        readers=(
+            ReaderState(slot=0, stream=STREAMS + 1, taken=20, waits=7, waited_s=3.25, share=share),
+            ReaderState(slot=5, stream=1, taken=20, waits=1, waited_s=1.0),
+        ),
+    )
+
+
+def data_of(state_dir: Path, *rings: tuple[int, RingState]) -> None:
+    held = [structs.replace(holding(number, {}, {}), rings=(found,)) for number, found in rings]
+    write(state_dir / "node-0" / "ledger.db", *held)
+
+
+def test_data(run: Run, state_dir: Path) -> None:
+    data_of(state_dir, (0, ring(0.004)), (1, ring(0.9)), (2, ring(0.31)))
+    head, *table, last = lines(run("data"))
+    assert head.split()[:9] == [
+        *("loader", "node", "name", "replica", "ready", "ahead", "waits", "waited", "lately")
+    ]
+    # Node 1 was lost.
+    assert [row.split()[:20] for row in table[:2]] == [
+        [*("batches", "0", "n0", "0", "2", "2", "0", "0.0", "s"), *table[0].split()[9:]],
+        ["1", "5", "3", "8", "4.2", "s", "0.4", "%"],
+    ]
+    assert table[0].split()[9:17] == ["5.0", "kB", "9.0", "kB", "30", "2", "4", "77"]
+    assert [row.split()[:2] for row in table[2:]] == [["batches", "2"], ["1", "5"]]
+    assert last == (
+        "ranks wait for 'batches' on n2 31 % of their time: give the loader more workers, or its transform "
+        "less to do"
+    )
+    assert run("data").stdout == run("data", "7").stdout == run("-j", "7", "data").stdout
+
+
+def test_data_that_holds_nobody_up(run: Run, state_dir: Path) -> None:
+    data_of(state_dir, (0, ring(0.09)), (2, ring(None)), (3, ring(1.0, closed=True, producer=None)))
+    assert not [line for line in lines(run("data")) if "ranks wait" in line]
+    assert lines(run("data"))[5].split()[16] == "closed"
+
+
+def test_data_json(run: Run, state_dir: Path) -> None:
+    data_of(state_dir, (2, ring(0.31)))
+    found = document(run("data", "--json"))
+    assert set(found) == {"meta", "job", "rings"}
+    (told,) = found["rings"]
+    assert told.pop("age_s") > 0
+    streams, readers = told.pop("streams"), told.pop("readers")
+    assert told == {
+        **{"node": 2, "name": "n2", "loader": "batches", "manifest": "ab" * 16, "replicas": [0, 1]},
+        **{"nbytes": 5000, "budget_nbytes": 9000, "prefetch": 8, "made": 30, "given": 40, "lent": 4},
+        **{"borrowed": 2, "guests": 0, "producer": 77, "closed": False, "updated_s": 50.0},
+    }
+    assert streams[0] == {"replica": 1, "stream": 1, "ready": 5, "ahead": 3}
+    assert [one["rank"] for one in readers] == [1, None]
+    assert readers[0] == {
+        **{"rank": 1, "replica": 1, "slot": 0, "stream": STREAMS + 1, "taken": 20, "waits": 7},
+        **{"waited_s": 3.25, "share": 0.31, "starved": False},
+    }
+
+
+def test_data_of_two_jobs_or_of_none(run: Run) -> None:
+    assert run("data", "7", "-j", "6").exit_code == 2
+    assert run("data", "8").exit_code == 4
+    result = run("data", "7")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "no batches lie on any node" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from ckptless.daemon.agent.config import DataConfig
 from ckptless.daemon.launch import main
+from ckptless.daemon.launch.data import data_config
 from ckptless.daemon.launch.local import LocalOptions
+from ckptless.daemon.settings import DataSettings
 
 
 class FakeRun:
@@ -53,6 +56,31 @@ def test_defaults(tmp_path: Path) -> None:
     assert found.state_dir is None
     assert found.job.startswith("local-")
     assert options("train.py").job != options("train.py").job
+
+
+def test_limits_for_batches() -> None:
+    assert options("train.py").data == DataConfig()
+    found = options("--data-budget", "32MiB", "--data-prefetch", "3", "train.py").data
+    assert found == DataConfig(budget_nbytes=32 << 20, prefetch=3)
+    for wrong in ("much", "1KiB", "12", "-4MiB"):
+        result = call(["--local", f"--data-budget={wrong}", "train.py"])
+        assert result.exit_code == 2
+        assert f"--data-budget is '{wrong}': it must be a size with its unit from 1MiB" in result.stderr
+    assert call(["--local", "--data-prefetch", "257", "train.py"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("site", "found"),
+    [
+        (DataSettings(), DataConfig(budget_nbytes=8 << 20, prefetch=4)),
+        (DataSettings(budget_nbytes=4 << 20, prefetch=9), DataConfig(budget_nbytes=4 << 20, prefetch=4)),
+        (DataSettings(budget_nbytes=9 << 20, prefetch=2), DataConfig(budget_nbytes=8 << 20, prefetch=2)),
+    ],
+)
+def test_the_lower_of_two_limits_for_batches_counts(site: DataSettings, found: DataConfig) -> None:
+    assert data_config({"data_budget": "8MiB", "data_prefetch": 4}, site) == found
+    given = DataConfig(budget_nbytes=site.budget_nbytes, prefetch=site.prefetch)
+    assert data_config({}, site) == given
 
 
 def test_a_limit_for_copies() -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from ckptless.daemon.api.errors import LedgerError, UsageError
+from ckptless.daemon.api.model import ReaderState, RingState, StreamState
 from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
@@ -64,6 +65,23 @@ HOLDING = HoldingRecord(
     nbytes=4096,
     seq=17,
     updated_s=5.0,
+    rings=(
+        RingState(
+            loader="batches",
+            manifest="ab" * 16,
+            nbytes=10,
+            budget_nbytes=100,
+            prefetch=8,
+            made=3,
+            given=2,
+            lent=1,
+            borrowed=0,
+            guests=1,
+            streams=(StreamState(stream=0, ready=2, ahead=1),),
+            readers=(ReaderState(slot=0, stream=0, taken=1, waits=1, waited_s=0.5, share=0.25),),
+            producer=70,
+        ),
+    ),
 )
 GENERATION = GenerationRecord(
     job="7",
@@ -410,6 +428,21 @@ def test_a_file_that_knew_no_holdings_keeps_all_else(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.write([HOLDING])
         assert (ledger.nodes("7"), ledger.holdings("7")) == ((NODE,), (HOLDING,))
+
+
+def test_a_file_that_knew_no_rings_has_none(path: Path) -> None:
+    engine = writing_engine(path)
+    try:
+        migrations.migrate(engine, migrations.STEPS[:5])
+        with engine.begin() as connection:
+            connection.exec_driver_sql("INSERT INTO holdings VALUES ('7', 0, '[[0,[5],9]]', '[]', 9, 3, 5.0)")
+    finally:
+        engine.dispose()
+    with Ledger.open(path) as ledger:
+        (found,) = ledger.holdings("7")
+        assert (found.tensors, found.rings) == (((0, (5,), 9),), ())
+        ledger.write([HOLDING])
+        assert ledger.holdings("7") == (HOLDING,)
 
 
 def set_version(path: Path, version: int) -> None:

@@ -21,8 +21,8 @@ def test_what_the_site_allows() -> None:
     found = limited(8, 100 * MIB, DataConfig(budget_nbytes=10 * MIB, prefetch=2), None)
     assert (found.window, found.budget_nbytes) == (2, 10 * MIB)
     assert found.reasons == (
-        "2 batches are made ahead, not 8: data.prefetch of the site",
-        f"its batches take {10 * MIB} bytes at most, not {100 * MIB}: data.budget of the site",
+        "2 batches are made ahead, not 8: data.prefetch or --data-prefetch",
+        f"its batches take {10 * MIB} bytes at most, not {100 * MIB}: data.budget or --data-budget",
     )
 
 

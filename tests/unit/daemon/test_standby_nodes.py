@@ -54,7 +54,7 @@ async def slow_rank(one: Rings, stream: int, took_s: float = WORTH_S) -> Process
     """A rank whose loader takes so long, and which has some batches ahead."""
     rank = one.rank(stream, 0, took_s=took_s)
     await until(lambda: len(rank.made) > 6)
-    await until(lambda: one.service.slowest_s == took_s)
+    await until(lambda: one.service.nodes.slowest_s == took_s)
     return rank
 
 
@@ -311,7 +311,7 @@ def test_no_more_than_the_ring_may_take() -> None:
             rank.took_s = WORTH_S
             # A part may be kept for others: three of them, so one of each stream and the former of one.
             rank.open(0, 0, budget_nbytes=14 * NBYTES)
-            await until(lambda: old.service.slowest_s == WORTH_S)
+            await until(lambda: old.service.nodes.slowest_s == WORTH_S)
             await slow_rank(one, LOST)
             await slow_rank(two, LOST + 1)
             for step, seq in ((7, 3), (8, 4), (9, 5)):
@@ -330,7 +330,7 @@ def test_no_room_at_all_is_told() -> None:
             rank = Process(old.service)
             rank.took_s = WORTH_S
             rank.open(0, 0, budget_nbytes=NBYTES)
-            await until(lambda: old.service.slowest_s == WORTH_S)
+            await until(lambda: old.service.nodes.slowest_s == WORTH_S)
             await slow_rank(lost, LOST)
             for step in range(7, 7 + FAILURES):
                 assert not nodes[0].told("ring-not-kept")

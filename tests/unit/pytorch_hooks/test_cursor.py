@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
 
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.pytorch_hooks.cursor import Cursor, Cursors
-from ckptless.pytorch_hooks.state import codec, rng
+from ckptless.pytorch_hooks.state import codec, rng, rng_memory
 
 EPOCHS = 6
 LENGTH = 5
@@ -229,6 +230,52 @@ def test_fetching_may_draw(drawing: bool) -> None:
     rng.restore(record[0])
     cursor.restore(record[1])
     assert [*found, *(make_step(batch) for batch in cursor.batches(loader, 2))] == want
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """A dataset that draws normal deviates, of which both generators make two at once and keep one."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.gauss(0, 1), np.random.standard_normal()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("by", ["memory", "asking"])
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("drawn_by_step", [1, 2])
+def test_kept_deviates_are_repeated(
+    by: str, batch_size: int, drawn_by_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept is moved by each batch and each step, or by one of them, or by none."""
+    if by == "asking":
+        monkeypatch.setattr(rng._Readers, "python", rng_memory.AskedPython(random))
+        monkeypatch.setattr(rng._Readers, "numpy", rng_memory.AskedNumpy(np.random))
+
+    def begun() -> tuple[Cursor, Any]:
+        random.seed(3)
+        np.random.seed(3)
+        return Cursor(), DataLoader(Noisy(), batch_size=batch_size)
+
+    def step(batch: torch.Tensor) -> tuple[str, str]:
+        drawn = [(random.gauss(0, 1), float(np.random.standard_normal())) for _ in range(drawn_by_step)]
+        return repr(batch.tolist()), repr(drawn)
+
+    cursor, loader = begun()
+    want = [step(batch) for batch in cursor.batches(loader, 2)]
+    for steps, beyond in ((1, 1), (1, 2), (2, 1), (3, 1)):
+        cursor, loader = begun()
+        batches = cursor.batches(loader, 2)
+        found = [step(next(batches)) for _ in range(steps)]
+        record = codec.pack(rng.capture()), codec.pack(cursor.committed())
+        for _ in range(beyond):
+            step(next(batches))
+        random.gauss(0, 1)
+        np.random.standard_normal()
+        rng.restore(codec.unpack(record[0]))
+        cursor.restore(codec.unpack(record[1]))
+        assert [*found, *(step(batch) for batch in cursor.batches(loader, 2))] == want
 
 
 @pytest.mark.parametrize("replaced", [False, True])
