@@ -81,6 +81,10 @@ class Ring:
         """Whether any reader takes this stream."""
         return stream in self._streams
 
+    def serves(self, stream: int) -> bool:
+        """Whether a reader of this node takes this stream."""
+        return any(mark.stream == stream and mark.until is None for mark in self._marks.values())
+
     def wants(self, stream: int, seq: int) -> bool | None:
         """Whether the oldest batch that was asked for is still wanted; None where it is not this one."""
         if not self._jobs or (self._jobs[0].make.stream, self._jobs[0].make.seq) != (stream, seq):
@@ -100,15 +104,13 @@ class Ring:
         found = self._streams.get(stream)
         if found is None:
             return True
-        mine = any(mark.stream == stream and mark.until is None for mark in self._marks.values())
-        return found.positions.get(seq, None if mine else position) == position
+        return found.positions.get(seq, None if self.serves(stream) else position) == position
 
     def seek(
         self, reader: int, stream: int, seq: int, position: bytes, until: int | None = None
     ) -> list[Action]:
         """A reader wants the batches from `seq` on (before `until`), which follow `position`."""
         out: list[Action] = []
-        self._deaths = 0
         former = self._marks.get(reader)
         # One that lives and goes on to another stream has come to an epoch's end.
         again = former is not None and not (former.alive and former.stream != stream)
@@ -116,7 +118,11 @@ class Ring:
             self._histories += 1
             self._streams[stream] = Stream(self._histories)
         found = self._streams[stream]
-        found.failed = None
+        if until is None:
+            self._deaths = 0
+        # Of what lies before it a guest wants nothing that has failed.
+        if until is None or (found.failed is not None and until > found.failed[0]):
+            found.failed = None
         # Before the oldest position that is known nothing can be compared: `made` does it where they meet.
         if found.positions.setdefault(seq, position) != position:
             out += self._begin_anew(stream, 0, seq, position)

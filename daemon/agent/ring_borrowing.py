@@ -6,44 +6,21 @@ makes its own all the same, and whichever is there first is used.
 """
 
 import asyncio
-import mmap
-import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Protocol
 
-from msgspec import structs
-
-from ckptless.daemon.agent.holders import Dial, Peer
-from ckptless.daemon.agent.ring_lending import BATCH_DEADLINE_S
-from ckptless.daemon.agent.ring_memory import EntryMemory
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
-from ckptless.daemon.api.feed import Feed
+from ckptless.daemon.agent.holders import Dial
+from ckptless.daemon.agent.ring_receiving import Borrowed, named, receive_batch
+from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.api.feed import Feed, RingKey, next_feed
 from ckptless.daemon.api.messages import Assignment, NodeInfo
 from ckptless.daemon.peers import messages as p
 
 # So many batches are asked for: by the time that they are used up the node makes its own.
 COUNT = 4
-# So much longer is a node waited for that has to say that it takes too long.
-GRACE_S = 5.0
 # Of what has come and nobody has asked for yet.
 LENT_NBYTES = 1 << 30
-
-RingKey = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Borrowed:
-    """Batch `seq` of `stream` of a ring, made by another node; `before` and `after` it are positions."""
-
-    ring: RingKey
-    stream: int
-    seq: int
-    memory: EntryMemory
-    nbytes: int
-    before: bytes
-    after: bytes
 
 
 class Lent:
@@ -139,48 +116,29 @@ class Borrowing:
             try:
                 async with aclosing(self._from(info, feed, count)) as batches:
                     async for one in batches:
-                        feed, count = _behind(feed, one), count - 1
+                        feed, count = next_feed(feed, one.after), count - 1
                         if not self._rings.borrowed(one):
                             # This node has come as far by itself.
                             return
                 return
             except (OSError, TimeoutError, CkptlessError) as error:
                 why = str(error) or type(error).__name__
-                self._tell("ring-not-lent", f"{_named(feed)}, from {feed.seq} on, by {info.name}: {why}")
+                self._tell("ring-not-lent", f"{named(feed)}, from {feed.seq} on, by {info.name}: {why}")
 
     async def _from(self, info: NodeInfo, feed: Feed, count: int) -> AsyncGenerator[Borrowed, None]:
         """What one node gives, verified. Raises CkptlessError, OSError, TimeoutError."""
-        link, came, before = await self._dial(info), 0, feed.position
+        link, came, wanted = await self._dial(info), 0, feed
         try:
             link.send(p.GetBatches(generation=self._generation, feed=feed, count=count))
-            for seq in range(feed.seq, feed.seq + count):
-                one = await self._receive(link, feed, seq, before)
-                came, before = came + 1, one.after
+            for _ in range(count):
+                one = await receive_batch(link, wanted)
+                came, wanted = came + 1, next_feed(wanted, one.after)
                 yield one
         finally:
             link.close()
             if came:
-                text = f"{_named(feed)}: {came} batches, from {feed.seq} on, came from {info.name}"
+                text = f"{named(feed)}: {came} batches, from {feed.seq} on, came from {info.name}"
                 self._tell("ring-borrowed", text)
-
-    async def _receive(self, link: Peer, feed: Feed, seq: int, before: bytes) -> Borrowed:
-        async with asyncio.timeout(BATCH_DEADLINE_S + GRACE_S):
-            reply = await link.receive()
-        if not isinstance(reply, p.BatchReply) or reply.seq != seq:
-            raise ProtocolError(f"{type(reply).__name__} is no answer to GetBatches")
-        if not reply.nbytes:
-            raise PeerError(reply.why or "it gives none")
-        memory = EntryMemory(feed.stream, seq)
-        try:
-            os.ftruncate(memory.fd, reply.nbytes)
-            with mmap.mmap(memory.fd, reply.nbytes) as mapping, memoryview(mapping) as view:
-                await link.receive_bulk(view)
-            seal = memory.seal_received
-            after = await asyncio.to_thread(seal, feed.manifest, reply.nbytes, reply.digest)
-        except BaseException:
-            memory.close()
-            raise
-        return Borrowed((feed.loader, feed.manifest), feed.stream, seq, memory, reply.nbytes, before, after)
 
     async def close(self) -> None:
         """Stop what is under way."""
@@ -188,11 +146,3 @@ class Borrowing:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _behind(feed: Feed, one: Borrowed) -> Feed:
-    return structs.replace(feed, seq=one.seq + 1, position=one.after)
-
-
-def _named(feed: Feed) -> str:
-    return f"loader {feed.loader!r}, stream {feed.stream}"

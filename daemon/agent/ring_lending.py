@@ -8,11 +8,14 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from ckptless.daemon.agent import ring_actions as r
 from ckptless.daemon.agent.holders import Peer
 from ckptless.daemon.agent.ring_memory import EntryMemory
+from ckptless.daemon.agent.ring_receiving import BATCH_DEADLINE_S
+from ckptless.daemon.agent.ring_standby_service import Taken
 from ckptless.daemon.api import ring_entry as entry
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.feed import Feed
@@ -21,8 +24,6 @@ from ckptless.daemon.peers.bulk import Pace
 
 # Behind all slots' numbers: a guest is a reader of the ring that no process is behind.
 FIRST_GUEST = 1 << 20
-# So long may a batch take; who asks has others to ask, and makes its own meanwhile.
-BATCH_DEADLINE_S = 60.0
 WHY_LIMIT = 2000
 
 
@@ -31,6 +32,13 @@ class Inviting(Protocol):
 
     def invite(self, feed: Feed, count: int) -> "Guest":
         """See RingService."""
+
+
+class Keeping(Protocol):
+    """What is kept here for other nodes."""
+
+    def take(self, feed: Feed, count: int) -> Taken:
+        """See Standby."""
 
 
 class Guest:
@@ -87,17 +95,34 @@ class Guest:
             os.close(self._given.popleft()[1])
 
 
-async def lend(rings: Inviting, link: Peer, wanted: p.GetBatches, pace: Pace) -> None:
-    """Give another node what it asks for, until it hangs up. Raises CkptlessError, OSError."""
-    try:
-        guest = rings.invite(wanted.feed, wanted.count)
-    except PeerError as error:
-        link.send(_no_more(wanted.feed.seq, error))
-        return
+async def lend(rings: Inviting, standby: Keeping, link: Peer, wanted: p.GetBatches, pace: Pace) -> None:
+    """Give another node what it asks for, until it hangs up: first what is kept here, then what the ring has
+    or makes, which begins meanwhile. Raises CkptlessError, OSError.
+    """
+    kept = standby.take(wanted.feed, wanted.count)
+    with ExitStack() as stack:
+        for _seq, fd in kept.fds:
+            stack.callback(os.close, fd)
+        rest, guest, why = wanted.count - len(kept.fds), None, PeerError("it has no more")
+        try:
+            guest = rings.invite(kept.behind, rest) if rest else None
+        except PeerError as error:
+            why = error
+        if guest is not None:
+            stack.callback(guest.close)
+        for seq, fd in kept.fds:
+            await _send(link, seq, fd, pace)
+        if guest is not None:
+            await _lend_rest(guest, link, range(kept.behind.seq, kept.behind.seq + rest), pace)
+        elif rest:
+            link.send(_no_more(kept.behind.seq, why))
+
+
+async def _lend_rest(guest: Guest, link: Peer, seqs: range, pace: Pace) -> None:
     # It has nothing to say meanwhile: what comes is the end of the connection.
     heard = asyncio.ensure_future(link.receive())
     try:
-        for seq in range(wanted.feed.seq, wanted.feed.seq + wanted.count):
+        for seq in seqs:
             try:
                 fd = await _unless(heard, guest, seq)
             except (PeerError, TimeoutError) as error:
@@ -108,7 +133,6 @@ async def lend(rings: Inviting, link: Peer, wanted: p.GetBatches, pace: Pace) ->
             finally:
                 os.close(fd)
     finally:
-        guest.close()
         heard.cancel()
         await asyncio.gather(heard, return_exceptions=True)
 

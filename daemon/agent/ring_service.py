@@ -9,11 +9,12 @@ from ckptless.daemon.agent import ring_actions as r
 from ckptless.daemon.agent.config import DataConfig
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.ring import Ring
-from ckptless.daemon.agent.ring_borrowing import Borrowed, Lent
+from ckptless.daemon.agent.ring_borrowing import Lent
 from ckptless.daemon.agent.ring_lending import FIRST_GUEST, Guest
 from ckptless.daemon.agent.ring_limits import free_memory, limited
 from ckptless.daemon.agent.ring_memory import EntryMemory
-from ckptless.daemon.agent.ring_node import RingNode, RingProducer, RingReader, kill
+from ckptless.daemon.agent.ring_node import RingNode, RingNodes, RingProducer, RingReader, kill
+from ckptless.daemon.agent.ring_receiving import Borrowed
 from ckptless.daemon.agent.ring_state import ring_state, rings_told
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
@@ -39,7 +40,7 @@ class RingService:
     ) -> None:
         self._on_event, self._lease_s, self._on_news = on_event, lease_s, on_news
         self._limits = limits or DataConfig()
-        self._rings: dict[tuple[str, str], RingNode] = {}
+        self.nodes = self._rings = RingNodes()
         self._readers: dict[RankLink, tuple[RingNode, int]] = {}
         self._producers: dict[RankLink, RingNode] = {}
         self._leases = 0
@@ -51,6 +52,8 @@ class RingService:
         self._closed: dict[str, RingState] = {}
         # What has come from other nodes before anybody here has asked for it.
         self.lent = Lent()
+        # A ring is closed.
+        self.on_dropped: Callable[[], None] = lambda: None
 
     def told(self) -> tuple[RingState, ...]:
         """See rings_told."""
@@ -108,11 +111,7 @@ class RingService:
 
     def invite(self, feed: Feed, count: int) -> Guest:
         """Another node is to have so many batches from here; close it. Raises PeerError: why not."""
-        node = self._rings.get((feed.loader, feed.manifest))
-        if node is None:
-            others = [manifest[:8] for loader, manifest in self._rings if loader == feed.loader]
-            there = f" but {', '.join(others)}" if others else ""
-            raise PeerError(f"it has no ring of {feed.loader!r}, manifest {feed.manifest[:8]},{there}")
+        node = self._rings.of(feed)
         if not node.ring.may_visit(feed.stream, feed.seq, feed.position):
             raise PeerError(f"stream {feed.stream} of {feed.loader!r} stands elsewhere there")
         self._guests += 1
@@ -229,6 +228,7 @@ class RingService:
         node.ready.clear()
         for guest in list(node.guests.values()):
             guest.give_up("its ring was closed")
+        self.on_dropped()
         self._on_event(
             "ring-closed", f"loader {node.loader!r}: {node.made} batches were made, {node.given} given out"
         )
@@ -304,7 +304,7 @@ class RingService:
             memory.close()
             self._do(node, ring.unwanted())
         elif isinstance(message, m.RingMade):
-            node.made += 1
+            node.learn(message.took_s)
             node.ready[(message.stream, message.seq)] = memory
             self._do(node, ring.made(message.stream, message.seq, message.nbytes, message.position))
         else:

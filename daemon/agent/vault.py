@@ -73,6 +73,14 @@ class Vault:
         steps = self._records.get(rank)
         return steps[max(steps)] if steps else None
 
+    def feeds(self, count: int) -> dict[int, list[tuple[int, Feeds]]]:
+        """Of each rank's newest records, `count` of them, the newest first: step, and where it stands."""
+        return {
+            rank: [(step, steps[step].feeds) for step in sorted(steps, reverse=True)[:count]]
+            for rank, steps in self._records.items()
+            if steps
+        }
+
     # ----------------------------------------------------------------------------------- tensors
 
     def allocate(self, shard: int, slot_nbytes: int, slots: int) -> Region:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, TypeAlias
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from ckptless.daemon.api.model import Value
 from ckptless.daemon.api.ring_entry import SEQ_LIMIT
@@ -12,6 +12,9 @@ FEED_POSITION_LIMIT = 4096
 FEEDS_LIMIT = 16
 # Of another node at once.
 LEND_LIMIT = 16
+
+# The name of its loader, and its manifest.
+RingKey: TypeAlias = tuple[str, str]
 
 
 class Feed(Value, frozen=True, kw_only=True):
@@ -25,3 +28,13 @@ class Feed(Value, frozen=True, kw_only=True):
 
 
 Feeds: TypeAlias = Annotated[tuple[Feed, ...], Meta(max_length=FEEDS_LIMIT)]
+
+
+def ring_of(feed: Feed) -> RingKey:
+    """Which ring it belongs to."""
+    return feed.loader, feed.manifest
+
+
+def next_feed(feed: Feed, after: bytes) -> Feed:
+    """The batch that follows `feed`, which ends at position `after`."""
+    return structs.replace(feed, seq=feed.seq + 1, position=after)

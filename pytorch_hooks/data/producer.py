@@ -31,8 +31,10 @@ from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 from ckptless.pytorch_hooks.data.workers import BATCH_MEMORY
 from ckptless.pytorch_hooks.state import codec
 
-Produce: TypeAlias = Callable[[int, Any], Iterator[tuple[int, Any, Any]]]
-"""Of a stream, from a position on: (sequence number, batch, position after it), to the stream's end."""
+Made: TypeAlias = tuple[int, Any, Any, float]
+"""(Sequence number, batch, position after it, seconds in which it was made)."""
+Produce: TypeAlias = Callable[[int, Any], Iterator[Made]]
+"""Of a stream, from a position on, to the stream's end."""
 
 PROCESS_NAME = "ckptless-data"
 NICE = 5
@@ -139,7 +141,7 @@ class _Worker:
         self._socket: RingSocket[m.ToProducer] = RingSocket(agent_socket, m.ToProducer)
         self._socket.send(m.ProducerHello(protocol=PROTOCOL, lease=lease))
         # For each stream: of which history, which number comes next, and whoever makes it.
-        self._at: dict[int, tuple[int, int, Iterator[tuple[int, Any, Any]]]] = {}
+        self._at: dict[int, tuple[int, int, Iterator[Made]]] = {}
         self._replicas = Replicas()
 
     def work(self) -> None:
@@ -163,10 +165,10 @@ class _Worker:
             made = self._next(job)
             if made is None:
                 return m.RingAtEnd(stream=job.stream, seq=job.seq)
-            batch, after = made
+            batch, after, took_s = made
             position = codec.encode(after, name="position", limit=entry.POSITION_LIMIT)
             nbytes = write(fd, self._manifest, job.stream, job.seq, (batch, position))
-            return m.RingMade(stream=job.stream, seq=job.seq, nbytes=nbytes, position=position)
+            return m.RingMade(stream=job.stream, seq=job.seq, nbytes=nbytes, position=position, took_s=took_s)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything; the rank raises it
             self._at.pop(job.stream, None)
             return m.RingFailed(stream=job.stream, seq=job.seq, text=_text_of(error))
@@ -176,8 +178,8 @@ class _Worker:
         for stream in [one for one in self._at if one % m.STREAMS == replica]:
             del self._at[stream]
 
-    def _next(self, job: m.RingMake) -> tuple[Any, Any] | None:
-        """The batch and the position after it; None at the stream's end."""
+    def _next(self, job: m.RingMake) -> tuple[Any, Any, float] | None:
+        """The batch, the position after it, and in how many seconds it was made; None at the stream's end."""
         for idle in self._replicas.ask(job.stream % m.STREAMS):
             self._let_go_of(idle)
         history, seq, batches = self._at.pop(job.stream, (-1, -1, iter(())))
@@ -185,13 +187,13 @@ class _Worker:
             # Who was in the middle of another epoch is not asked for the rest of it any more.
             self._let_go_of(job.stream % m.STREAMS)
             seq, batches = job.base, self._produce(job.stream, codec.decode(job.position))
-        for number, batch, after in batches:
+        for number, batch, after, took_s in batches:
             if number != seq:
                 raise ProtocolError(f"the loader made batch {number} in place of batch {seq}")
             seq += 1
             if number == job.seq:
                 self._at[job.stream] = (job.history, seq, batches)
-                return batch, after
+                return batch, after, took_s
         return None
 
 

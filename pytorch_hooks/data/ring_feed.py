@@ -25,6 +25,7 @@ from ckptless.daemon.api.ring_entry import POSITION_LIMIT
 from ckptless.pytorch_hooks.data.identity import Manifest
 from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
 from ckptless.pytorch_hooks.data.pool import Pool
+from ckptless.pytorch_hooks.data.producer import Made
 from ckptless.pytorch_hooks.data.production import Production
 from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName, Taken, encode_position
 from ckptless.pytorch_hooks.data.streams import Stream
@@ -109,23 +110,24 @@ class Numbered:
             return position_of(taken.position)
         return Position(position.epoch, position.batch + 1, position.skipped + len(taken.batch[1]))
 
-    def produce(self, stream: int, saved: Any) -> Iterator[tuple[int, Any, Any]]:
+    def produce(self, stream: int, saved: Any) -> Iterator[Made]:
         """In the producer: a stream's batches from a position on. See ring_reader.Produce."""
         position = position_of(saved)
         if self.batches is None:
             yield from self._epoch(stream % STREAMS, position)
             return
         while True:
-            for _batch, made, after in self._epoch(stream, position):
+            for _batch, made, after, took_s in self._epoch(stream, position):
                 yield (
                     self.place(after["epoch"], after["batch"]).seq - 1,
                     made,
                     self.before(position_of(after)),
+                    took_s,
                 )
             position = Position(epoch=position.epoch + 1)
 
-    def _epoch(self, replica: int, position: Position) -> Iterator[tuple[int, Any, dict[str, Any]]]:
-        """The rest of an epoch: of each batch its number in it, the entry, the position after it."""
+    def _epoch(self, replica: int, position: Position) -> Iterator[Made]:
+        """The rest of an epoch; each batch has its number in that, and a position as a dict."""
         if replica not in self.waiting:
             self.waiting[replica] = self._makers()
         pool, events = self.waiting.pop(replica)
@@ -134,7 +136,7 @@ class Numbered:
             for value, after, skipped in pool.epoch(own, position):
                 saved = _storable(after, events)
                 told, events[:] = list(events), []
-                yield after.batch - 1, [value, list(skipped), told], saved
+                yield after.batch - 1, [value, list(skipped), told], saved, pool.took_s
         except BaseException:
             pool.close()
             raise

@@ -19,7 +19,7 @@ from ring_world import DEADLINE_S, Agent, one_agent, producers, until
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.errors import DataError, PeerError
 from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.pytorch_hooks.data.producer import Produce
+from ckptless.pytorch_hooks.data.producer import Made, Produce
 from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 
@@ -31,14 +31,14 @@ def batch_of(stream: int, seq: int) -> dict[str, Any]:
     return {"x": torch.arange(NUMBERS) + 1000 * seq + stream, "seq": seq}
 
 
-def numbers(stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
+def numbers(stream: int, position: int) -> Iterator[Made]:
     """A stream without an end."""
     while True:
-        yield position, batch_of(stream, position), position + 1
+        yield position, batch_of(stream, position), position + 1, 0.0
         position += 1
 
 
-def ten(stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
+def ten(stream: int, position: int) -> Iterator[Made]:
     for made in numbers(stream, position):
         if made[0] == 10:
             return
@@ -150,7 +150,7 @@ def test_memory_stays_within_its_budget(agent: Agent) -> None:
 
 
 def test_what_the_loader_raises_is_raised_here(agent: Agent) -> None:
-    def bad(stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
+    def bad(stream: int, position: int) -> Iterator[Made]:
         for made in numbers(stream, position):
             if made[0] == 3 and not Path(agent.socket + ".mended").exists():
                 raise ValueError(f"line 17 of {stream}.json is broken")
@@ -170,8 +170,8 @@ def test_what_the_loader_raises_is_raised_here(agent: Agent) -> None:
 
 
 def test_what_cannot_be_in_a_batch_is_named(agent: Agent) -> None:
-    def bad(_stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
-        yield position, {"x": object()}, position + 1
+    def bad(_stream: int, position: int) -> Iterator[Made]:
+        yield position, {"x": object()}, position + 1, 0.0
 
     rank = reader(agent, bad)
     rank.seek(0, 0, 0)
@@ -181,9 +181,9 @@ def test_what_cannot_be_in_a_batch_is_named(agent: Agent) -> None:
 
 
 def test_a_loader_that_jumps_is_found(agent: Agent) -> None:
-    def jumps(stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
-        for seq, batch, after in numbers(stream, position):
-            yield seq + (seq > 2), batch, after
+    def jumps(stream: int, position: int) -> Iterator[Made]:
+        for seq, batch, after, took_s in numbers(stream, position):
+            yield seq + (seq > 2), batch, after, took_s
 
     rank = reader(agent, jumps)
     rank.seek(0, 0, 0)
@@ -194,7 +194,7 @@ def test_a_loader_that_jumps_is_found(agent: Agent) -> None:
 
 
 def test_one_that_waits_is_woken(agent: Agent) -> None:
-    def slow(_stream: int, _position: int) -> Iterator[tuple[int, Any, Any]]:
+    def slow(_stream: int, _position: int) -> Iterator[Made]:
         signal.pause()
         yield from ()
 
@@ -215,7 +215,7 @@ def test_what_is_told_of_a_ring(agent: Agent) -> None:
     """How long a reader waited is as it found it itself; and what lies there."""
     reads, writes = os.pipe()
 
-    def held(stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
+    def held(stream: int, position: int) -> Iterator[Made]:
         for made in numbers(stream, position):
             os.read(reads, 1)
             yield made
@@ -278,7 +278,7 @@ def test_the_producer_is_killed_again_and_again(agent: Agent) -> None:
 
 
 def test_a_loader_that_kills_its_process(agent: Agent) -> None:
-    def deadly(stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
+    def deadly(stream: int, position: int) -> Iterator[Made]:
         for made in numbers(stream, position):
             if made[0] == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -308,7 +308,7 @@ def test_a_rank_is_killed_and_its_batches_are_there(agent: Agent) -> None:
     # Its producer ends with it.
     until(lambda: not alive(producer))
 
-    def nothing(_stream: int, _position: int) -> Iterator[tuple[int, Any, Any]]:
+    def nothing(_stream: int, _position: int) -> Iterator[Made]:
         raise AssertionError("made again")
 
     heir = reader(agent, nothing)
@@ -413,7 +413,8 @@ def test_a_producer_that_lies(agent: Agent, wrong: dict[str, Any]) -> None:
         job, fd = asked
         assert fd is not None
         os.write(fd, bytes(100))
-        said: dict[str, Any] = {"stream": 0, "seq": job.seq, "nbytes": 100, "position": b"after", **wrong}
+        said: dict[str, Any] = {"stream": 0, "seq": job.seq, "nbytes": 100, "position": b"after"}
+        said |= {"took_s": 0.1, **wrong}
         liar.send(m.RingMade(**said))
 
     liar = Rank(lie)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ckptless.pytorch_hooks.data.producer import Made, Produce
 from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName
 
 PREFETCH = 8
@@ -43,12 +44,12 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.arange(index, index + self._count).mul_(31).remainder_(50_000)
 
 
-def numbers(nbytes: int) -> Callable[[int, int], Iterator[tuple[int, Any, Any]]]:
+def numbers(nbytes: int) -> Produce:
     items = Numbers(nbytes)
 
-    def produce(_stream: int, position: int) -> Iterator[tuple[int, Any, Any]]:
+    def produce(_stream: int, position: int) -> Iterator[Made]:
         while True:
-            yield position, items[position], position + 1
+            yield position, items[position], position + 1, 0.0
             position += 1
 
     return produce

@@ -673,3 +673,22 @@ def test_what_nobody_comes_back_for_is_given_back() -> None:
     world.do(world.ring.forget(0))
     assert not world.memory
     assert world.ring.idle
+
+
+def test_a_guest_does_not_have_tried_again_what_failed_behind_it() -> None:
+    ring = Ring(WINDOW, 1000)
+    ring.open(0)
+    (grant,) = ring.seek(0, 0, 0, position(0))
+    assert isinstance(grant, r.Grant)
+    _welcome, jobs = ring.producer_up(grant.lease)
+    assert [job.seq for job in jobs if isinstance(job, r.Make)] == [0, 1]
+    ring.made(0, 0, UNIT, position(10))
+    assert ring.failed(0, 1, "broken") == [r.GiveUp(0, 1, "broken")]
+    while ring.wants(0, 2) is not None:
+        ring.unwanted()
+    taken = ring.seek(GUEST, 0, 0, position(0), until=1)
+    assert taken[0] == r.Give(GUEST, 0, 0)
+    assert not [job for job in taken if isinstance(job, r.Make)]
+    # But where it wants that itself.
+    again = ring.seek(GUEST + 1, 0, 1, position(10), until=2)
+    assert [job.seq for job in again if isinstance(job, r.Make)] == [1, 2]

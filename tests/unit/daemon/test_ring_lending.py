@@ -2,181 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
-import mmap
-import os
-import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from vaults import DEADLINE_S, Node, Nodes, until
+from played_rings import (
+    LOST,
+    MANIFEST,
+    OTHER,
+    entry_of,
+    expect,
+    feed,
+    follow,
+    job,
+    put_record,
+    run,
+)
+from vaults import until
 
 from ckptless.daemon.agent import ring_lending
 from ckptless.daemon.agent.holders import Peer
-from ckptless.daemon.agent.rank_link import RankLink
-from ckptless.daemon.agent.ring_borrowing import COUNT, Borrowing
-from ckptless.daemon.agent.ring_foresight import Foresight
-from ckptless.daemon.agent.ring_lending import lend
-from ckptless.daemon.agent.ring_service import RingService
-from ckptless.daemon.agent.vault import digest
+from ckptless.daemon.agent.ring_borrowing import COUNT
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api import ring_entry as entry
 from ckptless.daemon.api.feed import Feed
-from ckptless.daemon.api.messages import PROTOCOL, Assignment
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 
-MANIFEST, OTHER = "ab" * 16, "cd" * 16
-LOST = 5
-
 pytestmark = pytest.mark.timeout(60)
-
-
-def position(seq: int) -> bytes:
-    return f"position {seq}".encode()
-
-
-def payload(stream: int, seq: int) -> bytes:
-    return f"batch {seq} of {stream}".encode() * 5000
-
-
-def entry_of(stream: int, seq: int, manifest: str = MANIFEST) -> bytes:
-    data, after = payload(stream, seq), position(seq + 1)
-    digest = entry.body_digest(after, len(data), [(0, data)])
-    header = entry.EntryHeader(manifest, stream, seq, len(after), len(data), digest)
-    return (entry.encode(header) + after).ljust(header.batch_at, b"\0") + data
-
-
-def feed(seq: int = 3, manifest: str = MANIFEST) -> Feed:
-    return Feed(loader="train", manifest=manifest, stream=LOST, seq=seq, position=position(seq))
-
-
-class Process:
-    """A reader's or producer's end of a connection to the agent, without the connection."""
-
-    def __init__(self, rings: RingService, process: subprocess.Popen[bytes] | None = None) -> None:
-        self.rings, self.closed = rings, False
-        # The agent kills a producer that it does not want any more.
-        self.pid = process.pid if process is not None else os.getpid()
-        self.heard: list[Any] = []
-        self._process = process
-        self.got: dict[int, bytes] = {}
-        self.silent = False
-
-    @property
-    def link(self) -> RankLink:
-        return cast(RankLink, self)
-
-    def says(self, message: Any) -> None:
-        self.rings.says(self.link, message)
-
-    def send(self, message: Any, fd: int = -1) -> None:
-        self.heard.append(message)
-        match message:
-            case m.RingEntry():
-                with mmap.mmap(fd, message.nbytes, prot=mmap.PROT_READ) as mapping:
-                    self.got[message.seq] = bytes(mapping)
-            case m.RingLease():
-                producer = Process(self.rings, subprocess.Popen(["sleep", "60"]))
-                producer.silent = self.silent
-                asyncio.get_running_loop().call_soon(
-                    producer.says, m.ProducerHello(protocol=PROTOCOL, lease=message.lease)
-                )
-            case m.RingMake() if not self.silent:
-                data = entry_of(message.stream, message.seq)
-                os.ftruncate(fd, len(data))
-                os.pwrite(fd, data, 0)
-                made = m.RingMade(
-                    stream=message.stream,
-                    seq=message.seq,
-                    nbytes=len(data),
-                    position=position(message.seq + 1),
-                )
-                asyncio.get_running_loop().call_soon(self.says, made)
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-            asyncio.get_running_loop().call_soon(self.rings.hung_up, self.link)
-
-    def open(self, stream: int, seq: int, manifest: str = MANIFEST) -> None:
-        opening = m.RingOpen(
-            protocol=PROTOCOL, loader="train", manifest=manifest, reader=0, window=8, budget_nbytes=1 << 30
-        )
-        self.says(opening)
-        self.says(m.RingSeek(number=1, stream=stream, seq=seq, position=position(seq)))
-
-
-class Rings:
-    """What an agent has of rings."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.service = RingService(node.replicas.on_event)
-        self.borrowing = Borrowing(node.number, node.replicas.dial, self.service, node.replicas.on_event)
-        node.replicas.serving.on_batches = partial(lend, self.service)
-        self.assignment: Assignment | None = None
-        self.foresight = Foresight(node.vault, self.service, lambda: self.assignment)
-        node.replicas.serving.on_lost = self.foresight.lost
-
-    def rank(self, stream: int, seq: int, manifest: str = MANIFEST, *, silent: bool = False) -> Process:
-        process = Process(self.service)
-        process.silent = silent
-        process.open(stream, seq, manifest)
-        return process
-
-    @property
-    def guests(self) -> int:
-        return sum(len(node.guests) for node in self.service._rings.values())
-
-    async def close(self) -> None:
-        self.foresight.close()
-        await self.borrowing.close()
-        await self.service.close()
-
-
-@asynccontextmanager
-async def job(count: int) -> AsyncIterator[tuple[Nodes, list[Rings]]]:
-    """Nodes with a rank each, all in generation 2; nothing is left open."""
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    async with Nodes(count) as nodes:
-        rings = [Rings(node) for node in nodes.values()]
-        follow(nodes, rings, 2)
-        yield nodes, rings
-        for one in rings:
-            await one.close()
-    await until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # noqa: PTH208
-
-
-def follow(nodes: Nodes, rings: list[Rings], generation: int) -> None:
-    assignment = nodes.assignment(range(len(nodes)), None, generation=generation)
-    nodes.follow(assignment)
-    for one in rings:
-        asyncio.get_running_loop().create_task(one.node.replicas.serving.follow(generation))
-        one.borrowing.follow(assignment)
-        one.assignment = assignment
-
-
-def run(play: Any) -> None:
-    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
-
-
-def expect(rank: Process, seqs: range) -> None:
-    assert list(rank.got) == list(seqs)
-    for seq in seqs:
-        assert rank.got[seq] == entry_of(LOST, seq)
 
 
 def test_the_first_batches_are_there_when_the_rank_asks() -> None:
@@ -347,17 +204,6 @@ def test_who_takes_a_stream_here_is_not_disturbed() -> None:
     run(play)
 
 
-async def put_record(nodes: Nodes, step: int, seq: int) -> Peer:
-    """Node 2 gives node 0 its rank's record of a step."""
-    link = await nodes[2].replicas.dial(nodes[0].info)
-    record = p.PutRecord(
-        generation=2, rank=2, shard=2, step=step, record=b"r", digest=digest(b"r"), feeds=(feed(seq),)
-    )
-    link.send(record)
-    assert await link.receive() == p.Held(generation=2, rank=2, step=step)
-    return link
-
-
 @pytest.mark.parametrize("seq", [3, 4], ids=["the next one", "one that it is sent back behind"])
 def test_the_next_batch_of_a_lost_node_is_begun_before_it_is_asked_for(seq: int) -> None:
     async def play() -> None:
@@ -405,7 +251,7 @@ def test_nobody_asks_the_node_first_that_has_not_begun() -> None:
             one.rank(0, 0)
             two.rank(1, 0)
             assignment = structs.replace(nodes.assignment(range(3), None), record_nodes=((), (), (1,)))
-            new.borrowing.follow(assignment)
+            new.peers.follow(assignment)
             new.borrowing.want(2, [feed()])
             await until(lambda: nodes[2].told("ring-borrowed"))
             assert nodes[2].told("ring-borrowed")[0].endswith("came from n1")
