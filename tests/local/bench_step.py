@@ -1,4 +1,4 @@
-"""Measures what committing and replicating every step costs: `bench_step.py [--times 20 100] [--spare]`.
+"""Measures what a commit with every step costs: `bench_step.py [--times 20 100] [--spare] [--apart]`.
 
 An FSDP2 model on two nodes of local mode, each of which holds the other's shard, in one run for each of
 the `--times`: its step takes so many times as long as one memcpy of a rank's state, by more or less of
@@ -13,8 +13,11 @@ on the machine changes that by less.
 
 Where training takes all cores that there are, as here with two ranks on two cores, it is not only the
 copy that holds it up: digests, sockets and verification take their time from it, too. On a machine with
-cores to spare they do not: with `--spare` the ranks keep to the first core, and the others are free. How
-long commit() itself holds up a rank is told, too: that is the copy, and the wait for the one before.
+cores to spare they do not: with `--spare` the ranks keep to the first core, and the others are free. But
+Gloo's threads work there, and a collective waits for them: with `--apart` each rank trains its shard by
+itself, without a collective, as a device with a network of its own would not wait for the host's cores
+either. How long commit() itself holds up a rank is told, too: that is the copy, and the wait for the one
+before.
 """
 
 from __future__ import annotations
@@ -44,19 +47,36 @@ TURNS = (IN_ORDER, NONE, BESIDE, NONE, BARE, NONE)
 # ----------------------------------------------------------------------------------- what is trained
 
 
-def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
+def main_train(out: Path, times: float, rows: int, *, spare: bool, apart: bool) -> None:
     """The training script: writes what it has measured."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     import ckptless
 
+    class Apart(nn.Module):
+        """Of the weight only the rank's own part is used."""
+
+        def __init__(self, mesh: Any) -> None:
+            super().__init__()
+            weight = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+            self.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight: Any = self.weight
+            part: torch.Tensor = weight.to_local()
+            return (x @ part.T).repeat(1, RANKS)
+
     def build(run: Any) -> Any:
         torch.manual_seed(1)
-        body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-        model: Any = fully_shard(body, mesh=init_device_mesh("cpu", (run.world_size,)))
+        mesh = init_device_mesh("cpu", (run.world_size,))
+        layers = (Apart(mesh) if apart else nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        model: Any = nn.Sequential(*layers)
+        if not apart:
+            fully_shard(model, mesh=mesh)
         return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4))
 
     def train(run: Any) -> None:
@@ -154,7 +174,7 @@ def main_train(out: Path, times: float, rows: int, *, spare: bool) -> None:
 # ------------------------------------------------------------------------------------------ measuring
 
 
-def measure(times: float, rows: int, *, spare: bool) -> dict[str, Any]:
+def measure(times: float, rows: int, flags: list[str]) -> dict[str, Any]:
     """One run."""
     with tempfile.TemporaryDirectory(prefix="ckptless-bench-") as scratch:
         out = Path(scratch) / "found.json"
@@ -162,7 +182,7 @@ def measure(times: float, rows: int, *, spare: bool) -> dict[str, Any]:
         command += ["--nodes", str(RANKS), "--copies", "1"]
         command += ["--state-dir", f"{scratch}/state", __file__]
         command += ["--train", str(out), "--times", str(times), "--rows", str(rows)]
-        command += ["--spare"] if spare else []
+        command += flags
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, stdin=subprocess.DEVNULL
         )
@@ -209,12 +229,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=40, help="of four steps each, by turns")
     parser.add_argument("--json", type=Path, help="write all that was measured to this file")
     parser.add_argument("--spare", action="store_true", help="keep the ranks to one core")
+    parser.add_argument("--apart", action="store_true", help="without collectives")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train is not None:
-        main_train(args.train, args.times[0], args.rows, spare=args.spare)
+        main_train(args.train, args.times[0], args.rows, spare=args.spare, apart=args.apart)
         return
-    found = [measure(times, args.rows, spare=args.spare) for times in args.times]
+    flags = ["--spare"] * args.spare + ["--apart"] * args.apart
+    found = [measure(times, args.rows, flags) for times in args.times]
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     for one in found:
