@@ -266,6 +266,11 @@ def reference(steps: int = STEPS, ranks: int = RANKS, parallel: str = "ddp") -> 
     return found
 
 
+def newest_loss(home: Path) -> int:
+    """The newest step of which any rank of this run has written its loss; 0 before there is one."""
+    return max((step for _, step in read_toy(home / "out").losses), default=0)
+
+
 def same_as_reference(
     job: Job, faults: Sequence[Fault], steps: int = STEPS, ranks: int = RANKS, parallel: str = "ddp"
 ) -> Snapshot:

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from localrun import Fault, Job, fault, read_toy, reference, toy, wait_until
+from localrun import Fault, Job, fault, newest_loss, read_toy, reference, toy, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,10 +36,6 @@ def run(
     launcher = (str(HERE / "kept_launcher.py"), str(home))
     sizes = {"nodes": nodes, "spares": spares, "steps": STEPS}
     return toy(home, faults, env=env, options=options, launcher=launcher, **sizes)
-
-
-def newest_loss(home: Path) -> int:
-    return max((step for _, step in read_toy(home / "out").losses), default=0)
 
 
 def ended_once(job: Job, home: Path) -> int:

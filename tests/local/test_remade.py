@@ -13,7 +13,7 @@ from ckptless.daemon.control.protection import protection
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from localrun import RANKS, Fault, Job, fault, read_toy, recovered, same_as_reference, toy, wait_until
+from localrun import RANKS, Fault, Job, fault, newest_loss, recovered, same_as_reference, toy, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -29,10 +29,6 @@ def lose(job: Job, node: int) -> None:
         pid = job.pid_of(node, what)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-
-
-def newest_loss(home: Path) -> int:
-    return max((step for _, step in read_toy(home / "out").losses), default=0)
 
 
 def safe_again(job: Job, lost: list[int], then: list[int]) -> int | None:

@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from localrun import Job, read_toy, reference, toy, wait_until
+from localrun import Job, newest_loss, read_toy, reference, toy, wait_until
 
 from ckptless.daemon.api import saved
 
@@ -46,10 +46,6 @@ def steps(home: Path) -> list[int]:
     for step, folder in found:
         assert saved.read_manifest(folder).step == step
     return sorted(step for step, _ in found)
-
-
-def newest_loss(home: Path) -> int:
-    return max((step for _, step in read_toy(home / "out").losses), default=0)
 
 
 def killed_after(job: Job, home: Path, step: int) -> None:
