@@ -52,7 +52,13 @@ class Host(Protocol):
     def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
         """This daemon leads, and one of the job's nodes does not answer any more at all."""
 
-    def save_vote(self, runtime: "JobRuntime", durable: Durable, then: Callable[[], None]) -> None:
+    def save_vote(
+        self,
+        runtime: "JobRuntime",
+        durable: Durable,
+        then: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """See jobs.Outlets.save."""
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
@@ -285,12 +291,21 @@ class JobRuntime:
         """See jobs.Outlets."""
         self._host.node_is_dark(self, node, reason)
 
-    def save(self, durable: Durable, then: Callable[[], None]) -> None:
+    def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """See jobs.Outlets."""
         if self._forgot:
             # In its next life, too, it must know that there was more than this.
             return
-        self._host.save_vote(self, durable, lambda: None if self._closed else then())
+
+        def written() -> None:
+            if not self._closed:
+                then()
+
+        def refused(reason: str) -> None:
+            if not self._closed:
+                failed(reason)
+
+        self._host.save_vote(self, durable, written, refused)
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See jobs.Outlets."""

@@ -322,9 +322,15 @@ class Service:
         """See runtime.Host."""
         self._cluster.node_is_dark(runtime, node, reason)
 
-    def save_vote(self, runtime: JobRuntime, durable: Durable, then: Callable[[], None]) -> None:
+    def save_vote(
+        self,
+        runtime: JobRuntime,
+        durable: Durable,
+        then: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """See runtime.Host."""
-        self.ledger.save_vote(runtime.job, runtime.identity, durable, then)
+        self.ledger.save_vote(runtime.job, runtime.identity, durable, then, failed)
 
     def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See runtime.Host."""

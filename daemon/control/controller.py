@@ -29,6 +29,8 @@ from ckptless.daemon.control.timeline import Timeline
 REPEAT_S = 1.0
 # So long a voter's daemon may be away while its node lives; restarts and upgrades are shorter.
 VOTER_AWAY_S = 30.0
+# A voter that cannot vote is left out, also where there is nobody else, while so many others can.
+LEAST_ABLE = 2
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Controller(Follower):
     _killed: set[m.Place] = field(default_factory=set)
     _ending: m.Outcome | None = None
     _tally: Tally | None = None
-    _mended: tuple[int, int, frozenset[int], frozenset[int]] | None = None
+    _mended: tuple[int, int, frozenset[int], frozenset[int], frozenset[int]] | None = None
     # Since when the leader has not reached a voter's daemon, whose node lives.
     _away: dict[int, float] = field(default_factory=dict)
 
@@ -92,8 +94,11 @@ class Controller(Follower):
 
     def _next_voters(self, now: float) -> tuple[int, ...]:
         # Who reaches others, but not this leader, is no help to it.
-        sound = self.reachable - self.losses.keys()
+        sound = self.reachable - self.losses.keys() - self.unable
         living = sound | (set(self.known.voters) - self.losses.keys())
+        if len(living - self.unable) >= LEAST_ABLE:
+            # Fewer votes are easier to come by than those of all others beside one that never comes.
+            living -= self.unable
         domains = self.spec.domains if self.spec is not None else ()
         return choose_voters(self.known.voters, living, sound, domains, set(self._away_long(now)))
 
@@ -107,11 +112,12 @@ class Controller(Follower):
         self._away = {node: self._away.get(node, now) for node in voters}
 
     def _mend_voters(self, now: float) -> None:
-        """A voter lost, or away for long, is replaced before the next one is, where there are nodes."""
+        """A voter lost, away for long, or unable is replaced before the next one is, where there are nodes."""
         if self.stage not in ("running", "releasing"):
             # The next generation names new ones, too; to ask these first would only delay it.
             return
-        mended = (self.known.index, len(self.losses), frozenset(self.reachable), self._away_long(now))
+        there, away = frozenset(self.reachable), self._away_long(now)
+        mended = (self.known.index, len(self.losses), there, away, frozenset(self.unable))
         if mended == self._mended or not self.agreement.ready:
             return
         self._mended = mended

@@ -19,7 +19,8 @@ class Standing:
 
     `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `promised` is
     the one below which it accepts nothing. What is said often leaves the decree out, and has its `index`.
-    `lost` has the node, the reason, and whose word that is.
+    `lost` has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
+    nothing, or has lost what it had promised.
     """
 
     term: int
@@ -29,6 +30,7 @@ class Standing:
     promised: Ballot = NO_BALLOT
     lost: tuple[tuple[int, str, FaultSource], ...] = ()
     index: int = 0
+    able: bool = True
 
     @property
     def newest(self) -> int:
@@ -121,6 +123,18 @@ class Witnessed:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """The disk takes votes again: the newest `Save`, which holds all of those before it, is there."""
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    """The disk has not taken what `Save` asked for, and nothing was said."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
@@ -136,6 +150,8 @@ Input: TypeAlias = (
     | OrderFrom
     | Said
     | Witnessed
+    | Saved
+    | NotSaved
     | Tick
 )
 
@@ -200,7 +216,10 @@ class Tell:
 
 @dataclass(frozen=True)
 class Save:
-    """Keep this on the disk; once it is there, and not before, say `say` to a daemon."""
+    """Keep this on the disk; once it is there, and not before, say `say` to a daemon.
+
+    Where the disk does not take it, `NotSaved` comes back, and nothing is said.
+    """
 
     durable: Durable
     node: int | None = None

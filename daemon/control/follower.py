@@ -20,6 +20,7 @@ from ckptless.daemon.control.edges import (
     Input,
     Meet,
     NodeLost,
+    NotSaved,
     OrderFrom,
     Output,
     PeerDown,
@@ -27,6 +28,7 @@ from ckptless.daemon.control.edges import (
     Pulsing,
     Report,
     Said,
+    Saved,
     Tell,
     Tick,
     ToAgent,
@@ -99,8 +101,25 @@ class Follower(Elector):
                 self._on_said(event, now)
             case Witnessed():
                 self._witnessed(event, now)
+            case Saved() | NotSaved():
+                self._on_disk(event, now)
             case Tick():
                 self._periodic(now)
+
+    def _on_disk(self, event: Saved | NotSaved, now: float) -> None:
+        """The disk takes votes no more, or again: the others hear of it, and do without this vote."""
+        before = self.agreement.able
+        if isinstance(event, NotSaved):
+            self.agreement.not_saved(event.reason, now)
+            if before:
+                self._note(now, "error", "vote-lost", f"node-{self.me} cannot vote: {event.reason}")
+        else:
+            self.agreement.saved()
+            if not before and self.agreement.able:
+                self._note(now, "info", "vote-again", f"node-{self.me} can vote again: its disk takes votes")
+        if self.agreement.able != before:
+            (self.unable.discard if self.agreement.able else self.unable.add)(self.me)
+            self._out.append(Meet(None, self.short_standing, ()))
 
     def _on_report(self, report: Report, now: float) -> None:
         view = self.nodes[report.node]
@@ -162,6 +181,7 @@ class Follower(Elector):
             text = f"node-{event.node} is heard again; lost before ({reason}), it gets no rank of this job"
             self._note(now, "warning", "node-returned", text)
         theirs = event.standing
+        (self.unable.discard if theirs.able else self.unable.add)(event.node)
         if self.has_a_say(event.node):
             for node, reason, source in theirs.lost:
                 self._lose(NodeLost(node, reason, 0.0, source=source))
