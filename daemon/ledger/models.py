@@ -177,6 +177,7 @@ votes = Table(
     Column("job", Text, primary_key=True),
     Column("identity", Text),
     Column("state", Text),
+    Column("digest", Text),
 )
 
 TABLES: dict[type[Record], Table] = {
