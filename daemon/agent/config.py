@@ -96,7 +96,7 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         raise UsageError(f"{AGENT_CONFIG} is not set: agents are started by ckptless-run")
     try:
         shared = msgspec.json.decode(base64.b64decode(text, validate=True), type=SharedConfig)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(
             f"{AGENT_CONFIG} is damaged ({error}): agents are started by ckptless-run"
         ) from error

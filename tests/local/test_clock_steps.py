@@ -84,5 +84,5 @@ def set_clock(offset: Path, seconds: float) -> None:
 
 
 def ckptctl(state_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name("ckptctl"), *words, "--state-dir", state_dir]
+    command = [str(Path(sys.executable).with_name("ckptctl")), *words, "--state-dir", str(state_dir)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
