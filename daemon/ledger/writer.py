@@ -35,6 +35,10 @@ class LedgerWriter:
         """See `Ledger.vote`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.vote, job)
 
+    async def own(self, job: str, uid: int) -> bool:
+        """See `Ledger.own`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.own, job, uid)
+
     def save_vote(
         self,
         job: str,
