@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import plan, story, twins_agree
+from ckptless.daemon.control import pairs, plan, story, twins_agree
 from ckptless.daemon.control.decree import Decree, choose_voters
 from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
@@ -31,6 +31,8 @@ REPEAT_S = 1.0
 VOTER_AWAY_S = 30.0
 # A voter that cannot vote is left out, also where there is nobody else, while so many others can.
 LEAST_ABLE = 2
+# Without a step for so long, two nodes that cannot reach each other are why.
+APART_S = 3.0
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Controller(Follower):
         if self.stage == "forming":
             self._form(now)
         elif self.stage in ("joining", "restoring", "running", "releasing"):
+            self._part(now)
             self._watch(now)
             if self.stage not in ("stopping", "releasing") and self._tally and self._tally.disputed:
                 self._stop("another leader has stopped it, too", now)
@@ -194,6 +197,30 @@ class Controller(Follower):
             self._lose(NodeLost(node, reason, 0.0, source="leader"))
         if nodes:
             self._out.append(Meet(None, self.short_standing, ()))
+
+    def _part(self, now: float) -> None:
+        """Of two nodes that live and cannot reach each other, one leaves the job: its ranks go to a spare.
+
+        Without a spare it is waited for as long as for any step: the job ends then, and says why.
+        """
+        assert self.assignment is not None
+        assert self.spec is not None
+        still_s = now - max(self._since, self._moved)
+        if self.stage == "releasing" or still_s < APART_S:
+            return
+        self._apart.say(self.me, self.apart, now)
+        hosts = {place.node for place in self.assignment.places} - self.losses.keys()
+        usable = {node for node, view in self.nodes.items() if view.usable}
+        found = pairs.pairs(self._apart.fresh(now - 3 * self._remind_s), usable, hosts)
+        if not found or (usable <= hosts and still_s < self.spec.limits.stall_s):
+            return
+        node = pairs.gives_way(found, hosts, self.me)
+        others = ", ".join(f"node-{b if a == node else a}" for a, b in sorted(found) if node in (a, b))
+        text = f"it and {others} cannot reach each other, though others reach both; no step in {still_s:.1f} s"
+        self._give_up([node], text)
+        if node not in hosts:
+            # It has no ranks that would be missed, but copies of others'.
+            self._stop(f"node-lost: node-{node}: {text}", now)
 
     def _watch(self, now: float) -> None:
         """Any new fault of this generation stops it."""

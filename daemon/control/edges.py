@@ -20,7 +20,7 @@ class Standing:
     `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `promised` is
     the one below which it accepts nothing. What is said often leaves the decree out, and has its `index`.
     `lost` has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
-    nothing, or has lost what it had promised.
+    nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
     """
 
     term: int
@@ -31,6 +31,7 @@ class Standing:
     lost: tuple[tuple[int, str, FaultSource], ...] = ()
     index: int = 0
     able: bool = True
+    apart: tuple[int, ...] = ()
 
     @property
     def newest(self) -> int:
@@ -99,6 +100,13 @@ class Pulsing:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """The nodes that this daemon cannot reach itself, though others see them: all of them, each time."""
+
+    nodes: frozenset[int]
+
+
+@dataclass(frozen=True)
 class OrderFrom:
     """A leader's order."""
 
@@ -147,6 +155,7 @@ Input: TypeAlias = (
     | NodeLost
     | AgentAnswers
     | Pulsing
+    | Apart
     | OrderFrom
     | Said
     | Witnessed

@@ -12,6 +12,7 @@ from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_dec
 from ckptless.daemon.control.edges import NodeLost, Output, Report, Stage, Standing, ToAgent, Write
 from ckptless.daemon.control.faults import FaultLog, NodeView
 from ckptless.daemon.control.lease import Lease
+from ckptless.daemon.control.pairs import Apart
 from ckptless.daemon.control.timeline import Timeline
 
 NOBODY = -1
@@ -40,6 +41,9 @@ class Knowledge:
     losses: dict[int, NodeLost] = field(default_factory=dict)
     # Nodes whose daemon has said that it cannot vote.
     unable: set[int] = field(default_factory=set)
+    # Nodes that this daemon cannot reach itself, and what others have said of theirs.
+    apart: frozenset[int] = frozenset()
+    _apart: Apart = field(default_factory=Apart)
     progress: int = 0
     _cancelled: m.Cancel | None = None
     _cancelled_at: float = 0.0
@@ -116,8 +120,8 @@ class Knowledge:
     def short_standing(self) -> Standing:
         """What to tell again and again, or to many; whoever lacks the decree will ask for it."""
         promised, lost = self.agreement.durable.promised, self._told_losses
-        index, able = self.known.index, self.agreement.able
-        return Standing(self.term, self.leader, self.stage, None, promised, lost, index, able)
+        index, able, apart = self.known.index, self.agreement.able, tuple(sorted(self.apart))
+        return Standing(self.term, self.leader, self.stage, None, promised, lost, index, able, apart)
 
     @property
     def _told_losses(self) -> tuple[tuple[int, str, FaultSource], ...]:
