@@ -45,7 +45,7 @@ TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
 READ_NBYTES = 1 << 16
 _Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | Read | WhatIsKept | Keep | Claim
-_Heard: TypeAlias = m.FromAgent | SaveDone | _Aside
+_Heard: TypeAlias = m.FromAgent | m.Pong | SaveDone | _Aside
 _ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, Read, WhatIsKept, Keep, Claim)
 VOTE_DEADLINE_S = 10.0
 # So long an answer may wait for whoever does not read it.

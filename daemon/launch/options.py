@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import SharedConfig
+from ckptless.daemon.agent.config import DEFAULT_SHUTDOWN_S, SharedConfig
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
@@ -28,6 +28,9 @@ from ckptless.daemon.ledger.paths import LATEST
 from ckptless.daemon.settings import DataSettings, ReplicationSettings, load_settings
 
 Options = Mapping[str, object]
+
+# torchrun's own name for it.
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 DEFAULT_MAX_STALL_S = 300.0
 
@@ -71,6 +74,7 @@ def local_options(
         save=save_config(options, nodes * (_number(options, "nproc_per_node") or 1)),
         replication=replication_config(options, {}, ReplicationSettings()),
         data=data_config(options, DataSettings()),
+        shutdown_s=shutdown_s(options, env),
     )
 
 
@@ -126,6 +130,7 @@ def slurm_run(
         restarts=restarts(env),
         comm_interface=comm,
         data=data,
+        shutdown_s=shutdown_s(options, env),
     )
     if found.step is not None:
         return _step_run(config, env, options, found.step)
@@ -201,6 +206,17 @@ def _local_domains(options: Options, count: int) -> tuple[str, ...]:
     if len(names) != count:
         raise UsageError(f"--domains has {len(names)} names for {count} nodes: give one for each, spares too")
     return tuple(check_name(name) for name in names)
+
+
+def shutdown_s(options: Options, env: Mapping[str, str]) -> float:
+    """Seconds that ranks get to end after SIGTERM, by the option, or as torchrun by the environment."""
+    given = options["shutdown_timeout"]
+    if isinstance(given, int):
+        return float(given)
+    text = env.get(SHUTDOWN_TIMEOUT, "")
+    if not re.fullmatch(r"\d{0,6}", text, re.ASCII):
+        raise UsageError(f"{SHUTDOWN_TIMEOUT} is {text[:40]!r}: it must be a whole number of seconds")
+    return float(text) if text else DEFAULT_SHUTDOWN_S
 
 
 def _max_stall(options: Options) -> float | None:
