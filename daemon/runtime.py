@@ -224,10 +224,11 @@ class JobRuntime:
         """The job's agent on this node is there; an older connection of it is forgotten."""
         self._agent = writer
         self._forget_process()
-        pid, _ = peer_credentials(writer.get_extra_info("socket"))
+        pid, uid = peer_credentials(writer.get_extra_info("socket"))
         if pid != os.getpid():
-            with contextlib.suppress(ProcessLookupError):  # its end comes next
-                self._heart = Heartbeat(AGENT_DEADLINE_S, self._host.now()), AgentProcess(pid)
+            # Without its process, its end comes next; or it is in a PID namespace that is not seen from here.
+            with contextlib.suppress(OSError):
+                self._heart = Heartbeat(AGENT_DEADLINE_S, self._host.now()), AgentProcess(pid, uid)
         self._send_agent(m.Admitted(identity=self.identity))
         if self._key is not None:
             self._send_agent(m.JobKey(key=self._key))
@@ -266,7 +267,11 @@ class JobRuntime:
             heartbeat.deadline_s = PONGS_PER_AGENT * spec.limits.pong_s
         if heartbeat.look(now):
             self._send_agent(m.Ping(seq=0))
-        if not heartbeat.silent(now) or process.suspended:
+        if not heartbeat.silent(now):
+            return
+        if process.suspended:
+            # What it gets to answer begins when it goes on.
+            heartbeat.heard(now)
             return
         text = f"its agent does not answer for {heartbeat.deadline_s:.0f} s"
         self.note("error", "agent-hung", f"node-{self.roster.me}: {text}: process {process.pid} is killed")

@@ -216,7 +216,9 @@ class Controller(Follower):
             return
         node = pairs.gives_way(found, hosts, self.me)
         others = ", ".join(f"node-{b if a == node else a}" for a, b in sorted(found) if node in (a, b))
-        text = f"it and {others} cannot reach each other, though others reach both; no step in {still_s:.1f} s"
+        text = (
+            f"it and {others} cannot reach each other, though others reach both; no step in {still_s:.1f} s"
+        )
         self._give_up([node], text)
         if node not in hosts:
             # It has no ranks that would be missed, but copies of others'.
