@@ -50,16 +50,36 @@ class Outlets(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """What this daemon knows of a job from an earlier life; `lost`: it had one, and knows nothing of it.
+    """What this daemon knows of a job from an earlier life; `lost`: why nothing, though it had one.
 
     `life`, of LIFE_BITS random bits, is this life's alone (by its clock it could not be told from an earlier
-    one: clocks are set back). `identity` is the same as long as it remembers.
+    one: clocks are set back). `identity` is the same as long as it remembers, but for a count of what was
+    promised, see `next_identity`.
     """
 
     life: int
     identity: str = ""
     durable: Durable | None = None
-    lost: bool = False
+    lost: str = ""
+
+
+def next_identity(identity: str) -> str:
+    """Of a memory with one promise more. The agent hears of it before any daemon hears of the promise.
+
+    So what its daemon reads from a damaged disk is known to be old, where the end of it is lost: SQLite takes
+    a log whose end is damaged for one that was cut off by a power failure.
+    """
+    name, _, count = identity.partition(".")
+    return f"{name}.{int(count or 0) + 1}"
+
+
+def is_as_new(kept: str, agents: str) -> bool:
+    """Whether what is on the disk, of identity `kept`, has all that the agent has heard of ("": nothing)."""
+    (name, _, count), (its_name, _, its_count) = kept.partition("."), agents.partition(".")
+    if not agents:
+        return True
+    numbers = [number or "0" for number in (count, its_count)]
+    return name == its_name and all(map(str.isdecimal, numbers)) and int(numbers[0]) >= int(numbers[1])
 
 
 class JobSession:

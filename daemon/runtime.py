@@ -18,7 +18,7 @@ from ckptless.daemon.config import Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.decree import Decided, Durable
 from ckptless.daemon.heartbeat import AgentProcess, Heartbeat
-from ckptless.daemon.jobs import JobSession, Memory
+from ckptless.daemon.jobs import JobSession, Memory, next_identity
 from ckptless.daemon.membership.watch import Answer
 from ckptless.daemon.mesh import Mesh
 from ckptless.daemon.peering import Peering
@@ -77,7 +77,10 @@ class JobRuntime:
 
     def __init__(self, job: str, uid: int, roster: Roster, host: Host, memory: Memory) -> None:
         self.job, self.uid, self.roster = job, uid, roster
-        self.identity, self._forgot = memory.identity, memory.lost
+        # What is on the disk, and what is on its way there.
+        self.identity = self.next_identity = memory.identity
+        self._forgot = memory.lost
+        self._confessed = not memory.lost
         self._host = host
         self.session = JobSession(job, roster, self, host.now, memory)
         self._mesh = Mesh(job, roster, host.vouch)
@@ -123,6 +126,15 @@ class JobRuntime:
     def note(self, level: Literal["info", "warning", "error"], kind: str, text: str) -> None:
         """Put an event into every ledger of the job, and into the log."""
         self.session.feed(e.Report(self.roster.me, m.AgentEvent(level=level, kind=kind, text=text)))
+
+    @property
+    def _me(self) -> str:
+        return f"node-{self.roster.me}"
+
+    def set_aside(self, text: str) -> None:
+        """The ledger was damaged. What this life has promised it still knows, and writes to the new one."""
+        self.note("error", "ledger-damaged", f"{self._me}: {text}")
+        self.save(self.session.control.agreement.durable, lambda: None, lambda _reason: None)
 
     def cut_short(self, reason: str) -> None:
         """Something above the job has ended it; where it is over already, nothing happens."""
@@ -243,6 +255,10 @@ class JobRuntime:
             self._saved(message)
             return
         self.session.feed(e.Report(self.roster.me, message))
+        if not self._confessed:
+            self._confessed = True
+            text = f"the daemon of {self._me} does not vote in this job: {self._forgot}"
+            self.note("warning", "no-vote", text)
 
     def agent_gone(self, writer: asyncio.StreamWriter) -> None:
         """Its process is gone (or hung up, which it does only at its end)."""
@@ -351,9 +367,12 @@ class JobRuntime:
         if self._forgot:
             # In its next life, too, it must know that there was more than this.
             return
+        identity = self.next_identity = next_identity(self.next_identity)
 
         def written() -> None:
             if not self._closed:
+                self.identity = identity
+                self._send_agent(m.Admitted(identity=identity))
                 then()
 
         def refused(reason: str) -> None:

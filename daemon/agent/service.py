@@ -260,7 +260,7 @@ class Agent:
             self._nccl.learn_key(message.key)
         elif isinstance(message, m.Admitted | m.Denied):
             if isinstance(message, m.Admitted) and self._hello is not None:
-                self._hello = replace(self._hello, identity=self._hello.identity or message.identity)
+                self._hello = replace(self._hello, identity=message.identity)
             if not self._answer.done():
                 self._answer.set_result(message)
         elif isinstance(message, m.Ping):

@@ -97,7 +97,10 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Admitted(Message, frozen=True, kw_only=True):
-    """Daemon to agent: the answer to its hello. `identity` names what the daemon remembers of the job."""
+    """Daemon to agent: the answer to its hello, and again whenever the daemon has promised something.
+
+    `identity` names what the daemon has on its disk of the job; the agent's next hello has the newest one.
+    """
 
     identity: str
 

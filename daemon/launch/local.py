@@ -32,7 +32,7 @@ from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome
 from ckptless.daemon.api.saving import SaveConfig
-from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
+from ckptless.daemon.config import LocalConfig, Peer
 from ckptless.daemon.launch.nest import (
     AGENT,
     KILL_DEADLINE_S,
@@ -45,6 +45,7 @@ from ckptless.daemon.launch.nest import (
 from ckptless.daemon.launch.saving import saved_step
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
+from ckptless.daemon.state_dir import open_state_dir
 
 logger = logging.getLogger(__name__)
 
