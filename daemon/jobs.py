@@ -41,8 +41,8 @@ class Outlets(Protocol):
     def node_is_dark(self, node: int, reason: str) -> None:
         """This daemon leads, and a node does not answer any more at all."""
 
-    def save(self, durable: Durable, then: Callable[[], None]) -> None:
-        """Keep it on the disk, in the order of the calls, then call `then`; never, where that fails."""
+    def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
+        """Keep it on the disk, in the order of the calls, then call `then`; or `failed`, with the reason."""
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See edges.AskWitness; the answer, if there is one, is fed as edges.Witnessed."""
@@ -147,13 +147,18 @@ class JobSession:
             case e.Tell():
                 self._tell(output.node, output.say)
             case e.Save():
-                self._outlets.save(output.durable, lambda: self._saved(output))
+                self._outlets.save(output.durable, lambda: self._saved(output), self._not_saved)
             case e.AskWitness():
                 self._outlets.ask_witness(output.nodes, output.ours)
             case e.NodeIsDark():
                 self._outlets.node_is_dark(output.node, output.reason)
 
+    def _not_saved(self, reason: str) -> None:
+        self.feed(e.NotSaved(reason))
+
     def _saved(self, output: e.Save) -> None:
+        if self.control.agreement.trouble is not None:
+            self.feed(e.Saved())
         if output.say is not None:
             self._tell(output.node, output.say)
 

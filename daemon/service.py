@@ -16,18 +16,20 @@ from ckptless.daemon.api.eviction import Evict
 from ckptless.daemon.api.fdsocket import FdSocket
 from ckptless.daemon.api.keeping import Claim, Keep, Taken, WhatIsKept
 from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.api.reading import Read
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.saving import Save, SaveDone
 from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.cluster import Cluster
 from ckptless.daemon.config import DaemonConfig, Timers, open_state_dir
-from ckptless.daemon.control import story
+from ckptless.daemon.control import eviction, story
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.evict import evict
 from ckptless.daemon.jobs import LIFE_BITS, Memory
 from ckptless.daemon.keeper import Keeper
+from ckptless.daemon.ledger.reader import LedgerReader
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
@@ -42,10 +44,12 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
 READ_NBYTES = 1 << 16
-_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | WhatIsKept | Keep | Claim
-_Heard: TypeAlias = m.FromAgent | SaveDone | _Aside
-_ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, WhatIsKept, Keep, Claim)
+_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | Read | WhatIsKept | Keep | Claim
+_Heard: TypeAlias = m.FromAgent | m.Pong | SaveDone | _Aside
+_ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, Read, WhatIsKept, Keep, Claim)
 VOTE_DEADLINE_S = 10.0
+# So long an answer may wait for whoever does not read it.
+ANSWER_DEADLINE_S = 10.0
 
 
 class Service:
@@ -65,6 +69,7 @@ class Service:
         self._state_dir = Path(config.state_dir)
         open_state_dir(self._state_dir)
         self.ledger = LedgerWriter(Ledger.open(self._state_dir / LEDGER_FILE))
+        self._reader = LedgerReader(self._state_dir / LEDGER_FILE)
         self.keeper = Keeper(config.keep, self.now)
         self.keeper.on_event = self._kept
         self._jobs: dict[str, JobRuntime] = {}
@@ -114,6 +119,7 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
         self.keeper.close()
+        self._reader.close()
         await self.ledger.close()
         if self._agents is None and not is_abstract(self._config.socket):
             Path(self._config.socket).unlink(missing_ok=True)
@@ -201,6 +207,8 @@ class Service:
         """What others than agents say, and they on a connection of its own. Raises CkptlessError."""
         if isinstance(message, Evict):
             writer.write(encode(evict(self.jobs, message, uid)))
+        elif isinstance(message, Read):
+            await self._read_out(message, uid, writer)
         elif isinstance(message, Keep | Claim):
             await self._move_memory(message, uid, writer)
         elif isinstance(message, WhatIsKept):
@@ -214,6 +222,16 @@ class Service:
         answer = await save(self.jobs, message, uid)
         if not writer.is_closing():
             writer.write(encode(answer))
+
+    async def _read_out(self, message: Read, uid: int, writer: asyncio.StreamWriter) -> None:
+        """What the ledger has of a job of the asker's. Raises CkptlessError."""
+        sees_all = eviction.sees_all(uid, os.getuid())
+        writer.write(await self._reader.answer(message, uid, sees_all=sees_all))
+        try:
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                await writer.drain()
+        except TimeoutError as error:
+            raise PeerError("it does not read what it has asked for") from error
 
     async def _move_memory(self, message: Keep | Claim, uid: int, writer: asyncio.StreamWriter) -> None:
         """An ending agent's memory comes here, or that of an earlier start goes back. Raises CkptlessError.
@@ -272,6 +290,9 @@ class Service:
         check_protocol(hello.protocol, "the agent")
         name = hello.spec.job
         roster = await self._cluster.admit(hello, uid)
+        known = self._jobs.get(name)
+        if known is None and await self.ledger.own(name, uid):
+            logger.warning("job %s: what was recorded of another user's job of this name is removed", name)
         memory = await self._remember(hello, roster)
         known = self._jobs.get(name)
         if known is None:
@@ -322,9 +343,15 @@ class Service:
         """See runtime.Host."""
         self._cluster.node_is_dark(runtime, node, reason)
 
-    def save_vote(self, runtime: JobRuntime, durable: Durable, then: Callable[[], None]) -> None:
+    def save_vote(
+        self,
+        runtime: JobRuntime,
+        durable: Durable,
+        then: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """See runtime.Host."""
-        self.ledger.save_vote(runtime.job, runtime.identity, durable, then)
+        self.ledger.save_vote(runtime.job, runtime.identity, durable, then, failed)
 
     def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See runtime.Host."""

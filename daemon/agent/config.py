@@ -16,6 +16,8 @@ from ckptless.daemon.settings_bind import choose, choose_interface, interfaces
 
 # The environment variable that carries a SharedConfig (base64 of JSON) to the agents of a Slurm job.
 AGENT_CONFIG = "CKPTLESS_AGENT_CONFIG"
+# As torchrun.
+DEFAULT_SHUTDOWN_S = 30.0
 GLOO_IFNAME, NCCL_IFNAME = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -47,7 +49,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     copies of the state go to the other nodes. `twins`: what is done when ranks that should have the same
     tensors do not. `restarts`: how often Slurm has started the job again; None where it never does.
     `comm_interface`: the interface or network that ranks talk over; None leaves that to torch. `data`: what
-    training data may take in memory.
+    training data may take in memory. `shutdown_s`: from SIGTERM until a rank gets SIGKILL.
     """
 
     spec: JobSpec
@@ -68,6 +70,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     restarts: int | None = None
     comm_interface: str | None = None
     data: DataConfig = DataConfig()
+    shutdown_s: float = DEFAULT_SHUTDOWN_S
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -263,6 +263,8 @@ class Agent:
                 self._hello = replace(self._hello, identity=self._hello.identity or message.identity)
             if not self._answer.done():
                 self._answer.set_result(message)
+        elif isinstance(message, m.Ping):
+            self._daemon.send(m.Pong(seq=message.seq))
         elif isinstance(message, SaveNow):
             self._saving.save_soon(message, self._daemon.send)
         else:

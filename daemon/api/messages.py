@@ -153,6 +153,18 @@ class End(Message, frozen=True, kw_only=True):
     here_only: bool = False
 
 
+class Ping(Message, frozen=True, kw_only=True):
+    """Are you there?"""
+
+    seq: int
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """Yes."""
+
+    seq: int
+
+
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
 
 
@@ -175,7 +187,7 @@ class JobEnded(Message, frozen=True, kw_only=True):
 
 
 Notice: TypeAlias = JobStarted | JobEnded
-ToAgent: TypeAlias = Order | JobKey | Admitted | Denied
+ToAgent: TypeAlias = Order | JobKey | Admitted | Denied | Ping
 FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
 
 # ---------------------------------------------------------------------------------- rank and agent
@@ -345,18 +357,6 @@ class Refused(Message, frozen=True, kw_only=True):
 
     generation: int
     what: str
-
-
-class Ping(Message, frozen=True, kw_only=True):
-    """Are you there?"""
-
-    seq: int
-
-
-class Pong(Message, frozen=True, kw_only=True):
-    """Yes."""
-
-    seq: int
 
 
 class Note(Message, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ dies, the kernel ends what it started (PR_SET_PDEATHSIG), and what those leave b
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
@@ -17,7 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import AgentConfig, DataConfig, ReplicationConfig, thread_env
+from ckptless.daemon.agent.config import (
+    DEFAULT_SHUTDOWN_S,
+    AgentConfig,
+    DataConfig,
+    ReplicationConfig,
+    thread_env,
+)
 from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process
 from ckptless.daemon.agent.twin_check import TwinsMode
@@ -29,7 +36,6 @@ from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
 from ckptless.daemon.launch.nest import (
     AGENT,
     KILL_DEADLINE_S,
-    TERM_DEADLINE_S,
     Child,
     Nest,
     end,
@@ -43,6 +49,9 @@ from ckptless.daemon.peers.handshake import new_key
 logger = logging.getLogger(__name__)
 
 READY_DEADLINE_S = 30.0
+# What an agent may take for its own end, beyond what its ranks and the last save may.
+LEAVE_GRACE_S = 10.0
+DAEMON_TERM_S = 5.0
 POLL_S = 0.05
 RESTART_PAUSE_S = 0.3
 RESTARTS = 20
@@ -82,6 +91,7 @@ class LocalOptions:
     save: SaveConfig | None = None
     replication: ReplicationConfig = field(default_factory=ReplicationConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    shutdown_s: float = DEFAULT_SHUTDOWN_S
 
 
 @dataclass
@@ -120,6 +130,8 @@ class LocalRun:
         self._nodes: list[Node] = []
         self._nest = Nest()
         self._stop: asyncio.Future[signal.Signals] | None = None
+        # A second Ctrl-C: nobody wants to wait for anything any more.
+        self._hurried = False
 
     async def run(self) -> int:
         """Start everything, wait for the end, leave nothing. The exit code. Raises the tree's errors."""
@@ -147,6 +159,8 @@ class LocalRun:
         assert self._stop is not None
         if not self._stop.done():
             self._stop.set_result(number)
+        elif number is signal.SIGINT:
+            self._hurried = True
 
     # ----------------------------------------------------------------------------------- prepare
 
@@ -219,6 +233,7 @@ class LocalRun:
             save=options.save,
             replication=options.replication,
             data=options.data,
+            shutdown_s=options.shutdown_s,
             copies_address=node.peer.address,
         )
 
@@ -280,27 +295,45 @@ class LocalRun:
     # -------------------------------------------------------------------------------------- wait
 
     async def _wait(self) -> None:
-        """Until every agent has ended; daemons that die are started again while their node lives."""
-        told = False
-        while any(node.agent is not None and node.agent.returncode is None for node in self._nodes):
+        """Until every agent has ended, or is late; daemons that die are started again while the job runs."""
+        loop = asyncio.get_running_loop()
+        told, leave_by = False, math.inf
+        while self._agents_left and loop.time() < leave_by:
             await asyncio.sleep(POLL_S)
             self._adopt_orphans()
             if self._interrupted and not told:
-                told = True
+                told, leave_by = True, loop.time() + self._leave_s
                 self._signal_agents()
-                save_s = self._options.save.end_s if self._options.save is not None else 0.0
-                deadline = asyncio.get_running_loop().time() + TERM_DEADLINE_S + save_s
-            if told and asyncio.get_running_loop().time() > deadline:
-                return
+            elif leave_by == math.inf and self.outcome() is not None:
+                leave_by = loop.time() + self._leave_s
+            if self._hurried:
+                leave_by = loop.time()
             if not told:
                 for node in self._nodes:
                     await self._revive_daemon(node)
+        for node in self._agents_left:
+            logger.warning("%s: its agent does not end; it is killed", node.peer.name)
+            assert node.agent is not None
+            send(node.agent, signal.SIGKILL)
+
+    @property
+    def _agents_left(self) -> list[Node]:
+        return [node for node in self._nodes if node.agent is not None and node.agent.returncode is None]
+
+    @property
+    def _leave_s(self) -> float:
+        """From the job's end, or the user's signal, until every agent must have ended."""
+        save_s = self._options.save.end_s if self._options.save is not None else 0.0
+        return self._options.shutdown_s + save_s + LEAVE_GRACE_S
 
     def _signal_agents(self) -> None:
         assert self._stop is not None
-        for node in self._nodes:
-            if node.agent is not None:
-                send(node.agent, self._stop.result())
+        logger.warning("%s: ending the job; Ctrl-C does it at once", self._stop.result().name)
+        for node in self._agents_left:
+            assert node.agent is not None
+            send(node.agent, self._stop.result())
+            # One that is stopped could not act on it.
+            send(node.agent, signal.SIGCONT)
 
     async def _revive_daemon(self, node: Node) -> None:
         """What systemd does on a cluster (Restart=always)."""
@@ -327,8 +360,8 @@ class LocalRun:
 
     async def _end_all(self) -> None:
         """Agents first, then daemons; SIGTERM, then SIGKILL; then whatever was orphaned."""
-        for which in ("agent", "daemon"):
-            await end([child for node in self._nodes if (child := getattr(node, which)) is not None])
+        await end([node.agent for node in self._nodes if node.agent is not None], self._leave_s)
+        await end([node.daemon for node in self._nodes if node.daemon is not None], DAEMON_TERM_S)
         await self._nest.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + KILL_DEADLINE_S

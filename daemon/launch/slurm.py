@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 # How an agent ends that has not come as far as to be heard.
 CANNOT_START = (UsageError.exit_code, StartError.exit_code)
-# From SIGTERM to the agents until their steps must be over; Slurm's own KillWait is 30 s by default.
-TERM_DEADLINE_S = 20.0
+# What an agent and its step may take for their end, beyond what its ranks and the last save may. Slurm's own
+# KillWait is 30 s by default.
+LEAVE_GRACE_S = 15.0
 KILL_DEADLINE_S = 5.0
 CONFIG_DEADLINE_S = 10.0
 MAX_RUNS = 10_000
@@ -137,24 +138,32 @@ class SlurmRun:
         return step
 
     async def _wait(self) -> None:
-        """Until every agent's step is over, or until the user's patience is."""
+        """Until every agent's step is over, or is late: after the job's end, or the user's signal."""
         assert self._stop is not None
         loop = asyncio.get_running_loop()
         follower = Follower([step.console for step in self._steps], sys.stdout.buffer)
-        deadline: float | None = None
+        told, deadline = False, None
         while any(step.running for step in self._steps):
             await asyncio.sleep(POLL_S)
             follower.pass_on()
-            if self._stop.done() and deadline is None:
+            if self._stop.done() and not told:
                 logger.warning("%s: ending the job", self._stop.result().name)
-                save_s = self.config.save.end_s if self.config.save is not None else 0.0
-                deadline = loop.time() + TERM_DEADLINE_S + save_s
+                told, deadline = True, loop.time() + self._leave_s
                 self._signal(signal.SIGTERM)
-            if deadline is not None and loop.time() > deadline:
-                break
             if self.outcome() is None:
                 self._check_start()
+            elif deadline is None:
+                deadline = loop.time() + self._leave_s
+            if deadline is not None and loop.time() > deadline:
+                late = ", ".join(step.name for step in self._steps if step.running)
+                logger.warning("the steps on %s do not end; they are killed", late)
+                break
         follower.pass_on(last=True)
+
+    @property
+    def _leave_s(self) -> float:
+        save_s = self.config.save.end_s if self.config.save is not None else 0.0
+        return self.config.shutdown_s + save_s + LEAVE_GRACE_S
 
     def _check_start(self) -> None:
         """An agent that could not start tells so by its exit code: the job would wait for it in vain."""
@@ -169,8 +178,8 @@ class SlurmRun:
                     step.process.send_signal(number)
 
     async def _end_all(self) -> None:
-        """srun passes SIGTERM on to its agent; the second SIGKILL ends what is left of the steps."""
-        for number, patience_s in ((signal.SIGTERM, TERM_DEADLINE_S), (signal.SIGKILL, KILL_DEADLINE_S)):
+        """srun passes SIGTERM on to its agent; SIGKILL ends what is left of the steps."""
+        for number, patience_s in ((signal.SIGTERM, LEAVE_GRACE_S), (signal.SIGKILL, KILL_DEADLINE_S)):
             running = [step.process for step in self._steps if step.running and step.process is not None]
             if not running:
                 return

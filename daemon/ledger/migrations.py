@@ -71,6 +71,14 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("ALTER TABLE slots ADD COLUMN every INTEGER", "ALTER TABLE slots ADD COLUMN share REAL"),
     # What each node has of training data; nobody told of it before.
     ("ALTER TABLE holdings ADD COLUMN rings TEXT NOT NULL DEFAULT '[]'",),
+    (
+        # Whose each job is, by Slurm's word when its agent came: who may read of it.
+        """CREATE TABLE owners (
+            job TEXT PRIMARY KEY, uid INTEGER NOT NULL
+        ) WITHOUT ROWID""",
+        # One job's events are read without a look at those of all others.
+        "CREATE INDEX events_by_job ON events (job)",
+    ),
 )
 
 

@@ -179,6 +179,14 @@ votes = Table(
     Column("state", Text),
 )
 
+# Nor this: each daemon has asked for itself whose the job is.
+owners = Table(
+    "owners",
+    _metadata,
+    Column("job", Text, primary_key=True),
+    Column("uid", Integer),
+)
+
 TABLES: dict[type[Record], Table] = {
     JobRecord: jobs,
     NodeRecord: nodes,

@@ -35,8 +35,22 @@ class LedgerWriter:
         """See `Ledger.vote`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.vote, job)
 
-    def save_vote(self, job: str, identity: str, durable: Durable, then: Callable[[], None]) -> None:
-        """Keep it, in the order of the calls; then call `then` in the event loop: never, where that fails."""
+    async def own(self, job: str, uid: int) -> bool:
+        """See `Ledger.own`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.own, job, uid)
+
+    def save_vote(
+        self,
+        job: str,
+        identity: str,
+        durable: Durable,
+        then: Callable[[], None],
+        failed: Callable[[str], None] | None = None,
+    ) -> None:
+        """Keep it, in the order of the calls; then call `then` in the event loop.
+
+        Where that fails, `failed` instead, with the reason; it is logged where nobody is to be told.
+        """
 
         def saved(future: asyncio.Future[None]) -> None:
             if future.cancelled():
@@ -44,6 +58,8 @@ class LedgerWriter:
             error = future.exception()
             if error is None:
                 then()
+            elif failed is not None and isinstance(error, LedgerError):
+                failed(str(error))
             else:
                 # Without a vote on the disk this daemon must not speak of it: the others go on without it.
                 logger.error("job %s: a vote was not written: %s", job, error)

@@ -57,7 +57,49 @@ def test_ctrl_c_with_a_rank_that_does_not_listen(tmp_path: Path) -> None:
         "open(sys.argv[1], 'w').close()\n"
         "time.sleep(1000)\n"
     )
-    with Job(tmp_path / "run", ["--nodes", 1], [stubborn, tmp_path / "ready"]) as job:
+    with Job(
+        tmp_path / "run", ["--nodes", 1, "--shutdown-timeout", 2], [stubborn, tmp_path / "ready"]
+    ) as job:
         wait_until((tmp_path / "ready").exists, DEADLINE_S, job)
+        job.launcher.send_signal(signal.SIGINT)
+        job.ended(128 + signal.SIGINT, DEADLINE_S)
+
+
+HANDLER = """\
+import os, signal, sys, time
+from pathlib import Path
+
+def save(*_):
+    time.sleep(float(sys.argv[2]))
+    Path(sys.argv[1], "saved").touch()
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, save)
+Path(sys.argv[1], "ready").touch()
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("options", "saves"), [([], True), (["--shutdown-timeout", 1], False)])
+def test_a_rank_that_saves_at_sigterm_gets_its_time(
+    tmp_path: Path, options: list[object], saves: bool
+) -> None:
+    script = tmp_path / "handler.py"
+    script.write_text(HANDLER)
+    with Job(tmp_path / "run", options, [script, tmp_path, 5]) as job:
+        wait_until((tmp_path / "ready").exists, DEADLINE_S, job)
+        job.launcher.send_signal(signal.SIGTERM)
+        job.ended(128 + signal.SIGTERM, DEADLINE_S)
+        assert (tmp_path / "saved").exists() is saves, job.story()
+
+
+def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
+    script = tmp_path / "handler.py"
+    script.write_text(HANDLER)
+    with Job(tmp_path / "run", ["--shutdown-timeout", 600], [script, tmp_path, 500]) as job:
+        wait_until((tmp_path / "ready").exists, DEADLINE_S, job)
+        job.launcher.send_signal(signal.SIGINT)
+        wait_until(lambda: "SIGINT: ending the job" in job.stderr, DEADLINE_S, job)
         job.launcher.send_signal(signal.SIGINT)
         job.ended(128 + signal.SIGINT, DEADLINE_S)

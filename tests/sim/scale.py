@@ -178,7 +178,7 @@ class Node:
     def node_is_dark(self, node: int, reason: str) -> None:
         pass
 
-    def save(self, durable: Durable, then: Callable[[], None]) -> None:
+    def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         self.cluster.clock.after(DISK_S, then)
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
