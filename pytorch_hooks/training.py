@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
@@ -23,7 +23,7 @@ from ckptless.pytorch_hooks.durable.load import load
 from ckptless.pytorch_hooks.loaders import Loaders
 from ckptless.pytorch_hooks.overlap import Policy
 from ckptless.pytorch_hooks.session import Session
-from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, read, restore
+from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, gradients, read, restore
 from ckptless.pytorch_hooks.state.objects import tree_of, watch_of
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
@@ -75,6 +75,7 @@ class Run:
         self.waited_s = 0.0
         guard_optimizers(fabric)
         register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(gradients.mark_used)
 
     def _before_update(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         began = time.monotonic()
@@ -196,6 +197,7 @@ class Run:
             refuse(state)
             self._fabric.mark()
             self._state, self._tensors = state, TensorSet(state)
+            gradients.watch_scalers(state)
             self._buckets = Buckets(state)
             found = twins(state, self.rank, self.world_size)
             self._twins = () if len(found) == self.world_size else found
@@ -207,6 +209,7 @@ class Run:
             self._session.send(m.Restored(generation=part.generation))
             self._writes = self._session.wait_writes(part.generation)
             self._kept = True
+            self._check()
             self._put(self._step)
             self._begin(self._step)
         else:
@@ -283,11 +286,12 @@ class Run:
     def commit(self, loss: float | torch.Tensor | None = None) -> int:
         """The step is done: from here on it can be restored. Its number.
 
-        Call it after optimizer, scheduler and scaler have stepped. It waits only when the copies of the one
+        Call it after optimizer, scheduler and scaler have stepped; it is refused where there are gradients
+        that no optimizer has used, or what was not there in `keep`. It waits only when the copies of the one
         before are not yet held elsewhere. What only optimizers change is copied while the training goes on; a
         rank that ends before that goes back to the step before. With `commit_every` of `ckptless.run` only
         some of the calls make their step restorable. `loss` is shown by `ckptctl status`. Raises
-        GenerationEnded, StateMoved.
+        UsageError, GenerationEnded, StateMoved.
         """
         self._need_state("commit")
         step = self._step + 1
@@ -327,9 +331,18 @@ class Run:
 
     def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         self._fabric.check()
+        # Before the buckets: gradients may lie in them.
+        self._check()
         self._buckets.settle()
         self._wait_for_copies()
         self._put(step, loss)
+
+    def _check(self) -> None:
+        """Raise UsageError where a new process would not get all that the next step depends on."""
+        assert self._state is not None
+        assert self._tensors is not None
+        self._tensors.check_built()
+        gradients.check_used(self._state, pending=self._fsdp.holds_gradients())
 
     def _put(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         """Commit a step, of which nothing is to be waited for."""

@@ -66,6 +66,8 @@ def sharded(model: nn.Module, mesh: Any) -> nn.Module:
 def build(run: Any) -> ckptless.State:
     torch.manual_seed(1)
     model: nn.Module = body()
+    if KIND == "late-group":
+        list(model.parameters())[-1].requires_grad_(False)
     target = copy.deepcopy(model).requires_grad_(False)
     if PARALLEL == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
@@ -157,7 +159,7 @@ def late(state: Any, run: Any) -> None:
     own = dict(state.model.named_parameters())
     last = own[list(own)[-1]]
     if KIND == "late-group":
-        state.optimizer.add_param_group({"params": [last], "lr": 1e-3})
+        state.optimizer.add_param_group({"params": [last.requires_grad_()], "lr": 1e-3})
     elif KIND == "other-group":
         group = state.optimizer.param_groups[0]["params"]
         group[0], group[1] = group[1], group[0]
@@ -205,7 +207,7 @@ def train(run: Any) -> None:
     for (x,) in run.batches(state.loader, epochs=10_000):
         if run.step >= STEPS:
             break
-        loss = float(step(state, x, run))
+        loss = float(step(state, x, run).detach())
         strike("updated", run)
         log.write(f"{run.step + 1} {loss.hex()} 0 {time.time()} {run.generation}\n")
         run.commit(loss=loss)

@@ -19,6 +19,7 @@ from localrun import FAULTY_DEADLINE_S, RANKS, Fault, Job, Result, fault, read_t
 
 SCRIPT = Path(__file__).parent / "moved_script.py"
 STEPS = 50
+LATE_AT = 3
 WHERE = ("forward", "backward", "half", "updated", "committed")
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,16 +66,45 @@ def some(seed: str, count: int) -> list[Fault]:
     return [fault(chance.choice(WHERE), "kill", chance.randrange(RANKS), step) for step in steps]
 
 
-def struck(kind: str, faults: Sequence[Fault]) -> list[Fault]:
-    """The faults, at places that this kind comes by."""
-    return [
-        {**f, "where": "updated"} if kind == "accumulated" and f["where"] == "half" else f for f in faults
-    ]
+@pytest.mark.parametrize(("kind", "parallel"), [("by-hand", "fsdp"), ("accumulated", "ddp")])
+def test_three_faults(tmp_path: Path, kind: str, parallel: str) -> None:
+    faults = [fault("updated", "kill", 1, 5), fault("half", "kill", 2, 12), fault("backward", "kill", 0, 20)]
+    same(tmp_path, kind, parallel, faults)
 
 
-def test_an_update_by_hand(tmp_path: Path) -> None:
-    faults = [fault("updated", "kill", 1, 5), fault("half", "kill", 2, 12), fault("updated", "kill", 0, 20)]
-    same(tmp_path, "by-hand", "fsdp", faults)
+REFUSED = {
+    "late-group": "state.optimizer has 2 parameter groups, where it had 1,",
+    "other-group": "the parameters in group 0 of state.optimizer have changed",
+    "late-buffer": "the buffer state.target.seen has come",
+    "late-parameter": "the parameter state.target.scale has come",
+    "late-module": "the module state.target.more has come",
+    "held-by-hand": "has a gradient that no optimizer has used",
+    "held-before-step": "has a gradient that no optimizer has used",
+    "held-micro-batch": "has a gradient that no optimizer has used",
+}
+
+
+def refused(home: Path, kind: str, parallel: str) -> None:
+    """The commit at which it appears raises, on every rank, and the job ends with that sentence."""
+    with started(home, kind, parallel) as job:
+        job.ended(1)
+        assert REFUSED[kind] in job.stderr, job.story()
+        found = read_toy(home / "out")
+        # Told of by every rank, or by those that were first; committed by none.
+        last = LATE_AT + 1 if "late" in kind or "other" in kind else 1
+        assert max(step for _, step in found.losses) == last, job.story()
+        assert not found.finals
+
+
+def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path, "late-group", "ddp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_each_that_would_be_lost_is_refused(tmp_path: Path, kind: str, parallel: str) -> None:
+    refused(tmp_path, kind, parallel)
 
 
 @pytest.mark.slow
