@@ -56,15 +56,6 @@ POLL_S = 0.05
 RESTART_PAUSE_S = 0.3
 RESTARTS = 20
 LOCALHOST = "127.0.0.1"
-# torch._dynamo is what the first DDP or optimizer of a process would import, for a second.
-ALWAYS_PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "torch.utils.data",
-)
-# And this, where faults are answered.
-HOOKS = "ckptless.pytorch_hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +201,8 @@ class LocalRun:
 
     def _agent_config(self, node: Node) -> AgentConfig:
         options = self._options
-        processes = (options.nodes + options.spares) * options.slots
         env = dict(os.environ)
-        env.update(thread_env(env, processes, os.cpu_count() or 1))
+        env.update(thread_env(env, options.nodes * options.slots))
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return AgentConfig(
             node=node.number,

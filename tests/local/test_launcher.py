@@ -103,3 +103,16 @@ def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
         wait_until(lambda: "SIGINT: ending the job" in job.stderr, DEADLINE_S, job)
         job.launcher.send_signal(signal.SIGINT)
         job.ended(128 + signal.SIGINT, DEADLINE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("script", "words"), [("ends_script.py", []), ("tier1_script.py", ["exit-well"])])
+def test_fifty_ends_in_a_row(tmp_path: Path, script: str, words: list[str]) -> None:
+    """A process group that dies with the interpreter may wait for ever for a thread that wants the GIL."""
+    for number in range(50):
+        out = tmp_path / str(number)
+        out.mkdir()
+        arguments = [out, *words] if words else []
+        with Job(out, ["--nproc-per-node", 4], [Path(__file__).with_name(script), *arguments]) as job:
+            job.ended(0, DEADLINE_S)
