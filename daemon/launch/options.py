@@ -18,6 +18,7 @@ from ckptless.daemon.launch.data import data_config
 from ckptless.daemon.launch.identity import run_id
 from ckptless.daemon.launch.local import LocalOptions
 from ckptless.daemon.launch.preload import ALWAYS, preloads
+from ckptless.daemon.launch.ready import DEFAULT_START_S
 from ckptless.daemon.launch.replication import comm_interface, replication_config
 from ckptless.daemon.launch.requeue import restarts
 from ckptless.daemon.launch.saving import save_config, saved_step
@@ -78,6 +79,7 @@ def local_options(
         replication=replication_config(options, {}, ReplicationSettings()),
         data=data_config(options, DataSettings()),
         shutdown_s=shutdown_s(options, env),
+        start_s=float(_number(options, "start_timeout") or DEFAULT_START_S),
     )
 
 
@@ -134,6 +136,7 @@ def slurm_run(
         comm_interface=comm,
         data=data,
         shutdown_s=shutdown_s(options, env),
+        start_s=float(_number(options, "start_timeout") or DEFAULT_START_S),
     )
     if found.step is not None:
         return _step_run(config, env, options, found.step)
