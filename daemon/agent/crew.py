@@ -213,6 +213,12 @@ class Crew:
         if tenant is slot.tenant:
             slot.tenant = None
 
+    def forward(self, number: signal.Signals) -> None:
+        """Send it to every process that has come up; one that is still being forked does not get it."""
+        for slot in self.slots:
+            if slot.tenant is not None:
+                slot.tenant.process.kill(number)
+
     def kill_hung(self, slot: Slot) -> None:
         """End a process that does not do what it is told."""
         if slot.tenant is not None and slot.tenant.process.returncode is None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,6 +135,10 @@ class Agent:
                 lease.cancel()
                 await asyncio.gather(lease, return_exceptions=True)
             await self._close(daemon)
+
+    def forward(self, number: signal.Signals) -> None:
+        """Pass the user's signal on to the ranks."""
+        self._crew.forward(number)
 
     async def _keep_lease(self) -> None:
         """While the daemon is away: see `orphan`. Who is cut off ends, and the others go on without it."""

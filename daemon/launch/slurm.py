@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.agent.prctl import set_pdeathsig
+from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.api.outcome import read_outcome, write_outcome
@@ -92,8 +93,11 @@ class SlurmRun:
         """Start the agents, pass their output on, and wait for the end. The exit code."""
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        ignore_others()
+        for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
+        for number in USERS:
+            loop.add_signal_handler(number, self._signal, number)
         spec = self.config.spec
         shape = f"nodes {spec.nodes}, spares {spec.spares}"
         logger.info("job %s: %s; output in %s", spec.job, shape, self.log_dir)
