@@ -23,7 +23,8 @@ async def _run(config: AgentConfig, zygote: tuple[int, int] | None) -> int:
 
     def cancel(number: signal.Signals) -> None:
         if not cancelled.done():
-            cancelled.set_result(Cancel(exit_code=128 + number, reason=f"{number.name} from the user"))
+            reason = number.name if config.restarts is not None else f"{number.name} from the user"
+            cancelled.set_result(Cancel(exit_code=128 + number, reason=reason, restarts=config.restarts))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, cancel, number)
