@@ -71,6 +71,9 @@ class Host(Protocol):
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See cluster.Cluster."""
 
+    def explain(self, runtime: "JobRuntime", node: int, cancel: m.Cancel) -> None:
+        """See cluster.Cluster."""
+
 
 class JobRuntime:
     """Owned by the daemon's event loop."""
@@ -384,6 +387,14 @@ class JobRuntime:
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See jobs.Outlets."""
         self._host.witness(self, nodes, ours)
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        """See jobs.Outlets."""
+        self._host.explain(self, node, cancel)
+
+    def explained(self, node: int, cancel: m.Cancel, reason: str) -> None:
+        """The job of `node`'s agent is cancelled, for this reason; see `cluster.Cluster.explain`."""
+        self.session.feed(e.Report(node, m.Cancel(exit_code=cancel.exit_code, reason=reason)))
 
     def witnessed(self, nodes: Sequence[int]) -> None:
         """The cluster's manager holds these nodes for dead; see `cluster.Cluster.witness`."""

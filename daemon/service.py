@@ -376,6 +376,10 @@ class Service:
         """See runtime.Host."""
         self._cluster.witness(runtime, nodes, ours)
 
+    def explain(self, runtime: JobRuntime, node: int, cancel: m.Cancel) -> None:
+        """See runtime.Host."""
+        self._cluster.explain(runtime, node, cancel)
+
 
 class _UnknownJobError(PeerError):
     """Another daemon was faster: its agent is here already, ours is not yet."""

@@ -24,7 +24,8 @@ async def _run(config: AgentConfig, zygote: tuple[int, int] | None, *, forwards:
 
     def cancel(number: signal.Signals) -> None:
         if not cancelled.done():
-            cancelled.set_result(Cancel(exit_code=128 + number, reason=f"{number.name} from the user"))
+            reason = number.name if config.restarts is not None else f"{number.name} from the user"
+            cancelled.set_result(Cancel(exit_code=128 + number, reason=reason, restarts=config.restarts))
 
     for number in ENDING:
         loop.add_signal_handler(number, cancel, number)

@@ -90,10 +90,15 @@ class AgentEvent(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """The user wants the job to end."""
+    """The user wants the job to end, or Slurm does.
+
+    `restarts`: how often Slurm had started the job again, where it is Slurm that knows the cause of a signal;
+    None: `reason` is all that there is to say.
+    """
 
     exit_code: int
     reason: str
+    restarts: int | None = None
 
 
 class Admitted(Message, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import click
 
 from ckptless.daemon import log
 from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S
+from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S, check_torch
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.options import local_options, slurm_run
 from ckptless.daemon.launch.slurm import SlurmRun
@@ -232,6 +232,7 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
     """
     log.configure("ckptless-run", verbose=bool(options["verbose"]))
     try:
+        check_torch()
         for name in NOT_NEEDED:
             if options[name]:
                 click.echo(

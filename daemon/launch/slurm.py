@@ -28,6 +28,7 @@ from ckptless.daemon.api.outcome import read_outcome, write_outcome
 from ckptless.daemon.control.plan import EXIT_UNRECOVERABLE
 from ckptless.daemon.launch.domains import find_domains
 from ckptless.daemon.launch.follow import Follower
+from ckptless.daemon.launch.preempted import stay
 from ckptless.daemon.launch.requeue import requeue, why_requeue
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
@@ -111,7 +112,19 @@ class SlurmRun:
         finally:
             await self._end_all()
         await self._requeue()
-        return self._result()
+        code = self._result()
+        if self._ended_by_signal:
+            await stay(slurm_job_id(self.config.spec.job))
+        return code
+
+    @property
+    def _ended_by_signal(self) -> bool:
+        """Whether the agents, or this process, got a signal that may be Slurm's; Ctrl-C is the user's."""
+        assert self._stop is not None
+        outcome = self.outcome()
+        if outcome is not None and outcome.why != "cancelled":
+            return False
+        return outcome is not None or (self._stop.done() and self._stop.result() == signal.SIGTERM)
 
     def _stopped(self, number: signal.Signals) -> None:
         assert self._stop is not None

@@ -78,6 +78,9 @@ class Wires:
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         pass
 
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        pass
+
 
 def make(links: Collection[int]) -> tuple[Peering, Wires, list[float]]:
     clock = [START_S]

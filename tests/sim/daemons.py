@@ -333,6 +333,10 @@ class Daemon:
         """See jobs.Outlets."""
         self.world.witness.ask(self, set(nodes), set(ours))
 
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        """See jobs.Outlets. Nobody here is told by Slurm to end."""
+        raise AssertionError(cancel)
+
     def hear_witness(self, nodes: set[int]) -> None:
         """The cluster's manager holds these for dead."""
         if self._sleeps(lambda: self.hear_witness(nodes)):

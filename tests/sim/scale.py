@@ -184,6 +184,9 @@ class Node:
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         raise AssertionError(nodes)
 
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        raise AssertionError(cancel)
+
     # ---------------------------------------------------------------------------- Wires, for Peering
 
     @property
