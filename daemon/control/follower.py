@@ -20,6 +20,7 @@ from ckptless.daemon.control.edges import (
     Forward,
     Input,
     Meet,
+    NodeIsDark,
     NodeLost,
     NotSaved,
     OrderFrom,
@@ -53,6 +54,8 @@ class Follower(Elector):
     _news: set[int] = field(default_factory=set)
     # Lost nodes of which the story tells that they are heard again.
     _returned: set[int] = field(default_factory=set)
+    # Since when nodes are dark of which the cluster's manager does not know yet that they stay so.
+    _dark: dict[int, float] = field(default_factory=dict)
     # Of each node, what was last written of what it holds.
     _written: dict[int, m.Copies] = field(default_factory=dict)
 
@@ -184,6 +187,7 @@ class Follower(Elector):
         if self.leads and event.node in self.losses and event.node not in self._returned:
             self._returned.add(event.node)
             reason = self.losses[event.node].reason
+            self._heard_again(event.node, now)
             text = f"node-{event.node} is heard again; lost before ({reason}), it gets no rank of this job"
             self._note(now, "warning", "node-returned", text)
         theirs = event.standing
@@ -202,6 +206,14 @@ class Follower(Elector):
         self.agreement.beware(event.node, theirs.promised)
         self._follow(now)
         self._settle_leader(event.node, theirs, now)
+
+    def _heard_again(self, node: int, now: float) -> None:
+        """A node that was dark lives: nobody ends what runs there, and nobody begins anything there, either."""
+        since = self._dark.pop(node, None)
+        if self.losses[node].dark and node not in self.agreement.dead:
+            away = f" for {now - since:.0f} s" if since is not None else ""
+            text = f"nothing on it answered{away}, and it lives: see its cable, its port and its load"
+            self._out.append(NodeIsDark(node, text, "back"))
 
     def _on_order(self, event: OrderFrom, now: float) -> None:
         if (event.term, event.node) < (self.term, self.leader) or self.outcome is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptless.daemon.api.errors import PeerError, UsageError
 from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
 from ckptless.daemon.config import Peer
-from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.roster import Roster
@@ -38,7 +38,14 @@ FRESH_S = 2.0
 RETRY_S = 5.0
 RETRIES = 120
 MAX_NODES = 65_536
+_NUMBERED = re.compile(r"\bnode-(\d+)\b")
 _UNFIT = re.compile(r"[^ -~]|[\"'`\\]")
+
+
+def _with_names(runtime: "JobRuntime", reason: str) -> str:
+    """The same with the names that Slurm has for the nodes: an administrator knows no numbers of ours."""
+    names = {str(peer.node): peer.name for peer in runtime.roster.peers}
+    return _NUMBERED.sub(lambda found: names.get(found[1], found[0]), reason)
 
 
 def reason_text(reason: str) -> str:
@@ -54,6 +61,7 @@ class SlurmCluster:
         self.on_node_lost = on_node_lost
         self._announced: dict[int, int] = {}
         self._addresses: dict[str, str] = {}
+        self._marked_down: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -------------------------------------------------------------------------- who may speak
@@ -113,22 +121,34 @@ class SlurmCluster:
 
     # ------------------------------------------------------------------------ what Slurm is told
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
-        """See `cluster.Cluster`: down, so that Slurm ends what may still run there, or drained."""
+    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
+        """See `cluster.Cluster`: drained, and down once it stays dark, since down ends what runs there.
+
+        One that is back stays drained: it lives, and something is wrong with it.
+        """
         name = runtime.roster.peers[node].name
-        text = reason_text(f"job {runtime.job}: {reason}")
-        orders = {"down": self._slurm.mark_down, "drain": self._slurm.drain}
-        order = orders.get(self.on_node_lost)
-        if order is None:
+        text = reason_text(f"job {runtime.job}: {_with_names(runtime, reason)}")
+        down = state == "gone" and self.on_node_lost == "down"
+        if self.on_node_lost == "none" or (state == "gone" and not down):
             return
 
         async def mark() -> None:
+            if state == "back" and name in self._marked_down:
+                # By this daemon, which may take it back.
+                await self._slurm.undrain(name)
+                await self._slurm.drain(name, text)
+                self._marked_down.discard(name)
+                return
             # Which nodes a run has is its user's word; what is done to a node is Slurm's business.
             if name not in (await self._now(slurm_job_id(runtime.job))).nodes:
                 raise SlurmRefusedError(f"{name} is no node of job {runtime.job} (any more)")
-            await order(name, text)
+            if down:
+                self._marked_down.add(name)
+                await self._slurm.mark_down(name, text)
+            else:
+                await self._slurm.drain(name, text)
 
-        self._spawn(self._tell(runtime, f"mark {self.on_node_lost} {name}", mark))
+        self._spawn(self._tell(runtime, f"mark {'down' if down else 'drain'} {name}", mark))
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See `cluster.Cluster`. slurmctld does one thing after the other: it is the judge of two halves."""

@@ -17,7 +17,7 @@ from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, JobEnded, JobStarted, Outcome
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.config import KeepConfig
-from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.settings_bind import Interface
@@ -253,18 +253,43 @@ def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "word", "what"), [("down", "down", "mark down n3"), ("drain", "drain", "mark drain n3")]
+    ("way", "state", "word"),
+    [
+        ("down", "dark", "drain"),
+        ("down", "gone", "down"),
+        ("down", "back", "drain"),
+        ("drain", "dark", "drain"),
+        ("drain", "back", "drain"),
+    ],
 )
-def test_a_dark_node(way: Literal["down", "drain"], word: str, what: str) -> None:
+def test_a_dark_node(way: Literal["down", "drain"], state: DarkState, word: str) -> None:
     async def work() -> None:
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         edge = cluster(slurm, way)
-        edge.node_is_dark(runtime.it, 2, "silent; its agent cannot be reached")
+        edge.node_is_dark(runtime.it, 2, "node-1 hears nothing of it", state)
         await until(lambda: runtime.notes)
-        assert slurm.told == [(word, "n3", "ckptless: job 4711: silent; its agent cannot be reached")]
-        assert runtime.notes == [("info", "slurm-told", what)]
+        # By the names that Slurm has for nodes.
+        assert slurm.told == [(word, "n3", "ckptless: job 4711: n2 hears nothing of it")]
+        assert runtime.notes == [("info", "slurm-told", f"mark {word} n3")]
         await edge.aclose()
         assert slurm.closed
+
+    run(work)
+
+
+def test_a_node_that_was_set_down_and_lives_is_drained_instead() -> None:
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime()
+        edge = cluster(slurm)
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
+        await until(lambda: runtime.notes)
+        # Slurm has taken it out of the job, which is nobody's reason to leave it down.
+        slurm.known = [job(nodes=("n1", "n2"))]
+        edge.node_is_dark(runtime.it, 2, "it lives", "back")
+        await until(lambda: len(runtime.notes) == 2)
+        assert [told[0] for told in slurm.told] == ["down", "undrain", "drain"]
+        assert slurm.told[2] == ("drain", "n3", "ckptless: job 4711: it lives")
+        await edge.aclose()
 
     run(work)
 
@@ -273,7 +298,7 @@ def test_a_dark_node_where_the_site_wants_nothing() -> None:
     async def work() -> None:
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         edge = cluster(slurm, "none")
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await asyncio.sleep(0.01)
         await edge.aclose()
         assert slurm.told == []
@@ -286,7 +311,7 @@ def test_a_node_that_slurm_did_not_give_the_job_is_not_marked() -> None:
     async def work() -> None:
         slurm, runtime = FakeSlurm(job(nodes=("n1", "n2"))), FakeRuntime()
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: runtime.notes)
         await edge.aclose()
         assert slurm.told == []
@@ -301,7 +326,7 @@ def test_slurm_that_is_away_is_told_again(monkeypatch: pytest.MonkeyPatch) -> No
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         slurm.answers = iter([SlurmUnreachableError("away")] * 3)
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: len(runtime.notes) == 2)
         assert len(slurm.told) == 4
         assert [note[:2] for note in runtime.notes] == [("warning", "slurm-away"), ("info", "slurm-told")]
@@ -318,7 +343,7 @@ def test_slurm_that_stays_away_is_an_event(monkeypatch: pytest.MonkeyPatch) -> N
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         slurm.answers = iter([SlurmUnreachableError("away")] * 99)
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: len(runtime.notes) == 2)
         assert runtime.notes[1] == ("error", "slurm-away", "mark down n3: given up after 5 tries")
         assert len(slurm.told) == 5
@@ -336,7 +361,7 @@ def test_a_refusal_is_an_event(error: CkptlessError) -> None:
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         slurm.answers = iter([error])
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: runtime.notes)
         assert runtime.notes == [("warning", "slurm-refused", f"mark down n3: {error}")]
         assert len(slurm.told) == 1
@@ -350,7 +375,7 @@ def test_what_is_under_way_ends_with_the_daemon() -> None:
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         slurm.answers = iter([SlurmUnreachableError("away")] * 99)
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: slurm.told)
         await edge.aclose()  # in the pause between two tries
         assert len(asyncio.all_tasks()) == 1
