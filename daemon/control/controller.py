@@ -117,7 +117,7 @@ class Controller(Follower):
         self._away = {node: self._away.get(node, now) for node in voters}
 
     def _mend_voters(self, now: float) -> None:
-        """A voter lost, away for long, or unable is replaced before the next one is, where there are nodes."""
+        """A voter lost, unable, or away for long is replaced before the next one is, if there are nodes."""
         if self.stage not in ("running", "releasing"):
             # The next generation names new ones, too; to ask these first would only delay it.
             return
@@ -226,7 +226,7 @@ class Controller(Follower):
             return
         node = pairs.gives_way(found, hosts, self.me)
         others = ", ".join(f"node-{b if a == node else a}" for a, b in sorted(found) if node in (a, b))
-        text = f"it and {others} cannot reach each other, though others reach both; no step in {still_s:.1f} s"
+        text = f"it and {others} cannot reach each other, though others see both; no step in {still_s:.1f} s"
         self._give_up([node], text)
         if node not in hosts:
             # It has no ranks that would be missed, but copies of others'.

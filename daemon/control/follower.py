@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import VOTE_AGAIN, VOTE_LOST, Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.decree import Decided
 from ckptless.daemon.control.edges import (
@@ -81,7 +81,7 @@ class Follower(Elector):
         self._out.clear()
         return out
 
-    def _take(self, event: Input, now: float) -> None:  # noqa: C901  # a line for each kind of input
+    def _take(self, event: Input, now: float) -> None:  # noqa: C901, PLR0912  # a line for each kind of input
         match event:
             case Report():
                 self._on_report(event, now)
@@ -121,11 +121,11 @@ class Follower(Elector):
         if isinstance(event, NotSaved):
             self.agreement.not_saved(event.reason, now)
             if before:
-                self._note(now, "error", "vote-lost", f"node-{self.me} cannot vote: {event.reason}")
+                self._note(now, "error", VOTE_LOST, f"node-{self.me} cannot vote: {event.reason}")
         else:
             self.agreement.saved()
             if not before and self.agreement.able:
-                self._note(now, "info", "vote-again", f"node-{self.me} can vote again: its disk takes votes")
+                self._note(now, "info", VOTE_AGAIN, f"node-{self.me} can vote again: its disk takes votes")
         if self.agreement.able != before:
             (self.unable.discard if self.agreement.able else self.unable.add)(self.me)
             self._out.append(Meet(None, self.short_standing, ()))
@@ -208,7 +208,7 @@ class Follower(Elector):
         self._settle_leader(event.node, theirs, now)
 
     def _heard_again(self, node: int, now: float) -> None:
-        """A node that was dark lives: nobody ends what runs there, and nobody begins anything there, either."""
+        """A node that was dark lives: what runs there runs on, and nothing new is begun there."""
         since = self._dark.pop(node, None)
         if self.losses[node].dark and node not in self.agreement.dead:
             away = f" for {now - since:.0f} s" if since is not None else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptless.daemon.api.errors import LedgerError
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import JobRecord, Record
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.ledger.store import Ledger
 
@@ -34,6 +34,10 @@ class LedgerWriter:
     async def vote(self, job: str) -> tuple[str, Durable] | None:
         """See `Ledger.vote`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.vote, job)
+
+    async def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
+        """See `Ledger.close_jobs`. Raises LedgerError."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.close_jobs, close)
 
     def save_vote(
         self,

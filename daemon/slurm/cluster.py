@@ -4,19 +4,23 @@ import asyncio
 import logging
 import re
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptless.daemon.api.errors import PeerError, UsageError
+from ckptless.daemon.api.errors import LedgerError, PeerError, UsageError
 from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
+from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.keeper import Keeper
+from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
+from ckptless.daemon.slurm.closing import close
 from ckptless.daemon.slurm.down import is_dead, newly_lost, reasons_down
 from ckptless.daemon.slurm.errors import (
     SlurmError,
@@ -219,7 +223,11 @@ class SlurmCluster:
         return reading.value
 
     async def watch(
-        self, jobs: Callable[[], Iterable["JobRuntime"]], poll_s: float, keeper: Keeper | None = None
+        self,
+        jobs: Callable[[], Iterable["JobRuntime"]],
+        poll_s: float,
+        keeper: Keeper | None = None,
+        ledger: LedgerWriter | None = None,
     ) -> None:
         """Ask Slurm now and then, until cancelled: one question about all jobs, and one about all nodes.
 
@@ -231,6 +239,8 @@ class SlurmCluster:
             await self._look_at_nodes(_open(jobs()), poll_s)
             if keeper is not None:
                 await self._look_at_kept(keeper, poll_s)
+            if ledger is not None:
+                await self._look_at_rows(ledger, _open(jobs()), poll_s)
 
     async def _look_at_jobs(self, runs: "list[JobRuntime]", poll_s: float) -> None:
         """Runs of jobs that Slurm has ended are over."""
@@ -245,6 +255,24 @@ class SlurmCluster:
             if job is None or job.over:
                 state = job.state if job is not None else "no such job"
                 run.cut_short(f"Slurm has ended the job ({state})")
+
+    async def _look_at_rows(self, ledger: LedgerWriter, runs: "list[JobRuntime]", poll_s: float) -> None:
+        """Rows of jobs are closed by Slurm's word where nobody else has closed them."""
+        undecided = {run.job for run in runs}
+        try:
+            still_open: list[JobRecord] = []
+            await ledger.close_jobs(still_open.append)
+            if not any(row.job not in undecided for row in still_open):
+                return
+            reading = await self._slurm.jobs(max_age_s=poll_s)
+            if reading.value is None or not reading.fresh:
+                return
+            known = {job.job_id: job for job in reading.value}
+            asked_s = time.time() - reading.age_s
+            for row in await ledger.close_jobs(lambda row: close(row, known, undecided, asked_s)):
+                logger.warning("job %s: %s", row.job, row.reason)
+        except LedgerError as error:
+            logger.warning("no job could be closed: %s", error)
 
     async def _look_at_kept(self, keeper: Keeper, poll_s: float) -> None:
         """What is kept of jobs that will not start again is kept for nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,14 +13,19 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, JobEnded, JobStarted, Outcome
+from ckptless.daemon.api.records import BY_SLURM, JobRecord, JobState
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.config import KeepConfig
 from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.keeper import Keeper
+from ckptless.daemon.ledger.precedence import precedence
+from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.settings_bind import Interface
 from ckptless.daemon.slurm import cluster as module
 from ckptless.daemon.slurm.adapter import Job, Node, check_text
@@ -662,3 +668,84 @@ def test_the_cache_asks_for_nodes_once_a_look() -> None:
         await edge.aclose()
 
     run(work)
+
+
+# --------------------------------------------------------------------------- rows that nobody has closed
+
+
+def row(run: str, state: JobState = "running") -> JobRecord:
+    return JobRecord(
+        job=run, command=("t",), world_size=4, nodes=2, spares=0, state=state, started_s=time.time() - 900
+    )
+
+
+@pytest.mark.parametrize(
+    ("run_name", "known", "state", "reason"),
+    [
+        ("4711", job(state="COMPLETED"), "done", "COMPLETED"),
+        ("4711", job(state="NODE_FAIL"), "failed", "NODE_FAIL"),
+        ("4711.s2", job(state="TIMEOUT"), "stopped", "TIMEOUT"),
+        ("4711", job(4712), "stopped", "it knows the job no more (see sacct)"),
+        ("4711", job(restarts=1), "stopped", "it has started the job again"),
+        ("4711.s0r1", job(restarts=2), "stopped", "it has started the job again"),
+        ("4711.1", job(restarts=1), "running", None),
+        ("4711", job(), "running", None),
+        ("4711", job(state="COMPLETING"), "running", None),
+        ("local-7", job(state="COMPLETED"), "running", None),
+    ],
+)
+def test_a_row_is_closed_when_slurm_says_so(
+    run_name: str, known: Job, state: str, reason: str | None, tmp_path: Path
+) -> None:
+    """Its agents are gone, or its quorum is, or the daemon was started again: no run of it is here."""
+
+    async def work() -> None:
+        ledger, slurm = await opened(tmp_path), FakeSlurm(known)
+        ledger.write((row(run_name), row("1", "done")))
+        await passes(cluster(slurm), ledger, [])
+        await ledger.close()
+
+    run(work)
+    with Ledger.open_readonly(tmp_path / "ledger.db") as kept:
+        (found,) = (one for one in kept.jobs() if one.job == run_name)
+    assert found.state == state
+    assert found.reason == (None if reason is None else f"over by Slurm's word: {reason}")
+    assert (found.ended_s is None) == (reason is None)
+
+
+def test_a_row_whose_run_is_still_decided_on_here_stays_open(tmp_path: Path) -> None:
+    async def work() -> None:
+        ledger, slurm, runtime = await opened(tmp_path), FakeSlurm(job(state="FAILED")), FakeRuntime()
+        ledger.write((row("4711"),))
+        await passes(cluster(slurm), ledger, [runtime])
+        assert runtime.cut
+        await ledger.close()
+
+    run(work)
+    with Ledger.open_readonly(tmp_path / "ledger.db") as kept:
+        assert [one.state for one in kept.jobs()] == ["running"]
+
+
+def test_what_the_daemons_have_decided_counts_for_more_than_slurms_word(tmp_path: Path) -> None:
+    def end(reason: str, ended_s: float) -> JobRecord:
+        return structs.replace(row("4711"), state="failed", ended_s=ended_s, reason=reason)
+
+    ours, slurms = end("no spare left", 10.0), end(f"{BY_SLURM}: FAILED", 99.0)
+    assert max((slurms, ours), key=precedence) is ours
+
+
+async def opened(folder: Path) -> LedgerWriter:
+    return LedgerWriter(Ledger.open(folder / "ledger.db"))
+
+
+async def passes(edge: SlurmCluster, ledger: LedgerWriter, runs: list[FakeRuntime]) -> None:
+    """A few looks at Slurm."""
+    slurm = edge._slurm
+    assert isinstance(slurm, FakeSlurm)
+    task = asyncio.create_task(edge.watch(lambda: [one.it for one in runs], 0.005, ledger=ledger))
+    # The third question comes after two whole looks.
+    await until(lambda: task.done() or slurm.asked.count(None) >= 3)
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await edge.aclose()
