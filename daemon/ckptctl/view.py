@@ -9,6 +9,9 @@ import click
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.records import (
     REFUSALS,
+    VOTE_AGAIN,
+    VOTE_LOST,
+    EventRecord,
     GenerationRecord,
     JobRecord,
     NodeRecord,
@@ -92,6 +95,16 @@ def _age(job: JobRecord) -> tuple[float, str]:
 def refused(found: Snapshot) -> dict[str, int]:
     """How often something of an older generation or an older leader was refused, by kind of event."""
     return dict(sorted(Counter(event.kind for event in found.events if event.kind in REFUSALS).items()))
+
+
+def voteless(found: Snapshot) -> tuple[str, ...]:
+    """Of each node that cannot vote, why: the last that it has said of that."""
+    last: dict[int, EventRecord] = {}
+    for event in found.events:
+        known = last.get(event.node)
+        if event.kind in (VOTE_LOST, VOTE_AGAIN) and (known is None or event.at_s >= known.at_s):
+            last[event.node] = event
+    return tuple(event.text for _, event in sorted(last.items()) if event.kind == VOTE_LOST)
 
 
 def spares_left(
