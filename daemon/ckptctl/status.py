@@ -17,14 +17,14 @@ from ckptless.daemon.api.records import (
 )
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
-from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 
 _LAST_FAULTS = 3
 
 
 @click.command()
-@common
+@of_job
 def status(asked: Asked) -> None:
     """Show how a job stands, down to every slot.
 

@@ -177,6 +177,15 @@ votes = Table(
     Column("job", Text, primary_key=True),
     Column("identity", Text),
     Column("state", Text),
+    Column("digest", Text),
+)
+
+# Nor this: each daemon has asked for itself whose the job is.
+owners = Table(
+    "owners",
+    _metadata,
+    Column("job", Text, primary_key=True),
+    Column("uid", Integer),
 )
 
 TABLES: dict[type[Record], Table] = {

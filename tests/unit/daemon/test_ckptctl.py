@@ -579,7 +579,7 @@ def test_exit_codes(run: Run, tmp_path: Path, command: str) -> None:
     )
     unknown = run(command, "-j", "99")
     assert (unknown.exit_code, unknown.stdout) == (4, "")
-    assert unknown.stderr.startswith("ckptctl: error: no ledger in ")
+    assert unknown.stderr.startswith("ckptctl: error: there is no job 99 in the ledgers in ")
 
 
 def test_a_ledger_that_cannot_be_read(run: Run, state_dir: Path) -> None:
