@@ -87,6 +87,7 @@ class Guard:
         """
         if not self._is_closed:
             ask(self.close)
+            # no deadline: see above
             self._closed.get()
         return self.moved
 

@@ -380,6 +380,7 @@ class Run:
 
     def _wait_for_copies(self) -> None:
         """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         waited_s = self._session.wait_acked(self.generation, self._saved)
         self.waited_s += waited_s
@@ -395,6 +396,7 @@ class Run:
 
     def finish(self) -> None:
         """The training function has returned: wait for the others, who may still need this rank."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         if self._kept:
             # The last step, too, is compared with the twins' before training counts as over.

@@ -181,6 +181,7 @@ class Crew:
     # ------------------------------------------------------------------------------- end of life
 
     async def _watch(self, slot: Slot, tenant: Tenant) -> None:
+        # no deadline: a rank lives as long as it trains; `close` ends it
         code = await tenant.process.wait()
         self._early.pop(tenant.process.pid, None)
         if tenant.link is not None:
@@ -268,6 +269,7 @@ class Crew:
             )
             if not await _end(left, signal.SIGKILL, KILL_DEADLINE_S):
                 self.on_event("unkillable", f"processes outlive SIGKILL by {KILL_DEADLINE_S:g} s")
+        # no deadline: each has its own
         await asyncio.gather(*(o.finish(OUTPUT_DEADLINE_S) for o in list(self._outputs.values())))
         for task in list(self._tasks):
             task.cancel()

@@ -47,6 +47,7 @@ class DaemonLink:
         try:
             while True:
                 try:
+                    # no deadline: a Unix socket is there or not; whoever runs this cancels it
                     reader, self._writer = await asyncio.open_unix_connection(address)
                 except OSError as error:
                     if not away:

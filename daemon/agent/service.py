@@ -169,6 +169,7 @@ class Agent:
 
     async def _wait(self, cancelled: "asyncio.Future[m.Cancel]") -> m.Outcome:
         either: set[asyncio.Future[Any]] = {cancelled, self._outcome}
+        # no deadline: the job's life; its end is the daemon's word, or the user's
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._outcome.done():
             # Ask for an orderly end of the whole job; without a daemon, end this node.

@@ -73,6 +73,7 @@ def ask(
             sock.sendall(encode(question))
             while True:
                 sock.settimeout(max(limit - time.monotonic(), 0.001))
+                # no deadline: the socket has one
                 data = sock.recv(_READ_NBYTES)
                 for answer in decoder.feed(data):
                     if isinstance(answer, Denied):

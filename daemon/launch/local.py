@@ -247,6 +247,7 @@ class LocalRun:
         warm = asyncio.create_task(self._nest.warm(self._agent_config(self._nodes[0])))
         try:
             await self._start_daemons()
+            # no deadline: `zygote_deadline_s`
             await warm
         finally:
             warm.cancel()
@@ -264,6 +265,7 @@ class LocalRun:
     async def _start_daemons(self) -> None:
         for node in self._nodes:
             await self._start_daemon(node)
+        # no deadline: each has its own
         await asyncio.gather(*map(self._daemon_ready, self._nodes))
 
     async def _daemon_ready(self, node: Node) -> None:
