@@ -163,6 +163,8 @@ class Agent:
         await asyncio.wait(either, timeout=self._config.start_s, return_when=asyncio.FIRST_COMPLETED)
         name, where = self._config.name, self._config.daemon_socket
         if not self._answer.done() and not cancelled.done():
+            if self._daemon.stranger:
+                raise StartError(self._daemon.stranger)
             raise StartError(f"no ckptlessd answers on {name} ({where}): see that it runs there")
         if self._answer.done() and isinstance(answer := self._answer.result(), m.Denied):
             raise StartError(f"ckptlessd on {name} refuses this job: {answer.reason}")

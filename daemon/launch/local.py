@@ -186,7 +186,9 @@ class LocalRun:
                 peers=peers,
             )
             _write(node.dir / "daemon.json", daemon)
-            _write(node.dir / "agent.json", self._agent_config(node))
+            config = self._agent_config(node)
+            added = {name: value for name, value in config.env.items() if os.environ.get(name) != value}
+            _write(node.dir / "agent.json", msgspec.structs.replace(config, env=added))
             self._nodes.append(node)
 
     def _peer(self, number: int, address: str) -> Peer:
