@@ -3,12 +3,15 @@
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import click
 
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.records import (
     REFUSALS,
+    FaultRecord,
     GenerationRecord,
     JobRecord,
     NodeRecord,
@@ -17,6 +20,8 @@ from ckptless.daemon.api.records import (
 )
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.ckptctl.source import Source, sources
+from ckptless.daemon.control.faults import SECONDARY
+from ckptless.daemon.control.telling import returned_text
 from ckptless.daemon.ledger.merge import Snapshot
 
 
@@ -37,10 +42,11 @@ class Found:
 
 def all_jobs(asked: Asked) -> tuple[JobRecord, ...]:
     """Every job that the asker may see, or those that were asked for, the newest last."""
-    found = {job.job: job for source in sources(asked, events=False) for job in source.jobs().jobs}
+    places = sources(asked, events=False)
+    found = {job.job: job for source in places for job in source.jobs().jobs}
     wanted = [job for job in found.values() if asked.job is None or _is(job, asked.job)]
     if asked.job is not None and not wanted:
-        raise NoSuchJobError(f"there is no job {asked.job} here: see `ckptctl jobs`")
+        raise _missing(asked.job, places)
     return tuple(sorted(wanted, key=_age))
 
 
@@ -54,21 +60,24 @@ def find_job(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
     """The same, and where it was read."""
     places = sources(asked, events)
     known = [(job, source) for source in places for job in source.jobs().jobs]
-    job, source = _choose(known, asked.job, [place.name for place in places])
+    if not any(asked.job is None or _is(job, asked.job) for job, _ in known):
+        raise _missing(asked.job, places)
+    job, source = _choose(known, asked.job)
     found = source.job(job.job)
     # As all of it together says: the list of jobs is older, or was put together of less.
     job = next((one for one in found.jobs), job)
     return Found(job, found, source)
 
 
-def _choose(
-    known: list[tuple[JobRecord, Source]], wanted: str | None, names: list[str]
-) -> tuple[JobRecord, Source]:
+def _missing(wanted: str | None, places: list[Source]) -> NoSuchJobError:
+    which = "job at all" if wanted is None else f"job {wanted}"
+    names = " nor in ".join(place.name for place in places)
+    return NoSuchJobError(f"there is no {which} in {names}: see `ckptctl jobs`")
+
+
+def _choose(known: list[tuple[JobRecord, Source]], wanted: str | None) -> tuple[JobRecord, Source]:
     """The run of that name, else the newest run of the Slurm job of that number, else the newest of all."""
     right = [one for one in known if wanted is None or _is(one[0], wanted)]
-    if not right:
-        which = "job at all" if wanted is None else f"job {wanted}"
-        raise NoSuchJobError(f"there is no {which} in {' nor in '.join(names)}: see `ckptctl jobs`")
     newest = max(right, key=lambda one: _age(one[0]))
     exact = [one for one in right if one[0].job == wanted]
     if exact and exact[0][0].job != newest[0].job:
@@ -87,6 +96,42 @@ def _age(job: JobRecord) -> tuple[float, str]:
 def refused(found: Snapshot) -> dict[str, int]:
     """How often something of an older generation or an older leader was refused, by kind of event."""
     return dict(sorted(Counter(event.kind for event in found.events if event.kind in REFUSALS).items()))
+
+
+class Cause(NamedTuple):
+    """A fault, and the ranks that only noticed it: their collectives failed with it."""
+
+    fault: FaultRecord
+    noticed: tuple[int, ...]
+
+
+def causes(found: Snapshot) -> tuple[Cause, ...]:
+    """What broke, oldest first. Of faults that follow from others one is told where no cause is known."""
+    told: list[Cause] = []
+    for _, group in groupby(sorted(found.faults, key=_when), key=lambda fault: fault.generation):
+        faults = list(group)
+        deep = [fault for fault in faults if fault.kind not in SECONDARY] or faults[:1]
+        noticed = {fault.rank for fault in faults if fault.kind in SECONDARY and fault not in deep}
+        ranks = tuple(sorted(rank for rank in noticed - {f.rank for f in deep} if rank is not None))
+        told += [Cause(fault, ranks if fault is deep[0] else ()) for fault in deep]
+    return tuple(told)
+
+
+def _when(fault: FaultRecord) -> tuple[int, float, str]:
+    return fault.generation, fault.seen_s, fault.fault
+
+
+def returned_early(found: Snapshot, generation: GenerationRecord | None) -> str | None:
+    """Ranks whose training function has returned while others still train, as a sentence."""
+    if generation is None:
+        return None
+    slots = {(slot.node, slot.slot): slot for slot in found.slots if slot.generation == generation.generation}
+    ranks = {rank: slots[place] for rank, place in enumerate(generation.places) if place in slots}
+    done = {rank: slot for rank, slot in ranks.items() if slot.phase == "finished"}
+    others = [rank for rank, slot in ranks.items() if slot.phase == "restored"]
+    if not done or not others:
+        return None
+    return returned_text(sorted(done), others, max((s.step or 0 for s in done.values()), default=None))
 
 
 def spares_left(

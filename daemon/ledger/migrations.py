@@ -78,6 +78,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
         ) WITHOUT ROWID""",
         # One job's events are read without a look at those of all others.
         "CREATE INDEX events_by_job ON events (job)",
+        # Of whom an event tells; JSON.
+        "ALTER TABLE events ADD COLUMN about TEXT NOT NULL DEFAULT 'null'",
     ),
 )
 
