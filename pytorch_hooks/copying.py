@@ -46,13 +46,12 @@ class Copying:
         """As `Versions.wait`."""
         self._say(self._versions.wait)
 
-    def leave(self) -> bool:
-        """As `Versions.leave`; whether the living state is that of no step."""
+    def leave(self) -> None:
+        """As `Versions.leave`."""
         self._trial = None
         moved = self._versions.leave()
         if moved is not None:
             self._refuse(moved)
-        return moved is not None
 
     def _say(self, do: Callable[[], None]) -> None:
         try:

@@ -29,7 +29,8 @@ from ckptless.daemon.api.errors import CkptlessError
 logger = logging.getLogger(__name__)
 
 OUTPUT_DEADLINE_S = 1.0
-TERM_GRACE_S = 3.0
+# From SIGKILL to the end of a process that the kernel can end.
+KILL_DEADLINE_S = 5.0
 PINGS_PER_DEADLINE = 4
 
 
@@ -212,6 +213,12 @@ class Crew:
         if tenant is slot.tenant:
             slot.tenant = None
 
+    def forward(self, number: signal.Signals) -> None:
+        """Send it to every process that has come up; one that is still being forked does not get it."""
+        for slot in self.slots:
+            if slot.tenant is not None:
+                slot.tenant.process.kill(number)
+
     def kill_hung(self, slot: Slot) -> None:
         """End a process that does not do what it is told."""
         if slot.tenant is not None and slot.tenant.process.returncode is None:
@@ -246,27 +253,38 @@ class Crew:
     # ------------------------------------------------------------------------------------- close
 
     async def close(self) -> None:
-        """End every process: SIGTERM, a grace, SIGKILL. Their last output is kept."""
+        """End every process: SIGTERM, `shutdown_s` to act on it, SIGKILL. Their last output is kept."""
         self._closing = True
         processes: list[Process] = []
         for slot in self.slots:
             if slot.tenant is not None:
                 slot.tenant.retired = True
                 processes.append(slot.tenant.process)
-        for process in processes:
-            process.kill(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(TERM_GRACE_S):
-                await asyncio.gather(*(process.wait() for process in processes))
-        except TimeoutError:
-            for process in processes:
-                process.kill()
-            async with asyncio.timeout(TERM_GRACE_S):
-                await asyncio.gather(*(process.wait() for process in processes))
+        if not await _end(processes, signal.SIGTERM, self._config.shutdown_s):
+            left = [process for process in processes if process.returncode is None]
+            self.on_event(
+                "killed", f"{len(left)} ranks did not end in {self._config.shutdown_s:g} s of SIGTERM"
+            )
+            if not await _end(left, signal.SIGKILL, KILL_DEADLINE_S):
+                self.on_event("unkillable", f"processes outlive SIGKILL by {KILL_DEADLINE_S:g} s")
         await asyncio.gather(*(o.finish(OUTPUT_DEADLINE_S) for o in list(self._outputs.values())))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _end(processes: list[Process], number: signal.Signals, deadline_s: float) -> bool:
+    """Send a signal to all; say whether they have ended within the deadline, in seconds."""
+    for process in processes:
+        process.kill(number)
+        # One that is stopped could not act on it.
+        process.kill(signal.SIGCONT)
+    try:
+        async with asyncio.timeout(deadline_s):
+            await asyncio.gather(*(process.wait() for process in processes))
+    except TimeoutError:
+        return False
+    return True
 
 
 def describe_exit(code: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.messages import FromAgent, ToAgent
+from ckptless.daemon.api.messages import FromAgent, Pong, ToAgent
 from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.saving import SaveDone, SaveNow
 from ckptless.daemon.api.unixpath import unix_address
@@ -35,7 +35,7 @@ class DaemonLink:
         """Whether a daemon listens."""
         return self._writer is not None
 
-    def send(self, message: FromAgent | SaveDone) -> None:
+    def send(self, message: FromAgent | Pong | SaveDone) -> None:
         """Tell the daemon; without one nothing is lost, since `greet` tells the whole state again."""
         if self._writer is not None:
             self._writer.write(encode(message))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,6 +136,10 @@ class Agent:
                 await asyncio.gather(lease, return_exceptions=True)
             await self._close(daemon)
 
+    def forward(self, number: signal.Signals) -> None:
+        """Pass the user's signal on to the ranks."""
+        self._crew.forward(number)
+
     async def _keep_lease(self) -> None:
         """While the daemon is away: see `orphan`. Who is cut off ends, and the others go on without it."""
         me = self._config.node
@@ -262,9 +267,11 @@ class Agent:
             self._nccl.learn_key(message.key)
         elif isinstance(message, m.Admitted | m.Denied):
             if isinstance(message, m.Admitted) and self._hello is not None:
-                self._hello = replace(self._hello, identity=self._hello.identity or message.identity)
+                self._hello = replace(self._hello, identity=message.identity)
             if not self._answer.done():
                 self._answer.set_result(message)
+        elif isinstance(message, m.Ping):
+            self._daemon.send(m.Pong(seq=message.seq))
         elif isinstance(message, SaveNow):
             self._saving.save_soon(message, self._daemon.send)
         else:

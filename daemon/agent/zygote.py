@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptless.daemon.agent import zygote_messages as wire
 from ckptless.daemon.agent.prctl import set_pdeathsig, set_process_name
+from ckptless.daemon.agent.signals import ENDING, ignore_others
 from ckptless.daemon.api.errors import ProtocolError
 
 MIDDLE_DEADLINE_S = 10.0
@@ -343,8 +344,10 @@ def live(connection: socket.socket, agent: int, modules: list[str]) -> None:
     if os.getppid() != agent:
         return
     set_process_name("ckptless-zygote")
-    # At a time limit Slurm signals all there is in the step; the last step is saved by a process from here.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Slurm signals all there is in the step; at a time limit the last step is saved by a process from here.
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    ignore_others()
     state = preload(modules)
     connection.send(wire.encode(state))
     if isinstance(state, wire.PreloadFailed):

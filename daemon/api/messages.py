@@ -92,14 +92,22 @@ class AgentEvent(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """The user wants the job to end."""
+    """The user wants the job to end, or Slurm does.
+
+    `restarts`: how often Slurm had started the job again, where it is Slurm that knows the cause of a signal;
+    None: `reason` is all that there is to say.
+    """
 
     exit_code: int
     reason: str
+    restarts: int | None = None
 
 
 class Admitted(Message, frozen=True, kw_only=True):
-    """Daemon to agent: the answer to its hello. `identity` names what the daemon remembers of the job."""
+    """Daemon to agent: the answer to its hello, and again whenever the daemon has promised something.
+
+    `identity` names what the daemon has on its disk of the job; the agent's next hello has the newest one.
+    """
 
     identity: str
 
@@ -155,6 +163,18 @@ class End(Message, frozen=True, kw_only=True):
     here_only: bool = False
 
 
+class Ping(Message, frozen=True, kw_only=True):
+    """Are you there?"""
+
+    seq: int
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """Yes."""
+
+    seq: int
+
+
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
 
 
@@ -183,7 +203,7 @@ class JobEnded(Message, frozen=True, kw_only=True):
 
 
 Notice: TypeAlias = JobStarted | JobEnded
-ToAgent: TypeAlias = Order | Announce | JobKey | Admitted | Denied
+ToAgent: TypeAlias = Order | Announce | JobKey | Admitted | Denied | Ping
 FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
 
 # ---------------------------------------------------------------------------------- rank and agent
@@ -353,18 +373,6 @@ class Refused(Message, frozen=True, kw_only=True):
 
     generation: int
     what: str
-
-
-class Ping(Message, frozen=True, kw_only=True):
-    """Are you there?"""
-
-    seq: int
-
-
-class Pong(Message, frozen=True, kw_only=True):
-    """Yes."""
-
-    seq: int
 
 
 class Note(Message, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ def all_jobs(asked: Asked) -> tuple[JobRecord, ...]:
     found = {job.job: job for source in places for job in source.jobs().jobs}
     wanted = [job for job in found.values() if asked.job is None or _is(job, asked.job)]
     if asked.job is not None and not wanted:
-        raise _missing(asked.job, places)
+        raise _none(f"job {asked.job}", places)
     return tuple(sorted(wanted, key=_age))
 
 
@@ -60,24 +60,25 @@ def find_job(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
     """The same, and where it was read."""
     places = sources(asked, events)
     known = [(job, source) for source in places for job in source.jobs().jobs]
-    if not any(asked.job is None or _is(job, asked.job) for job, _ in known):
-        raise _missing(asked.job, places)
-    job, source = _choose(known, asked.job)
+    job, source = _choose(known, asked.job, places)
     found = source.job(job.job)
     # As all of it together says: the list of jobs is older, or was put together of less.
     job = next((one for one in found.jobs), job)
     return Found(job, found, source)
 
 
-def _missing(wanted: str | None, places: list[Source]) -> NoSuchJobError:
-    which = "job at all" if wanted is None else f"job {wanted}"
+def _none(which: str, places: list[Source]) -> NoSuchJobError:
     names = " nor in ".join(place.name for place in places)
     return NoSuchJobError(f"there is no {which} in {names}: see `ckptctl jobs`")
 
 
-def _choose(known: list[tuple[JobRecord, Source]], wanted: str | None) -> tuple[JobRecord, Source]:
+def _choose(
+    known: list[tuple[JobRecord, Source]], wanted: str | None, places: list[Source]
+) -> tuple[JobRecord, Source]:
     """The run of that name, else the newest run of the Slurm job of that number, else the newest of all."""
     right = [one for one in known if wanted is None or _is(one[0], wanted)]
+    if not right:
+        raise _none("job at all" if wanted is None else f"job {wanted}", places)
     newest = max(right, key=lambda one: _age(one[0]))
     exact = [one for one in right if one[0].job == wanted]
     if exact and exact[0][0].job != newest[0].job:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import plan, story, telling, twins_agree
+from ckptless.daemon.control import pairs, plan, story, telling, twins_agree
 from ckptless.daemon.control.decree import Decree, choose_voters
 from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
@@ -29,6 +29,10 @@ from ckptless.daemon.control.timeline import Timeline
 REPEAT_S = 1.0
 # So long a voter's daemon may be away while its node lives; restarts and upgrades are shorter.
 VOTER_AWAY_S = 30.0
+# A voter that cannot vote is left out, also where there is nobody else, while so many others can.
+LEAST_ABLE = 2
+# Without a step for so long, two nodes that cannot reach each other are why.
+APART_S = 3.0
 
 
 @dataclass
@@ -44,7 +48,7 @@ class Controller(Follower):
     # Since when some of this generation's ranks are done and others not; told once.
     _early: tuple[int, float, bool] = (0, 0.0, False)
     _tally: Tally | None = None
-    _mended: tuple[int, int, frozenset[int], frozenset[int]] | None = None
+    _mended: tuple[int, int, frozenset[int], frozenset[int], frozenset[int]] | None = None
     # Since when the leader has not reached a voter's daemon, whose node lives.
     _away: dict[int, float] = field(default_factory=dict)
 
@@ -68,6 +72,7 @@ class Controller(Follower):
         if self.stage == "forming":
             self._form(now)
         elif self.stage in ("joining", "restoring", "running", "releasing"):
+            self._part(now)
             self._watch(now)
             if self.stage not in ("stopping", "releasing") and self._tally and self._tally.disputed:
                 self._stop("another leader has stopped it, too", now)
@@ -96,8 +101,11 @@ class Controller(Follower):
 
     def _next_voters(self, now: float) -> tuple[int, ...]:
         # Who reaches others, but not this leader, is no help to it.
-        sound = self.reachable - self.losses.keys()
+        sound = self.reachable - self.losses.keys() - self.unable
         living = sound | (set(self.known.voters) - self.losses.keys())
+        if len(living - self.unable) >= LEAST_ABLE:
+            # Fewer votes are easier to come by than those of all others beside one that never comes.
+            living -= self.unable
         domains = self.spec.domains if self.spec is not None else ()
         return choose_voters(self.known.voters, living, sound, domains, set(self._away_long(now)))
 
@@ -111,11 +119,12 @@ class Controller(Follower):
         self._away = {node: self._away.get(node, now) for node in voters}
 
     def _mend_voters(self, now: float) -> None:
-        """A voter lost, or away for long, is replaced before the next one is, where there are nodes."""
+        """A voter lost, away for long, or unable is replaced before the next one is, where there are nodes."""
         if self.stage not in ("running", "releasing"):
             # The next generation names new ones, too; to ask these first would only delay it.
             return
-        mended = (self.known.index, len(self.losses), frozenset(self.reachable), self._away_long(now))
+        there, away = frozenset(self.reachable), self._away_long(now)
+        mended = (self.known.index, len(self.losses), there, away, frozenset(self.unable))
         if mended == self._mended or not self.agreement.ready:
             return
         self._mended = mended
@@ -192,6 +201,32 @@ class Controller(Follower):
             self._lose(NodeLost(node, reason, 0.0, source="leader"))
         if nodes:
             self._out.append(Meet(None, self.short_standing, ()))
+
+    def _part(self, now: float) -> None:
+        """Of two nodes that live and cannot reach each other, one leaves the job: its ranks go to a spare.
+
+        Without a spare it is waited for as long as for any step: the job ends then, and says why.
+        """
+        assert self.assignment is not None
+        assert self.spec is not None
+        still_s = now - max(self._since, self._moved)
+        if self.stage == "releasing" or still_s < APART_S:
+            return
+        self._apart.say(self.me, self.apart, now)
+        hosts = {place.node for place in self.assignment.places} - self.losses.keys()
+        usable = {node for node, view in self.nodes.items() if view.usable}
+        found = pairs.pairs(self._apart.fresh(now - 3 * self._remind_s), usable, hosts)
+        if not found or (usable <= hosts and still_s < self.spec.limits.stall_s):
+            return
+        node = pairs.gives_way(found, hosts, self.me)
+        others = ", ".join(f"node-{b if a == node else a}" for a, b in sorted(found) if node in (a, b))
+        text = (
+            f"it and {others} cannot reach each other, though others reach both; no step in {still_s:.1f} s"
+        )
+        self._give_up([node], text)
+        if node not in hosts:
+            # It has no ranks that would be missed, but copies of others'.
+            self._stop(f"node-lost: node-{node}: {text}", now)
 
     def _watch(self, now: float) -> None:
         """Any new fault of this generation stops it."""

@@ -15,11 +15,13 @@ from ckptless.daemon.control import story
 from ckptless.daemon.control.decree import Decided
 from ckptless.daemon.control.edges import (
     AgentAnswers,
+    Apart,
     Connected,
     Forward,
     Input,
     Meet,
     NodeLost,
+    NotSaved,
     OrderFrom,
     Output,
     PeerDown,
@@ -27,6 +29,7 @@ from ckptless.daemon.control.edges import (
     Pulsing,
     Report,
     Said,
+    Saved,
     Tell,
     Tick,
     ToAgent,
@@ -37,6 +40,7 @@ from ckptless.daemon.control.elector import Elector
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.control.protection import FEW_NODES as FEW
+from ckptless.daemon.membership.overlay import DEGREE
 
 REPORT_INTERVAL_S = 1.0
 
@@ -91,6 +95,10 @@ class Follower(Elector):
                 (self.answering.add if answers else self.answering.discard)(event.node)
             case Pulsing():
                 self.pulsing = event.nodes
+            case Apart():
+                self.apart = event.nodes
+                if self.leader not in (NOBODY, self.me):
+                    self._out.append(Meet(self.leader, self.short_standing, ()))
             case NodeLost():
                 self._lose(event)
             case OrderFrom():
@@ -99,8 +107,25 @@ class Follower(Elector):
                 self._on_said(event, now)
             case Witnessed():
                 self._witnessed(event, now)
+            case Saved() | NotSaved():
+                self._on_disk(event, now)
             case Tick():
                 self._periodic(now)
+
+    def _on_disk(self, event: Saved | NotSaved, now: float) -> None:
+        """The disk takes votes no more, or again: the others hear of it, and do without this vote."""
+        before = self.agreement.able
+        if isinstance(event, NotSaved):
+            self.agreement.not_saved(event.reason, now)
+            if before:
+                self._note(now, "error", "vote-lost", f"node-{self.me} cannot vote: {event.reason}")
+        else:
+            self.agreement.saved()
+            if not before and self.agreement.able:
+                self._note(now, "info", "vote-again", f"node-{self.me} can vote again: its disk takes votes")
+        if self.agreement.able != before:
+            (self.unable.discard if self.agreement.able else self.unable.add)(self.me)
+            self._out.append(Meet(None, self.short_standing, ()))
 
     def _on_report(self, report: Report, now: float) -> None:
         view = self.nodes[report.node]
@@ -162,6 +187,8 @@ class Follower(Elector):
             text = f"node-{event.node} is heard again; lost before ({reason}), it gets no rank of this job"
             self._note(now, "warning", "node-returned", text)
         theirs = event.standing
+        (self.unable.discard if theirs.able else self.unable.add)(event.node)
+        self._apart.say(event.node, theirs.apart, now)
         if self.has_a_say(event.node):
             for node, reason, source in theirs.lost:
                 self._lose(NodeLost(node, reason, 0.0, source=source))
@@ -217,10 +244,16 @@ class Follower(Elector):
         if not isinstance(order, m.Running):
             self._out.append(ToAgent(order))
 
+    @property
+    def _remind_s(self) -> float:
+        return max(1.0, len(self.nodes) / FEW)
+
     def _remind(self) -> None:
         """Say all again to whoever leads, or will: something may have been lost on the way."""
         living = [node for node in self.reachable if self.nodes[node].lost is None and node != self.me]
-        heard = self.leader in self.reachable or self.leader in self.pulsing
+        # Where all are connected to all, nobody passes on what is said to one of them.
+        passed_on = self.leader in self.pulsing and len(self.nodes) > DEGREE + 1
+        heard = self.leader in self.reachable or passed_on
         # Whoever is there may know how it ended, where the leader has died over it.
         ear = self.leader if heard and self.leader not in self.losses else min(living, default=self.me)
         if ear != self.me and self.stage != "ended":
@@ -230,7 +263,7 @@ class Follower(Elector):
         if not self._lease.held:
             self._ask_witness(now)
         # One ear hears all of them: many do it seldom.
-        if self.spec is not None and now - self._reminded >= max(1.0, len(self.nodes) / FEW):
+        if self.spec is not None and now - self._reminded >= self._remind_s:
             self._reminded = now
             self._remind()
         if self.spec is not None and now - self._reported >= REPORT_INTERVAL_S:

@@ -94,9 +94,9 @@ def _settle(parent: int) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    # A Ctrl-C, and the SIGTERM that Slurm sends to all there is, are the rank's to answer: this ends with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A Ctrl-C, and what Slurm sends to all there is, are the rank's to answer: this ends with it.
+    for word in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
+        signal.signal(signal.Signals[f"SIG{word}"], signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _let_go_of_sockets()
     _let_go_of_batches()

@@ -1,7 +1,7 @@
 """Every attribute of torch that is not public and that saving state needs."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,18 @@ def scaler_enabled(scaler: object) -> bool:
 def scaler_busy(scaler: object) -> bool:
     """Say whether a GradScaler stands between `unscale_`/`step` and `update` (`_per_optimizer_states`)."""
     return bool(getattr(scaler, "_per_optimizer_states", None))
+
+
+def after_scaler_step(scaler: Any, call: Callable[[Any], None]) -> None:
+    """Have `call(optimizer)` made after each `scaler.step(optimizer)`, which may leave the step out."""
+    step = scaler.step
+
+    def stepped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        found = step(optimizer, *args, **kwargs)
+        call(optimizer)
+        return found
+
+    scaler.step = stepped
 
 
 def scaler_clear(scaler: object, optimizers: Iterable[object]) -> None:

@@ -68,8 +68,8 @@ def capture(
 ) -> bytes:
     """Make the record of `step`, between two steps: after `optimizer.step()` (and `scaler.update()`).
 
-    `cursor` is any plain tree; `tensors` saves a walk where there is one for `state`. UsageError for what
-    cannot be saved, with its place.
+    `cursor` is any plain tree; `tensors` saves a walk where it has just looked at `state`. UsageError for
+    what cannot be saved, with its place.
     """
     parts = parts_of(state)
     for name, scaler in parts.scalers.items():
@@ -81,7 +81,7 @@ def capture(
         step=step,
         cursor=codec.pack(cursor, name="cursor"),
         ddp_layouts=ddp_layouts or {},
-        layout=tensors.layout.packed,
+        layout=tensors.planned.packed,
         catalog=tensors.catalog,
         training=_flags(module.training for _prefix, module in tree_of(state).modules()),
         requires_grad=_flags(p.requires_grad for p in parameters),

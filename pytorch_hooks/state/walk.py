@@ -124,10 +124,6 @@ class BufferWatch:
         self._recorded = frozenset(item.name for item in changed)
         return changed
 
-    def is_ahead(self) -> bool:
-        """Whether a buffer has changed for the first time since the newest record: that does not have it."""
-        return any(item.name not in self._recorded for item in self.changed())
-
     def rebase(self, changed: set[str]) -> None:
         """Take the buffers as they stand for unchanged, but for those named."""
         self._changed, self._recorded = set(changed), frozenset(changed)

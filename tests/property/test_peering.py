@@ -72,10 +72,13 @@ class Wires:
     def node_is_dark(self, node: int, reason: str) -> None:
         pass
 
-    def save(self, durable: Durable, then: Any) -> None:
+    def save(self, durable: Durable, then: Any, failed: Any) -> None:
         then()
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
+        pass
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
         pass
 
 

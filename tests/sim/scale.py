@@ -185,11 +185,14 @@ class Node:
     def node_is_dark(self, node: int, reason: str) -> None:
         pass
 
-    def save(self, durable: Durable, then: Callable[[], None]) -> None:
+    def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         self.cluster.clock.after(DISK_S, then)
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         raise AssertionError(nodes)
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        raise AssertionError(cancel)
 
     # ---------------------------------------------------------------------------- Wires, for Peering
 

@@ -329,10 +329,10 @@ def test_after_a_write_that_was_counted_copies_are_in_order(rank: Rank) -> None:
 
     with pytest.raises(StateMoved, match="overlap='on'"):
         trained.step(write)
-    assert trained.copying.leave()
+    trained.copying.leave()
     assert len(trained.told) == 1
     assert not trained.step(write)
-    assert not trained.copying.leave()
+    trained.copying.leave()
     assert len(trained.told) == 1
 
 
