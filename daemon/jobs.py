@@ -29,8 +29,8 @@ class Outlets(Protocol):
     def to_all_daemons(self, message: p.Said) -> None:
         """Send to every other daemon."""
 
-    def to_agent(self, order: m.Order) -> None:
-        """Hand an order to this node's agent of the job."""
+    def to_agent(self, order: m.Order | m.Announce) -> None:
+        """Hand an order, or words, to this node's agent of the job."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue rows for the ledger."""

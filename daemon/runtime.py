@@ -348,7 +348,7 @@ class JobRuntime:
             self._learn_key(new_key())
         self._peering.to_all(message)
 
-    def to_agent(self, order: m.Order) -> None:
+    def to_agent(self, order: m.Order | m.Announce) -> None:
         """See jobs.Outlets."""
         self._send_agent(order)
 

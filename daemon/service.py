@@ -27,6 +27,7 @@ from ckptless.daemon.control import eviction, story
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
 from ckptless.daemon.control.edges import DarkState
 from ckptless.daemon.control.keeping import Entry
+from ckptless.daemon.control.telling import Line
 from ckptless.daemon.evict import evict
 from ckptless.daemon.jobs import LIFE_BITS, Memory, is_as_new
 from ckptless.daemon.keeper import Keeper
@@ -273,7 +274,7 @@ class Service:
         level: Literal["info", "warning"] = "warning" if kind == "memory-dropped" else "info"
         logger.info("job %s: %s: %s", entry.run, kind, text)
         event_id = f"{entry.node}.{secrets.token_hex(5)}.{kind}"
-        said = (level, kind, text)
+        said = Line(level, kind, text)
         self.write((story.event(event_id, entry.run, entry.node, said, (self.now(), None)),))
 
     def _set_aside(self, text: str) -> None:

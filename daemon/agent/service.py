@@ -261,7 +261,9 @@ class Agent:
         self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
 
     def _hear(self, message: m.ToAgent | SaveNow) -> None:
-        if isinstance(message, m.JobKey):
+        if isinstance(message, m.Announce):
+            self._console.write(f"[ckptless] {message.text}\n".encode())
+        elif isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
             self._saving.learn_key(message.key)
             self._state.learn_key(message.key)
@@ -399,6 +401,7 @@ class Agent:
     def _stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
         slot.step, slot.loss = message.step, message.loss
         slot.every, slot.share = message.every, message.share
+        slot.stepped |= first
         if isinstance(message, m.Commit):
             self._saving.saver.committed(message.step)
         if first:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ckptless.daemon.api.numbers import runs
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.options import Asked, of_job
@@ -104,7 +105,7 @@ def _memory(found: Snapshot) -> list[dict[str, Any]]:
 
 def _rows(shards: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
     for shard in shards:
-        head: tuple[object, ...] = (shard["shard"], safe.runs(shard["ranks"]))
+        head: tuple[object, ...] = (shard["shard"], runs(shard["ranks"]))
         for holder in shard["holders"]:
             records = sum(not record["old"] for record in holder["records"])
             yield (
@@ -112,7 +113,7 @@ def _rows(shards: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
                 holder["node"],
                 holder["name"],
                 holder["as"] or "records",
-                safe.runs(holder["steps"]),
+                runs(holder["steps"]),
                 render.size(holder["nbytes"]) if holder["steps"] else None,
                 records or None,
                 render.span(holder["age_s"]),

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import click
 
@@ -12,6 +14,7 @@ from ckptless.daemon.api.records import (
     VOTE_AGAIN,
     VOTE_LOST,
     EventRecord,
+    FaultRecord,
     GenerationRecord,
     JobRecord,
     NodeRecord,
@@ -20,6 +23,8 @@ from ckptless.daemon.api.records import (
 )
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.ckptctl.source import Source, sources
+from ckptless.daemon.control.faults import SECONDARY
+from ckptless.daemon.control.telling import returned_text
 from ckptless.daemon.ledger.merge import Snapshot
 
 
@@ -95,6 +100,42 @@ def _age(job: JobRecord) -> tuple[float, str]:
 def refused(found: Snapshot) -> dict[str, int]:
     """How often something of an older generation or an older leader was refused, by kind of event."""
     return dict(sorted(Counter(event.kind for event in found.events if event.kind in REFUSALS).items()))
+
+
+class Cause(NamedTuple):
+    """A fault, and the ranks that only noticed it: their collectives failed with it."""
+
+    fault: FaultRecord
+    noticed: tuple[int, ...]
+
+
+def causes(found: Snapshot) -> tuple[Cause, ...]:
+    """What broke, oldest first. Of faults that follow from others one is told where no cause is known."""
+    told: list[Cause] = []
+    for _, group in groupby(sorted(found.faults, key=_when), key=lambda fault: fault.generation):
+        faults = list(group)
+        deep = [fault for fault in faults if fault.kind not in SECONDARY] or faults[:1]
+        noticed = {fault.rank for fault in faults if fault.kind in SECONDARY and fault not in deep}
+        ranks = tuple(sorted(rank for rank in noticed - {f.rank for f in deep} if rank is not None))
+        told += [Cause(fault, ranks if fault is deep[0] else ()) for fault in deep]
+    return tuple(told)
+
+
+def _when(fault: FaultRecord) -> tuple[int, float, str]:
+    return fault.generation, fault.seen_s, fault.fault
+
+
+def returned_early(found: Snapshot, generation: GenerationRecord | None) -> str | None:
+    """Ranks whose training function has returned while others still train, as a sentence."""
+    if generation is None:
+        return None
+    slots = {(slot.node, slot.slot): slot for slot in found.slots if slot.generation == generation.generation}
+    ranks = {rank: slots[place] for rank, place in enumerate(generation.places) if place in slots}
+    done = {rank: slot for rank, slot in ranks.items() if slot.phase == "finished"}
+    others = [rank for rank, slot in ranks.items() if slot.phase == "restored"]
+    if not done or not others:
+        return None
+    return returned_text(sorted(done), others, max((s.step or 0 for s in done.values()), default=None))
 
 
 def voteless(found: Snapshot) -> tuple[str, ...]:

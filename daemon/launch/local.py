@@ -25,6 +25,7 @@ from ckptless.daemon.agent.config import (
     ReplicationConfig,
     thread_env,
 )
+from ckptless.daemon.agent.console import rank_log_path
 from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process
 from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
@@ -34,6 +35,7 @@ from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome
 from ckptless.daemon.api.saving import SaveConfig
 from ckptless.daemon.config import LocalConfig, Peer
+from ckptless.daemon.launch.last_words import last_words
 from ckptless.daemon.launch.nest import (
     AGENT,
     KILL_DEADLINE_S,
@@ -382,7 +384,10 @@ class LocalRun:
         level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
         logger.log(level, "job %s %s: %s", self._spec.job, outcome.state, outcome.reason)
         if outcome.exit_code != 0:
-            logger.error("what the ranks printed is in %s/node-*/logs", self.state_dir)
+            log = None
+            if outcome.rank is not None and outcome.node is not None:
+                log = rank_log_path(self._nodes[outcome.node].dir / "logs", outcome.rank)
+            last_words(log, outcome.rank, f"{self.state_dir}/node-*/logs")
         return outcome.exit_code
 
 

@@ -78,6 +78,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
         ) WITHOUT ROWID""",
         # One job's events are read without a look at those of all others.
         "CREATE INDEX events_by_job ON events (job)",
+        # Of whom an event tells; JSON.
+        "ALTER TABLE events ADD COLUMN about TEXT NOT NULL DEFAULT 'null'",
     ),
     # Over the rest of the row: SQLite has no checksums, and a vote with a flipped bit is a broken promise.
     # A vote without one is not believed.

@@ -120,10 +120,10 @@ class Ledger:
     def write(self, records: Sequence[Record]) -> None:
         """Record all of them or none. Writing the same again changes nothing.
 
-        By key: holdings of an older `seq` never replace newer ones, a job that ended never runs again, an event
-        stays as first told; anything else is replaced, whatever its time: clocks are set back. A batch with a generation, fault
-        or recovery in it is on the disk when this returns; another one may be lost with the node's power,
-        never with the process.
+        By key: holdings of an older `seq` never replace newer ones, a job that ended never runs again, an
+        event stays as first told; anything else is replaced, whatever its time: clocks are set back. A batch
+        with a generation, fault or recovery in it is on the disk when this returns; another one may be lost
+        with the node's power, never with the process.
         """
         batches: dict[type[Record], list[dict[str, Any]]] = {}
         for record in records:

@@ -60,7 +60,7 @@ class Wires:
         assert self.peering is not None
         self.peering.to_all(message)
 
-    def to_agent(self, order: m.Order) -> None:
+    def to_agent(self, order: m.Order | m.Announce) -> None:
         pass
 
     def write(self, records: Sequence[Record]) -> None:

@@ -47,7 +47,7 @@ class Daemon:
         self._session: JobSession | None = None
         self._peering: Peering | None = None
         self._agent: Agent | None = None
-        self._orders: Channel[m.Order] | None = None
+        self._orders: Channel[m.Order | m.Announce] | None = None
         self._written = 0.0
         self._writing: list[Durable] = []
         self._awake_at = 0.0
@@ -293,7 +293,7 @@ class Daemon:
             assert self._peering is not None
             self._peering.to_all(message)
 
-    def to_agent(self, order: m.Order) -> None:
+    def to_agent(self, order: m.Order | m.Announce) -> None:
         """See jobs.Outlets."""
         if self._orders is not None:
             self._orders.send(order)
