@@ -38,8 +38,8 @@ class Outlets(Protocol):
     def ended(self, outcome: m.Outcome) -> None:
         """The job is over."""
 
-    def node_is_dark(self, node: int, reason: str) -> None:
-        """This daemon leads, and a node does not answer any more at all."""
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
+        """This daemon leads, and a node does not answer any more at all; see edges.NodeIsDark."""
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """Keep it on the disk, in the order of the calls, then call `then`; or `failed`, with the reason."""
@@ -187,7 +187,7 @@ class JobSession:
             case e.AskWitness():
                 self._outlets.ask_witness(output.nodes, output.ours)
             case e.NodeIsDark():
-                self._outlets.node_is_dark(output.node, output.reason)
+                self._outlets.node_is_dark(output.node, output.reason, output.state)
 
     def _not_saved(self, reason: str) -> None:
         self.feed(e.NotSaved(reason))

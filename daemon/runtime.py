@@ -56,8 +56,8 @@ class Host(Protocol):
     def ended(self, runtime: "JobRuntime", outcome: m.Outcome) -> None:
         """The job is over."""
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
-        """This daemon leads, and one of the job's nodes does not answer any more at all."""
+    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: e.DarkState) -> None:
+        """This daemon leads, and one of the job's nodes does not answer any more; see edges.NodeIsDark."""
 
     def save_vote(
         self,
@@ -361,9 +361,9 @@ class JobRuntime:
         self._ended_at = self._host.now()
         self._host.ended(self, outcome)
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         """See jobs.Outlets."""
-        self._host.node_is_dark(self, node, reason)
+        self._host.node_is_dark(self, node, reason, state)
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """See jobs.Outlets."""

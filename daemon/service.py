@@ -25,6 +25,7 @@ from ckptless.daemon.cluster import Cluster
 from ckptless.daemon.config import DaemonConfig, Timers
 from ckptless.daemon.control import eviction, story
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.control.edges import DarkState
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.control.telling import Line
 from ckptless.daemon.evict import evict
@@ -359,9 +360,9 @@ class Service:
         """See runtime.Host."""
         self._cluster.ended(runtime, outcome)
 
-    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str) -> None:
+    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str, state: DarkState) -> None:
         """See runtime.Host."""
-        self._cluster.node_is_dark(runtime, node, reason)
+        self._cluster.node_is_dark(runtime, node, reason, state)
 
     def save_vote(
         self,

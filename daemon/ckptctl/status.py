@@ -9,6 +9,8 @@ from msgspec import structs
 
 from ckptless.daemon.api.records import (
     REFUSALS,
+    VOTE_AGAIN,
+    VOTE_LOST,
     GenerationRecord,
     JobRecord,
     NodeRecord,
@@ -30,9 +32,9 @@ def status(asked: Asked) -> None:
     """Show how a job stands, down to every slot.
 
     Its state, its nodes and slots, what could be restored now and which nodes' failure would lose what, what
-    the last recovery took, the last faults (with the ranks whose collectives failed over them), ranks whose
-    training function has returned while others train, and how often what came from an older generation or
-    leader was refused.
+    the last recovery took, nodes whose disk keeps them from voting, the last faults (with the ranks whose
+    collectives failed over them), ranks whose training function has returned while others train, and how
+    often what came from an older generation or leader was refused.
 
     A slot without a rank is a spare; "-" marks one whose rank now lives elsewhere. The age tells how long ago
     the slot was last heard of.
@@ -42,7 +44,7 @@ def status(asked: Asked) -> None:
         ckptctl status              the newest job
         watch -n1 ckptctl status    as it goes
     """
-    job, found = view.job_of(asked, events=REFUSALS)
+    job, found = view.job_of(asked, events=REFUSALS | {VOTE_LOST, VOTE_AGAIN})
     generation = found.generations[-1] if found.generations else None
     shown = _Shown(
         generation=generation,
@@ -54,6 +56,7 @@ def status(asked: Asked) -> None:
         causes=view.causes(found)[-_LAST_FAULTS:],
         early=None if job.state in ENDED else view.returned_early(found, generation),
         refused=view.refused(found),
+        voteless=view.voteless(found),
     )
     if asked.as_json:
         _show_json(job, found, shown)
@@ -74,6 +77,7 @@ class _Shown:
     causes: tuple[view.Cause, ...]
     early: str | None
     refused: dict[str, int]
+    voteless: tuple[str, ...]
 
 
 def _show_json(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
@@ -91,6 +95,7 @@ def _show_json(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
         faults=[{**structs.asdict(one.fault), "noticed": one.noticed} for one in shown.causes],
         returned_early=shown.early,
         refused=shown.refused,
+        voteless=shown.voteless,
     )
 
 
@@ -108,6 +113,8 @@ def _show(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
             f"last recovery: generation {recovery.generation}, {render.harmless(recovery.rung)},"
             f" {took}, {render.harmless(recovery.outcome or 'still running')}"
         )
+    for text in shown.voteless:
+        click.echo(render.harmless(text))
     for cause in shown.causes:
         click.echo(f"fault: {_sentence(cause)}")
     if shown.early is not None:

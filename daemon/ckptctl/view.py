@@ -11,6 +11,9 @@ import click
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.records import (
     REFUSALS,
+    VOTE_AGAIN,
+    VOTE_LOST,
+    EventRecord,
     FaultRecord,
     GenerationRecord,
     JobRecord,
@@ -133,6 +136,16 @@ def returned_early(found: Snapshot, generation: GenerationRecord | None) -> str 
     if not done or not others:
         return None
     return returned_text(sorted(done), others, max((s.step or 0 for s in done.values()), default=None))
+
+
+def voteless(found: Snapshot) -> tuple[str, ...]:
+    """Of each node that cannot vote, why: the last that it has said of that."""
+    last: dict[int, EventRecord] = {}
+    for event in found.events:
+        known = last.get(event.node)
+        if event.kind in (VOTE_LOST, VOTE_AGAIN) and (known is None or event.at_s >= known.at_s):
+            last[event.node] = event
+    return tuple(event.text for _, event in sorted(last.items()) if event.kind == VOTE_LOST)
 
 
 def spares_left(

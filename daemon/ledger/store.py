@@ -198,6 +198,15 @@ class Ledger:
         """Every job, the newest last."""
         return self._read(JobRecord)
 
+    def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
+        """Replace those rows of jobs that have no end yet for which `close` gives one; the new ones."""
+        is_open = _SELECTS[JobRecord].where(not_(_ended(models.TABLES[JobRecord].c.state)))
+        with self._reading() as connection:
+            rows = tuple(_rows(connection, JobRecord, is_open))
+        closed = tuple(found for found in map(close, rows) if found is not None)
+        self.write(closed)
+        return closed
+
     def job(self, job: str) -> JobRecord | None:
         """The job of this id, if there is one."""
         return next(iter(self._read(JobRecord, job)), None)

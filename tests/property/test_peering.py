@@ -69,7 +69,7 @@ class Wires:
     def ended(self, outcome: m.Outcome) -> None:
         pass
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: str) -> None:
         pass
 
     def save(self, durable: Durable, then: Any, failed: Any) -> None:

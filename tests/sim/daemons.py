@@ -308,7 +308,7 @@ class Daemon:
         """See jobs.Outlets."""
         self.world.checks.ended(self, outcome)
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         """See jobs.Outlets: there is no cluster's manager here."""
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:

@@ -182,7 +182,7 @@ class Node:
     def ended(self, outcome: m.Outcome) -> None:
         raise AssertionError(outcome)
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         pass
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
