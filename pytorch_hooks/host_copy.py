@@ -52,6 +52,7 @@ class HostCopies:
 
     def fence(self, ticket: HostTicket) -> None:
         """Until they are made, which takes as long as memory does."""
+        # no deadline: it takes as long as memory does
         ticket.over.wait()
 
 

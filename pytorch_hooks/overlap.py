@@ -91,6 +91,7 @@ class Guard:
         """
         if not self._is_closed:
             ask(self.close)
+            # no deadline: see above
             self._closed.get()
         self.moved = self.moved or torn
         return self.moved

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
-from ckptless.pytorch_hooks import env, job_key, torch_private
+from ckptless.pytorch_hooks import env, job_key, likeness, torch_private
 from ckptless.pytorch_hooks.cadence import Meter
 from ckptless.pytorch_hooks.cadence_agreement import Cadence, Fixed
 from ckptless.pytorch_hooks.comm.buckets import Buckets
@@ -25,6 +25,7 @@ from ckptless.pytorch_hooks.overlap import Policy
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, gradients, read, restore
 from ckptless.pytorch_hooks.state.objects import tree_of, watch_of
+from ckptless.pytorch_hooks.state.second_look import SecondLook
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
@@ -58,7 +59,8 @@ class Run:
         self._part: m.Assigned | None = None
         self._state: State | None = None
         self._tensors: TensorSet | None = None
-        self.loaders = Loaders(session)
+        self._second_look: SecondLook | None = None
+        self.loaders = Loaders(session, lambda: fabric.calls)
         self._kept = False
         # The ranks that have the same tensors as this one (none named: all), and which of those on this node
         # writes them.
@@ -197,15 +199,20 @@ class Run:
             refuse(state)
             self._fabric.mark()
             self._state, self._tensors = state, TensorSet(state)
+            self._second_look = SecondLook(state)
             gradients.watch_scalers(state)
             self._buckets = Buckets(state)
             found = twins(state, self.rank, self.world_size)
             self._twins = () if len(found) == self.world_size else found
             self._fsdp = Sharded(module for _prefix, module in tree_of(state).modules())
+        else:
+            found = ()
         self._session.send(m.Twins(generation=part.generation, ranks=self._twins))
         if part.restore_step is None:
             if resume := env.read().resume:
                 self._resume(Path(resume))
+            assert self._tensors is not None
+            likeness.compare(self._fabric, part.rank, found, self._state, self._tensors)
             self._session.send(m.Restored(generation=part.generation))
             self._writes = self._session.wait_writes(part.generation)
             self._kept = True
@@ -351,6 +358,8 @@ class Run:
         """Commit a step, of which nothing is to be waited for."""
         assert self._state is not None
         assert self._tensors is not None
+        if self._second_look is not None:
+            self._second_look.look(self._tensors)
         written = None
         if self._writes:
             written = self._copying.write(self._tensors, step, self.generation, self._shard, self.rank)
@@ -374,6 +383,7 @@ class Run:
 
     def _wait_for_copies(self) -> None:
         """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         waited_s = self._session.wait_acked(self.generation, self._saved)
         self.waited_s += waited_s
@@ -389,6 +399,7 @@ class Run:
 
     def finish(self) -> None:
         """The training function has returned: wait for the others, who may still need this rank."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         if self._kept:
             # The last step, too, is compared with the twins' before training counts as over.

@@ -76,7 +76,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an agent is told.
 
-    `env` is the ranks' environment without torchrun's variables.
+    `env` is the ranks' environment without torchrun's variables. In a file it is only what is added to the
+    agent's own: nobody's secrets lie on a disk.
     `copies_address`: where other agents reach this one, and from where it connects to them; None: at
     `address`, and from wherever the kernel likes.
     `comm_address`: where ranks of other nodes reach those of this one; None: at `address`.
@@ -127,20 +128,21 @@ def rank_socket(job: str) -> str:
     return f"@ckptless-{os.getuid()}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', job)}-ranks"
 
 
-def thread_env(env: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """What must be set before torch is loaded: as torchrun, do not let every rank take every core."""
-    if "OMP_NUM_THREADS" in env or processes <= 1:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+def thread_env(env: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """What must be set before torch is loaded: as torchrun, 1 where several ranks share a machine.
+
+    No other number: sums depend on it, and a recovery may take a rank to another node.
+    """
+    return {} if "OMP_NUM_THREADS" in env or ranks <= 1 else {"OMP_NUM_THREADS": "1"}
 
 
 def _threads(env: Mapping[str, str], slots: int, cores: int) -> dict[str, str]:
-    """As torchrun; and where Slurm gave fewer CPUs than it lets a process see, those also for one rank."""
+    """As torchrun; where Slurm gave one rank fewer CPUs than it lets a process see, those."""
     given = env.get("SLURM_CPUS_ON_NODE", "")
     mine = min(cores, int(given)) if re.fullmatch(r"[1-9]\d{0,5}", given) else cores
-    if "OMP_NUM_THREADS" not in env and mine < cores:
-        return {"OMP_NUM_THREADS": str(max(1, mine // slots))}
-    return thread_env(env, slots, mine)
+    if "OMP_NUM_THREADS" not in env and slots == 1 and mine < cores:
+        return {"OMP_NUM_THREADS": str(mine)}
+    return thread_env(env, slots)
 
 
 def _copies_address(interface: str | None) -> str | None:

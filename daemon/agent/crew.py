@@ -181,6 +181,7 @@ class Crew:
     # ------------------------------------------------------------------------------- end of life
 
     async def _watch(self, slot: Slot, tenant: Tenant) -> None:
+        # no deadline: a rank lives as long as it trains; `close` ends it
         code = await tenant.process.wait()
         self._early.pop(tenant.process.pid, None)
         if tenant.link is not None:
@@ -212,6 +213,12 @@ class Crew:
         tenant.process.kill()
         if tenant is slot.tenant:
             slot.tenant = None
+
+    def forward(self, number: signal.Signals) -> None:
+        """Send it to every process that has come up; one that is still being forked does not get it."""
+        for slot in self.slots:
+            if slot.tenant is not None:
+                slot.tenant.process.kill(number)
 
     def kill_hung(self, slot: Slot) -> None:
         """End a process that does not do what it is told."""
@@ -262,6 +269,7 @@ class Crew:
             )
             if not await _end(left, signal.SIGKILL, KILL_DEADLINE_S):
                 self.on_event("unkillable", f"processes outlive SIGKILL by {KILL_DEADLINE_S:g} s")
+        # no deadline: each has its own
         await asyncio.gather(*(o.finish(OUTPUT_DEADLINE_S) for o in list(self._outputs.values())))
         for task in list(self._tasks):
             task.cancel()

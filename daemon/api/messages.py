@@ -90,14 +90,22 @@ class AgentEvent(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """The user wants the job to end."""
+    """The user wants the job to end, or Slurm does.
+
+    `restarts`: how often Slurm had started the job again, where it is Slurm that knows the cause of a signal;
+    None: `reason` is all that there is to say.
+    """
 
     exit_code: int
     reason: str
+    restarts: int | None = None
 
 
 class Admitted(Message, frozen=True, kw_only=True):
-    """Daemon to agent: the answer to its hello. `identity` names what the daemon remembers of the job."""
+    """Daemon to agent: the answer to its hello, and again whenever the daemon has promised something.
+
+    `identity` names what the daemon has on its disk of the job; the agent's next hello has the newest one.
+    """
 
     identity: str
 

@@ -28,6 +28,10 @@ FaultSource: TypeAlias = Literal[
 PHASES = ("detect", "stop", "leave", "agree", "join", "restore", "first step")
 
 
+# A job's `reason` begins so where Slurm alone has said that it is over.
+BY_SLURM = "over by Slurm's word"
+
+
 class JobRecord(Struct, frozen=True, kw_only=True, tag="job", forbid_unknown_fields=True):
     """A job. Key: job."""
 
@@ -147,6 +151,10 @@ class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_u
 
 # Kinds of events that tell of something refused: it came from an older generation, or an older leader.
 REFUSALS = frozenset(("order-refused", "stale-message", "stale-record"))
+
+
+# Kinds of events that tell that a node's daemon cannot vote, and that it can again.
+VOTE_LOST, VOTE_AGAIN = "vote-lost", "vote-again"
 
 
 class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown_fields=True):

@@ -8,6 +8,8 @@ import click
 
 from ckptless.daemon.api.records import (
     REFUSALS,
+    VOTE_AGAIN,
+    VOTE_LOST,
     FaultRecord,
     GenerationRecord,
     JobRecord,
@@ -29,8 +31,8 @@ def status(asked: Asked) -> None:
     """Show how a job stands, down to every slot.
 
     Its state, its nodes and slots, what could be restored now and which nodes' failure would lose what, what
-    the last recovery took, the last faults, and how often what came from an older generation or leader was
-    refused.
+    the last recovery took, nodes whose disk keeps them from voting, the last faults, and how often what came
+    from an older generation or leader was refused.
 
     A slot without a rank is a spare; "-" marks one whose rank now lives elsewhere. The age tells how long ago
     the slot was last heard of.
@@ -40,7 +42,7 @@ def status(asked: Asked) -> None:
         ckptctl status              the newest job
         watch -n1 ckptctl status    as it goes
     """
-    job, found = view.job_of(asked, events=REFUSALS)
+    job, found = view.job_of(asked, events=REFUSALS | {VOTE_LOST, VOTE_AGAIN})
     generation = found.generations[-1] if found.generations else None
     shown = _Shown(
         generation=generation,
@@ -51,6 +53,7 @@ def status(asked: Asked) -> None:
         recovery=found.recoveries[-1] if found.recoveries else None,
         faults=found.faults[-_LAST_FAULTS:],
         refused=view.refused(found),
+        voteless=view.voteless(found),
     )
     if asked.as_json:
         _show_json(job, found, shown)
@@ -70,6 +73,7 @@ class _Shown:
     recovery: RecoveryRecord | None
     faults: tuple[FaultRecord, ...]
     refused: dict[str, int]
+    voteless: tuple[str, ...]
 
 
 def _show_json(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
@@ -86,6 +90,7 @@ def _show_json(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
         recovery_total_s=None if shown.recovery is None else view.total_s(shown.recovery),
         faults=shown.faults,
         refused=shown.refused,
+        voteless=shown.voteless,
     )
 
 
@@ -103,6 +108,8 @@ def _show(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
             f"last recovery: generation {recovery.generation}, {render.harmless(recovery.rung)},"
             f" {took}, {render.harmless(recovery.outcome or 'still running')}"
         )
+    for text in shown.voteless:
+        click.echo(render.harmless(text))
     for fault in shown.faults:
         click.echo(f"fault: {_sentence(fault)}")
     if shown.refused:

@@ -9,6 +9,9 @@ import click
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.records import (
     REFUSALS,
+    VOTE_AGAIN,
+    VOTE_LOST,
+    EventRecord,
     GenerationRecord,
     JobRecord,
     NodeRecord,
@@ -37,10 +40,11 @@ class Found:
 
 def all_jobs(asked: Asked) -> tuple[JobRecord, ...]:
     """Every job that the asker may see, or those that were asked for, the newest last."""
-    found = {job.job: job for source in sources(asked, events=False) for job in source.jobs().jobs}
+    places = sources(asked, events=False)
+    found = {job.job: job for source in places for job in source.jobs().jobs}
     wanted = [job for job in found.values() if asked.job is None or _is(job, asked.job)]
     if asked.job is not None and not wanted:
-        raise NoSuchJobError(f"there is no job {asked.job} here: see `ckptctl jobs`")
+        raise _none(f"job {asked.job}", places)
     return tuple(sorted(wanted, key=_age))
 
 
@@ -54,21 +58,25 @@ def find_job(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
     """The same, and where it was read."""
     places = sources(asked, events)
     known = [(job, source) for source in places for job in source.jobs().jobs]
-    job, source = _choose(known, asked.job, [place.name for place in places])
+    job, source = _choose(known, asked.job, places)
     found = source.job(job.job)
     # As all of it together says: the list of jobs is older, or was put together of less.
     job = next((one for one in found.jobs), job)
     return Found(job, found, source)
 
 
+def _none(which: str, places: list[Source]) -> NoSuchJobError:
+    names = " nor in ".join(place.name for place in places)
+    return NoSuchJobError(f"there is no {which} in {names}: see `ckptctl jobs`")
+
+
 def _choose(
-    known: list[tuple[JobRecord, Source]], wanted: str | None, names: list[str]
+    known: list[tuple[JobRecord, Source]], wanted: str | None, places: list[Source]
 ) -> tuple[JobRecord, Source]:
     """The run of that name, else the newest run of the Slurm job of that number, else the newest of all."""
     right = [one for one in known if wanted is None or _is(one[0], wanted)]
     if not right:
-        which = "job at all" if wanted is None else f"job {wanted}"
-        raise NoSuchJobError(f"there is no {which} in {' nor in '.join(names)}: see `ckptctl jobs`")
+        raise _none("job at all" if wanted is None else f"job {wanted}", places)
     newest = max(right, key=lambda one: _age(one[0]))
     exact = [one for one in right if one[0].job == wanted]
     if exact and exact[0][0].job != newest[0].job:
@@ -87,6 +95,16 @@ def _age(job: JobRecord) -> tuple[float, str]:
 def refused(found: Snapshot) -> dict[str, int]:
     """How often something of an older generation or an older leader was refused, by kind of event."""
     return dict(sorted(Counter(event.kind for event in found.events if event.kind in REFUSALS).items()))
+
+
+def voteless(found: Snapshot) -> tuple[str, ...]:
+    """Of each node that cannot vote, why: the last that it has said of that."""
+    last: dict[int, EventRecord] = {}
+    for event in found.events:
+        known = last.get(event.node)
+        if event.kind in (VOTE_LOST, VOTE_AGAIN) and (known is None or event.at_s >= known.at_s):
+            last[event.node] = event
+    return tuple(event.text for _, event in sorted(last.items()) if event.kind == VOTE_LOST)
 
 
 def spares_left(

@@ -31,6 +31,8 @@ REPEAT_S = 1.0
 VOTER_AWAY_S = 30.0
 # A voter that cannot vote is left out, also where there is nobody else, while so many others can.
 LEAST_ABLE = 2
+# A node that nobody could reach for so long has lost more than a cable for a moment.
+DARK_FOR_GOOD_S = 30.0
 # Without a step for so long, two nodes that cannot reach each other are why.
 APART_S = 3.0
 
@@ -115,7 +117,7 @@ class Controller(Follower):
         self._away = {node: self._away.get(node, now) for node in voters}
 
     def _mend_voters(self, now: float) -> None:
-        """A voter lost, away for long, or unable is replaced before the next one is, where there are nodes."""
+        """A voter lost, unable, or away for long is replaced before the next one is, if there are nodes."""
         if self.stage not in ("running", "releasing"):
             # The next generation names new ones, too; to ask these first would only delay it.
             return
@@ -134,7 +136,15 @@ class Controller(Follower):
             self._noted.add(node)
             self._note(now, "warning", "node-lost", f"node-{node} ({loss.source}): {loss.reason}")
             if loss.dark:
-                self._out.append(NodeIsDark(node, loss.reason))
+                self._dark[node] = now
+                self._out.append(NodeIsDark(node, loss.reason, "dark"))
+        self._note_gone([node for node, since in self._dark.items() if now - since >= DARK_FOR_GOOD_S])
+
+    def _note_gone(self, nodes: list[int]) -> None:
+        """They stay dark, by all that anybody can know."""
+        for node in nodes:
+            del self._dark[node]
+            self._out.append(NodeIsDark(node, self.losses[node].reason, "gone"))
 
     def _elected(self, former: int, now: float) -> None:
         if self.stage != "forming":
@@ -216,9 +226,7 @@ class Controller(Follower):
             return
         node = pairs.gives_way(found, hosts, self.me)
         others = ", ".join(f"node-{b if a == node else a}" for a, b in sorted(found) if node in (a, b))
-        text = (
-            f"it and {others} cannot reach each other, though others reach both; no step in {still_s:.1f} s"
-        )
+        text = f"it and {others} cannot reach each other, though others see both; no step in {still_s:.1f} s"
         self._give_up([node], text)
         if node not in hosts:
             # It has no ranks that would be missed, but copies of others'.
@@ -406,6 +414,8 @@ class Controller(Follower):
     def _decided_end(self, outcome: m.Outcome, now: float) -> None:
         if not self.leads:
             return
+        # Slurm waits for what it takes to run there.
+        self._note_gone(list(self._dark))
         if self._timeline is not None and self.assignment is not None:
             self._share(story.failed_recovery(self.assignment, self._timeline, self._log.faults))
         if self.spec is not None:

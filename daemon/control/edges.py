@@ -7,6 +7,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decree, Durable, Say
 
+DarkState = Literal["dark", "gone", "back"]
 Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
 
 
@@ -209,10 +210,15 @@ class Write:
 
 @dataclass(frozen=True)
 class NodeIsDark:
-    """The cluster's manager should know that a node does not answer (said by the leader only)."""
+    """The cluster's manager should know that a node does not answer (said by the leader only).
+
+    `state`: "dark" at first, when a cable may be all that is wrong; "gone" where it has stayed so, or the job
+    has ended over it; "back" where it was heard again.
+    """
 
     node: int
     reason: str
+    state: DarkState
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import VOTE_AGAIN, VOTE_LOST, Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.decree import Decided
 from ckptless.daemon.control.edges import (
@@ -20,6 +20,7 @@ from ckptless.daemon.control.edges import (
     Forward,
     Input,
     Meet,
+    NodeIsDark,
     NodeLost,
     NotSaved,
     OrderFrom,
@@ -53,6 +54,8 @@ class Follower(Elector):
     _news: set[int] = field(default_factory=set)
     # Lost nodes of which the story tells that they are heard again.
     _returned: set[int] = field(default_factory=set)
+    # Since when nodes are dark of which the cluster's manager does not know yet that they stay so.
+    _dark: dict[int, float] = field(default_factory=dict)
     # Of each node, what was last written of what it holds.
     _written: dict[int, m.Copies] = field(default_factory=dict)
 
@@ -78,7 +81,7 @@ class Follower(Elector):
         self._out.clear()
         return out
 
-    def _take(self, event: Input, now: float) -> None:  # noqa: C901  # a line for each kind of input
+    def _take(self, event: Input, now: float) -> None:  # noqa: C901, PLR0912  # a line for each kind of input
         match event:
             case Report():
                 self._on_report(event, now)
@@ -118,11 +121,11 @@ class Follower(Elector):
         if isinstance(event, NotSaved):
             self.agreement.not_saved(event.reason, now)
             if before:
-                self._note(now, "error", "vote-lost", f"node-{self.me} cannot vote: {event.reason}")
+                self._note(now, "error", VOTE_LOST, f"node-{self.me} cannot vote: {event.reason}")
         else:
             self.agreement.saved()
             if not before and self.agreement.able:
-                self._note(now, "info", "vote-again", f"node-{self.me} can vote again: its disk takes votes")
+                self._note(now, "info", VOTE_AGAIN, f"node-{self.me} can vote again: its disk takes votes")
         if self.agreement.able != before:
             (self.unable.discard if self.agreement.able else self.unable.add)(self.me)
             self._out.append(Meet(None, self.short_standing, ()))
@@ -184,6 +187,7 @@ class Follower(Elector):
         if self.leads and event.node in self.losses and event.node not in self._returned:
             self._returned.add(event.node)
             reason = self.losses[event.node].reason
+            self._heard_again(event.node, now)
             text = f"node-{event.node} is heard again; lost before ({reason}), it gets no rank of this job"
             self._note(now, "warning", "node-returned", text)
         theirs = event.standing
@@ -202,6 +206,14 @@ class Follower(Elector):
         self.agreement.beware(event.node, theirs.promised)
         self._follow(now)
         self._settle_leader(event.node, theirs, now)
+
+    def _heard_again(self, node: int, now: float) -> None:
+        """A node that was dark lives: what runs there runs on, and nothing new is begun there."""
+        since = self._dark.pop(node, None)
+        if self.losses[node].dark and node not in self.agreement.dead:
+            away = f" for {now - since:.0f} s" if since is not None else ""
+            text = f"nothing on it answered{away}, and it lives: see its cable, its port and its load"
+            self._out.append(NodeIsDark(node, text, "back"))
 
     def _on_order(self, event: OrderFrom, now: float) -> None:
         if (event.term, event.node) < (self.term, self.leader) or self.outcome is not None:

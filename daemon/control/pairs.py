@@ -1,8 +1,8 @@
 """Pure: nodes that live and cannot reach each other, and which of the two gives way.
 
 A cable or a port that is bad one way, a wrong route, a firewall: everybody else reaches both, so neither is
-lost, and ranks there wait for each other until the longest stall is over. Both daemons say so, each of its own
-attempts, see `membership.watch.Membership.apart`.
+lost, and ranks there wait for each other until the longest stall is over. Both daemons say so, each of its
+own attempts, see `membership.watch.Membership.apart`.
 """
 
 from collections import Counter
@@ -30,7 +30,8 @@ def pairs(
 ) -> set[tuple[int, int]]:
     """Those of `nodes`, the lower one first, that cannot reach each other by the word of both.
 
-    At least one of the two is of `hosts`, which have ranks; the other one may hold its copies. One's word is enough where nothing of the other's comes: who is apart from the leader cannot tell it.
+    At least one of the two is of `hosts`, which have ranks; the other one may hold its copies. One's word is
+    enough where nothing of the other's comes: who is apart from the leader cannot tell it.
     """
     found: set[tuple[int, int]] = set()
     for one, others in said.items():

@@ -1,5 +1,7 @@
-"""Pure: the rules for what a run may ask for. `slurm_ext/spank/options.c` has the same, in the same words."""
+"""The rules for what a run may ask for. `slurm_ext/spank/options.c` has the same, in the same words."""
 
+import importlib.util
+import sys
 from collections.abc import Mapping
 
 from ckptless.daemon.api.errors import UsageError
@@ -30,6 +32,15 @@ def check_alike(env: Mapping[str, str]) -> None:
     """Raise UsageError in a heterogeneous job."""
     if env.get(HET_SIZE):
         raise UsageError(NO_HET)
+
+
+def check_torch() -> None:
+    """Raise UsageError where the ranks, which run with this same Python, could not import torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(
+            f"torch is not installed for {sys.executable}, which the ranks run with: "
+            "install ckptless into the environment that has torch, or torch into this one"
+        )
 
 
 def check_range(name: str, value: float | None, low: float, high: float) -> None:

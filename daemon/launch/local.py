@@ -27,12 +27,13 @@ from ckptless.daemon.agent.config import (
 )
 from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process
+from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome
 from ckptless.daemon.api.saving import SaveConfig
-from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
+from ckptless.daemon.config import LocalConfig, Peer
 from ckptless.daemon.launch.nest import (
     AGENT,
     KILL_DEADLINE_S,
@@ -42,13 +43,14 @@ from ckptless.daemon.launch.nest import (
     send,
     start_daemon,
 )
+from ckptless.daemon.launch.ready import DEFAULT_START_S, last_lines, wait_ready
 from ckptless.daemon.launch.saving import saved_step
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
+from ckptless.daemon.state_dir import open_state_dir
 
 logger = logging.getLogger(__name__)
 
-READY_DEADLINE_S = 30.0
 # What an agent may take for its own end, beyond what its ranks and the last save may.
 LEAVE_GRACE_S = 10.0
 DAEMON_TERM_S = 5.0
@@ -56,15 +58,6 @@ POLL_S = 0.05
 RESTART_PAUSE_S = 0.3
 RESTARTS = 20
 LOCALHOST = "127.0.0.1"
-# torch._dynamo is what the first DDP or optimizer of a process would import, for a second.
-ALWAYS_PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "torch.utils.data",
-)
-# And this, where faults are answered.
-HOOKS = "ckptless.pytorch_hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +85,7 @@ class LocalOptions:
     replication: ReplicationConfig = field(default_factory=ReplicationConfig)
     data: DataConfig = field(default_factory=DataConfig)
     shutdown_s: float = DEFAULT_SHUTDOWN_S
+    start_s: float = DEFAULT_START_S
 
 
 @dataclass
@@ -138,8 +132,11 @@ class LocalRun:
         set_child_subreaper()
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        ignore_others()
+        for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
+        for number in USERS:
+            loop.add_signal_handler(number, self._forward, number)
         self._prepare()
         try:
             await self._start_all()
@@ -189,7 +186,9 @@ class LocalRun:
                 peers=peers,
             )
             _write(node.dir / "daemon.json", daemon)
-            _write(node.dir / "agent.json", self._agent_config(node))
+            config = self._agent_config(node)
+            added = {name: value for name, value in config.env.items() if os.environ.get(name) != value}
+            _write(node.dir / "agent.json", msgspec.structs.replace(config, env=added))
             self._nodes.append(node)
 
     def _peer(self, number: int, address: str) -> Peer:
@@ -210,9 +209,8 @@ class LocalRun:
 
     def _agent_config(self, node: Node) -> AgentConfig:
         options = self._options
-        processes = (options.nodes + options.spares) * options.slots
         env = dict(os.environ)
-        env.update(thread_env(env, processes, os.cpu_count() or 1))
+        env.update(thread_env(env, options.nodes * options.slots))
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return AgentConfig(
             node=node.number,
@@ -234,6 +232,7 @@ class LocalRun:
             replication=options.replication,
             data=options.data,
             shutdown_s=options.shutdown_s,
+            start_s=options.start_s,
             copies_address=node.peer.address,
         )
 
@@ -250,6 +249,7 @@ class LocalRun:
         warm = asyncio.create_task(self._nest.warm(self._agent_config(self._nodes[0])))
         try:
             await self._start_daemons()
+            # no deadline: `zygote_deadline_s`
             await warm
         finally:
             warm.cancel()
@@ -267,26 +267,17 @@ class LocalRun:
     async def _start_daemons(self) -> None:
         for node in self._nodes:
             await self._start_daemon(node)
-        try:
-            async with asyncio.timeout(READY_DEADLINE_S):
-                for node in self._nodes:
-                    await self._daemon_ready(node)
-        except TimeoutError:
-            raise StartError(f"the daemons were not ready in {READY_DEADLINE_S:.0f} s") from None
+        # no deadline: each has its own
+        await asyncio.gather(*map(self._daemon_ready, self._nodes))
 
     async def _daemon_ready(self, node: Node) -> None:
         """Its Unix socket listens once everything else does."""
-        address = "\0" + self._socket(node, "daemon")[1:]
         assert node.daemon is not None
-        while not self._interrupted:
-            if node.daemon.returncode is not None:
-                raise StartError(
-                    f"{node.peer.name}'s daemon did not start: {_last_line(node.dir / 'daemon.log')}"
-                )
-            with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(OSError):
-                probe.connect(address)
-                return
-            await asyncio.sleep(POLL_S)
+        name, listens = node.peer.name, self._socket(node, "daemon")
+        try:
+            await wait_ready(name, node.daemon, listens, self._options.start_s, lambda: self._interrupted)
+        except StartError as error:
+            raise StartError(f"{error}: {last_lines(node.dir / 'daemon.log')}") from error
 
     @property
     def _interrupted(self) -> bool:
@@ -325,6 +316,12 @@ class LocalRun:
         """From the job's end, or the user's signal, until every agent must have ended."""
         save_s = self._options.save.end_s if self._options.save is not None else 0.0
         return self._options.shutdown_s + save_s + LEAVE_GRACE_S
+
+    def _forward(self, number: signal.Signals) -> None:
+        """A user's own signal: by way of the agents to the ranks."""
+        for node in self._agents_left:
+            assert node.agent is not None
+            send(node.agent, number)
 
     def _signal_agents(self) -> None:
         assert self._stop is not None
@@ -401,8 +398,3 @@ def _free_port(address: str) -> int:
             return int(server.getsockname()[1])
     except OSError as error:
         raise UsageError(f"cannot listen on {address}: {error.strerror}") from error
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"

@@ -9,7 +9,7 @@ import click
 
 from ckptless.daemon import log
 from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S
+from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S, check_torch
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.options import local_options, slurm_run
 from ckptless.daemon.launch.slurm import SlurmRun
@@ -185,6 +185,13 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     "--save-total-limit", type=click.IntRange(min=1), metavar="N", help="Saved steps to keep.  [default: 3]"
 )
 @click.option(
+    "--start-timeout",
+    type=click.IntRange(1, 86_400),
+    metavar="SECONDS",
+    help="How long a daemon that starts may do nothing, and how long an agent waits for its node's.  "
+    "[default: 30]",
+)
+@click.option(
     "--shutdown-timeout",
     type=click.IntRange(0, 86_400),
     metavar="SECONDS",
@@ -225,6 +232,7 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
     """
     log.configure("ckptless-run", verbose=bool(options["verbose"]))
     try:
+        check_torch()
         for name in NOT_NEEDED:
             if options[name]:
                 click.echo(

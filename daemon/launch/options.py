@@ -17,7 +17,9 @@ from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_STALL_S, MIN_STALL_S, check_alike, check_range
 from ckptless.daemon.launch.data import data_config
 from ckptless.daemon.launch.identity import run_id
-from ckptless.daemon.launch.local import ALWAYS_PRELOADED, HOOKS, LocalOptions
+from ckptless.daemon.launch.local import LocalOptions
+from ckptless.daemon.launch.preload import ALWAYS, preloads
+from ckptless.daemon.launch.ready import DEFAULT_START_S
 from ckptless.daemon.launch.replication import comm_interface, replication_config
 from ckptless.daemon.launch.requeue import restarts
 from ckptless.daemon.launch.saving import save_config, saved_step
@@ -52,9 +54,9 @@ def local_options(
         if options[name]:
             text = "is for a Slurm job: with --local each node has an address of its own"
             raise UsageError(f"--{name.replace('_', '-')} {text}")
-    state_dir = options["state_dir"]
+    state_dir, argv = options["state_dir"], _argv(script, script_args, options)
     return LocalOptions(
-        argv=_argv(script, script_args, options),
+        argv=argv,
         domains=_local_domains(options, nodes + spares),
         module=bool(options["module"]),
         nodes=nodes,
@@ -63,7 +65,7 @@ def local_options(
         start_tries=_number(options, "max_restarts") or 0,
         max_stall_s=_max_stall(options) or DEFAULT_MAX_STALL_S,
         recovers=answers_faults,
-        preload=_preload(options, recovers=answers_faults),
+        preload=_preload(argv, options, recovers=answers_faults),
         tee=_ranks(str(options["tee"])),
         copies=_number(options, "copies") or 2,
         twins=_twins(options),
@@ -75,6 +77,7 @@ def local_options(
         replication=replication_config(options, {}, ReplicationSettings()),
         data=data_config(options, DataSettings()),
         shutdown_s=shutdown_s(options, env),
+        start_s=float(_number(options, "start_timeout") or DEFAULT_START_S),
     )
 
 
@@ -120,7 +123,7 @@ def slurm_run(
         cwd=str(Path.cwd()),
         daemon_socket=settings.daemon.socket,
         log_dir=str(log_dir),
-        preload=_preload(options, recovers=answers_faults),
+        preload=_preload(argv, options, recovers=answers_faults),
         tee=tee,
         copies=copies,
         twins=_twins(options),
@@ -131,6 +134,7 @@ def slurm_run(
         comm_interface=comm,
         data=data,
         shutdown_s=shutdown_s(options, env),
+        start_s=float(_number(options, "start_timeout") or DEFAULT_START_S),
     )
     if found.step is not None:
         return _step_run(config, env, options, found.step)
@@ -224,10 +228,13 @@ def _max_stall(options: Options) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _preload(options: Options, *, recovers: bool) -> tuple[str, ...]:
-    always = (*ALWAYS_PRELOADED, HOOKS) if recovers else ALWAYS_PRELOADED
-    given = options["preload"]
-    return (*always, *(str(name) for name in given)) if isinstance(given, tuple) else always
+def _preload(argv: tuple[str, ...], options: Options, *, recovers: bool) -> tuple[str, ...]:
+    given = options["preload"] if isinstance(options["preload"], tuple) else ()
+    names = tuple(map(str, given))
+    # Without recovery ckptless.run is plain PyTorch, and so is what is imported.
+    return (
+        preloads(argv, Path.cwd(), names, module=bool(options["module"])) if recovers else (*ALWAYS, *names)
+    )
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:

@@ -21,12 +21,14 @@ from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.agent.prctl import set_pdeathsig
+from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.api.outcome import read_outcome, write_outcome
 from ckptless.daemon.control.plan import EXIT_UNRECOVERABLE
 from ckptless.daemon.launch.domains import find_domains
 from ckptless.daemon.launch.follow import Follower
+from ckptless.daemon.launch.preempted import stay
 from ckptless.daemon.launch.requeue import requeue, why_requeue
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
@@ -92,11 +94,15 @@ class SlurmRun:
         """Start the agents, pass their output on, and wait for the end. The exit code."""
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        ignore_others()
+        for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
+        for number in USERS:
+            loop.add_signal_handler(number, self._signal, number)
         spec = self.config.spec
         shape = f"nodes {spec.nodes}, spares {spec.spares}"
         logger.info("job %s: %s; output in %s", spec.job, shape, self.log_dir)
+        # no deadline: each has its own
         self.binding, domains = await asyncio.gather(cpu_binding(), find_domains(spec.names, self.domains))
         # Once, here: all agents must tell the same.
         self.config = replace(self.config, spec=replace(spec, domains=domains))
@@ -107,7 +113,19 @@ class SlurmRun:
         finally:
             await self._end_all()
         await self._requeue()
-        return self._result()
+        code = self._result()
+        if self._ended_by_signal:
+            await stay(slurm_job_id(self.config.spec.job))
+        return code
+
+    @property
+    def _ended_by_signal(self) -> bool:
+        """Whether the agents, or this process, got a signal that may be Slurm's; Ctrl-C is the user's."""
+        assert self._stop is not None
+        outcome = self.outcome()
+        if outcome is not None and outcome.why != "cancelled":
+            return False
+        return outcome is not None or (self._stop.done() and self._stop.result() == signal.SIGTERM)
 
     def _stopped(self, number: signal.Signals) -> None:
         assert self._stop is not None

@@ -177,6 +177,7 @@ votes = Table(
     Column("job", Text, primary_key=True),
     Column("identity", Text),
     Column("state", Text),
+    Column("digest", Text),
 )
 
 # Nor this: each daemon has asked for itself whose the job is.

@@ -56,6 +56,10 @@ class Tree:
                     seen.add(id(tensor))
                     yield Owned(f"b:{prefix}{key}", tensor, module, key)
 
+    def with_extra_state(self) -> list[tuple[str, torch.nn.Module]]:
+        """Give the modules that have a `get_extra_state` of their own, each with its prefix."""
+        return [(prefix, module) for prefix, module in self.modules() if private.has_extra_state(module)]
+
     def slots(self) -> dict[str, tuple[torch.nn.Module, str]]:
         """Give the place of every buffer by name, empty ones (None) and tied ones included."""
         return {

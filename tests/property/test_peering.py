@@ -69,13 +69,16 @@ class Wires:
     def ended(self, outcome: m.Outcome) -> None:
         pass
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: str) -> None:
         pass
 
     def save(self, durable: Durable, then: Any, failed: Any) -> None:
         then()
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
+        pass
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
         pass
 
 

@@ -308,7 +308,7 @@ class Daemon:
         """See jobs.Outlets."""
         self.world.checks.ended(self, outcome)
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         """See jobs.Outlets: there is no cluster's manager here."""
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
@@ -332,6 +332,10 @@ class Daemon:
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See jobs.Outlets."""
         self.world.witness.ask(self, set(nodes), set(ours))
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        """See jobs.Outlets. Nobody here is told by Slurm to end."""
+        raise AssertionError(cancel)
 
     def hear_witness(self, nodes: set[int]) -> None:
         """The cluster's manager holds these for dead."""

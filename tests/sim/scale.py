@@ -175,7 +175,7 @@ class Node:
     def ended(self, outcome: m.Outcome) -> None:
         raise AssertionError(outcome)
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         pass
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
@@ -183,6 +183,9 @@ class Node:
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         raise AssertionError(nodes)
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        raise AssertionError(cancel)
 
     # ---------------------------------------------------------------------------- Wires, for Peering
 

@@ -91,7 +91,12 @@ class Heard:
 
     @property
     def dark(self) -> list[int]:
-        return [output.node for output in self.outputs if isinstance(output, e.NodeIsDark)]
+        return [node for node, state in self.dark_states if state == "dark"]
+
+    @property
+    def dark_states(self) -> list[tuple[int, e.DarkState]]:
+        """What the cluster's manager is told."""
+        return [(out.node, out.state) for out in self.outputs if isinstance(out, e.NodeIsDark)]
 
     @property
     def events(self) -> list[str]:

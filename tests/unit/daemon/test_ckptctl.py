@@ -238,7 +238,7 @@ def test_status_json(run: Run, state_dir: Path) -> None:
     found = document(run("status", "--json"))
     assert set(found) == {
         *("meta", "job", "generation", "step", "spares_left", "nodes", "slots"),
-        *("recovery", "recovery_total_s", "faults", "refused", "safety", "commits"),
+        *("recovery", "recovery_total_s", "faults", "refused", "voteless", "safety", "commits"),
     }
     assert found["job"]["job"] == "7"
     assert found["generation"]["places"] == [[0, 0], [2, 0]]
