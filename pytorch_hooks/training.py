@@ -257,6 +257,8 @@ class Run:
         assert self._tensors is not None
         # Before anybody looks at the tensors: parameters must be shards again.
         self._fsdp.renew()
+        # What came in the step that was cut off a new process does not have.
+        self._tensors.check_built()
         self._join()
         self._fabric.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
@@ -349,6 +351,7 @@ class Run:
         assert self._state is not None
         assert self._tensors is not None
         self._tensors.check_built()
+        self._tensors.check_shared()
         gradients.check_used(self._state, pending=self._fsdp.holds_gradients())
 
     def _put(self, step: int, loss: float | torch.Tensor | None = None) -> None:

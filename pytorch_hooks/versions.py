@@ -197,9 +197,9 @@ class Versions:
             chunks = tuple(chunk.result() for chunk in written.chunks)
         else:
             digests = version.ChunkDigests(raw.window(written.payload), self._chunk_nbytes)
-            self.device.complete(written.coming.ticket, digests.came)
+            torn = self.device.complete(written.coming.ticket, digests.came)
             # What is torn gets no header, and nobody hears of it but the main thread.
-            if written.coming.guard.wait(between_bytecodes) is not None:
+            if written.coming.guard.wait(between_bytecodes, torn) is not None:
                 return
             chunks = digests.finish()
         header = replace(written.header, chunks=chunks)

@@ -120,6 +120,9 @@ class TensorSet:
         if self._looked != self._scans:
             check_built(self._built, self._state)
             self._looked = self._scans
+
+    def check_shared(self) -> None:
+        """Raise UsageError where tensors lie in one memory that did not when they were built."""
         if (addresses := sharing.addresses(self._named)) != self._addresses:
             sharing.check_shared(self._shared, sharing.shared(self._named))
             self._addresses = addresses
