@@ -29,8 +29,8 @@ class Outlets(Protocol):
     def to_all_daemons(self, message: p.Said) -> None:
         """Send to every other daemon."""
 
-    def to_agent(self, order: m.Order) -> None:
-        """Hand an order to this node's agent of the job."""
+    def to_agent(self, order: m.Order | m.Announce) -> None:
+        """Hand an order, or words, to this node's agent of the job."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue rows for the ledger."""
@@ -38,14 +38,17 @@ class Outlets(Protocol):
     def ended(self, outcome: m.Outcome) -> None:
         """The job is over."""
 
-    def node_is_dark(self, node: int, reason: str) -> None:
-        """This daemon leads, and a node does not answer any more at all."""
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
+        """This daemon leads, and a node does not answer any more at all; see edges.NodeIsDark."""
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """Keep it on the disk, in the order of the calls, then call `then`; or `failed`, with the reason."""
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See edges.AskWitness; the answer, if there is one, is fed as edges.Witnessed."""
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        """Feed it soon, as a report of `node`, without `restarts` and with what Slurm says why."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class JobSession:
         self.life = memory.life
         self._outlets = outlets
         self._now = now
+        self._explaining = False
         self.control = Controller(
             me=roster.me,
             session=f"{memory.life:x}",
@@ -108,10 +112,22 @@ class JobSession:
     def feed(self, *events: e.Input) -> None:
         """Inputs, and everything that follows from them."""
         before = self.control.outcome
+        events = tuple(event for event in events if not self._is_to_be_explained(event))
         for output in self.control.handle_all(events, self._now()):
             self._carry(output)
         if before is None and self.control.outcome is not None:
             self._outlets.ended(self.control.outcome)
+
+    def _is_to_be_explained(self, event: e.Input) -> bool:
+        """Whether it is a signal whose cause this daemon, as the leader, is to ask for first; once."""
+        if not (isinstance(event, e.Report) and isinstance(event.message, m.Cancel)):
+            return False
+        if event.message.restarts is None or not self.control.leads:
+            return False
+        if not self._explaining:
+            self._explaining = True
+            self._outlets.explain(event.node, event.message)
+        return True
 
     def hear(self, node: int, message: p.Said, *, direct: bool = True) -> None:
         """What another daemon says of this job, over a connection to it or by way of others."""
@@ -171,7 +187,7 @@ class JobSession:
             case e.AskWitness():
                 self._outlets.ask_witness(output.nodes, output.ours)
             case e.NodeIsDark():
-                self._outlets.node_is_dark(output.node, output.reason)
+                self._outlets.node_is_dark(output.node, output.reason, output.state)
 
     def _not_saved(self, reason: str) -> None:
         self.feed(e.NotSaved(reason))

@@ -16,18 +16,22 @@ from ckptless.daemon.api.eviction import Evict
 from ckptless.daemon.api.fdsocket import FdSocket
 from ckptless.daemon.api.keeping import Claim, Keep, Taken, WhatIsKept
 from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.api.reading import Read
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.saving import Save, SaveDone
 from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.cluster import Cluster
 from ckptless.daemon.config import DaemonConfig, Timers
-from ckptless.daemon.control import story
+from ckptless.daemon.control import eviction, story
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.control.edges import DarkState
 from ckptless.daemon.control.keeping import Entry
+from ckptless.daemon.control.telling import Line
 from ckptless.daemon.evict import evict
 from ckptless.daemon.jobs import LIFE_BITS, Memory, is_as_new
 from ckptless.daemon.keeper import Keeper
+from ckptless.daemon.ledger.reader import LedgerReader
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
@@ -42,9 +46,11 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
 READ_NBYTES = 1 << 16
-_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | WhatIsKept | Keep | Claim
-_Heard: TypeAlias = m.FromAgent | SaveDone | _Aside
-_ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, WhatIsKept, Keep, Claim)
+_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | Read | WhatIsKept | Keep | Claim
+_Heard: TypeAlias = m.FromAgent | m.Pong | SaveDone | _Aside
+_ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, Read, WhatIsKept, Keep, Claim)
+# So long an answer may wait for whoever does not read it.
+ANSWER_DEADLINE_S = 10.0
 
 
 class Service:
@@ -64,6 +70,7 @@ class Service:
         self._state_dir = Path(config.state_dir)
         self.ledger = LedgerWriter(self._state_dir / LEDGER_FILE, lambda: open_state_dir(self._state_dir))
         self.ledger.on_set_aside = self._set_aside
+        self._reader = LedgerReader(self._state_dir / LEDGER_FILE)
         self.keeper = Keeper(config.keep, self.now)
         self.keeper.on_event = self._kept
         self._jobs: dict[str, JobRuntime] = {}
@@ -87,6 +94,7 @@ class Service:
             servers.append(await self._listen())
             self._spawn(self._tick())
             self.on_ready()
+            # no deadline: a daemon's life
             await stop.wait()
         finally:
             for server in servers:
@@ -114,6 +122,7 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
         self.keeper.close()
+        self._reader.close()
         await self.ledger.close()
         if self._agents is None and not is_abstract(self._config.socket):
             Path(self._config.socket).unlink(missing_ok=True)
@@ -201,6 +210,8 @@ class Service:
         """What others than agents say, and they on a connection of its own. Raises CkptlessError."""
         if isinstance(message, Evict):
             writer.write(encode(evict(self.jobs, message, uid)))
+        elif isinstance(message, Read):
+            await self._read_out(message, uid, writer)
         elif isinstance(message, Keep | Claim):
             await self._move_memory(message, uid, writer)
         elif isinstance(message, WhatIsKept):
@@ -214,6 +225,16 @@ class Service:
         answer = await save(self.jobs, message, uid)
         if not writer.is_closing():
             writer.write(encode(answer))
+
+    async def _read_out(self, message: Read, uid: int, writer: asyncio.StreamWriter) -> None:
+        """What the ledger has of a job of the asker's. Raises CkptlessError."""
+        sees_all = eviction.sees_all(uid, os.getuid())
+        writer.write(await self._reader.answer(message, uid, sees_all=sees_all))
+        try:
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                await writer.drain()
+        except TimeoutError as error:
+            raise PeerError("it does not read what it has asked for") from error
 
     async def _move_memory(self, message: Keep | Claim, uid: int, writer: asyncio.StreamWriter) -> None:
         """An ending agent's memory comes here, or that of an earlier start goes back. Raises CkptlessError.
@@ -253,12 +274,13 @@ class Service:
         level: Literal["info", "warning"] = "warning" if kind == "memory-dropped" else "info"
         logger.info("job %s: %s: %s", entry.run, kind, text)
         event_id = f"{entry.node}.{secrets.token_hex(5)}.{kind}"
-        said = (level, kind, text)
+        said = Line(level, kind, text)
         self.write((story.event(event_id, entry.run, entry.node, said, (self.now(), None)),))
 
     def _set_aside(self, text: str) -> None:
         for job in self._jobs.values():
             job.set_aside(text)
+            self._spawn(self._own(job.job, job.uid, new=False))
 
     def _notice(self, message: m.JobStarted | m.JobEnded, uid: int) -> None:
         """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""
@@ -277,6 +299,7 @@ class Service:
         name = hello.spec.job
         roster = await self._cluster.admit(hello, uid)
         if name not in self._jobs:
+            await self._own(name, uid, new=not hello.identity)
             memory = await self._remember(hello, roster)
             if name not in self._jobs:
                 self._jobs[name] = JobRuntime(name, uid, roster, self, memory)
@@ -285,6 +308,16 @@ class Service:
         if (known.uid, known.roster) != (uid, roster):
             raise PeerError(f"job {name} is known with other nodes or another user")
         return known
+
+    async def _own(self, name: str, uid: int, *, new: bool) -> None:
+        """Note whose job it is, who may read of it. Raises LedgerError for a `new` one only."""
+        try:
+            if await self.ledger.own(name, uid):
+                logger.warning("job %s: another user's job had this name; its records are removed", name)
+        except LedgerError as error:
+            if new:
+                raise
+            logger.warning("job %s: uid %d cannot read of it here: %s", name, uid, error)
 
     async def _remember(self, hello: m.AgentHello, roster: Roster) -> Memory:
         """What is on the disk of what this daemon has promised the others. Raises LedgerError."""
@@ -328,9 +361,9 @@ class Service:
         """See runtime.Host."""
         self._cluster.ended(runtime, outcome)
 
-    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str) -> None:
+    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str, state: DarkState) -> None:
         """See runtime.Host."""
-        self._cluster.node_is_dark(runtime, node, reason)
+        self._cluster.node_is_dark(runtime, node, reason, state)
 
     def save_vote(
         self,
@@ -345,6 +378,10 @@ class Service:
     def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See runtime.Host."""
         self._cluster.witness(runtime, nodes, ours)
+
+    def explain(self, runtime: JobRuntime, node: int, cancel: m.Cancel) -> None:
+        """See runtime.Host."""
+        self._cluster.explain(runtime, node, cancel)
 
 
 class _UnknownJobError(PeerError):

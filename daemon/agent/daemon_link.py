@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.messages import FromAgent, ToAgent
+from ckptless.daemon.api.messages import FromAgent, Pong, ToAgent
 from ckptless.daemon.api.peercred import daemon_credentials
 from ckptless.daemon.api.saving import SaveDone, SaveNow
 from ckptless.daemon.api.unixpath import unix_address
@@ -37,7 +37,7 @@ class DaemonLink:
         """Whether a daemon listens."""
         return self._writer is not None
 
-    def send(self, message: FromAgent | SaveDone) -> None:
+    def send(self, message: FromAgent | Pong | SaveDone) -> None:
         """Tell the daemon; without one nothing is lost, since `greet` tells the whole state again."""
         if self._writer is not None:
             self._writer.write(encode(message))
@@ -65,6 +65,7 @@ class DaemonLink:
 
     async def _connect(self) -> asyncio.StreamReader:
         """Raises OSError, and PeerError where it is not the daemon that listens there."""
+        # no deadline: a Unix socket is there or not; whoever runs this cancels it
         reader, writer = await asyncio.open_unix_connection(unix_address(self._name))
         try:
             self.daemon_pid, _ = daemon_credentials(writer.get_extra_info("socket"), self._name)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,6 +136,10 @@ class Agent:
                 await asyncio.gather(lease, return_exceptions=True)
             await self._close(daemon)
 
+    def forward(self, number: signal.Signals) -> None:
+        """Pass the user's signal on to the ranks."""
+        self._crew.forward(number)
+
     async def _keep_lease(self) -> None:
         """While the daemon is away: see `orphan`. Who is cut off ends, and the others go on without it."""
         me = self._config.node
@@ -166,6 +171,7 @@ class Agent:
 
     async def _wait(self, cancelled: "asyncio.Future[m.Cancel]") -> m.Outcome:
         either: set[asyncio.Future[Any]] = {cancelled, self._outcome}
+        # no deadline: the job's life; its end is the daemon's word, or the user's
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._outcome.done():
             # Ask for an orderly end of the whole job; without a daemon, end this node.
@@ -255,7 +261,9 @@ class Agent:
         self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
 
     def _hear(self, message: m.ToAgent | SaveNow) -> None:
-        if isinstance(message, m.JobKey):
+        if isinstance(message, m.Announce):
+            self._console.write(f"[ckptless] {message.text}\n".encode())
+        elif isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
             self._saving.learn_key(message.key)
             self._state.learn_key(message.key)
@@ -265,6 +273,8 @@ class Agent:
                 self._hello = replace(self._hello, identity=message.identity)
             if not self._answer.done():
                 self._answer.set_result(message)
+        elif isinstance(message, m.Ping):
+            self._daemon.send(m.Pong(seq=message.seq))
         elif isinstance(message, SaveNow):
             self._saving.save_soon(message, self._daemon.send)
         else:
@@ -391,6 +401,7 @@ class Agent:
     def _stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
         slot.step, slot.loss = message.step, message.loss
         slot.every, slot.share = message.every, message.share
+        slot.stepped |= first
         if isinstance(message, m.Commit):
             self._saving.saver.committed(message.step)
         if first:

@@ -71,6 +71,16 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("ALTER TABLE slots ADD COLUMN every INTEGER", "ALTER TABLE slots ADD COLUMN share REAL"),
     # What each node has of training data; nobody told of it before.
     ("ALTER TABLE holdings ADD COLUMN rings TEXT NOT NULL DEFAULT '[]'",),
+    (
+        # Whose each job is, by Slurm's word when its agent came: who may read of it.
+        """CREATE TABLE owners (
+            job TEXT PRIMARY KEY, uid INTEGER NOT NULL
+        ) WITHOUT ROWID""",
+        # One job's events are read without a look at those of all others.
+        "CREATE INDEX events_by_job ON events (job)",
+        # Of whom an event tells; JSON.
+        "ALTER TABLE events ADD COLUMN about TEXT NOT NULL DEFAULT 'null'",
+    ),
     # Over the rest of the row: SQLite has no checksums, and a vote with a flipped bit is a broken promise.
     # A vote without one is not believed.
     ("ALTER TABLE votes ADD COLUMN digest TEXT NOT NULL DEFAULT ''",),

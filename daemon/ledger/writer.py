@@ -21,7 +21,7 @@ from ckptless.daemon.api.errors import (
     NewerLedgerError,
     UsageError,
 )
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import JobRecord, Record
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.ledger.aside import set_aside
 from ckptless.daemon.ledger.store import Ledger
@@ -92,6 +92,14 @@ class LedgerWriter:
             self._failed(error)
             raise
         self._worked()
+
+    async def own(self, job: str, uid: int) -> bool:
+        """See `Ledger.own`. Raises LedgerError."""
+        return await self._call(lambda ledger: ledger.own(job, uid))
+
+    async def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
+        """See `Ledger.close_jobs`. Raises LedgerError."""
+        return await self._call(lambda ledger: ledger.close_jobs(close))
 
     def save_vote(
         self,

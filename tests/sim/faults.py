@@ -140,7 +140,8 @@ def _draw_fault(random: Random, kinds: tuple[str, ...], agreeing: tuple[str, ...
 
 def _draw_others(random: Random) -> tuple[Fault, ...]:
     chances = (("disk", DISK_CHANCE), ("disk", DISK_CHANCE), ("pair", PAIR_CHANCE))
-    return tuple(_draw_fault(random, (kind,), (kind,)) for kind, chance in chances if random.random() < chance)
+    kinds = [kind for kind, chance in chances if random.random() < chance]
+    return tuple(_draw_fault(random, (kind,), (kind,)) for kind in kinds)
 
 
 # -------------------------------------------------------------------------------- what a fault does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,8 +18,12 @@ FOR_EVER_S = 1e9
 
 def play(nodes: int, *events: tuple[float, Callable[[World], None]]) -> World:
     """A long job without faults but these: (seconds after generation 1, what happens then)."""
-    world = World(3, Shape(nodes=nodes, without=frozenset(range(100))))
-    object.__setattr__(world.job, "steps", 60)
+    return play_world(World(3, Shape(nodes=nodes, without=frozenset(range(100)))), *events)
+
+
+def play_world(world: World, *events: tuple[float, Callable[[World], None]]) -> World:
+    """The same for a world that was made otherwise."""
+    world.job = replace(world.job, steps=60)
 
     def begin() -> None:
         if not world.generation:

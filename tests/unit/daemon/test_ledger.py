@@ -28,7 +28,7 @@ from ckptless.daemon.api.records import (
 from ckptless.daemon.ledger import migrations, models
 from ckptless.daemon.ledger.engine import writing_engine
 from ckptless.daemon.ledger.merge import merge, read_all
-from ckptless.daemon.ledger.paths import default_state_dir, ledger_files, shown_state_dir
+from ckptless.daemon.ledger.paths import default_state_dir, ledger_files
 from ckptless.daemon.ledger.store import Ledger
 
 JOB = JobRecord(
@@ -544,19 +544,6 @@ def test_events_are_in_the_order_of_time() -> None:
 
 
 # Paths
-
-
-def test_the_nodes_own_ledger_is_shown_where_there_is_no_local_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "own"))
-    system = tmp_path / "system"
-    assert shown_state_dir(system) == default_state_dir()
-    system.mkdir()
-    (system / "ledger.db").touch()
-    assert shown_state_dir(system) == system
-    default_state_dir().mkdir(parents=True)
-    assert shown_state_dir(system) == default_state_dir()
 
 
 def test_default_state_dir(monkeypatch: pytest.MonkeyPatch) -> None:
