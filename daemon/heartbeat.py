@@ -49,10 +49,19 @@ class Heartbeat:
 class AgentProcess:
     """The process at the other end of an agent's connection. Owned by the daemon's event loop."""
 
-    def __init__(self, pid: int) -> None:
-        """Raises OSError where it is gone already."""
+    def __init__(self, pid: int, uid: int) -> None:
+        """Raises OSError where the process that connected, which was `uid`'s, is gone or cannot be seen.
+
+        Its number may be another user's by now, since a connection can be passed on; that one is never ended.
+        """
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
+        try:
+            if Path(f"/proc/{pid}").stat().st_uid != uid:
+                raise ProcessLookupError(f"process {pid} is not of uid {uid}")
+        except OSError:
+            os.close(self._pidfd)
+            raise
 
     @property
     def suspended(self) -> bool:

@@ -76,7 +76,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an agent is told.
 
-    `env` is the ranks' environment without torchrun's variables.
+    `env` is the ranks' environment without torchrun's variables. In a file it is only what is added to the
+    agent's own: nobody's secrets lie on a disk.
     `copies_address`: where other agents reach this one, and from where it connects to them; None: at
     `address`, and from wherever the kernel likes.
     `comm_address`: where ranks of other nodes reach those of this one; None: at `address`.

@@ -206,7 +206,7 @@ class Crew:
         elif well:
             cause = None
         elif tenant.hung:
-            cause = m.Cause(kind="hung", text="did not answer and was killed")
+            cause = m.Cause(kind="hung", text=tenant.hung)
         else:
             cause = m.Cause(kind="died", text=describe_exit(code))
         slot.exit_code = code
@@ -228,7 +228,7 @@ class Crew:
     def kill_hung(self, slot: Slot) -> None:
         """End a process that does not do what it is told."""
         if slot.tenant is not None and slot.tenant.process.returncode is None:
-            slot.tenant.hung = True
+            slot.tenant.hung = "did not leave its training function in time and was killed"
             slot.tenant.process.kill()
 
     async def _ping(self) -> None:
@@ -253,8 +253,7 @@ class Crew:
         # For as long as this process itself got no CPU, it could not have heard.
         tenant.heard_at += starved_s
         if asyncio.get_running_loop().time() - tenant.heard_at > deadline_s and not tenant.hung:
-            self.on_event("hung", f"process {tenant.process.pid} is silent for {deadline_s:.1f} s")
-            tenant.hung = True
+            tenant.hung = f"did not answer for {deadline_s:.1f} s and was killed"
             tenant.process.kill()
 
     # ------------------------------------------------------------------------------------- close
@@ -299,5 +298,7 @@ async def _end(processes: list[Process], number: signal.Signals, deadline_s: flo
 def describe_exit(code: int) -> str:
     """An exit status in words."""
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        # Most real-time signals have no name.
+        known = -code in signal.Signals.__members__.values()
+        return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return f"ended with exit code {code}"

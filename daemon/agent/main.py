@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from ckptless.daemon import log
 from ckptless.daemon.agent.config import AgentConfig, of_this_node
@@ -24,7 +25,8 @@ async def _run(config: AgentConfig, zygote: tuple[int, int] | None, *, forwards:
 
     def cancel(number: signal.Signals) -> None:
         if not cancelled.done():
-            cancelled.set_result(Cancel(exit_code=128 + number, reason=f"{number.name} from the user"))
+            reason = number.name if config.restarts is not None else f"{number.name} from the user"
+            cancelled.set_result(Cancel(exit_code=128 + number, reason=reason, restarts=config.restarts))
 
     for number in ENDING:
         loop.add_signal_handler(number, cancel, number)
@@ -32,6 +34,12 @@ async def _run(config: AgentConfig, zygote: tuple[int, int] | None, *, forwards:
     for number in USERS if forwards else ():
         loop.add_signal_handler(number, agent.forward, number)
     return await agent.run(cancelled)
+
+
+def _of_file(path: Path) -> AgentConfig:
+    """Local mode. Raises UsageError."""
+    config = load(path, AgentConfig)
+    return msgspec.structs.replace(config, env={**os.environ, **config.env})
 
 
 @click.command()
@@ -47,7 +55,7 @@ def command(
     try:
         if (path is None) is not slurm:
             raise UsageError("agents are started by ckptless-run")
-        config = load(path, AgentConfig) if path else of_this_node(os.environ, len(os.sched_getaffinity(0)))
+        config = _of_file(path) if path else of_this_node(os.environ, len(os.sched_getaffinity(0)))
         log.configure(f"agent[{config.name}]", verbose=verbose)
         set_process_name("ckptless-agent")
         zygote = (zygote_pid, zygote_fd) if zygote_pid is not None and zygote_fd is not None else None

@@ -163,6 +163,8 @@ class Agent:
         await asyncio.wait(either, timeout=self._config.start_s, return_when=asyncio.FIRST_COMPLETED)
         name, where = self._config.name, self._config.daemon_socket
         if not self._answer.done() and not cancelled.done():
+            if self._daemon.stranger:
+                raise StartError(self._daemon.stranger)
             raise StartError(f"no ckptlessd answers on {name} ({where}): see that it runs there")
         if self._answer.done() and isinstance(answer := self._answer.result(), m.Denied):
             raise StartError(f"ckptlessd on {name} refuses this job: {answer.reason}")
@@ -259,14 +261,16 @@ class Agent:
         self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
 
     def _hear(self, message: m.ToAgent | SaveNow) -> None:
-        if isinstance(message, m.JobKey):
+        if isinstance(message, m.Announce):
+            self._console.write(f"[ckptless] {message.text}\n".encode())
+        elif isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
             self._saving.learn_key(message.key)
             self._state.learn_key(message.key)
             self._nccl.learn_key(message.key)
         elif isinstance(message, m.Admitted | m.Denied):
             if isinstance(message, m.Admitted) and self._hello is not None:
-                self._hello = replace(self._hello, identity=self._hello.identity or message.identity)
+                self._hello = replace(self._hello, identity=message.identity)
             if not self._answer.done():
                 self._answer.set_result(message)
         elif isinstance(message, m.Ping):
@@ -397,6 +401,7 @@ class Agent:
     def _stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
         slot.step, slot.loss = message.step, message.loss
         slot.every, slot.share = message.every, message.share
+        slot.stepped |= first
         if isinstance(message, m.Commit):
             self._saving.saver.committed(message.step)
         if first:

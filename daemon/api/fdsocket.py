@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.peercred import daemon_credentials
 from ckptless.daemon.api.unixpath import unix_address
 
 T = TypeVar("T")
@@ -33,12 +34,13 @@ class FdSocket(Generic[T]):
 
     @classmethod
     async def connect(cls, name: str, kind: Any) -> Self:
-        """To the socket of this name."""
+        """To the daemon that listens under this name. Raises PeerError where it is somebody else."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         link = cls(sock, kind)
         try:
             # no deadline: the caller's, for all of what it exchanges
             await link._loop.sock_connect(sock, unix_address(name))
+            daemon_credentials(sock, name)
         except BaseException:
             sock.close()
             raise

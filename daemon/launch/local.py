@@ -27,6 +27,7 @@ from ckptless.daemon.agent.config import (
     ReplicationConfig,
     thread_env,
 )
+from ckptless.daemon.agent.console import rank_log_path
 from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process
 from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
@@ -35,7 +36,8 @@ from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome
 from ckptless.daemon.api.saving import SaveConfig
-from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
+from ckptless.daemon.config import LocalConfig, Peer
+from ckptless.daemon.launch.last_words import last_words
 from ckptless.daemon.launch.nest import (
     AGENT,
     KILL_DEADLINE_S,
@@ -49,6 +51,7 @@ from ckptless.daemon.launch.ready import DEFAULT_START_S, last_lines, wait_ready
 from ckptless.daemon.launch.saving import saved_step
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
+from ckptless.daemon.state_dir import open_state_dir
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +193,9 @@ class LocalRun:
                 peers=peers,
             )
             _write(node.dir / "daemon.json", daemon)
-            _write(node.dir / "agent.json", self._agent_config(node))
+            config = self._agent_config(node)
+            added = {name: value for name, value in config.env.items() if os.environ.get(name) != value}
+            _write(node.dir / "agent.json", msgspec.structs.replace(config, env=added))
             self._nodes.append(node)
 
     def _peer(self, number: int, address: str) -> Peer:
@@ -388,7 +393,10 @@ class LocalRun:
         level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
         logger.log(level, "job %s %s: %s", self._spec.job, outcome.state, outcome.reason)
         if outcome.exit_code != 0:
-            logger.error("what the ranks printed is in %s/node-*/logs", self.state_dir)
+            log = None
+            if outcome.rank is not None and outcome.node is not None:
+                log = rank_log_path(self._nodes[outcome.node].dir / "logs", outcome.rank)
+            last_words(log, outcome.rank, f"{self.state_dir}/node-*/logs")
         return outcome.exit_code
 
 

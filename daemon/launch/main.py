@@ -9,6 +9,7 @@ import click
 
 from ckptless.daemon import log
 from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S, check_torch
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.options import local_options, slurm_run
 from ckptless.daemon.launch.slurm import SlurmRun
@@ -80,7 +81,7 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 )
 @click.option(
     "--spares",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_SPARES),
     help="More nodes that wait, warm, to replace one.  [default: 0, or what sbatch --ckptless said]",
 )
 @click.option(
@@ -102,7 +103,7 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 )
 @click.option(
     "--max-stall",
-    type=click.FloatRange(min=5),
+    type=click.FloatRange(MIN_STALL_S, MAX_STALL_S),
     help="Seconds without a step that are too many; every deadline follows from it.  [default: 300]",
 )
 @click.option("-m", "--module", is_flag=True, help="The script is a module's name, as in python -m.")
@@ -115,7 +116,7 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 @click.option("--tee", default="0", help="Ranks whose output is shown here too: 0,3 or all or none.")
 @click.option(
     "--copies",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_COPIES),
     help="Nodes that hold a copy of each rank's part of the state.  "
     "[default: 2, or what sbatch --ckptless said]",
 )
@@ -231,6 +232,7 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
     """
     log.configure("ckptless-run", verbose=bool(options["verbose"]))
     try:
+        check_torch()
         for name in NOT_NEEDED:
             if options[name]:
                 click.echo(

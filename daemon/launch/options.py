@@ -14,6 +14,7 @@ from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
+from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_STALL_S, MIN_STALL_S, check_alike, check_range
 from ckptless.daemon.launch.data import data_config
 from ckptless.daemon.launch.identity import run_id
 from ckptless.daemon.launch.local import LocalOptions
@@ -34,7 +35,6 @@ Options = Mapping[str, object]
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 DEFAULT_MAX_STALL_S = 300.0
-LEAST_MAX_STALL_S = 5.0
 
 
 def local_options(
@@ -43,8 +43,6 @@ def local_options(
     """Checked options, or UsageError with one sentence that says what to change."""
     answers_faults = recovers(options, env)
     nodes, spares = _number(options, "nodes") or 1, _number(options, "spares") or 0
-    if spares >= nodes:
-        raise UsageError(f"{spares} spares for {nodes} training nodes: --spares must be less than --nodes")
     job = str(options["job"] or f"local-{secrets.token_hex(3)}")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", job) or job == LATEST:
         raise UsageError(
@@ -89,6 +87,7 @@ def slurm_run(
     """A run on the nodes of the allocation around this process, or this task's part. Raises UsageError."""
     if not slurm.inside_slurm(env):
         raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
+    check_alike(env)
     for name in ("job", "state_dir", "port", "domains"):
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} is for --local: leave it out in a Slurm job")
@@ -100,8 +99,7 @@ def slurm_run(
     check_spares(shape.spares, recovers=answers_faults)
     settings = load_settings()
     limits = settings.limits(_slurm_max_stall(options, env), _number(options, "max_restarts") or 0)
-    tee, copies = _ranks(str(options["tee"])), _number(options, "copies")
-    copies = copies or slurm.whole_number(env, slurm.REPLICAS) or 2
+    tee, copies = _ranks(str(options["tee"])), _number(options, "copies") or _slurm_copies(env)
     replication = replication_config(options, env, settings.replication)
     comm = comm_interface(options, settings.comm)
     save, data = save_config(options, shape.nodes * shape.slots), data_config(options, settings.data)
@@ -155,10 +153,16 @@ def _step_run(config: SharedConfig, env: Mapping[str, str], options: Options, st
 
 def _slurm_max_stall(options: Options, env: Mapping[str, str]) -> float | None:
     """The job's own, if it has one. Raises UsageError."""
-    found = _max_stall(options) or slurm.number(env, slurm.MAX_STALL)
-    if found is not None and found < LEAST_MAX_STALL_S:
-        raise UsageError(f"{slurm.MAX_STALL} is {found:g}: it must be at least {LEAST_MAX_STALL_S:g}")
-    return found
+    asked = slurm.number(env, slurm.MAX_STALL)
+    check_range(slurm.MAX_STALL, asked, MIN_STALL_S, MAX_STALL_S)
+    return _max_stall(options) or asked
+
+
+def _slurm_copies(env: Mapping[str, str]) -> int:
+    """Raises UsageError."""
+    asked = slurm.whole_number(env, slurm.REPLICAS)
+    check_range(slurm.REPLICAS, asked, 1, MAX_COPIES)
+    return 2 if asked is None else asked
 
 
 def _log_dir(options: Options, found: slurm.Allocation) -> tuple[Path, str]:

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
+from ckptless.daemon.agent.console import rank_log_path
 from ckptless.daemon.agent.prctl import set_pdeathsig
 from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
 from ckptless.daemon.api.errors import StartError, UsageError
@@ -28,6 +29,8 @@ from ckptless.daemon.api.outcome import read_outcome, write_outcome
 from ckptless.daemon.control.plan import EXIT_UNRECOVERABLE
 from ckptless.daemon.launch.domains import find_domains
 from ckptless.daemon.launch.follow import Follower
+from ckptless.daemon.launch.last_words import last_words
+from ckptless.daemon.launch.preempted import stay
 from ckptless.daemon.launch.requeue import requeue, why_requeue
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
@@ -112,7 +115,19 @@ class SlurmRun:
         finally:
             await self._end_all()
         await self._requeue()
-        return self._result()
+        code = self._result()
+        if self._ended_by_signal:
+            await stay(slurm_job_id(self.config.spec.job))
+        return code
+
+    @property
+    def _ended_by_signal(self) -> bool:
+        """Whether the agents, or this process, got a signal that may be Slurm's; Ctrl-C is the user's."""
+        assert self._stop is not None
+        outcome = self.outcome()
+        if outcome is not None and outcome.why != "cancelled":
+            return False
+        return outcome is not None or (self._stop.done() and self._stop.result() == signal.SIGTERM)
 
     def _stopped(self, number: signal.Signals) -> None:
         assert self._stop is not None
@@ -219,7 +234,8 @@ class SlurmRun:
         level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
         logger.log(level, "job %s %s: %s", self.config.spec.job, outcome.state, outcome.reason)
         if outcome.exit_code != 0:
-            logger.error("what the ranks printed is in %s", self.log_dir)
+            log = rank_log_path(self.log_dir, outcome.rank) if outcome.rank is not None else None
+            last_words(log, outcome.rank, str(self.log_dir))
         return outcome.exit_code
 
 

@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, Slurm
 from ckptless.daemon.slurm.deadline import Deadline
+from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.freshness import Move, Pace, Track
 
 T = TypeVar("T")
@@ -135,6 +136,10 @@ class CachedSlurm:
     async def node(self, name: str, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[Node]:
         """One node, out of all. `value` None with `fresh`: Slurm knows no such node, asked after the call."""
         return await self._find(self._nodes, lambda node: node.name == name, max_age_s, wait_s)
+
+    async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
+        """See `adapter.Slurm`."""
+        return await self._backend.ending(job_id, deadline_s=deadline_s)
 
     async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
         """See `adapter.Slurm`."""

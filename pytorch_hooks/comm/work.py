@@ -35,6 +35,8 @@ class Scope:
         self.generation = generation
         self.ended = False
         self.broken: str | None = None
+        # Collectives begun here.
+        self.calls = 0
         self.opened: list[Opened] = []
         # Reentrant, since abort() may come in a signal handler of the thread that holds it.
         self.lock = threading.RLock()

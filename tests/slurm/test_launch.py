@@ -113,6 +113,15 @@ def test_the_scripts_exit_code_is_the_jobs(site: Cluster) -> None:
     assert "exit code 7" in (home / f"slurm-{job}.out").read_text()
 
 
+def test_a_heterogeneous_job_is_refused(site: Cluster) -> None:
+    """Without --ckptless nobody sees it before the launcher does."""
+    script = "echo > t.py; ckptless-run t.py"
+    job, home = submit(site, "het", script, "--nodes=1", ":", "--nodes=1")
+    assert "ExitCode=2:0" in ended(site, job, "FAILED")
+    out = (home / f"slurm-{job}.out").read_text()
+    assert out.count("a heterogeneous job (with : or hetjob) cannot train with ckptless") == 1
+
+
 def test_two_runs_in_one_job_have_their_own_folders(site: Cluster) -> None:
     script = "echo 'print(\"hello\")' > t.py; ckptless-run t.py && ckptless-run t.py"
     job, home = submit(site, "twice", script, "--nodes=2", "--ckptless")
@@ -137,7 +146,7 @@ def test_a_node_without_our_daemon_is_named(site: Cluster) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--spares", "3"], "leave none that train"),
+        (["--spares", "3"], "a job of 2 nodes has none left to train on"),
         (["--nodes", "3"], "are more than the 2 of the allocation"),
         (["--job", "x"], "--job is for --local"),
     ],

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from ckptless.daemon.heartbeat import AgentProcess, Heartbeat
 
 TICK_S = 0.05
@@ -51,7 +53,7 @@ def test_the_daemons_own_sleep_is_not_the_agents_silence() -> None:
 def test_suspended_is_one_that_is_stopped_with_all_its_children() -> None:
     words = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '100'])"]
     with subprocess.Popen(words, start_new_session=True) as process:
-        agent = AgentProcess(process.pid)
+        agent = AgentProcess(process.pid, os.getuid())
         try:
             listing = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             while not (children := listing.read_text().split()):
@@ -69,4 +71,11 @@ def test_suspended_is_one_that_is_stopped_with_all_its_children() -> None:
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             agent.close()
-    assert not AgentProcess(os.getpid()).suspended
+    assert not AgentProcess(os.getpid(), os.getuid()).suspended
+
+
+def test_a_number_that_is_another_users_by_now_is_not_the_agents() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ProcessLookupError):
+        AgentProcess(os.getpid(), os.getuid() + 1)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

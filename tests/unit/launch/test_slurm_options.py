@@ -245,9 +245,13 @@ def test_what_is_refused(words: tuple[str, ...], says: str) -> None:
         ({**JOB, "SLURM_JOB_ID": "x"}, "damaged"),
         ({**JOB, "SLURM_JOB_NODELIST": ""}, "damaged"),
         ({**JOB, "CKPTLESS_SPARES": "many"}, "CKPTLESS_SPARES"),
-        ({**JOB, "CKPTLESS_SPARES": "7"}, "7 spares in an allocation of 5 nodes"),
+        ({**JOB, "CKPTLESS_SPARES": "7"}, "with 7 spares, a job of 5 nodes has none left to train on"),
         ({**JOB, "CKPTLESS_REPLICAS": "two"}, "CKPTLESS_REPLICAS"),
         ({**JOB, "CKPTLESS_MAX_STALL": "5m"}, "CKPTLESS_MAX_STALL"),
+        ({**JOB, "CKPTLESS_SPARES": "1025"}, "CKPTLESS_SPARES is 1025: it must be from 0 to 1024"),
+        ({**JOB, "CKPTLESS_REPLICAS": "0"}, "CKPTLESS_REPLICAS is 0: it must be from 1 to 64"),
+        ({**JOB, "CKPTLESS_MAX_STALL": "86401"}, "CKPTLESS_MAX_STALL is 86401: it must be from 5 to 86400"),
+        ({**JOB, "SLURM_HET_SIZE": "2"}, "a heterogeneous job (with : or hetjob) cannot train"),
     ],
 )
 def test_surroundings_that_are_refused(env: Mapping[str, str], says: str) -> None:
