@@ -81,6 +81,7 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     `copies_address`: where other agents reach this one, and from where it connects to them; None: at
     `address`, and from wherever the kernel likes.
     `comm_address`: where ranks of other nodes reach those of this one; None: at `address`.
+    `scratch`: a folder for short-lived ones, which the launcher removes; None: the agent makes one.
     """
 
     node: int
@@ -90,6 +91,7 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     rank_socket: str
     copies_address: str | None = None
     comm_address: str | None = None
+    scratch: str | None = None
 
 
 def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:

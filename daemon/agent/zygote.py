@@ -228,6 +228,9 @@ def _restore_interpreter(program: wire.Program) -> None:
     if multiprocessing is not None:
         # A secret, made at import: every rank of the node would have the same one.
         multiprocessing.current_process().authkey = os.urandom(32)
+        if program.scratch:
+            # Else `pymp-...`, which a process that is killed leaves behind. Its children inherit it.
+            multiprocessing.current_process()._config["tempdir"] = os.fsdecode(program.scratch)
     importlib.invalidate_caches()
     gc.enable()
 
