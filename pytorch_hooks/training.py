@@ -200,7 +200,7 @@ class Run:
             self._fabric.mark()
             self._state, self._tensors = state, TensorSet(state)
             self._second_look = SecondLook(state)
-            gradients.watch_scalers(state)
+            gradients.watch_steps(state)
             self._buckets = Buckets(state)
             found = twins(state, self.rank, self.world_size)
             self._twins = () if len(found) == self.world_size else found

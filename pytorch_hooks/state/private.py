@@ -138,16 +138,18 @@ def scaler_busy(scaler: object) -> bool:
     return bool(getattr(scaler, "_per_optimizer_states", None))
 
 
-def after_scaler_step(scaler: Any, call: Callable[[Any], None]) -> None:
-    """Have `call(optimizer)` made after each `scaler.step(optimizer)`, which may leave the step out."""
-    step = scaler.step
+def after_step(one: Any, call: Callable[..., None]) -> None:
+    """Have `call(one, *arguments)` made after each `one.step(*arguments)`; nothing where it has no `step`."""
+    step = getattr(one, "step", None)
+    if not callable(step):
+        return
 
-    def stepped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        found = step(optimizer, *args, **kwargs)
-        call(optimizer)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        found = step(*args, **kwargs)
+        call(one, *args)
         return found
 
-    scaler.step = stepped
+    one.step = stepped
 
 
 def scaler_clear(scaler: object, optimizers: Iterable[object]) -> None:
