@@ -66,6 +66,8 @@ class Run:
         # writes them.
         self._twins: tuple[int, ...] = ()
         self._writes = False
+        self._alike: tuple[int, ...] = ()
+        self._compared = 0
         # The newest step that is done, and the newest that is committed.
         self._step = self._saved = 0
         self._buckets = Buckets()
@@ -148,7 +150,7 @@ class Run:
         """Begin a generation: what `ckptless.run` does before it calls the training function."""
         if self._part is None:
             self._was_spare = env.read().rank < 0
-        self._part, self._kept = part, False
+        self._part, self._kept, self._compared = part, False, 0
         self._on_recovery.clear()
         job_key.learn(part.cache_key)
         self.loaders.enter(part)
@@ -202,17 +204,14 @@ class Run:
             self._second_look = SecondLook(state)
             gradients.watch_steps(state)
             self._buckets = Buckets(state)
-            found = twins(state, self.rank, self.world_size)
-            self._twins = () if len(found) == self.world_size else found
+            self._alike = twins(state, self.rank, self.world_size)
+            self._twins = () if len(self._alike) == self.world_size else self._alike
             self._fsdp = Sharded(module for _prefix, module in tree_of(state).modules())
-        else:
-            found = ()
         self._session.send(m.Twins(generation=part.generation, ranks=self._twins))
         if part.restore_step is None:
             if resume := env.read().resume:
                 self._resume(Path(resume))
-            assert self._tensors is not None
-            likeness.compare(self._fabric, part.rank, found, self._state, self._tensors)
+            self.compare("before the first step")
             self._session.send(m.Restored(generation=part.generation))
             self._writes = self._session.wait_writes(part.generation)
             self._kept = True
@@ -223,6 +222,18 @@ class Run:
             self._recover(part.restore_step)
             self._kept = True
         return self._state
+
+    def compare(self, where: str = "") -> None:
+        """Compare parameters, buffers and optimizer state with those of the rank's twins, bit by bit.
+
+        To find where a script makes ranks differ: at several places of a step, on every rank alike; not for
+        each step of a long run, since all is read. UsageError where they differ, with `where` and the first
+        tensor. Also raises GenerationEnded, CollectiveFailed.
+        """
+        assert self._tensors is not None
+        self._compared += 1
+        when = where or f"at step {self._step}, comparison {self._compared}"
+        likeness.compare(self._fabric, self.rank, self._alike, self._tensors, when, self._compared)
 
     def _resume(self, folder: Path) -> None:
         """Memory has nothing: go on from a step on the disk, into what was built just now."""

@@ -67,6 +67,11 @@ class TensorSet:
         self._shared, self._addresses = sharing.shared(self._named), sharing.addresses(self._named)
 
     @property
+    def state(self) -> State:
+        """The State that they are of."""
+        return self._state
+
+    @property
     def layout(self) -> Layout:
         """The layout that the next `pack` would use; looks for changes first."""
         self.refresh()

@@ -79,6 +79,27 @@ def test_fifteen_faults(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("diverges", 4, ("points to the script, not to a node", "run.compare()")),
+        pytest.param(
+            "compared",
+            1,
+            ("different tensors, first p:model:module.a.weight (16, 8) after the update",),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_script_that_makes_ranks_differ_is_told_so(
+    tmp_path: Path, kind: str, code: int, words: tuple[str, ...]
+) -> None:
+    with unseen(tmp_path, kind) as job:
+        job.ended(code)
+        assert all(word in job.stderr for word in words), job.story()
+        assert max(step for _rank, step in read_toy(tmp_path / "out").losses) <= 7
+
+
+@pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("opaque", ("state.updates is a Opaque whose state cannot be found", "state_dict")),

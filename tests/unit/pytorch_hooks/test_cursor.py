@@ -92,7 +92,7 @@ def build(kind: str) -> Any:
         case "stateful":
             return Stateful()
         case "generator" | "half" | "talking":
-            kinds = {"generator": DataLoader, "half": Half, "talking": Talking}
+            kinds: dict[str, Any] = {"generator": DataLoader, "half": Half, "talking": Talking}
             return kinds[kind](data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
         case _:
             return [[torch.tensor([float(n)])] for n in range(LENGTH)]
