@@ -80,7 +80,7 @@ EDGES: dict[str, tuple[Any, int]] = {
     "agent, what is to be kept": (keeping.KeepAnswer | messages.Denied, CONTROL_LIMIT),
     "ckptctl evict": (eviction.Evicted | messages.Denied, CONTROL_LIMIT),
     "ckptctl save": (saving.Saved | messages.Denied, CONTROL_LIMIT),
-    "ckptctl, what is recorded": (reading.Page | messages.Denied, CONTROL_LIMIT),
+    "ckptctl, the story": (reading.Page | messages.Denied, CONTROL_LIMIT),
     "ckptctl kept": (keeping.KeptList | messages.Denied, CONTROL_LIMIT),
     "daemon, from daemons": (peers.DaemonMessage, CONTROL_LIMIT),
     "agent, from agents": (peers.AgentMessage, CONTROL_LIMIT),
@@ -291,22 +291,12 @@ def _layout(chance: Random) -> layout.Layout:
 
 
 def _record(chance: Random) -> bytes:
-    made = record._Record(
-        step=3,
+    made = msgspec.structs.replace(
+        build(record._Record, chance),
         cursor=codec.pack(_tree(chance)),
         ddp_layouts={},
         layout=_layout(chance).packed,
         catalog=_catalog(chance),
-        training=record._Flags(1, b"\1"),
-        requires_grad=record._Flags(1, b"\1"),
-        grads=record._Flags(1, b"\0"),
-        buffers=codec.pack({}),
-        optimizers={},
-        objects={},
-        data={"x": codec.pack(_tree(chance))},
-        attributes={"x": ({"t": codec.pack(3)}, ["groups"])},
-        extra={"model:": codec.pack(_tree(chance))},
-        rng=codec.pack(None),
     )
     return codec.seal(msgspec.msgpack.encode(made))
 
