@@ -20,6 +20,7 @@ import msgspec
 from ckptless.daemon.agent.config import AgentConfig, DataConfig, ReplicationConfig, thread_env
 from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process
+from ckptless.daemon.agent.socket_folder import SocketFolder
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
@@ -128,8 +129,9 @@ class LocalRun:
         self._stop = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stopped, number)
-        self._prepare()
+        self._sockets = SocketFolder(self._spec.job)
         try:
+            self._prepare()
             await self._start_all()
             logger.info(
                 "job %s: nodes %d, spares %d; follow it with: ckptctl --state-dir %s events -f",
@@ -141,6 +143,7 @@ class LocalRun:
             await self._wait()
         finally:
             await self._end_all()
+            self._sockets.close()
         return self._result()
 
     def _stopped(self, number: signal.Signals) -> None:
@@ -192,7 +195,7 @@ class LocalRun:
         partial.rename(latest)
 
     def _socket(self, node: Node, what: str) -> str:
-        return f"@ckptless-{self._tag}-{node.number}-{what}"
+        return self._sockets.socket(f"{node.number}-{what}")
 
     def _agent_config(self, node: Node) -> AgentConfig:
         options = self._options
@@ -261,7 +264,6 @@ class LocalRun:
 
     async def _daemon_ready(self, node: Node) -> None:
         """Its Unix socket listens once everything else does."""
-        address = "\0" + self._socket(node, "daemon")[1:]
         assert node.daemon is not None
         while not self._interrupted:
             if node.daemon.returncode is not None:
@@ -269,7 +271,7 @@ class LocalRun:
                     f"{node.peer.name}'s daemon did not start: {_last_line(node.dir / 'daemon.log')}"
                 )
             with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(OSError):
-                probe.connect(address)
+                probe.connect(self._socket(node, "daemon"))
                 return
             await asyncio.sleep(POLL_S)
 
