@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Literal, Protocol
 
+from ckptless.daemon.admission import EventQuota
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import encode
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.saving import Saved, SaveDone, SaveNow
@@ -22,6 +22,7 @@ from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import new_key
 from ckptless.daemon.peers.vouch import Vouch
 from ckptless.daemon.roster import Roster
+from ckptless.daemon.unix_server import Client
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +70,12 @@ class JobRuntime:
         self.session = JobSession(job, roster, self, host.now, memory)
         self._mesh = Mesh(job, roster, host.vouch)
         self._peering = Peering(roster, self.session, self, host.timers, host.now)
-        self._agent: asyncio.StreamWriter | None = None
+        self._agent: Client | None = None
         self._saves: dict[int, asyncio.Future[Saved]] = {}
         self._save_count = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._key: bytes | None = None
+        self._events = EventQuota()
         self._begun_at = host.now()
         self._ended_at: float | None = None
         self._closed = False
@@ -94,6 +96,9 @@ class JobRuntime:
         """Time has passed."""
         self.session.feed(e.Tick())
         self._peering.tick()
+        if dropped := self._events.dropped(self._host.now()):
+            text = f"{dropped} events of this node's agent are not written: it tells too many"
+            self.note("warning", "events-dropped", text)
 
     @property
     def forgettable(self) -> bool:
@@ -136,7 +141,7 @@ class JobRuntime:
         self._peering.linked(node)
 
     def _peer_down(self, node: int, why: str) -> None:
-        logger.info("%s: node-%d: %s", self.job, node, why)
+        logger.info("job %s: node-%d: %s", self.job, node, why)
         self._peering.unlinked(node, why)
 
     def _peer_message(self, node: int, message: p.DaemonMessage) -> None:
@@ -204,9 +209,9 @@ class JobRuntime:
 
     # ------------------------------------------------------------------------------------- agent
 
-    def agent_connected(self, writer: asyncio.StreamWriter) -> None:
+    def agent_connected(self, client: Client) -> None:
         """The job's agent on this node is there; an older connection of it is forgotten."""
-        self._agent = writer
+        self._agent = client
         self._send_agent(m.Admitted(identity=self.identity))
         if self._key is not None:
             self._send_agent(m.JobKey(key=self._key))
@@ -216,11 +221,13 @@ class JobRuntime:
         if isinstance(message, SaveDone):
             self._saved(message)
             return
+        if isinstance(message, m.AgentEvent) and not self._events.take(self._host.now()):
+            return
         self.session.feed(e.Report(self.roster.me, message))
 
-    def agent_gone(self, writer: asyncio.StreamWriter) -> None:
+    def agent_gone(self, client: Client) -> None:
         """Its process is gone (or hung up, which it does only at its end)."""
-        if self._agent is not writer:
+        if self._agent is not client:
             return
         self._agent = None
         for number in list(self._saves):
@@ -253,7 +260,7 @@ class JobRuntime:
 
     def _send_agent(self, message: m.ToAgent | SaveNow) -> None:
         if self._agent is not None:
-            self._agent.write(encode(message))
+            self._agent.write(message)
 
     # ------------------------------------------------------------------- Outlets, for JobSession
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.api.errors import RecoveryError
+from ckptless.daemon.api.limits import clip
 from ckptless.daemon.api.messages import (
     Assignment,
     JobSpec,
@@ -282,7 +283,7 @@ def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
     finding = fault.finding
     where = "" if finding.kind == "raised" else f"@{finding.node}/{finding.slot}"
     what = finding.detail if finding.kind == "raised" else ""
-    cause = f"{finding.kind}{where}:{what}"
+    cause = clip(f"{finding.kind}{where}:{what}")
     same = [old for old in now.current.tries if old.cause == cause and old.step == now.progress]
     count = 1 + (same[0].count if same else 0)
     if all(tries.cause != cause for tries in answers.tries):
