@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
+from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
 from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.config import Peer
+from ckptless.daemon.control.edges import DarkState
 from ckptless.daemon.roster import Roster
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 
 WITNESS_FILE = "witness"
+# Less than `elector.CANCEL_S`, for which the other daemons of a cancelled job wait for their leader.
+EXPLAIN_S = 1.0
 
 
 class Cluster(Protocol):
@@ -37,14 +40,17 @@ class Cluster(Protocol):
     def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
         """A job is over."""
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
-        """This daemon leads a job, of which a node does not answer any more at all."""
+    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
+        """This daemon leads a job, of which a node does not answer any more; see edges.NodeIsDark."""
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """Hold `nodes` for dead from now on; call `runtime.witnessed` unless one of `ours` is held for that.
 
         Of two halves that ask about each other at most one is answered: each marks before it looks.
         """
+
+    def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
+        """Find out why `node`'s agent was signalled, and call `runtime.explained`, within EXPLAIN_S."""
 
 
 class LocalCluster:
@@ -77,7 +83,7 @@ class LocalCluster:
         """See `Cluster`. The launcher reads it from a file."""
         write_outcome(self._state_dir, runtime.job, outcome)
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
+    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
         """See `Cluster`. There is nobody to tell."""
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
@@ -91,3 +97,7 @@ class LocalCluster:
             dead = {int(line) for line in file}
         if dead.isdisjoint(ours):
             runtime.witnessed(nodes)
+
+    def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
+        """See `Cluster`. Here only the user signals."""
+        runtime.explained(node, cancel, cancel.reason)

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # From the first message of a transfer to its last.
 DEADLINE_S = 10.0
 LOOK_S = 1.0
+# For which the end of the daemon waits for memory to be freed.
+FREE_S = 10.0
 MEMINFO = Path("/proc/meminfo")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -151,7 +153,7 @@ class Keeper:
             _close(fds)
         self._fds.clear()
         for thread in self._closing:
-            thread.join()
+            thread.join(FREE_S)
 
     # -------------------------------------------------------------------------------------- show
 

@@ -16,18 +16,21 @@ from ckptless.daemon.api.codec import AGENT_LIMIT, HELLO_LIMIT, Decoder, check_p
 from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, ProtocolError
 from ckptless.daemon.api.eviction import Evict
 from ckptless.daemon.api.keeping import Claim, Keep, WhatIsKept
+from ckptless.daemon.api.reading import Read
 from ckptless.daemon.api.records import Record, printable
 from ckptless.daemon.api.saving import Save, SaveDone
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.cluster import Cluster
-from ckptless.daemon.config import DaemonConfig, Timers, open_state_dir
-from ckptless.daemon.control import story
+from ckptless.daemon.config import DaemonConfig, Timers
+from ckptless.daemon.control import eviction, story
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.control.edges import DarkState
 from ckptless.daemon.control.keeping import Entry
+from ckptless.daemon.control.telling import Line
 from ckptless.daemon.evict import evict
-from ckptless.daemon.jobs import LIFE_BITS, Memory
+from ckptless.daemon.jobs import LIFE_BITS, Memory, is_as_new
 from ckptless.daemon.keeper import Keeper
-from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.ledger.reader import LedgerReader
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
@@ -35,6 +38,7 @@ from ckptless.daemon.peers.vouch import Vouch
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.runtime import JobRuntime
 from ckptless.daemon.save import save
+from ckptless.daemon.state_dir import open_state_dir
 from ckptless.daemon.unix_server import Client, UnixServer, listen
 
 logger = logging.getLogger(__name__)
@@ -47,10 +51,11 @@ SPEAK_S = 5.0
 RUNS_PER_JOB = 16
 # A hello counts as so many messages: a new run is built for it, and written to the disk.
 HELLO_COST = 20
-_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | WhatIsKept | Keep | Claim
-_Heard: TypeAlias = m.FromAgent | SaveDone | _Aside
-_ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, WhatIsKept, Keep, Claim)
-VOTE_DEADLINE_S = 10.0
+_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | Read | WhatIsKept | Keep | Claim
+_Heard: TypeAlias = m.FromAgent | m.Pong | SaveDone | _Aside
+_ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, Read, WhatIsKept, Keep, Claim)
+# So long an answer may wait for whoever does not read it.
+ANSWER_DEADLINE_S = 10.0
 
 
 class Service:
@@ -72,8 +77,9 @@ class Service:
         self.timers: Timers = config.timers
         self.now: Callable[[], float] = Clock().now
         self._state_dir = Path(config.state_dir)
-        open_state_dir(self._state_dir)
-        self.ledger = LedgerWriter(Ledger.open(self._state_dir / LEDGER_FILE))
+        self.ledger = LedgerWriter(self._state_dir / LEDGER_FILE, lambda: open_state_dir(self._state_dir))
+        self.ledger.on_set_aside = self._set_aside
+        self._reader = LedgerReader(self._state_dir / LEDGER_FILE)
         self.keeper = Keeper(config.keep, self.now)
         self.keeper.on_event = self._kept
         self._jobs: dict[str, JobRuntime] = {}
@@ -92,12 +98,14 @@ class Service:
         listening: socket.socket | None = None
         try:
             peers, _ = await serve(self._config.address, self._config.port, self._peer_connected)
+            await self.ledger.start()
             # Last: whoever finds the socket finds a daemon that is ready.
             listening = self._agents or listen(Path(self._config.socket), self._config.socket_mode)
             self._server = UnixServer(listening, self._admission, self.now, self._connected)
             self._server.start()
             self._spawn(self._tick())
             self.on_ready()
+            # no deadline: a daemon's life
             await stop.wait()
         finally:
             if peers is not None:
@@ -115,6 +123,7 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
         self.keeper.close()
+        self._reader.close()
         await self.ledger.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -251,6 +260,8 @@ class Service:
         """What others than agents say, and they on a connection of its own. Raises CkptlessError."""
         if isinstance(message, Evict):
             client.write(evict(self.jobs, message, client.uid))
+        elif isinstance(message, Read):
+            await self._read_out(message, client)
         elif isinstance(message, Keep | Claim):
             await self._move_memory(message, client)
         elif isinstance(message, WhatIsKept):
@@ -259,6 +270,16 @@ class Service:
             client.write(await save(self.jobs, message, client.uid))
         else:
             self._notice(message, client.uid)
+
+    async def _read_out(self, message: Read, client: Client) -> None:
+        """What the ledger has of a job of the asker's. Raises CkptlessError."""
+        sees_all = eviction.sees_all(client.uid, os.getuid())
+        client.write_frame(await self._reader.answer(message, client.uid, sees_all=sees_all))
+        try:
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                await client.drain()
+        except TimeoutError as error:
+            raise PeerError("it does not read what it has asked for") from error
 
     async def _move_memory(self, message: Keep | Claim, client: Client) -> None:
         """An ending agent's memory comes here, or that of an earlier start goes back. Raises CkptlessError.
@@ -291,8 +312,13 @@ class Service:
         level: Literal["info", "warning"] = "warning" if kind == "memory-dropped" else "info"
         logger.info("job %s: %s: %s", entry.run, kind, text)
         event_id = f"{entry.node}.{secrets.token_hex(5)}.{kind}"
-        said = (level, kind, text)
+        said = Line(level, kind, text)
         self.write((story.event(event_id, entry.run, entry.node, said, (self.now(), None)),))
+
+    def _set_aside(self, text: str) -> None:
+        for job in self._jobs.values():
+            job.set_aside(text)
+            self._spawn(self._own(job.job, job.uid, new=False))
 
     def _notice(self, message: m.JobStarted | m.JobEnded, uid: int) -> None:
         """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""
@@ -310,21 +336,21 @@ class Service:
         check_protocol(hello.protocol, "the agent")
         name = hello.spec.job
         roster = await self._cluster.admit(hello, uid)
-        self._make_room(name)
-        memory = await self._remember(hello, roster)
-        known = self._jobs.get(name)
-        if known is None:
+        if name not in self._jobs:
             self._make_room(name)
-            known = self._jobs[name] = JobRuntime(name, uid, roster, self, memory)
-            known.start()
-        elif (known.uid, known.roster) != (uid, roster):
+            await self._own(name, uid, new=not hello.identity)
+            memory = await self._remember(hello, roster)
+            if name not in self._jobs:
+                self._make_room(name)
+                self._jobs[name] = JobRuntime(name, uid, roster, self, memory)
+                self._jobs[name].start()
+        known = self._jobs[name]
+        if (known.uid, known.roster) != (uid, roster):
             raise PeerError(f"job {name} is known with other nodes or another user")
         return known
 
     def _make_room(self, name: str) -> None:
         """Let a job have one run more; one that is over makes room for it. Raises PeerError."""
-        if name in self._jobs:
-            return
         job = name.partition(".")[0]
         runs = {one: run for one, run in self._jobs.items() if one.partition(".")[0] == job}
         over = [one for one, run in runs.items() if run.session.control.outcome is not None]
@@ -333,6 +359,16 @@ class Service:
         if len(over) >= RUNS_PER_JOB:
             self._spawn(self._jobs.pop(over[0]).close())
 
+    async def _own(self, name: str, uid: int, *, new: bool) -> None:
+        """Note whose job it is, who may read of it. Raises LedgerError for a `new` one only."""
+        try:
+            if await self.ledger.own(name, uid):
+                logger.warning("job %s: another user's job had this name; its records are removed", name)
+        except LedgerError as error:
+            if new:
+                raise
+            logger.warning("job %s: uid %d cannot read of it here: %s", name, uid, error)
+
     async def _remember(self, hello: m.AgentHello, roster: Roster) -> Memory:
         """What is on the disk of what this daemon has promised the others. Raises LedgerError."""
         name = hello.spec.job
@@ -340,25 +376,30 @@ class Service:
         first = first_decree(roster.nodes, hello.spec.domains)
         nothing = Durable(promised=NO_BALLOT, vote=None, known=first)
         life = secrets.randbits(LIFE_BITS)
-        kept = await self.ledger.vote(name)
-        if kept is not None:
+        try:
+            kept = await self.ledger.vote(name)
+        except LedgerError as error:
+            if not hello.identity:
+                raise
+            return self._forgotten(hello, nothing, f"its ledger cannot be read: {error}")
+        if kept is not None and is_as_new(kept[0], hello.identity):
             return Memory(life, *kept)
         if hello.identity:
-            # It may have promised anything: it follows, and neither votes nor leads.
-            logger.warning("job %s: nothing is left of what this daemon knew of it: it does not vote", name)
-            return Memory(life, hello.identity, nothing, lost=True)
+            what = "nothing is left of" if kept is None else "its agent knows of something later than"
+            return self._forgotten(hello, nothing, f"{what} what it knew of it")
         identity = secrets.token_hex(8)
         # Before the agent hears of it: whoever knows the identity knows that there was something to forget.
-        written = asyncio.Event()
-        self.ledger.save_vote(name, identity, nothing, written.set)
-        try:
-            async with asyncio.timeout(VOTE_DEADLINE_S):
-                await written.wait()
-        except TimeoutError as error:
-            raise LedgerError(
-                f"{self._state_dir} takes no vote of job {name}; see the daemon's log"
-            ) from error
+        # And a job that this daemon could not vote for does not begin here.
+        await self.ledger.save_now(name, identity, nothing)
+        if self.ledger.trouble:
+            raise LedgerError(self.ledger.trouble)
         return Memory(life, identity, nothing)
+
+    @staticmethod
+    def _forgotten(hello: m.AgentHello, nothing: Durable, why: str) -> Memory:
+        """It may have promised anything: it follows, and neither votes nor leads."""
+        logger.warning("job %s: this daemon does not vote: %s", hello.spec.job, why)
+        return Memory(secrets.randbits(LIFE_BITS), hello.identity, nothing, lost=why)
 
     # ---------------------------------------------------------------------- Host, for JobRuntime
 
@@ -370,17 +411,27 @@ class Service:
         """See runtime.Host."""
         self._cluster.ended(runtime, outcome)
 
-    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str) -> None:
+    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str, state: DarkState) -> None:
         """See runtime.Host."""
-        self._cluster.node_is_dark(runtime, node, reason)
+        self._cluster.node_is_dark(runtime, node, reason, state)
 
-    def save_vote(self, runtime: JobRuntime, durable: Durable, then: Callable[[], None]) -> None:
+    def save_vote(
+        self,
+        runtime: JobRuntime,
+        durable: Durable,
+        then: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """See runtime.Host."""
-        self.ledger.save_vote(runtime.job, runtime.identity, durable, then)
+        self.ledger.save_vote(runtime.job, (runtime.next_identity, durable), then, failed)
 
     def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See runtime.Host."""
         self._cluster.witness(runtime, nodes, ours)
+
+    def explain(self, runtime: JobRuntime, node: int, cancel: m.Cancel) -> None:
+        """See runtime.Host."""
+        self._cluster.explain(runtime, node, cancel)
 
 
 @dataclass

@@ -91,6 +91,7 @@ class Worker:
                 signal.pthread_kill(ident, _INTERRUPT)
 
     def _run(self) -> None:
+        # no deadline: `end` is the last that comes
         while (item := self._calls.get()) is not None:
             do, answer = item
             self._since = time.monotonic()
@@ -133,6 +134,7 @@ class Client:
         """What has come, at most so many bytes; b"" at the end of the connection."""
         while await self._ready(self._loop.add_reader, self._loop.remove_reader):
             try:
+                # no deadline: there is something to read, and a worker that is stuck is interrupted
                 return await self._worker.call(lambda: self._sock.recv(nbytes))
             except BlockingIOError:
                 continue
@@ -142,9 +144,12 @@ class Client:
 
     def write(self, message: object) -> None:
         """Queue a message. Whoever leaves too many unread is hung up on."""
+        self.write_frame(encode(message))
+
+    def write_frame(self, data: bytes) -> None:
+        """Queue a message that is encoded already."""
         if not self.open:
             return
-        data = encode(message)
         if len(self._unsent) + len(data) > UNSENT_LIMIT:
             logger.warning("process %d of uid %d does not read what it is told", self.pid, self.uid)
             self.close()
@@ -171,6 +176,10 @@ class Client:
     async def send(self, message: object) -> None:
         """Send a message, before a descriptor that belongs to it."""
         self.write(message)
+        await self.drain()  # no deadline: the caller's
+
+    async def drain(self) -> None:
+        """Wait until the kernel has all that was written."""
         while self._unsent and await self._ready(self._loop.add_writer, self._loop.remove_writer):
             self._flush()
         if not self.open:
@@ -232,7 +241,7 @@ class Client:
         self._waiting = ready = self._loop.create_future()
         watch(self._sock, _wake, ready)
         try:
-            await ready
+            await ready  # no deadline: the caller's
         finally:
             self._waiting = None
             if self.open:
@@ -260,6 +269,7 @@ def _wake(ready: "asyncio.Future[None]") -> None:
 
 
 def _take_fd(sock: socket.socket) -> int:
+    # no deadline: it does not block
     data, rest, _flags, _ = sock.recvmsg(
         1, socket.CMSG_SPACE(_MOST_FDS * _FD_NBYTES), socket.MSG_CMSG_CLOEXEC
     )
@@ -312,7 +322,7 @@ class UnixServer:
         loop = asyncio.get_running_loop()
         for _ in range(ACCEPT_AT_ONCE):
             try:
-                sock, _ = self._sock.accept()
+                sock, _ = self._sock.accept()  # no deadline: it does not block
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:

@@ -90,6 +90,7 @@ class Process:
 
     async def wait(self) -> int:
         """Return the status once it is dead. Lasts as long as the process: bound it with asyncio.timeout."""
+        # no deadline: the caller's: see above
         await self._dead.wait()
         assert self.returncode is not None
         return self.returncode

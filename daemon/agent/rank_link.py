@@ -84,6 +84,7 @@ class RankLink:
 
     def _readable(self) -> None:
         try:
+            # no deadline: the socket does not block
             data = self._sock.recv(READ_NBYTES)
         except BlockingIOError:
             return
@@ -139,6 +140,7 @@ class RankServer:
 
     def _acceptable(self) -> None:
         try:
+            # no deadline: the socket does not block
             sock, _ = self._sock.accept()
         except BlockingIOError:
             return

@@ -12,7 +12,8 @@ from ckptless.daemon.api.messages import Cause, Phase, SlotState
 class Tenant:
     """A training process and its connection.
 
-    `retired`: its end was ordered, so it is no fault. `lived`: it has been given a rank before.
+    `retired`: its end was ordered, so it is no fault. `hung`: it was killed, since it did what this says.
+    `lived`: it has been given a rank before.
     `released`: its training is over, so it owes no answer any more.
     """
 
@@ -20,7 +21,7 @@ class Tenant:
     link: RankLink | None = None
     hooked: bool = False
     retired: bool = False
-    hung: bool = False
+    hung: str = ""
     released: bool = False
     lived: bool = False
     heard_at: float = 0.0
@@ -35,6 +36,7 @@ class Slot:
     phase: Phase = "empty"
     generation: int = 0
     step: int | None = None
+    stepped: bool = False
     loss: float | None = None
     every: int | None = None
     share: float | None = None
@@ -49,6 +51,7 @@ class Slot:
 
     def enter(self, phase: Phase, generation: int, cause: Cause | None = None) -> None:
         """A new phase begins now."""
+        self.stepped &= generation == self.generation and phase != "starting"
         self.phase, self.generation, self.cause = phase, generation, cause
         self.since = asyncio.get_running_loop().time()
 
@@ -67,6 +70,7 @@ class Slot:
             pid=tenant.process.pid if tenant is not None else None,
             hooked=self.hooked,
             step=self.step,
+            stepped=self.stepped,
             loss=self.loss,
             every=self.every,
             share=self.share,

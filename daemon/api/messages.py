@@ -7,7 +7,7 @@ late or doubled does no harm, and a daemon that has just started knows all after
 
 from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ckptless.daemon.api.codec import PROTOCOL as PROTOCOL
 from ckptless.daemon.api.feed import Feeds
@@ -37,6 +37,7 @@ from ckptless.daemon.api.limits import (
     SlotNumber,
     Step,
     Text,
+    TryCount,
     Uid,
     Word,
     clip_texts,
@@ -58,6 +59,8 @@ from ckptless.daemon.api.model import SlotState as SlotState
 from ckptless.daemon.api.model import Tries as Tries
 from ckptless.daemon.api.model import Value as Value
 from ckptless.daemon.api.model import Why as Why
+
+MAX_ANNOUNCED = 4096
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -126,17 +129,25 @@ class AgentEvent(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """The user wants the job to end."""
+    """The user wants the job to end, or Slurm does.
+
+    `restarts`: how often Slurm had started the job again, where it is Slurm that knows the cause of a signal;
+    None: `reason` is all that there is to say.
+    """
 
     exit_code: ExitCode
     reason: Text
+    restarts: TryCount | None = None
 
     def __post_init__(self) -> None:
         clip_texts(self, "reason")
 
 
 class Admitted(Message, frozen=True, kw_only=True):
-    """Daemon to agent: the answer to its hello. `identity` names what the daemon remembers of the job."""
+    """Daemon to agent: the answer to its hello, and again whenever the daemon has promised something.
+
+    `identity` names what the daemon has on its disk of the job; the agent's next hello has the newest one.
+    """
 
     identity: Name
 
@@ -198,7 +209,25 @@ class End(Message, frozen=True, kw_only=True):
     here_only: bool = False
 
 
+class Ping(Message, frozen=True, kw_only=True):
+    """Are you there?"""
+
+    seq: Number
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """Yes."""
+
+    seq: Number
+
+
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
+
+
+class Announce(Message, frozen=True, kw_only=True):
+    """Leading daemon to its agent: a line for the job's output, which its user reads."""
+
+    text: Annotated[str, Meta(max_length=MAX_ANNOUNCED)]
 
 
 class JobStarted(Message, frozen=True, kw_only=True):
@@ -226,7 +255,7 @@ class JobEnded(Message, frozen=True, kw_only=True):
 
 
 Notice: TypeAlias = JobStarted | JobEnded
-ToAgent: TypeAlias = Order | JobKey | Admitted | Denied
+ToAgent: TypeAlias = Order | Announce | JobKey | Admitted | Denied | Ping
 FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
 
 # ---------------------------------------------------------------------------------- rank and agent
@@ -408,18 +437,6 @@ class Refused(Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         clip_texts(self, "what")
-
-
-class Ping(Message, frozen=True, kw_only=True):
-    """Are you there?"""
-
-    seq: Number
-
-
-class Pong(Message, frozen=True, kw_only=True):
-    """Yes."""
-
-    seq: Number
 
 
 class Note(Message, frozen=True, kw_only=True):

@@ -177,6 +177,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
 
     `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
+    `stepped`: one was done in this generation, whatever became of the process since.
     `exit_code` is negative for a signal. `hooked` tells whether the process speaks to the agent
     (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
     """
@@ -187,6 +188,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     pid: Pid | None = None
     hooked: bool = False
     step: Step | None = None
+    stepped: bool = False
     loss: float | None = None
     every: Number | None = None
     share: Share | None = None
@@ -372,12 +374,17 @@ Why = Literal[
 
 
 class Outcome(Value, frozen=True, kw_only=True):
-    """How a job ended. `reason` is for people, `why` for scripts."""
+    """How a job ended. `reason` is for people, `why` for scripts.
+
+    `rank` and its `node` are those of the process that failed, where it is one: its log says more.
+    """
 
     state: Literal["done", "failed", "stopped"]
     exit_code: ExitCode
     reason: Text
     why: Why = ""
+    rank: Rank | None = None
+    node: NodeNumber | None = None
 
     def __post_init__(self) -> None:
         clip_texts(self, "reason")

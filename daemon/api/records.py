@@ -54,6 +54,10 @@ FaultSource: TypeAlias = Literal[
 PHASES = ("detect", "stop", "leave", "agree", "join", "restore", "first step")
 
 
+# A job's `reason` begins so where Slurm alone has said that it is over.
+BY_SLURM = "over by Slurm's word"
+
+
 class JobRecord(Struct, frozen=True, kw_only=True, tag="job", forbid_unknown_fields=True):
     """A job. Key: job."""
 
@@ -181,8 +185,34 @@ class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_u
 REFUSALS = frozenset(("order-refused", "stale-message", "stale-record"))
 
 
+# Kinds of events that tell that a node's daemon cannot vote, and that it can again.
+VOTE_LOST, VOTE_AGAIN = "vote-lost", "vote-again"
+
+
+class Subject(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of whom an event tells: a node, and of it a slot, its rank and process; and what became of that.
+
+    `error` is one line: what a rank raised, or why a node is out.
+    """
+
+    node: NodeNumber
+    name: Name = ""
+    slot: SlotNumber | None = None
+    rank: Rank | None = None
+    pid: Pid | None = None
+    signal: Word | None = None
+    exit_code: ExitCode | None = None
+    error: Text | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "error")
+
+
 class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown_fields=True):
-    """A line of the story. Key: event (its id, unique over all daemons of the job)."""
+    """A line of the story. Key: event (its id, unique over all daemons of the job).
+
+    `node` is the one whose daemon tells it; `about` is of whom, where that can be said.
+    """
 
     event: Name
     job: JobName
@@ -192,6 +222,7 @@ class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown
     kind: Word
     generation: Generation | None
     text: Text
+    about: Subject | None = None
 
     def __post_init__(self) -> None:
         clip_texts(self, "text")
@@ -213,7 +244,11 @@ def printable(record: Record) -> Record:
     """The row with its texts in one line each, as logs and terminals can show them."""
     match record:
         case EventRecord():
-            return replace(record, kind=one_line(record.kind), text=one_line(record.text))
+            about = record.about
+            if about is not None:
+                error = None if about.error is None else one_line(about.error)
+                about = replace(about, name=one_line(about.name), error=error)
+            return replace(record, kind=one_line(record.kind), text=one_line(record.text), about=about)
         case FaultRecord():
             return replace(record, kind=one_line(record.kind), detail=one_line(record.detail))
         case JobRecord():

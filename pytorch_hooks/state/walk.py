@@ -56,6 +56,10 @@ class Tree:
                     seen.add(id(tensor))
                     yield Owned(f"b:{prefix}{key}", tensor, module, key)
 
+    def with_extra_state(self) -> list[tuple[str, torch.nn.Module]]:
+        """Give the modules that have a `get_extra_state` of their own, each with its prefix."""
+        return [(prefix, module) for prefix, module in self.modules() if private.has_extra_state(module)]
+
     def slots(self) -> dict[str, tuple[torch.nn.Module, str]]:
         """Give the place of every buffer by name, empty ones (None) and tied ones included."""
         return {
@@ -123,10 +127,6 @@ class BufferWatch:
         changed = self.changed()
         self._recorded = frozenset(item.name for item in changed)
         return changed
-
-    def is_ahead(self) -> bool:
-        """Whether a buffer has changed for the first time since the newest record: that does not have it."""
-        return any(item.name not in self._recorded for item in self.changed())
 
     def rebase(self, changed: set[str]) -> None:
         """Take the buffers as they stand for unchanged, but for those named."""

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from ckptless.daemon.api import eviction, keeping, ring, saving
+from ckptless.daemon.api import eviction, keeping, reading, ring, saving
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
@@ -21,8 +21,9 @@ from ckptless.daemon.service import _Heard
 
 KINDS = {
     "to the daemon": _Heard,
-    "to an agent": m.ToAgent | saving.SaveNow,
+    "to an agent": m.ToAgent | m.Ping | saving.SaveNow,
     "answers": eviction.Evicted | saving.Saved | keeping.KeptList | keeping.KeepAnswer | keeping.Claimed,
+    "page": reading.Page,
     "memory taken": keeping.Taken,
     "catalog of memory": keeping.Catalog,
     "from a rank": m.FromRank | saving.FromWriter | ring.FromRing,

@@ -86,11 +86,14 @@ class FakeCluster:
     def ended(self, runtime: JobRuntime, outcome: m.Outcome) -> None:
         self.outcomes[runtime.job] = outcome
 
-    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str) -> None:
+    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str, state: str) -> None:
         raise AssertionError(node)
 
     def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
         raise AssertionError(nodes)
+
+    def explain(self, runtime: JobRuntime, node: int, cancel: m.Cancel) -> None:
+        runtime.explained(node, cancel, f"{cancel.reason}, as it seems")
 
 
 class Client:

@@ -57,7 +57,7 @@ def test_all_of_the_run_and_this_nodes_own() -> None:
     for name in SharedConfig.__struct_fields__:
         assert getattr(found, name) == getattr(SHARED, name)
     assert (found.node, found.name, found.address) == (0, "localhost", "127.0.0.1")
-    assert found.env == {"SLURMD_NODENAME": "localhost", "MY": "own", "OMP_NUM_THREADS": "4"}
+    assert found.env == {"SLURMD_NODENAME": "localhost", "MY": "own", "OMP_NUM_THREADS": "1"}
     assert found.rank_socket == "", "in a folder that the agent makes"
 
 
@@ -204,15 +204,14 @@ def test_changed_bytes_are_read_or_refused(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "processes", "cores", "threads"),
+    ("env", "ranks", "threads"),
     [
-        ({}, 1, 8, None),
-        ({}, 2, 8, "4"),
-        ({}, 3, 8, "2"),
-        ({}, 16, 8, "1"),
-        ({"OMP_NUM_THREADS": "7"}, 4, 8, None),
-        ({"OMP_NUM_THREADS": ""}, 4, 8, None),
+        ({}, 1, None),
+        ({}, 2, "1"),
+        ({}, 16, "1"),
+        ({"OMP_NUM_THREADS": "7"}, 4, None),
+        ({"OMP_NUM_THREADS": ""}, 4, None),
     ],
 )
-def test_threads_of_a_rank(env: dict[str, str], processes: int, cores: int, threads: str | None) -> None:
-    assert thread_env(env, processes, cores) == ({} if threads is None else {"OMP_NUM_THREADS": threads})
+def test_threads_of_a_rank(env: dict[str, str], ranks: int, threads: str | None) -> None:
+    assert thread_env(env, ranks) == ({} if threads is None else {"OMP_NUM_THREADS": threads})
