@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.api.errors import RecoveryError
+from ckptless.daemon.api.limits import clip
 from ckptless.daemon.api.messages import (
     Assignment,
     JobSpec,
@@ -297,7 +298,7 @@ def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
         # The rank, wherever it has moved: what goes with it is no node's fault.
         where = f"@rank {finding.rank}"
     what = finding.detail if finding.kind == "raised" else ""
-    cause = f"{finding.kind}{where}:{what}"
+    cause = clip(f"{finding.kind}{where}:{what}")
     same = [old for old in now.current.tries if old.cause == cause and old.step == now.progress]
     count = 1 + (same[0].count if same else 0)
     if all(tries.cause != cause for tries in answers.tries):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -252,8 +253,48 @@ def test_addresses_that_break_the_socket_module(address: str) -> None:
 def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_look_up", LOOK_UP)
     strange = ("n1.invalid", "n2", "x y")
-    said = refused(FakeSlurm(job(nodes=strange)), hello(names=strange))
-    assert "has no address here" in said
+    slurm = FakeSlurm(job(nodes=strange))
+    slurm.have = tuple(Node(name=name, address="", state="MIXED") for name in strange)
+    assert "has no address here" in refused(slurm, hello(names=strange))
+
+
+def test_only_slurms_own_nodes_are_looked_up(names: list[str]) -> None:
+    """A user could have anything looked up, else, and as much of it as he likes."""
+    many = ("n1", "n2", *(f"www{number}.example.org" for number in range(1000)))
+    slurm = FakeSlurm(job())
+    assert "'www0.example.org' is no node of Slurm's" in refused(slurm, hello(names=many))
+    assert names == []
+    slurm.trouble, slurm.have = "slurmctld is away", ()
+    assert "slurmctld is away" in refused(slurm, hello())
+
+
+def test_a_name_server_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one that fails ends it for all, and MUNGE has threads of its own."""
+    nodes = ("n1", "n2", *(f"slow{number}" for number in range(100)))
+    asked: list[str] = []
+    go_on = threading.Event()
+
+    def look_up(name: str) -> str:
+        asked.append(name)
+        if name == "n1":
+            raise PeerError("the node 'n1' of the job has no address here")
+        assert go_on.wait(DEADLINE_S)
+        return "10.0.0.9"
+
+    monkeypatch.setattr(module, "_look_up", look_up)
+
+    async def work() -> None:
+        slurm = FakeSlurm(job(nodes=nodes))
+        slurm.have = tuple(Node(name=name, address="", state="MIXED") for name in nodes)
+        edge = cluster(slurm)
+        with pytest.raises(PeerError, match="'n1' of the job has no address"):
+            await edge.admit(hello(names=nodes), OWNER)
+        assert await asyncio.to_thread(lambda: "at once") == "at once"
+        go_on.set()
+        await edge.aclose()
+
+    run(work)
+    assert len(asked) <= 2 * module.LOOKUP_THREADS
 
 
 # ---------------------------------------------------------------------------------- what Slurm is told
