@@ -8,11 +8,12 @@ STAMP  := $(VENV)/.ready
 
 # Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
 CHECKED := tests/conftest.py $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
-	tests/nccl tests/gpu tests/sim tests/local tests/slurm docs/demo
+	tests/fuzz tests/nccl tests/gpu tests/sim tests/local tests/slurm docs/demo
 
 .PHONY: setup demo test test-slow test-gpu test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix
-.PHONY: scale bench bench-slurm bench-store lint types imports check format clean
-.PHONY: slurm-demo slurm-shell slurm-packages native native-check install install-job-submit
+.PHONY: fuzz scale bench bench-slurm bench-store lint types imports check format clean
+.PHONY: slurm-demo slurm-shell slurm-packages native native-check
+.PHONY: install uninstall install-job-submit uninstall-job-submit
 setup: $(STAMP)
 
 $(STAMP): setup.cfg Makefile
@@ -38,6 +39,11 @@ test-torch-matrix: $(STAMP)
 # What needs a CUDA device; without one all of it is skipped.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q tests/gpu $(ARGS)
+
+# Whatever bytes come from somebody else, for so many seconds; SEED for others than the last time.
+SECONDS ?= 3600
+fuzz: $(STAMP)
+	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
 # How much of the control core the unit tests and the simulator reach.
 CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.peering,ckptless.daemon.jobs
@@ -108,7 +114,8 @@ slurm-packages:
 	@dpkg -s $(SLURM_PACKAGES) >/dev/null 2>&1 || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		RUNLEVEL=1 apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) >/dev/null; }
 
-# A prompt on a cluster of five nodes, in namespaces of this machine; takes root and Debian's Slurm packages.
+# A prompt on a cluster of five nodes (ARGS='--nodes 3'), in namespaces of this machine; takes root and Debian's
+# Slurm packages.
 slurm-shell: slurm-packages $(STAMP)
 	$(BIN)/python tests/slurm/shell.py $(ARGS)
 
@@ -121,12 +128,18 @@ native-check:
 	$(MAKE) -C slurm_ext/spank check asan
 	$(MAKE) -C slurm_ext/job_submit check
 
-# DESTDIR, PREFIX, PLUGINDIR, SYSCONFDIR, LIBEXECDIR, MANDIR; an edited ckptless.conf is kept.
+# DESTDIR, PREFIX, PLUGINDIR, SYSCONFDIR, LIBEXECDIR, MANDIR, UNITDIR, BINDIR. Edited configuration is kept.
 install: native
-	set -e; for folder in $(NATIVE); do $(MAKE) -C $$folder install; done
+	set -e; for folder in $(NATIVE) etc; do $(MAKE) -C $$folder install; done
+	@echo "the Python part is pip's, not installed here: pip install '.[daemon]' on nodes, '.' for users"
 
-install-job-submit:
-	$(MAKE) -C slurm_ext/job_submit install
+# What `make install` with the same variables has put there, but for configuration that was changed since.
+uninstall:
+	set -e; for folder in $(NATIVE) etc; do $(MAKE) -C $$folder uninstall; done
+	@echo "the Python part is pip's: pip uninstall ckptless"
+
+install-job-submit uninstall-job-submit:
+	$(MAKE) -C slurm_ext/job_submit $(@:-job-submit=)
 
 format: $(STAMP)
 	$(BIN)/ruff format .

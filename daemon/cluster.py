@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
+from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
 from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 WITNESS_FILE = "witness"
+# Less than `elector.CANCEL_S`, for which the other daemons of a cancelled job wait for their leader.
+EXPLAIN_S = 1.0
 
 
 class Cluster(Protocol):
@@ -43,6 +45,9 @@ class Cluster(Protocol):
 
         Of two halves that ask about each other at most one is answered: each marks before it looks.
         """
+
+    def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
+        """Find out why `node`'s agent was signalled, and call `runtime.explained`, within EXPLAIN_S."""
 
 
 class LocalCluster:
@@ -85,3 +90,7 @@ class LocalCluster:
             dead = {int(line) for line in file}
         if dead.isdisjoint(ours):
             runtime.witnessed(nodes)
+
+    def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
+        """See `Cluster`. Here only the user signals."""
+        runtime.explained(node, cancel, cancel.reason)

@@ -29,8 +29,8 @@ class Outlets(Protocol):
     def to_all_daemons(self, message: p.Said) -> None:
         """Send to every other daemon."""
 
-    def to_agent(self, order: m.Order) -> None:
-        """Hand an order to this node's agent of the job."""
+    def to_agent(self, order: m.Order | m.Announce) -> None:
+        """Hand an order, or words, to this node's agent of the job."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue rows for the ledger."""
@@ -47,19 +47,42 @@ class Outlets(Protocol):
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See edges.AskWitness; the answer, if there is one, is fed as edges.Witnessed."""
 
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        """Feed it soon, as a report of `node`, without `restarts` and with what Slurm says why."""
+
 
 @dataclass(frozen=True)
 class Memory:
-    """What this daemon knows of a job from an earlier life; `lost`: it had one, and knows nothing of it.
+    """What this daemon knows of a job from an earlier life; `lost`: why nothing, though it had one.
 
     `life`, of LIFE_BITS random bits, is this life's alone (by its clock it could not be told from an earlier
-    one: clocks are set back). `identity` is the same as long as it remembers.
+    one: clocks are set back). `identity` is the same as long as it remembers, but for a count of what was
+    promised, see `next_identity`.
     """
 
     life: int
     identity: str = ""
     durable: Durable | None = None
-    lost: bool = False
+    lost: str = ""
+
+
+def next_identity(identity: str) -> str:
+    """Of a memory with one promise more. The agent hears of it before any daemon hears of the promise.
+
+    So what its daemon reads from a damaged disk is known to be old, where the end of it is lost: SQLite takes
+    a log whose end is damaged for one that was cut off by a power failure.
+    """
+    name, _, count = identity.partition(".")
+    return f"{name}.{int(count or 0) + 1}"
+
+
+def is_as_new(kept: str, agents: str) -> bool:
+    """Whether what is on the disk, of identity `kept`, has all that the agent has heard of ("": nothing)."""
+    (name, _, count), (its_name, _, its_count) = kept.partition("."), agents.partition(".")
+    if not agents:
+        return True
+    numbers = [number or "0" for number in (count, its_count)]
+    return name == its_name and all(map(str.isdecimal, numbers)) and int(numbers[0]) >= int(numbers[1])
 
 
 class JobSession:
@@ -77,6 +100,7 @@ class JobSession:
         self.life = memory.life
         self._outlets = outlets
         self._now = now
+        self._explaining = False
         self.control = Controller(
             me=roster.me,
             session=f"{memory.life:x}",
@@ -88,10 +112,22 @@ class JobSession:
     def feed(self, *events: e.Input) -> None:
         """Inputs, and everything that follows from them."""
         before = self.control.outcome
+        events = tuple(event for event in events if not self._is_to_be_explained(event))
         for output in self.control.handle_all(events, self._now()):
             self._carry(output)
         if before is None and self.control.outcome is not None:
             self._outlets.ended(self.control.outcome)
+
+    def _is_to_be_explained(self, event: e.Input) -> bool:
+        """Whether it is a signal whose cause this daemon, as the leader, is to ask for first; once."""
+        if not (isinstance(event, e.Report) and isinstance(event.message, m.Cancel)):
+            return False
+        if event.message.restarts is None or not self.control.leads:
+            return False
+        if not self._explaining:
+            self._explaining = True
+            self._outlets.explain(event.node, event.message)
+        return True
 
     def hear(self, node: int, message: p.Said, *, direct: bool = True) -> None:
         """What another daemon says of this job, over a connection to it or by way of others."""

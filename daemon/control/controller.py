@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import pairs, plan, story, twins_agree
+from ckptless.daemon.control import pairs, plan, story, telling, twins_agree
 from ckptless.daemon.control.decree import Decree, choose_voters
 from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
-from ckptless.daemon.control.faults import FaultLog, Finding
+from ckptless.daemon.control.faults import SECONDARY, FaultLog, Finding
 from ckptless.daemon.control.follower import Follower
 from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.control.tally import Tally
@@ -45,6 +45,10 @@ class Controller(Follower):
     _noted: set[int] = field(default_factory=set)
     _killed: set[m.Place] = field(default_factory=set)
     _ending: m.Outcome | None = None
+    # The recovery that the last stop came into.
+    _cut: Timeline | None = None
+    # Since when some of this generation's ranks are done and others not; told once.
+    _early: tuple[int, float, bool] = (0, 0.0, False)
     _tally: Tally | None = None
     _mended: tuple[int, int, frozenset[int], frozenset[int], frozenset[int]] | None = None
     # Since when the leader has not reached a voter's daemon, whose node lives.
@@ -134,7 +138,7 @@ class Controller(Follower):
         for node in sorted(self.losses.keys() - self._noted):
             loss = self.losses[node]
             self._noted.add(node)
-            self._note(now, "warning", "node-lost", f"node-{node} ({loss.source}): {loss.reason}")
+            self._announce(telling.loss_line(loss, self.nodes[node], self.assignment), now)
             if loss.dark:
                 self._dark[node] = now
                 self._out.append(NodeIsDark(node, loss.reason, "dark"))
@@ -254,7 +258,10 @@ class Controller(Follower):
             code = max((f.exit_code or 0 for f in undone), default=0)
             reason = f"after training: {what}"
             code = code if code > 0 else 1
-            self._ending = m.Outcome(state="failed", exit_code=code, reason=reason, why="after-training")
+            rank, node = (undone[0].rank, undone[0].node) if undone[0].rank is not None else (None, None)
+            self._ending = m.Outcome(
+                state="failed", exit_code=code, reason=reason, why="after-training", rank=rank, node=node
+            )
 
     def _overdue(self, now: float) -> list[Finding]:
         """Deadlines of joining, restoring and of steps. Only processes with hooks tell how far they are."""
@@ -305,6 +312,7 @@ class Controller(Follower):
         assert self._tally is not None
         tally, generation = self._tally, self.assignment.generation
         self._follow_progress(tally.progress, now)
+        self._note_early(now)
         if self.stage in ("joining", "releasing") and tally.all_have("exited"):
             self._ending = m.Outcome(
                 state="done", exit_code=0, reason="every rank ended by itself", why="done"
@@ -329,10 +337,9 @@ class Controller(Follower):
         self._mark("first step", now)
         if self._timeline is not None:
             self._share(story.recovery(self.assignment, self._timeline, "recovered"))
-            text = (
-                f"generation {self.assignment.generation} trains, {self._timeline.total_s(now):.3f} s after"
-            )
-            self._note(now, "info", "recovered", text)
+            took_s = self._timeline.total_s(now)
+            text = f"generation {self.assignment.generation} trains, {took_s:.3f} s after"
+            self._announce(telling.Line("info", "recovered", text), now)
             self._timeline = None
         self._broadcast(m.Running(generation=self.assignment.generation), now)
 
@@ -340,9 +347,7 @@ class Controller(Follower):
 
     def _stop(self, reason: str, now: float, age_s: float = 0.0) -> None:
         assert self.assignment is not None
-        if self._timeline is not None:
-            self._share(story.recovery(self.assignment, self._timeline, "superseded"))
-        self._timeline = Timeline(started_s=now - age_s)
+        self._cut, self._timeline = self._timeline, Timeline(started_s=now - age_s)
         self._timeline.mark("detect", now)
         self._since = now
         self._killed.clear()
@@ -374,16 +379,48 @@ class Controller(Follower):
             return
         for finding in twins_agree.findings(self.assignment, self.nodes):
             self._log_fault(finding, now)
+        self._settle_cut()
         self._follow_progress(self._tally.newest, now)
         situation = plan.Situation(
             self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me, now
         )
+        if (alone := telling.only_consequences(self._log.faults)) is not None:
+            self._announce(telling.fault_line(alone, self.nodes), now)
         try:
             following = plan.next_assignment(situation)
         except plan.NoPlanError as error:
             self._ending = error.outcome
             return
         self._propose(following, None, now)
+
+    def _settle_cut(self) -> None:
+        """Say how the recovery ended that was cut off: well, where every rank had made its first step."""
+        cut, self._cut = self._cut, None
+        if cut is None or self._timeline is None:
+            return
+        assert self.assignment is not None
+        assert self._tally is not None
+        well = self._tally.all_have("stepped")
+        if well:
+            # Who heard of a rank's end before its step could not say when that was: by then.
+            for phase in ("join", "restore", "first step"):
+                cut.mark(phase, self._timeline.ends["detect"])
+        self._share(story.recovery(self.assignment, cut, "recovered" if well else "superseded"))
+
+    def _note_early(self, now: float) -> None:
+        """Ranks that are done long before others, which wait for them in the next collective."""
+        assert self.assignment is not None
+        assert self._tally is not None
+        generation, since, told = self._early
+        if not 0 < self._tally.counts["ended"] < len(self.assignment.places):
+            return
+        if generation != self.assignment.generation:
+            self._early = self.assignment.generation, now, False
+        elif not told and now - since >= telling.EARLY_S:
+            self._early = generation, since, True
+            line = telling.returned_early(self.assignment, self.nodes)
+            if line is not None:
+                self._announce(line, now)
 
     def _kill(self, places: list[m.Place], now: float) -> None:
         assert self.assignment is not None
@@ -417,7 +454,7 @@ class Controller(Follower):
         # Slurm waits for what it takes to run there.
         self._note_gone(list(self._dark))
         if self._timeline is not None and self.assignment is not None:
-            self._share(story.failed_recovery(self.assignment, self._timeline, self._log.faults))
+            self._share(story.failed_recovery(self.assignment, self._timeline, plan.causes(self._log.faults)))
         if self.spec is not None:
             self._share(story.job(self.spec, outcome.state, self._started, outcome, now))
         level: Literal["info", "error"] = "info" if outcome.exit_code == 0 else "error"
@@ -442,4 +479,6 @@ class Controller(Follower):
         fault = self._log.add(finding, fault_id)
         if fault is not None:
             self._share(story.fault(self.assignment, fault, now))
+            if finding.kind not in SECONDARY and finding.kind != "node-lost":
+                self._announce(telling.fault_line(finding, self.nodes), now)
         return fault is not None

@@ -178,9 +178,9 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class ToAgent:
-    """Give the order to this node's agent."""
+    """Give the order, or the words, to this node's agent."""
 
-    order: m.Order
+    order: m.Order | m.Announce
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ckptless.daemon.control.edges import NodeLost, Output, Report, Stage, Stand
 from ckptless.daemon.control.faults import FaultLog, NodeView
 from ckptless.daemon.control.lease import Lease
 from ckptless.daemon.control.pairs import Apart
+from ckptless.daemon.control.telling import Line
 from ckptless.daemon.control.timeline import Timeline
 
 NOBODY = -1
@@ -194,10 +195,18 @@ class Knowledge:
         text: str,
         generation: int | None = None,
     ) -> None:
+        self._tell(Line(level, kind, text), now, generation)
+
+    def _tell(self, line: Line, now: float, generation: int | None = None) -> None:
         self._events += 1
         if generation is None and self.assignment is not None:
             generation = self.assignment.generation
         event_id = f"{self.me}.{self.session}.{self._events}"
         job = self.spec.job if self.spec is not None else ""
-        event = story.event(event_id, job, self.me, (level, kind, text), (now, generation))
+        event = story.event(event_id, job, self.me, line, (now, generation))
         self._out.append(Write((event,), share=True))
+
+    def _announce(self, line: Line, now: float) -> None:
+        """The same, and in the job's own output: what its user has to know."""
+        self._tell(line, now)
+        self._out.append(ToAgent(m.Announce(text=line.text[: m.MAX_ANNOUNCED])))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.daemon.launch.bounds import MAX_SPARES, check_fits, check_range
 from ckptless.daemon.slurm.hostlist import expand
 
 # Set by the SPANK plugin (`sbatch --ckptless`).
@@ -117,12 +118,10 @@ def shape(
     total = len(allocation.names)
     if spares is None:
         spares = whole_number(env, SPARES) or 0
+        check_range(SPARES, spares, 0, MAX_SPARES)
+    check_fits(spares, total)
     if nodes is None:
         nodes = total - spares
-    if nodes < 1:
-        raise UsageError(
-            f"{spares} spares in an allocation of {total} nodes leave none that train: ask for more nodes"
-        )
     if nodes + spares > total:
         raise UsageError(
             f"{nodes} nodes and {spares} spares are more than the {total} of the allocation: "

@@ -9,6 +9,7 @@ import click
 
 from ckptless.daemon import log
 from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S, check_torch
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.options import local_options, slurm_run
 from ckptless.daemon.launch.slurm import SlurmRun
@@ -80,7 +81,7 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 )
 @click.option(
     "--spares",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_SPARES),
     help="More nodes that wait, warm, to replace one.  [default: 0, or what sbatch --ckptless said]",
 )
 @click.option(
@@ -102,7 +103,7 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 )
 @click.option(
     "--max-stall",
-    type=click.FloatRange(min=5),
+    type=click.FloatRange(MIN_STALL_S, MAX_STALL_S),
     help="Seconds without a step that are too many; every deadline follows from it.  [default: 300]",
 )
 @click.option("-m", "--module", is_flag=True, help="The script is a module's name, as in python -m.")
@@ -115,7 +116,7 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 @click.option("--tee", default="0", help="Ranks whose output is shown here too: 0,3 or all or none.")
 @click.option(
     "--copies",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_COPIES),
     help="Nodes that hold a copy of each rank's part of the state.  "
     "[default: 2, or what sbatch --ckptless said]",
 )
@@ -183,6 +184,20 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 @click.option(
     "--save-total-limit", type=click.IntRange(min=1), metavar="N", help="Saved steps to keep.  [default: 3]"
 )
+@click.option(
+    "--start-timeout",
+    type=click.IntRange(1, 86_400),
+    metavar="SECONDS",
+    help="How long a daemon that starts may do nothing, and how long an agent waits for its node's.  "
+    "[default: 30]",
+)
+@click.option(
+    "--shutdown-timeout",
+    type=click.IntRange(0, 86_400),
+    metavar="SECONDS",
+    help="What ranks that handle SIGTERM get to end by themselves, before SIGKILL.  "
+    "[default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30]",
+)
 @click.option("--job", default=None, help="The job's name in the ledger.  [default: made up]")
 @click.option(
     "--state-dir",
@@ -217,6 +232,7 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
     """
     log.configure("ckptless-run", verbose=bool(options["verbose"]))
     try:
+        check_torch()
         for name in NOT_NEEDED:
             if options[name]:
                 click.echo(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.hostlist import is_node_name
 
 DEADLINE_S = 10.0
@@ -181,6 +182,10 @@ class Slurm(Protocol):
 
     async def job(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Job:
         """One job."""
+        ...
+
+    async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
+        """What tells why a job is signalled."""
         ...
 
     async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:

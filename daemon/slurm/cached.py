@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, Slurm
 from ckptless.daemon.slurm.deadline import Deadline
+from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.freshness import Move, Pace, Track
 
 T = TypeVar("T")
@@ -136,6 +137,10 @@ class CachedSlurm:
         """One node, out of all. `value` None with `fresh`: Slurm knows no such node, asked after the call."""
         return await self._find(self._nodes, lambda node: node.name == name, max_age_s, wait_s)
 
+    async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
+        """See `adapter.Slurm`."""
+        return await self._backend.ending(job_id, deadline_s=deadline_s)
+
     async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
         """See `adapter.Slurm`."""
         return await self._backend.ping(deadline_s=deadline_s)
@@ -177,6 +182,7 @@ class CachedSlurm:
     async def _order(self, order: Awaitable[T]) -> T:
         """Await `order`. Also one that failed, or was cancelled, may have changed something."""
         try:
+            # no deadline: `deadline_s`, which the order itself has
             return await order
         finally:
             now_s = self._clock.now()

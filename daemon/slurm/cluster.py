@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptless.daemon.api.errors import LedgerError, PeerError, UsageError
-from ckptless.daemon.api.messages import AgentHello, JobEnded, JobStarted, Outcome
+from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, UsageError
+from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
 from ckptless.daemon.api.records import JobRecord
+from ckptless.daemon.cluster import EXPLAIN_S
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
@@ -22,6 +23,7 @@ from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.closing import close
 from ckptless.daemon.slurm.down import is_dead, newly_lost, reasons_down
+from ckptless.daemon.slurm.ending import why_signalled
 from ckptless.daemon.slurm.errors import (
     SlurmError,
     SlurmNotFoundError,
@@ -116,6 +118,7 @@ class SlurmCluster:
 
     async def _peers(self, names: tuple[str, ...]) -> tuple[Peer, ...]:
         missing = [name for name in names if name not in self._addresses]
+        # no deadline: the resolver's own
         found = await asyncio.gather(*(asyncio.to_thread(_look_up, name) for name in missing))
         self._addresses.update(zip(missing, found, strict=True))
         return tuple(
@@ -183,6 +186,20 @@ class SlurmCluster:
             raise SlurmUnreachableError(reading.trouble or "no answer")
         down = {node.name for node in reading.value if node.down}
         return down.issuperset(theirs) and down.isdisjoint(ours)
+
+    def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
+        """See `cluster.Cluster`: by the one node's daemon that leads, not by each of the job's."""
+
+        async def ask() -> None:
+            try:
+                async with asyncio.timeout(EXPLAIN_S):
+                    found = await self._slurm.ending(slurm_job_id(runtime.job), deadline_s=EXPLAIN_S)
+                reason = why_signalled(found, cancel.reason, cancel.restarts or 0)
+            except (TimeoutError, CkptlessError) as error:
+                reason = f"{cancel.reason} ({str(error) or 'Slurm does not answer'})"
+            runtime.explained(node, cancel, reason)
+
+        self._spawn(ask())
 
     def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
         """See `cluster.Cluster`: a job whose batch host is lost is ended by nobody else."""

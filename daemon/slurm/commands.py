@@ -11,6 +11,7 @@ from pathlib import Path
 from ckptless.daemon.slurm import resize
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, check_job, check_node, check_text
 from ckptless.daemon.slurm.deadline import Deadline
+from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import (
     SlurmNotFoundError,
     SlurmRefusedError,
@@ -52,6 +53,14 @@ class Commands:
     async def job(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Job:
         """See `adapter.Slurm`."""
         return await self.one_job(job_id, Deadline(deadline_s))
+
+    async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
+        """See `adapter.Slurm`."""
+        form = JobFormat.of_ending(f"s{secrets.token_hex(8)}")
+        found = form.read_endings(await self._ask(form, Deadline(deadline_s), f"--jobs={check_job(job_id)}"))
+        if job_id not in found:
+            raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
+        return found[job_id]
 
     async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:
         """See `adapter.Slurm`."""
@@ -116,11 +125,14 @@ class Commands:
     async def squeue(self, deadline: Deadline, *select: str) -> tuple[Job, ...]:
         """The jobs that squeue gives for the options `select`, those of all users and partitions."""
         form = JobFormat(f"s{secrets.token_hex(8)}")
+        return form.read(await self._ask(form, deadline, *select))
+
+    async def _ask(self, form: JobFormat, deadline: Deadline, *select: str) -> str:
         query = ("--noheader", "--all", "--states=all", *select)
         done = await self.command(deadline, "squeue", *query, env={"SQUEUE_FORMAT2": form.text})
         if done.status != 0:
             raise from_message("list the jobs", done.err)
-        return form.read(done.out)
+        return done.out
 
     async def one_job(self, job_id: int, deadline: Deadline) -> Job:
         """One job, by its own number."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, check_job, check_node, check_text
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
+from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import (
     SlurmNotFoundError,
     SlurmRefusedError,
@@ -66,6 +67,10 @@ class Pyslurm:
     async def job(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Job:
         """See `adapter.Slurm`."""
         return await self._job(job_id, Deadline(deadline_s))
+
+    async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
+        """See `adapter.Slurm`."""
+        return await self._commands.ending(job_id, deadline_s=deadline_s)
 
     async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:
         """See `adapter.Slurm`."""
@@ -185,6 +190,7 @@ class Pyslurm:
             assert worker.stdin is not None
             assert worker.stdout is not None
             worker.stdin.write(encode(request))
+            # no deadline: that of `_call`, around it
             await worker.stdin.drain()
             line = await worker.stdout.readline()
             if not line.endswith(b"\n"):

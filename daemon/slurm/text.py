@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.slurm.adapter import Job, Node, node_of
+from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.hostlist import expand, is_node_name
 
 # What stands for "nothing", in one field or another.
@@ -44,6 +45,7 @@ _JOB_FIELDS = (
     "Name",
     "Comment",
 )
+_ENDING_FIELDS = ("JobID", "State", "Reason", "RestartCnt", "PreemptTime", "EndTime")
 _NODE_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z_]*)=")
 # `Not responding [slurm@2026-11-21T15:09:06] Comment=...`: after its first line Slurm says who gave the
 # reason.
@@ -82,6 +84,7 @@ class JobFormat:
     """
 
     secret: str
+    fields: tuple[str, ...] = _JOB_FIELDS
 
     def __post_init__(self) -> None:
         if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{7,63}", self.secret, re.ASCII) is None:
@@ -90,43 +93,65 @@ class JobFormat:
     @property
     def text(self) -> str:
         """For SQUEUE_FORMAT2, not for --Format: everybody on the machine can see arguments."""
-        return ",".join(f"{name}:{self._end(name)}" for name in _JOB_FIELDS)
+        return ",".join(f"{name}:{self._end(name)}" for name in self.fields)
+
+    @classmethod
+    def of_ending(cls, secret: str) -> "JobFormat":
+        """The format of the query for `read_endings`."""
+        return cls(secret, _ENDING_FIELDS)
 
     def _end(self, name: str) -> str:
-        return self.secret + ("." if name == _JOB_FIELDS[-1] else ";")
+        return self.secret + ("." if name == self.fields[-1] else ";")
+
+    def _records(self, text: str) -> Iterator[dict[str, str]]:
+        *records, rest = text.split(self._end(self.fields[-1]))
+        if rest.strip():
+            raise ProtocolError(f"squeue's answer ends in the middle of a job: {rest[:80]!r}")
+        for record in records:
+            values = record.lstrip("\n").split(self._end(""))
+            if len(values) != len(self.fields):
+                raise ProtocolError(f"squeue gave {len(values)} fields of a job, not {len(self.fields)}")
+            yield dict(zip(self.fields, values, strict=True))
 
     def read(self, text: str) -> tuple[Job, ...]:
         """The jobs of an answer. Raises ProtocolError."""
-        *records, rest = text.split(self._end(_JOB_FIELDS[-1]))
-        if rest.strip():
-            raise ProtocolError(f"squeue's answer ends in the middle of a job: {rest[:80]!r}")
-        return tuple(self._job(record.lstrip("\n")) for record in records)
+        return tuple(map(_job, self._records(text)))
 
-    def _job(self, record: str) -> Job:
-        values = record.split(self._end(""))
-        if len(values) != len(_JOB_FIELDS):
-            raise ProtocolError(f"squeue gave {len(values)} fields of a job, not {len(_JOB_FIELDS)}")
-        got = dict(zip(_JOB_FIELDS, values, strict=True))
-        limit = duration(got["TimeLimit"])
-        # `2_[1-9%4]`: four at a time, of no interest here.
-        array = re.sub(r"%[0-9]+\]$", "]", got["JobArrayID"].strip())
-        return Job(
-            job_id=number(got["JobID"], "job id"),
-            user_id=number(got["UserID"], "user id"),
-            state=job_state(got["State"]),
-            nodes=expand(something(got["NodeList"])),
-            restarts=number(got["RestartCnt"], "restart count"),
-            # An allocation without a batch script has the host of its salloc in this field.
-            batch_host=something(got["BatchHost"]) if got["BatchFlag"].strip() == "1" else "",
-            partition=something(got["Partition"]),
-            start_s=time(got["StartTime"]),
-            end_s=time(got["EndTime"]),
-            time_limit_s=limit,
-            reason=something(got["Reason"]),
-            name=something(got["Name"]),
-            comment=something(got["Comment"]),
-            array=array if _ARRAY.fullmatch(array) else "",
-        )
+    def read_endings(self, text: str) -> dict[int, Ending]:
+        """What may end the jobs of an answer, by their numbers. Raises ProtocolError."""
+        return {number(got["JobID"], "job id"): _ending(got) for got in self._records(text)}
+
+
+def _job(got: Mapping[str, str]) -> Job:
+    # `2_[1-9%4]`: four at a time, of no interest here.
+    array = re.sub(r"%[0-9]+\]$", "]", got["JobArrayID"].strip())
+    return Job(
+        job_id=number(got["JobID"], "job id"),
+        user_id=number(got["UserID"], "user id"),
+        state=job_state(got["State"]),
+        nodes=expand(something(got["NodeList"])),
+        restarts=number(got["RestartCnt"], "restart count"),
+        # An allocation without a batch script has the host of its salloc in this field.
+        batch_host=something(got["BatchHost"]) if got["BatchFlag"].strip() == "1" else "",
+        partition=something(got["Partition"]),
+        start_s=time(got["StartTime"]),
+        end_s=time(got["EndTime"]),
+        time_limit_s=duration(got["TimeLimit"]),
+        reason=something(got["Reason"]),
+        name=something(got["Name"]),
+        comment=something(got["Comment"]),
+        array=array if _ARRAY.fullmatch(array) else "",
+    )
+
+
+def _ending(got: Mapping[str, str]) -> Ending:
+    return Ending(
+        state=job_state(got["State"]),
+        reason=something(got["Reason"]),
+        restarts=number(got["RestartCnt"], "restart count"),
+        preempt_s=time(got["PreemptTime"]),
+        end_s=time(got["EndTime"]),
+    )
 
 
 def read_nodes(text: str) -> tuple[Node, ...]:

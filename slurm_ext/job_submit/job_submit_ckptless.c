@@ -1,6 +1,6 @@
 /*
  * job_submit/ckptless: what slurmctld itself sees to for jobs that asked for --ckptless. It makes them no-kill,
- * and refuses as many spares as nodes, which the submit command cannot always know.
+ * and refuses as many spares as nodes, and heterogeneous jobs, which the submit command cannot always know.
  * It reads what the SPANK plugin has put into the job (spank_job_env), which is the user's word.
  */
 #include <slurm/slurm.h>
@@ -67,6 +67,8 @@ int job_submit(job_desc_msg_t *job, uint32_t submit_uid, char **err_msg)
 		return SLURM_SUCCESS;
 	if (!ckptless_spec_parse(text, &spec, why, sizeof(why))) /* the SPANK plugin lets none of these pass */
 		return refuse(why, submit_uid, err_msg);
+	if (spec.on && job->het_job_offset != NO_VAL)
+		return refuse(CKPTLESS_NO_HET, submit_uid, err_msg);
 	nodes = job->max_nodes == NO_VAL || job->max_nodes == INFINITE ? 0 : (long)job->max_nodes;
 	if (!ckptless_fits(&spec, nodes, why, sizeof(why)))
 		return refuse(why, submit_uid, err_msg);

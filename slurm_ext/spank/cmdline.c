@@ -94,8 +94,15 @@ void ckptless_cmdline_scan(const char *const *words, size_t count, enum ckptless
 		const char *name = word + 2;
 		size_t size;
 
+		if (!strcmp(word, ":")) {
+			said->het = true;
+			continue;
+		}
 		if (word[0] != '-' || word[1] == '\0') {
 			said->program = word;
+			/* each component of srun has a program, and a ":" among its arguments ends it */
+			for (; command == CKPTLESS_SRUN && i < count; i++)
+				said->het |= !strcmp(words[i], ":");
 			return;
 		}
 		if (word[1] != '-') {

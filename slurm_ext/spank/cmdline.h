@@ -2,6 +2,7 @@
 #ifndef CKPTLESS_CMDLINE_H
 #define CKPTLESS_CMDLINE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 enum ckptless_command { CKPTLESS_SRUN, CKPTLESS_SBATCH, CKPTLESS_SALLOC };
@@ -13,6 +14,7 @@ struct ckptless_cmdline {
 	const char *no_kill; /* --no-kill, -k: its value, "" without one; NULL: not there */
 	const char *program; /* the first word that is no option: script or program; NULL: none */
 	long nodes;	     /* -N, --nodes: the largest number allowed; 0: not there, -1: not readable */
+	bool het;	     /* there are several components: a word ":" before the program, or hetjob in a script */
 };
 
 /*

@@ -1,4 +1,4 @@
-# Flags and places shared by what is written in C: the SPANK plugin, ckptless-notify, the job_submit plugin.
+# Flags and places shared by all that make installs: the SPANK plugin, ckptless-notify, the job_submit plugin, etc.
 # Included by a Makefile after it has set ROOT, the way to the top of the repository.
 CC      ?= cc
 BUILD   ?= $(ROOT)/build/$(notdir $(CURDIR))
@@ -7,6 +7,9 @@ INSTALL ?= install
 PREFIX     ?= /usr
 SYSCONFDIR ?= /etc
 LIBEXECDIR ?= $(PREFIX)/libexec/ckptless
+UNITDIR    ?= $(PREFIX)/lib/systemd/system
+# Where pip, or a link, puts ckptlessd; the units say so.
+BINDIR     ?= $(PREFIX)/bin
 MANDIR     ?= $(PREFIX)/share/man
 # Where Slurm looks for its plugins. Debian: slurm-wlm; RPM: slurm. `make PLUGINDIR=...` where neither fits.
 PLUGINDIR  ?= $(or $(shell pkg-config --variable=plugindir slurm 2>/dev/null),$(firstword $(wildcard \

@@ -50,6 +50,11 @@ void ckptless_spec_format(const struct ckptless_spec *spec, char *text);
 /* Makes one spec of all that was asked, or false and a sentence where it contradicts itself. */
 bool ckptless_settle(const struct ckptless_asked *asked, struct ckptless_spec *spec, char *why, size_t why_size);
 
+/* In words that ckptless-run uses, too. */
+#define CKPTLESS_NO_HET                                                                                      \
+	"a heterogeneous job (with : or hetjob) cannot train with ckptless, which would use its first "     \
+	"component alone; submit one job whose nodes are all alike"
+
 /* Whether a job of so many nodes (0 or less: not known) has one left to train on; false and a sentence if not. */
 bool ckptless_fits(const struct ckptless_spec *spec, long nodes, char *why, size_t why_size);
 

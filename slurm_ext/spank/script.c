@@ -40,6 +40,7 @@ void ckptless_script_scan(char *text, struct ckptless_cmdline *said)
 {
 	const char *words[MAX_WORDS];
 	size_t count = 0;
+	bool het = false;
 
 	for (char *line = text; line;) {
 		char *end = strchr(line, '\n');
@@ -49,14 +50,19 @@ void ckptless_script_scan(char *text, struct ckptless_cmdline *said)
 		if (end)
 			*end = '\0';
 		if (!strncmp(line, "#SBATCH", 7) && strchr(" \t", line[7])) {
-			for (char *rest = line + 7; count < MAX_WORDS && (word = cut_word(rest, &rest));)
-				words[count++] = word;
+			for (char *rest = line + 7; count < MAX_WORDS && (word = cut_word(rest, &rest));) {
+				if (!strcmp(word, "hetjob") || !strcmp(word, "packjob"))
+					het = true;
+				else
+					words[count++] = word;
+			}
 		} else if (line[0] != '#' && line[strspn(line, " \t\r")] != '\0') {
 			break;
 		}
 		line = next;
 	}
 	ckptless_cmdline_scan(words, count, CKPTLESS_SBATCH, said);
+	said->het = het;
 }
 
 bool ckptless_script_read(const char *path, char *text)

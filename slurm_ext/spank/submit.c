@@ -362,6 +362,8 @@ void ckptless_submit_ready(spank_t sp, const struct ckptless_config *config)
 		not_asked();
 		return;
 	}
+	if (state.line.het || state.script.het || (state.command == CKPTLESS_SRUN && getenv("SLURM_HET_SIZE")))
+		refuse(CKPTLESS_NO_HET);
 	take_rest_from_job(&spec);
 	if (!only_inherited && !ckptless_fits(&spec, node_count(), why, sizeof(why)))
 		refuse(why);

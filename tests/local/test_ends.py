@@ -110,7 +110,7 @@ def test_a_loss_that_is_no_number_is_the_trainings_business(tmp_path: Path) -> N
     [
         (["--nodez", "4"], ["--nodez"]),
         (["--nodes", "0"], ["nodes"]),
-        (["--nodes", "2", "--spares", "2"], ["2 spares", "--nodes"]),
+        (["--nodes", "2", "--spares", "1025"], ["--spares", "1024"]),
         (["--nproc-per-node", "many"], ["nproc-per-node"]),
         (["--port", "70000"], ["port"]),
         (["--tee", "first"], ["--tee first"]),

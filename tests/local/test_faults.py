@@ -121,6 +121,13 @@ def test_nodes_before_the_first_commit_and_two_at_once(tmp_path: Path) -> None:
     assert check(tmp_path, faults, spares=3)["node-lost"] == 3
 
 
+@pytest.mark.slow
+def test_more_spares_than_nodes_that_train(tmp_path: Path) -> None:
+    faults = [fault("forward", "node", 0, 20), fault("update", "node", 2, 40)]
+    shape = Shape(nodes=1, per_node=4, steps=60)
+    assert check(tmp_path, faults, spares=2, shape=shape)["node-lost"] == 2
+
+
 def test_a_rack_with_the_leader_and_the_next_two_nodes_on_the_ring(tmp_path: Path) -> None:
     """Without domains nodes 1 and 2 would have the only copies of rank 0's record."""
     faults = [fault("update", "node", rank, 20) for rank in range(3)]

@@ -60,7 +60,7 @@ class Wires:
         assert self.peering is not None
         self.peering.to_all(message)
 
-    def to_agent(self, order: m.Order) -> None:
+    def to_agent(self, order: m.Order | m.Announce) -> None:
         pass
 
     def write(self, records: Sequence[Record]) -> None:
@@ -76,6 +76,9 @@ class Wires:
         then()
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
+        pass
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
         pass
 
 

@@ -47,7 +47,7 @@ class Daemon:
         self._session: JobSession | None = None
         self._peering: Peering | None = None
         self._agent: Agent | None = None
-        self._orders: Channel[m.Order] | None = None
+        self._orders: Channel[m.Order | m.Announce] | None = None
         self._written = 0.0
         self._writing: list[Durable] = []
         self._awake_at = 0.0
@@ -293,7 +293,7 @@ class Daemon:
             assert self._peering is not None
             self._peering.to_all(message)
 
-    def to_agent(self, order: m.Order) -> None:
+    def to_agent(self, order: m.Order | m.Announce) -> None:
         """See jobs.Outlets."""
         if self._orders is not None:
             self._orders.send(order)
@@ -332,6 +332,10 @@ class Daemon:
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See jobs.Outlets."""
         self.world.witness.ask(self, set(nodes), set(ours))
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        """See jobs.Outlets. Nobody here is told by Slurm to end."""
+        raise AssertionError(cancel)
 
     def hear_witness(self, nodes: set[int]) -> None:
         """The cluster's manager holds these for dead."""

@@ -91,7 +91,7 @@ def test_both_at_once_wait_for_the_disk(dead: int) -> None:
 
 @pytest.mark.parametrize("gap_s", [-0.1, 0.05])
 def test_the_next_to_lead_has_no_disk(gap_s: float) -> None:
-    """Three of five voters are left that can vote: the next one but one leads, and nobody waits for a disk."""
+    """Three of five voters can vote: the next one but one leads, and nobody waits for a disk."""
     world = play(5, (2.0, full(1, FOR_EVER_S)), (2.0 + gap_s, dies(0)))
     assert world.checks.outcome is not None
     assert world.checks.outcome.state == "done", world.story.render()

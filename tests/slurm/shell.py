@@ -16,10 +16,10 @@ from cluster.plan import ClusterError
 from training import ROOT, make_site
 
 WELCOME = """
-Five nodes with Slurm, MUNGE, ckptlessd and the SPANK plugin; you are `tester` on the controller. Try
+{nodes} nodes with Slurm, MUNGE, ckptlessd and the SPANK plugin; you are `tester` on the controller. Try
 
     cd /shared
-    sbatch --ckptless=spares=1 --nodes=5 --wrap "ckptless-run {demo} --steps 200"
+    sbatch --ckptless=spares=1 --nodes={nodes} --wrap "ckptless-run {demo} --steps 200"
     squeue; sinfo; tail -f slurm-*.out
 
 and in a second terminal, as root of this machine:
@@ -31,8 +31,14 @@ The cluster goes when you leave this prompt.
 """
 
 
+def welcome(nodes: int, command: str) -> str:
+    """What can be tried on a cluster of so many nodes; `command`: how it is reached from outside."""
+    return WELCOME.format(nodes=nodes, demo=ROOT / "docs/demo/train_gpt.py", cluster=command)
+
+
 @click.command()
-@click.option("--nodes", default=5, show_default=True, type=click.IntRange(2, 20))
+# Less would leave nothing to show: one that trains on the batch host, one that is lost, one spare.
+@click.option("--nodes", default=5, show_default=True, type=click.IntRange(3, 20))
 def main(nodes: int) -> None:
     """Bring it up, give a prompt, take it down."""
     lacks = requirements.missing()
@@ -43,7 +49,7 @@ def main(nodes: int) -> None:
         command = f"{sys.executable} {Path(__file__).parent / 'cluster'} --dir {place / 'cluster'}"
         try:
             with make_site(place / "cluster", place / "build", nodes):
-                click.echo(WELCOME.format(demo=ROOT / "docs/demo/train_gpt.py", cluster=command))
+                click.echo(welcome(nodes, command))
                 subprocess.run([*command.split(), "shell", "--user", "tester", "ctl"], check=False)
         except ClusterError as error:
             raise click.ClickException(str(error)) from error

@@ -113,6 +113,15 @@ def test_the_scripts_exit_code_is_the_jobs(site: Cluster) -> None:
     assert "exit code 7" in (home / f"slurm-{job}.out").read_text()
 
 
+def test_a_heterogeneous_job_is_refused(site: Cluster) -> None:
+    """Without --ckptless nobody sees it before the launcher does."""
+    script = "echo > t.py; ckptless-run t.py"
+    job, home = submit(site, "het", script, "--nodes=1", ":", "--nodes=1")
+    assert "ExitCode=2:0" in ended(site, job, "FAILED")
+    out = (home / f"slurm-{job}.out").read_text()
+    assert out.count("a heterogeneous job (with : or hetjob) cannot train with ckptless") == 1
+
+
 def test_two_runs_in_one_job_have_their_own_folders(site: Cluster) -> None:
     script = "echo 'print(\"hello\")' > t.py; ckptless-run t.py && ckptless-run t.py"
     job, home = submit(site, "twice", script, "--nodes=2", "--ckptless")
@@ -137,7 +146,7 @@ def test_a_node_without_our_daemon_is_named(site: Cluster) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--spares", "3"], "leave none that train"),
+        (["--spares", "3"], "a job of 2 nodes has none left to train on"),
         (["--nodes", "3"], "are more than the 2 of the allocation"),
         (["--job", "x"], "--job is for --local"),
     ],
@@ -147,3 +156,44 @@ def test_wrong_options(site: Cluster, options: list[str], words: str) -> None:
     job, home = submit(site, "wrong", script, "--nodes=2")
     assert "ExitCode=2:0" in ended(site, job, "FAILED")
     assert words in (home / f"slurm-{job}.out").read_text()
+
+
+USR1 = """\
+import os, signal, sys, time
+from pathlib import Path
+
+rank, count = os.environ["RANK"], 0
+
+def told(*_):
+    global count
+    count += 1
+    Path(f"told-{rank}").write_text(str(count))
+
+signal.signal(signal.SIGUSR1, told)
+Path(f"ready-{rank}").touch()
+while not Path("over").exists():
+    time.sleep(0.05)
+"""
+
+
+def test_sigusr1_reaches_every_rank_and_ends_nothing(site: Cluster) -> None:
+    """`scancel --signal`, which is what `#SBATCH --signal` does as well, and a signal to the batch script."""
+    script = f"cat > usr1.py <<'END'\n{USR1}END\nexec ckptless-run usr1.py"
+    job, home = submit(site, "usr1", script, "--nodes=2", "--ntasks-per-node=2", "--ckptless")
+
+    def wait(names: str, count: int) -> None:
+        for _ in range(600):
+            found = list(home.glob(names))
+            if len(found) == 4 and (not count or all(path.read_text() == str(count) for path in found)):
+                return
+            site.run("ctl", "sleep", "0.1")
+        raise AssertionError([(path.name, path.read_text()) for path in home.iterdir() if path.is_file()])
+
+    wait("ready-*", 0)
+    site.run("ctl", "scancel", "--signal=USR1", str(job), user=USER)
+    wait("told-*", 1)
+    site.run("ctl", "scancel", "--batch", "--signal=USR1", str(job), user=USER)
+    wait("told-*", 2)
+    (home / "over").touch()
+    ended(site, job, "COMPLETED")
+    assert {path.read_text() for path in home.glob("told-*")} == {"2"}

@@ -102,6 +102,8 @@ def test_help_shows_both_options(user: User, command: str) -> None:
         ("--ckptless=spares=1 --ckptless-spares=2", "--ckptless says spares=1, and --ckptless-spares"),
         ("-N2 --ckptless=spares=2", "with 2 spares, a job of 2 nodes has none left to train on"),
         ("-N1-2 --ckptless --ckptless-spares 2", "with 2 spares, a job of 2 nodes has none left"),
+        ("-N1 --ckptless : -N1", "a heterogeneous job (with : or hetjob) cannot train with ckptless"),
+        ("-N1 : -N1 --ckptless", "a heterogeneous job (with : or hetjob) cannot train with ckptless"),
     ],
 )
 def test_nonsense_is_refused_at_submit(user: User, command: str, options: str, says: str) -> None:
@@ -121,6 +123,8 @@ def test_nonsense_is_refused_at_submit(user: User, command: str, options: str, s
             ("#SBATCH --nodes=1", "#SBATCH --ckptless", "#SBATCH --ckptless-spares=1"),
             "a job of 1 node has none",
         ),
+        (("#SBATCH -N1 --ckptless", "#SBATCH hetjob", "#SBATCH -N1"), "a heterogeneous job (with : or het"),
+        (("#SBATCH -N1", "#SBATCH hetjob", "#SBATCH -N1 --ckptless"), "a heterogeneous job (with : or het"),
     ],
 )
 def test_nonsense_in_the_script_is_refused(user: User, lines: tuple[str, ...], says: str) -> None:
@@ -424,6 +428,10 @@ def test_job_submit_and_notify_without_the_plugin_on_nodes(
     result = user.run(f"bash -c {shlex.quote(piped)}")
     assert result.returncode != 0
     assert "with 2 spares, a job of 2 nodes has none left to train on" in result.stderr
+    piped = "printf '#!/bin/sh\\n#SBATCH -N1 --ckptless\\n#SBATCH hetjob\\n#SBATCH -N1\\n' | sbatch"
+    result = user.run(f"bash -c {shlex.quote(piped)}")
+    assert result.returncode != 0
+    assert "a heterogeneous job (with : or hetjob) cannot train with ckptless" in result.stderr
     cluster.wait_idle()
 
 

@@ -32,7 +32,9 @@ DEADLINE_S = 90.0
 SLEEP_S = 0.1
 
 
-def make_site(directory: Path, build: Path, nodes: int, conf: dict[str, str] | None = None) -> Cluster:
+def make_site(
+    directory: Path, build: Path, nodes: int, conf: dict[str, str] | None = None, lines: tuple[str, ...] = ()
+) -> Cluster:
     """A cluster, still off, with ckptlessd on every node and the plugin in Slurm."""
     plugin = miniconf.build("spank", "ckptless_spank.so", build)
     daemon = Service(name="ckptlessd", argv=(str(BIN / "ckptlessd"), "--verbose"))
@@ -42,7 +44,7 @@ def make_site(directory: Path, build: Path, nodes: int, conf: dict[str, str] | N
         PLUGIN: plugin.read_bytes(),
     }
     conf = {"PrologFlags": "Alloc", **(conf or {})}
-    plan = Plan(nodes=nodes, services=(daemon,), conf=conf, rootfs=miniconf.ROOTFS)
+    plan = Plan(nodes=nodes, services=(daemon,), conf=conf, lines=lines, rootfs=miniconf.ROOTFS)
     return Cluster(directory, plan, ckptless=True, files=files)
 
 

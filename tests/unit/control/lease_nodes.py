@@ -70,7 +70,9 @@ def trains(node: int, assignment: m.Assignment, seq: int = 1, phase: m.Phase = "
     """What an agent says of a rank in the middle of training (of a spare's process, that it waits)."""
     if not assignment.ranks_on(node):
         phase = "waiting"
-    slot = m.SlotState(slot=0, phase=phase, generation=assignment.generation, hooked=True, step=STEP)
+    slot = m.SlotState(
+        slot=0, phase=phase, generation=assignment.generation, hooked=True, step=STEP, stepped=True
+    )
     return m.AgentState(seq=seq, slots=(slot,), assigned=assignment.generation)
 
 

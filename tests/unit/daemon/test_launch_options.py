@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
+import ckptless
 from ckptless.daemon.agent.config import DataConfig
 from ckptless.daemon.launch import main
 from ckptless.daemon.launch.data import data_config
@@ -194,7 +199,9 @@ def test_what_torchrun_needs_is_taken_and_said_to_do_nothing(words: list[str], t
         (["--local", "--nodez", "2", "train.py"], "--nodez"),
         (["--local", "--nodes", "0", "train.py"], "--nodes"),
         (["--local", "--nnodes", "1:4", "train.py"], "1:4"),
-        (["--local", "--nodes", "2", "--spares", "2", "train.py"], "2 spares for 2 training nodes"),
+        (["--local", "--spares", "1025", "train.py"], "--spares"),
+        (["--local", "--copies", "65", "train.py"], "--copies"),
+        (["--local", "--max-stall", "86401", "train.py"], "--max-stall"),
         (["--local", "--spares", "-1", "train.py"], "--spares"),
         (["--local", "--tee", "0;1", "train.py"], "--tee 0;1"),
         (["--local", "--max-stall", "4", "train.py"], "--max-stall"),
@@ -228,3 +235,20 @@ def test_help_teaches() -> None:
     assert result.exit_code == 0
     for word in ("Examples:", "Exit codes:", "--spares", "--nproc-per-node", "130"):
         assert word in result.stdout
+
+
+def test_without_torch_it_says_one_sentence(tmp_path: Path) -> None:
+    """A real process, in an environment that has all but torch."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for path in Path(click.__file__).parents[1].iterdir():
+        if not path.name.startswith(("torch", "functorch")) and path.suffix != ".pth":
+            (packages / path.name).symlink_to(path)
+    words = [sys.executable, "-S", "-m", "ckptless.daemon.launch.main", "--local", "train.py"]
+    source = Path(ckptless.__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": f"{packages}:{source}"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("ckptless-run: error: torch is not installed for ")
+    assert done.stderr.count("\n") == 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ckptless.daemon.api.messages import PROTOCOL, AgentHello, JobSpec, Limits, NodeInfo
+from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobSpec, Limits, NodeInfo
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.control.faults import NodeView
@@ -16,6 +16,8 @@ from ckptless.daemon.roster import Roster
 from ckptless.daemon.runtime import JobRuntime
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
 from ckptless.daemon.slurm.cached import CachedSlurm, Reading
+from ckptless.daemon.slurm.ending import Ending
+from ckptless.daemon.slurm.errors import SlurmUnreachableError
 
 OWNER = 1001
 NAMES = ("n1", "n2", "n3")
@@ -38,6 +40,7 @@ class FakeSlurm(CachedSlurm):
         self.closed = False
         self.have = tuple(Node(name=name, address="", state="MIXED") for name in NAMES)
         self.asked_nodes = 0
+        self.end = Ending(state="RUNNING")
         self.age_s = 0.0
 
     async def nodes(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Node, ...]]:
@@ -77,6 +80,12 @@ class FakeSlurm(CachedSlurm):
     async def cancel(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
         self._tell("cancel", str(job_id))
 
+    async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
+        self.asked.append(job_id)
+        if self.trouble:
+            raise SlurmUnreachableError(self.trouble)
+        return self.end
+
     async def comment(self, job_id: int, text: str, *, deadline_s: float = DEADLINE_S) -> None:
         self._tell("comment", str(job_id), text)
 
@@ -98,6 +107,7 @@ class FakeRuntime:
     notes: list[tuple[str, str, str]] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
     losses: list[NodeLost] = field(default_factory=list)
+    reasons: list[tuple[int, int, str]] = field(default_factory=list)
 
     @property
     def roster(self) -> Roster:
@@ -120,6 +130,9 @@ class FakeRuntime:
     def lose(self, loss: NodeLost) -> None:
         self.losses.append(loss)
         self.lost = (*self.lost, loss.node)
+
+    def explained(self, node: int, cancel: Cancel, reason: str) -> None:
+        self.reasons.append((node, cancel.exit_code, reason))
 
     @property
     def it(self) -> JobRuntime:

@@ -88,6 +88,9 @@ class FakeCluster:
     def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
         raise AssertionError(nodes)
 
+    def explain(self, runtime: JobRuntime, node: int, cancel: m.Cancel) -> None:
+        runtime.explained(node, cancel, f"{cancel.reason}, as it seems")
+
 
 class Client:
     """An agent's end of a connection."""

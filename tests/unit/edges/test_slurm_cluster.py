@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
-from ckptless.daemon.api.messages import PROTOCOL, AgentHello, JobEnded, JobStarted, Outcome
+from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobEnded, JobStarted, Outcome
 from ckptless.daemon.api.records import BY_SLURM, JobRecord, JobState
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.config import KeepConfig
@@ -31,6 +31,7 @@ from ckptless.daemon.slurm import cluster as module
 from ckptless.daemon.slurm.adapter import Job, Node, check_text
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.cluster import SlurmCluster, reason_text
+from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
@@ -670,6 +671,44 @@ def test_the_cache_asks_for_nodes_once_a_look() -> None:
     run(work)
 
 
+# ------------------------------------------------------------------------------ why it is signalled
+
+
+def explained(slurm: FakeSlurm) -> list[tuple[int, int, str]]:
+    runtime = FakeRuntime()
+
+    async def work() -> None:
+        cancel = Cancel(exit_code=143, reason="SIGTERM", restarts=0)
+        edge = cluster(slurm)
+        edge.explain(runtime.it, 2, cancel)
+        await until(lambda: runtime.reasons)
+        await edge.aclose()
+
+    run(work)
+    return runtime.reasons
+
+
+def test_slurm_says_why_a_job_is_signalled() -> None:
+    slurm = FakeSlurm()
+    slurm.end = Ending(state="RUNNING", preempt_s=1.8e9)
+    assert explained(slurm) == [(2, 143, "preempted by Slurm")]
+    assert slurm.asked == [4711]
+
+
+def test_where_slurm_does_not_say_why_the_signal_is_all_there_is() -> None:
+    assert explained(FakeSlurm(trouble="no slurmctld")) == [(2, 143, "SIGTERM (no slurmctld)")]
+
+
+def test_slurm_has_a_second_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(FakeSlurm):
+        async def ending(self, job_id: int, *, deadline_s: float = 10.0) -> Ending:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    monkeypatch.setattr(module, "EXPLAIN_S", 0.05)
+    assert explained(Silent()) == [(2, 143, "SIGTERM (Slurm does not answer)")]
+
+
 # --------------------------------------------------------------------------- rows that nobody has closed
 
 
@@ -735,7 +774,9 @@ def test_what_the_daemons_have_decided_counts_for_more_than_slurms_word(tmp_path
 
 
 async def opened(folder: Path) -> LedgerWriter:
-    return LedgerWriter(Ledger.open(folder / "ledger.db"))
+    ledger = LedgerWriter(folder / "ledger.db")
+    await ledger.start()
+    return ledger
 
 
 async def passes(edge: SlurmCluster, ledger: LedgerWriter, runs: list[FakeRuntime]) -> None:

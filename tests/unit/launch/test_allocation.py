@@ -192,8 +192,8 @@ def test_ranks_on_a_node(tasks: int | None, gpus: int | None, slots: int | None,
 @pytest.mark.parametrize(
     ("env", "given", "says"),
     [
-        ({SPARES: "4"}, (None, None), "4 spares in an allocation of 4 nodes"),
-        ({}, (None, 9), "9 spares in an allocation of 4 nodes"),
+        ({SPARES: "4"}, (None, None), "with 4 spares, a job of 4 nodes has none left to train on"),
+        ({}, (None, 9), "with 9 spares, a job of 4 nodes has none left to train on"),
         ({SPARES: "1"}, (4, None), "ask sbatch for --nodes=5"),
         ({}, (3, 2), "ask sbatch for --nodes=5"),
         ({SPARES: "x"}, (None, None), "CKPTLESS_SPARES is 'x'"),

@@ -16,6 +16,8 @@ char *slurm_xstrdup(const char *text)
 	return said;
 }
 
+static uint32_t component = NO_VAL; /* as slurmctld itself sets it */
+
 static job_desc_msg_t submitted(int expected, uint32_t nodes, uint16_t kill, char *one, char *two)
 {
 	char *environment[] = { "OTHER=1", NULL, one, two };
@@ -25,6 +27,7 @@ static job_desc_msg_t submitted(int expected, uint32_t nodes, uint16_t kill, cha
 
 	slurm_init_job_desc_msg(&job);
 	assert(job.kill_on_node_fail == NO_VAL16);
+	job.het_job_offset = component;
 	job.max_nodes = nodes;
 	job.kill_on_node_fail = kill;
 	job.spank_job_env = environment;
@@ -54,6 +57,11 @@ int main(void)
 	assert(strstr(said, "with 4 spares, a job of 4 nodes has none left to train on"));
 	submitted(no, 4, NO_VAL16, "CKPTLESS=rm -rf", NULL);
 	assert(strstr(said, "\"rm -rf\" is not known"));
+	component = 0; /* of a heterogeneous job */
+	submitted(ok, 4, NO_VAL16, NULL, NULL);
+	submitted(ok, 4, NO_VAL16, "CKPTLESS=off", NULL);
+	submitted(no, 4, NO_VAL16, "CKPTLESS=auto", NULL);
+	assert(strstr(said, "a heterogeneous job (with : or hetjob) cannot train with ckptless"));
 	puts("job_submit: as it should be");
 	return 0;
 }

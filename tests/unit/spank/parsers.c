@@ -61,8 +61,8 @@ static void answer_settle(char **field)
 
 static void answer_said(const struct ckptless_cmdline *said)
 {
-	printf("%s\t%s\t%s\t%s\t%ld\n", shown(said->spec), shown(said->spares), shown(said->no_kill),
-	       shown(said->program), said->nodes);
+	printf("%s\t%s\t%s\t%s\t%ld\t%d\n", shown(said->spec), shown(said->spares), shown(said->no_kill),
+	       shown(said->program), said->nodes, said->het);
 }
 
 static enum ckptless_command command(const char *name)

@@ -144,10 +144,11 @@ def test_what_contradicts_itself_is_refused(parsers: Parsers, asked: tuple[str, 
 
 
 def said(parsers: Parsers, *words: str) -> dict[str, str]:
-    return dict(zip(("spec", "spares", "no_kill", "program", "nodes"), parsers.ask(*words), strict=True))
+    names = ("spec", "spares", "no_kill", "program", "nodes", "het")
+    return dict(zip(names, parsers.ask(*words), strict=True))
 
 
-NOTHING = {"spec": "-", "spares": "-", "no_kill": "-", "program": "-", "nodes": "0"}
+NOTHING = {"spec": "-", "spares": "-", "no_kill": "-", "program": "-", "nodes": "0", "het": "0"}
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,10 @@ NOTHING = {"spec": "-", "spares": "-", "no_kill": "-", "program": "-", "nodes": 
         ("sbatch -koff job.sh", {"no_kill": "off", "program": "job.sh"}),
         ("sbatch --no-kill=off job.sh", {"no_kill": "off", "program": "job.sh"}),
         ("sbatch --no-kill job.sh", {"no_kill": "", "program": "job.sh"}),
+        ("sbatch --ckptless -N2 : -N1 job.sh", {"spec": "", "nodes": "1", "het": "1", "program": "job.sh"}),
+        ("sbatch -N2 job.sh : x", {"nodes": "2", "program": "job.sh"}),
+        ("sbatch hetjob", {"program": "hetjob"}),
+        ("srun -N1 a b : -N1 c", {"nodes": "1", "het": "1", "program": "a"}),
     ],
 )
 def test_options_end_where_the_program_begins(parsers: Parsers, line: str, expected: dict[str, str]) -> None:
@@ -206,6 +211,13 @@ def test_sbatch_lines_of_a_script(parsers: Parsers, tmp_path: Path) -> None:
         "nodes": "4",
         "no_kill": "off",
     }
+
+
+@pytest.mark.parametrize(("word", "het"), [("hetjob", "1"), ("packjob", "1"), ("--comment=hetjob", "0")])
+def test_components_in_a_script(parsers: Parsers, tmp_path: Path, word: str, het: str) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH {word}\n#SBATCH --ckptless\ntrue\n")
+    assert said(parsers, "script", str(script)) == NOTHING | {"spec": "", "nodes": "2", "het": het}
 
 
 def test_what_can_be_read_only_once_is_left_alone(parsers: Parsers, tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Preemption with grace time, and other ends of Slurm's: what becomes of the job, and what users are told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
+
+from cluster.api import Cluster
+from conftest import require_slurm
+from test_kept import kept
+from training import USER, Training, make_site
+
+pytestmark = pytest.mark.timeout(240)
+
+NODES = 2
+GRACE_S = 12
+LINES = (
+    f"PartitionName=again Nodes=ALL PriorityTier=1 GraceTime={GRACE_S} PreemptMode=REQUEUE",
+    f"PartitionName=never Nodes=ALL PriorityTier=1 GraceTime={GRACE_S} PreemptMode=CANCEL",
+    "PartitionName=first Nodes=ALL PriorityTier=10",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require_slurm()
+    place = tmp_path_factory.mktemp("site") / "cluster"
+    conf = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+    with make_site(place, tmp_path_factory.mktemp("spank"), NODES, conf, LINES) as up:
+        yield up
+
+
+def train(site: Cluster, *options: str) -> Training:
+    job = Training(site, nodes=NODES, spares=0, options=("--ntasks-per-node=2", *options)).submit()
+    job.trains()
+    return job
+
+
+def preempt(site: Cluster) -> None:
+    words = ("sbatch", "--partition=first", f"--nodes={NODES}", "--exclusive", "--output=/dev/null")
+    site.run("ctl", *words, "--wrap", "true", user=USER, cwd="/shared")
+
+
+def reason(job: Training) -> str:
+    """What users are told of its end; the batch script is still there."""
+    job.wait(lambda: job.outcome() is not None, "an outcome", 60.0)
+    outcome = job.outcome()
+    assert outcome is not None
+    assert (outcome["state"], outcome["exit_code"], outcome["why"]) == ("stopped", 143, "cancelled")
+    (end,) = {event.text for event in job.ledger().events if (event.job, event.kind) == (job.run_name, "end")}
+    assert end == f"stopped: {outcome['reason']}"
+    return str(outcome["reason"])
+
+
+@pytest.mark.parametrize(("partition", "state"), [("again", "PENDING"), ("never", "PREEMPTED")])
+def test_a_preempted_job_is_what_the_site_makes_of_it(site: Cluster, partition: str, state: str) -> None:
+    job = train(site, f"--partition={partition}")
+    preempt(site)
+    assert reason(job) == "preempted by Slurm"
+    # Nothing trains any more, and the script waits for Slurm's word.
+    assert job.slurm("JobState") in ("RUNNING", "COMPLETING", state)
+    job.wait(lambda: job.slurm("JobState") == state, f"Slurm says {state}", 90.0)
+    if state == "PENDING":
+        assert job.slurm("Restarts") == "1"
+        assert [len(kept(site, node)) for node in site.plan.node_names] == [1, 1]
+        site.run("ctl", "scancel", str(job.job_id), user=USER)
+    job.nothing_left()
+    assert "Slurm preempts the job: waiting for it" in job.story()
+
+
+@pytest.mark.slow  # that of scancel is looked at in test_saving, too
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("scontrol", "requeue"), "put back into Slurm's queue (scontrol requeue)"),
+        (("scancel",), "cancelled (scancel)"),
+        (("scancel", "--signal=TERM"), "SIGTERM from the user (scancel --signal or sbatch --signal)"),
+    ],
+)
+def test_the_reason_is_slurms(site: Cluster, command: tuple[str, ...], why: str) -> None:
+    job = train(site)
+    site.run("ctl", *command, str(job.job_id), user=USER)
+    assert reason(job) == why
+    site.run("ctl", "scancel", str(job.job_id), user=USER, check=False)
+    job.nothing_left()
+
+
+@pytest.mark.slow  # Slurm has no shorter time limit than a minute, and looks every half
+def test_a_time_limit_is_called_so(site: Cluster) -> None:
+    job = Training(
+        site, nodes=NODES, spares=0, options=("--ntasks-per-node=2", "--time=1"), steps=4000
+    ).submit()
+    job.wait(lambda: job.slurm("JobState") in ("COMPLETING", "TIMEOUT"), "Slurm ends it", 150.0)
+    assert reason(job) == "Slurm's time limit for the job"
