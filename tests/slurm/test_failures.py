@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster.api import Cluster
 from conftest import require_slurm
 from training import DEADLINE_S, USER, Training, make_site
+
+from ckptless.daemon.control.controller import DARK_FOR_GOOD_S
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,6 +49,11 @@ def node_of(job: Training, rank: int) -> str:
     return f"node{newest.places[rank][0] + 1:02d}"
 
 
+def is_down(site: Cluster, node: str) -> bool:
+    """Whether Slurm has it down: of one that was drained before, sinfo shows only that."""
+    return "State=DOWN" in site.run("ctl", "scontrol", "show", "node", node).stdout
+
+
 def sources(job: Training) -> list[str | None]:
     """Who told of the nodes that it lost, in the order of time."""
     faults = [f for f in job.ledger().faults if f.job == job.run_name and f.kind == "node-lost"]
@@ -67,9 +75,10 @@ def test_a_node_loses_power(site: Cluster) -> None:
     site.power_off("node02")
     job.trains(2)
     assert node_of(job, 1) == "node05"
-    site.wait_state("node02", "down", "down*")
+    job.wait(lambda: is_down(site, "node02"), "Slurm has it down", DARK_FOR_GOOD_S + DEADLINE_S)
     reason = site.run("ctl", "sinfo", "-h", "-R", "-o", "%E %N").stdout
-    assert f"ckptless: job {job.job_id}" in reason
+    assert re.search(rf"ckptless: job {job.job_id}: .*node0\d has heard nothing of it for \d+\.\d s", reason)
+    assert "never met" not in reason
     job.ended()
     job.same_bits()
     recovered_to(job, 2)
@@ -102,6 +111,13 @@ def test_a_cable_is_pulled_and_put_back(site: Cluster) -> None:
         return [event.text.split(" ")[0] for event in events if event.kind == "node-returned"]
 
     job.wait(lambda: returned() == ["node-3"], "its daemon is heard again")
+
+    def told() -> bool:
+        reason = site.run("ctl", "sinfo", "-h", "-R", "-o", "%E %N").stdout
+        return f"ckptless: job {job.job_id}: nothing on it answered" in reason and "and it lives" in reason
+
+    job.wait(told, "Slurm has it drained, and why")
+    assert not is_down(site, "node04")
     job.ended()
     job.same_bits()
     fenced = [e for e in job.ledger().events if e.kind == "fenced" and e.job == job.run_name]
@@ -183,7 +199,7 @@ def test_slurmctld_is_down_during_a_recovery(site: Cluster) -> None:
         "the event that Slurm could not be told",
     )
     site.start_slurmctld()
-    site.wait_state("node02", "down", "down*")
+    job.wait(lambda: is_down(site, "node02"), "Slurm has it down", DARK_FOR_GOOD_S + DEADLINE_S)
     job.ended()
     job.same_bits()
 
@@ -371,7 +387,7 @@ def test_a_job_without_spares_left_goes_back_into_the_queue(site: Cluster) -> No
     assert json.loads(first.read_text())["why"] == "no-spare"
     for node in ("node02", "node03"):
         site.boot(node)
-        site.wait_state(node, "down")
+        site.wait_state(node, "down", "drained")
         site.resume(node)
     site.wait_registered()
     again = job.home / f"ckptless-{job.job_id}.1"
