@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ckptless import __version__
 from ckptless.daemon import log, system
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.cluster import LocalCluster
@@ -35,6 +36,7 @@ async def _run_local(config: LocalConfig) -> int:
 )
 @click.option("--local", type=click.Path(path_type=Path), hidden=True, help="A node of local mode.")
 @click.option("-v", "--verbose", is_flag=True, help="Log more.")
+@click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 def command(path: Path | None, local: Path | None, verbose: bool) -> None:
     """Decide, record and watch for the jobs of one node."""
     try:

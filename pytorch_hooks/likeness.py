@@ -86,5 +86,5 @@ def _where(mine: Digests, theirs: Digests, tensors: TensorSet) -> str:
     for index, (name, tensor) in enumerate(tensors.named()):
         span = slice(8 * index, 8 * index + 8)
         if index < TOLD and mine.parts[span] != theirs.parts[span]:
-            return f"tensors, first {name} {tuple(tensor.shape)}"
+            return f"tensors, first state.{name[2:].replace(':', '.')} {tuple(tensor.shape)}"
     return "states"

@@ -25,9 +25,19 @@ def config() -> None:
     """
 
 
+_JSON = click.option("--json", "as_json", is_flag=True, help="JSON to stdout, for scripts.")
+
+
+def _wants_json(context: click.Context, *, as_json: bool) -> bool:
+    asked = context.find_object(Asked)
+    return as_json or (asked is not None and asked.as_json)
+
+
 @config.command()
 @_FILE
-def check(file: Path | None) -> None:
+@_JSON
+@click.pass_context
+def check(context: click.Context, file: Path | None, as_json: bool) -> None:
     """Say whether FILE is good: exit code 0, or 2 and what is wrong in it.
 
     \b
@@ -35,7 +45,9 @@ def check(file: Path | None) -> None:
         ckptctl config check ./ckptless.yaml && install -m 644 ckptless.yaml /etc/ckptless/
     """
     settings = load_settings(file)
-    if settings.file is None:
+    if _wants_json(context, as_json=as_json):
+        render.show_json(file=None if settings.file is None else str(settings.file), good=True)
+    elif settings.file is None:
         click.echo(f"There is no {DEFAULT_FILE}: the defaults hold.")
     else:
         click.echo(f"{settings.file} is good.")
@@ -43,7 +55,7 @@ def check(file: Path | None) -> None:
 
 @config.command()
 @_FILE
-@click.option("--json", "as_json", is_flag=True, help="JSON to stdout, for scripts.")
+@_JSON
 @click.pass_context
 def show(context: click.Context, file: Path | None, as_json: bool) -> None:
     """Show every value in force, and whether it is from the file, derived, or a default.
@@ -55,8 +67,7 @@ def show(context: click.Context, file: Path | None, as_json: bool) -> None:
         ckptctl config show --json | jq -r '.settings[] | select(.source == "file").key'
     """
     settings = load_settings(file)
-    asked = context.find_object(Asked)
-    if as_json or (asked is not None and asked.as_json):
+    if _wants_json(context, as_json=as_json):
         render.show_json(file=None if settings.file is None else str(settings.file), settings=shown(settings))
     else:
         click.echo(as_yaml(settings), nl=False)

@@ -3,10 +3,12 @@
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
+from ckptless import __version__
 from ckptless.daemon import log
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S, check_torch
@@ -14,17 +16,7 @@ from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.options import local_options, slurm_run
 from ckptless.daemon.launch.slurm import SlurmRun
 from ckptless.daemon.launch.step import StepRun
-
-# What torchrun needs to bring the nodes together, and ckptless does not: the agents are told who is there.
-NOT_NEEDED = (
-    "standalone",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "master_addr",
-    "master_port",
-    "node_rank",
-)
+from ckptless.daemon.launch.torchrun import NOT_NEEDED, NOT_OF_THE_ENVIRONMENT, REFUSED, check
 
 EPILOG = """\b
 Examples:
@@ -67,6 +59,18 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     return any(before in option.opts for option in options)
 
 
+def _torchruns(function: Callable[..., None]) -> Callable[..., None]:
+    """Give the command torchrun's options that do nothing here, or cannot be had, so that it can say so."""
+    for name in (*NOT_NEEDED, *REFUSED):
+        envvar = None if name in NOT_OF_THE_ENVIRONMENT else f"PET_{name.upper()}"
+        option = f"--{name.replace('_', '-')}"
+        function = click.option(option, is_flag=name in _FLAGS, envvar=envvar, hidden=True)(function)
+    return function
+
+
+_FLAGS = frozenset(("standalone", "run_path", "no_python", "virtual_local_rank"))
+
+
 @click.command(
     cls=_TorchrunNames,
     epilog=EPILOG,
@@ -76,7 +80,8 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 @click.option(
     "--nodes",
     "--nnodes",
-    type=click.IntRange(min=1),
+    metavar="N",
+    envvar="PET_NNODES",
     help="Nodes that train.  [default: 1; in a Slurm job, all that are no spares]",
 )
 @click.option(
@@ -86,13 +91,16 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 )
 @click.option(
     "--nproc-per-node",
-    type=click.IntRange(min=1),
-    help="Ranks on each node.  [default: 1; in a Slurm job, its tasks or GPUs per node]",
+    metavar="N",
+    envvar="PET_NPROC_PER_NODE",
+    help="Ranks on each node; or gpu, cpu, xpu, auto: as many as this node has.  "
+    "[default: 1; in a Slurm job, its tasks or GPUs per node]",
 )
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
+    envvar="PET_MAX_RESTARTS",
     help="For scripts without ckptless.run: as torchrun.",
 )
 @click.option(
@@ -106,14 +114,38 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
     type=click.FloatRange(MIN_STALL_S, MAX_STALL_S),
     help="Seconds without a step that are too many; every deadline follows from it.  [default: 300]",
 )
-@click.option("-m", "--module", is_flag=True, help="The script is a module's name, as in python -m.")
+@click.option(
+    "-m",
+    "--module",
+    is_flag=True,
+    envvar="PET_MODULE",
+    help="The script is a module's name, as in python -m.",
+)
 @click.option(
     "--preload",
     multiple=True,
     metavar="MODULE",
     help="Import this before the ranks are forked (torch always is).",
 )
-@click.option("--tee", default="0", help="Ranks whose output is shown here too: 0,3 or all or none.")
+@click.option(
+    "-t",
+    "--tee",
+    envvar="PET_TEE",
+    help="Ranks whose output is shown here too: all or none, ranks as in 0,3, or as torchrun 3 for all and "
+    "0:3,1:3 for local ranks.  [default: rank 0]",
+)
+@click.option(
+    "-r",
+    "--redirects",
+    envvar="PET_REDIRECTS",
+    help="As torchrun: with 3 no output is shown here, with 0:3 none of local rank 0.  Every rank has a log.",
+)
+@click.option(
+    "--local-ranks-filter",
+    envvar="PET_LOCAL_RANKS_FILTER",
+    metavar="0,1",
+    help="As torchrun: show only the output of these local ranks.",
+)
 @click.option(
     "--copies",
     type=click.IntRange(1, MAX_COPIES),
@@ -208,20 +240,15 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 @click.option(
     "--log-dir",
     type=click.Path(path_type=Path),
-    default=Path(),
+    envvar="PET_LOG_DIR",
     help="In a Slurm job: where a folder ckptless-JOBID for output is made, seen by all nodes.",
 )
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="TCP port of the daemons; 0: any free one."
 )
-@click.option("--standalone", is_flag=True, hidden=True)
-@click.option("--rdzv-backend", hidden=True)
-@click.option("--rdzv-endpoint", hidden=True)
-@click.option("--rdzv-id", hidden=True)
-@click.option("--master-addr", hidden=True)
-@click.option("--master-port", hidden=True)
-@click.option("--node-rank", hidden=True)
+@_torchruns
 @click.option("-v", "--verbose", is_flag=True, help="Log more.")
+@click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 @click.argument("script")
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, script_args: tuple[str, ...], **options: object) -> None:
@@ -233,11 +260,8 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
     log.configure("ckptless-run", verbose=bool(options["verbose"]))
     try:
         check_torch()
-        for name in NOT_NEEDED:
-            if options[name]:
-                click.echo(
-                    f"ckptless-run: --{name.replace('_', '-')} is not needed and has no effect", err=True
-                )
+        for name in check(options):
+            click.echo(f"ckptless-run: {name} is not needed and has no effect", err=True)
         run: LocalRun | SlurmRun | StepRun
         if options["local"]:
             run = LocalRun(local_options(script, script_args, options, os.environ))

@@ -26,6 +26,7 @@ from ckptless.daemon.launch.saving import save_config, saved_step
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.launch.tier import check_spares, recovers
+from ckptless.daemon.launch.torchrun import counted, shown
 from ckptless.daemon.ledger.paths import LATEST
 from ckptless.daemon.settings import DataSettings, ReplicationSettings, load_settings
 
@@ -41,8 +42,9 @@ def local_options(
     script: str, script_args: tuple[str, ...], options: Options, env: Mapping[str, str]
 ) -> LocalOptions:
     """Checked options, or UsageError with one sentence that says what to change."""
-    answers_faults = recovers(options, env)
+    answers_faults, options = recovers(options, env), counted(options)
     nodes, spares = _number(options, "nodes") or 1, _number(options, "spares") or 0
+    slots = _number(options, "nproc_per_node") or 1
     job = str(options["job"] or f"local-{secrets.token_hex(3)}")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", job) or job == LATEST:
         raise UsageError(
@@ -61,19 +63,19 @@ def local_options(
         module=bool(options["module"]),
         nodes=nodes,
         spares=spares,
-        slots=_number(options, "nproc_per_node") or 1,
+        slots=slots,
         start_tries=_number(options, "max_restarts") or 0,
         max_stall_s=_max_stall(options) or DEFAULT_MAX_STALL_S,
         recovers=answers_faults,
         preload=_preload(argv, options, recovers=answers_faults),
-        tee=_ranks(str(options["tee"])),
+        tee=shown(options, nodes, slots),
         copies=_number(options, "copies") or 2,
         twins=_twins(options),
         job=job,
         state_dir=state_dir if isinstance(state_dir, Path) else None,
         port=_number(options, "port") or 0,
         verbose=bool(options["verbose"]),
-        save=save_config(options, nodes * (_number(options, "nproc_per_node") or 1)),
+        save=save_config(options, nodes * slots),
         replication=replication_config(options, {}, ReplicationSettings()),
         data=data_config(options, DataSettings()),
         shutdown_s=shutdown_s(options, env),
@@ -92,14 +94,14 @@ def slurm_run(
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} is for --local: leave it out in a Slurm job")
     argv, answers_faults = _argv(script, script_args, options), recovers(options, env)
-    found = slurm.read_allocation(env)
+    found, options = slurm.read_allocation(env), counted(options)
     shape = slurm.shape(
         found, env, _number(options, "nodes"), _number(options, "spares"), _number(options, "nproc_per_node")
     )
     check_spares(shape.spares, recovers=answers_faults)
     settings = load_settings()
     limits = settings.limits(_slurm_max_stall(options, env), _number(options, "max_restarts") or 0)
-    tee, copies = _ranks(str(options["tee"])), _number(options, "copies") or _slurm_copies(env)
+    tee, copies = shown(options, shape.nodes, shape.slots), _number(options, "copies") or _slurm_copies(env)
     replication = replication_config(options, env, settings.replication)
     comm = comm_interface(options, settings.comm)
     save, data = save_config(options, shape.nodes * shape.slots), data_config(options, settings.data)
@@ -235,13 +237,3 @@ def _preload(argv: tuple[str, ...], options: Options, *, recovers: bool) -> tupl
     return (
         preloads(argv, Path.cwd(), names, module=bool(options["module"])) if recovers else (*ALWAYS, *names)
     )
-
-
-def _ranks(text: str) -> tuple[int, ...] | None:
-    """--tee: ranks, () for none, None for all."""
-    if text in ("all", "none"):
-        return None if text == "all" else ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"--tee {text}: give ranks as in 0,3, or all, or none") from None

@@ -13,9 +13,10 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+import xxhash
 
 from ckptless.daemon.api.errors import RecoveryError, UsageError
-from ckptless.pytorch_hooks.state import codec
+from ckptless.pytorch_hooks.state import codec, private, raw
 from ckptless.pytorch_hooks.state.codec import Ref
 
 LIMIT = 16 << 20
@@ -27,6 +28,9 @@ _PATCHED = frozenset({"step", "grad_scale", "found_inf"})
 _OPAQUE = (type, FunctionType, MethodType, ModuleType, torch.nn.Module, torch.Generator, torch.dtype)
 DEPTH = 12
 _SMALL = 256
+MANY = 10_000
+"""Items of a container up to which it is seen that one of them has changed."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 Saved = dict[str, tuple[dict[str, bytes], list[str]]]
 """Of each object by name: its changed attributes, packed, and those that `load_state_dict` brings back."""
@@ -44,6 +48,8 @@ class Attributes:
         self._holders = {name: one for name, one in holders.items() if not is_foreign(type(one))}
         self._built: dict[str, dict[str, bytes]] = {}
         self._changed: dict[str, set[str]] = {}
+        # How each attribute looked when it was packed last, and what that gave.
+        self._packed: dict[str, dict[str, tuple[Any, bytes | None]]] = {}
 
     @property
     def holders(self) -> dict[str, Any]:
@@ -54,7 +60,19 @@ class Attributes:
         """Remember what was built, the first time; `names` are those of tensors that are saved elsewhere."""
         for name, one in self._holders.items():
             if name not in self._built:
-                self._built[name], self._changed[name] = packed(one, names()), set()
+                self._built[name], self._changed[name] = self._pack(name, one, names()), set()
+
+    def _pack(self, name: str, one: Any, names: Mapping[int, str]) -> dict[str, bytes]:
+        """As `packed`; what looks as it did is not packed again."""
+        old, new = self._packed.get(name, {}), self._packed.setdefault(name, {})
+        only = self._changed[name] if isinstance(one, torch.nn.Module) else None
+        for key, value in own(one):
+            if only is None or key in only:
+                look = _look(value, names, 0)
+                if key not in old or old[key][0] != look:
+                    new[key] = look, packed(one, names, (key,)).get(key)
+        living = vars(one)
+        return {key: data for key, (_look, data) in new.items() if data is not None and key in living}
 
     def adopt(
         self, name: str, module: torch.nn.Module, changed: Iterable[str], built: dict[str, bytes]
@@ -75,7 +93,7 @@ class Attributes:
         saved: Saved = {}
         for name, one in self._holders.items():
             built, changed = self._built[name], self._changed[name]
-            now = packed(one, names, only=changed if isinstance(one, torch.nn.Module) else None)
+            now = self._pack(name, one, names)
             changed.update(key for key, value in now.items() if built.get(key) != value)
             changed.update(key for key in built if key not in vars(one))
             if not changed:
@@ -108,7 +126,56 @@ class Attributes:
                     living.pop(key, None)
             for key, value in kept.items():
                 _put(living, key, value, tensors)
-            self._changed[name] = {*kept, *covered}
+            # Of a module only those are looked at.
+            watched = self._changed[name] if isinstance(one, torch.nn.Module) else set()
+            self._changed[name] = {*watched, *kept, *covered}
+
+
+class _Same:
+    """Equal to itself only; keeps it alive, so that nothing else has its id."""
+
+    def __init__(self, one: Any) -> None:
+        self.one = one
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.one is other.one
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _look(value: Any, names: Mapping[int, str], depth: int) -> Any:
+    """What tells, without packing it, whether an attribute has changed."""
+    if isinstance(value, torch.Tensor):
+        known = names.get(id(value))
+        return _Same(value), known, _written(value) if known is None else 0
+    if isinstance(value, (dict, list, tuple, deque)):
+        if len(value) > MANY or depth > DEPTH:
+            return _Same(value), len(value)
+        items = value.items() if isinstance(value, dict) else value
+        return type(value), [_look(item, names, depth + 1) for item in items]
+    if isinstance(value, (set, frozenset)):
+        return _Same(value), frozenset(value) if len(value) <= MANY else len(value)
+    if (type(value).__module__, type(value).__name__) == ("numpy", "ndarray") and codec.is_plain_array(value):
+        return _Same(value), xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= LIMIT else 0
+    return (type(value), value) if type(value) in _PLAIN else _Same(value)
+
+
+def look(value: Any) -> Any:
+    """What compares equal for a tensor, an array or a random generator as long as it has not changed."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if type(value).__module__.startswith("numpy.random"):
+        bits = getattr(value, "bit_generator", None)
+        return repr(bits.state if bits is not None else value.get_state())
+    return _look(value, {}, 0)
+
+
+def _written(tensor: torch.Tensor) -> int:
+    """A digest, since writes by `.data` are not counted; of what could not be saved anyway, their count."""
+    if raw.why_not(private.local(tensor)) or tensor.numel() * tensor.element_size() > LIMIT:
+        return private.version(tensor)
+    flat = raw.flat(private.local(tensor))
+    return xxhash.xxh3_64_intdigest(raw.window(flat))
 
 
 def packed(one: Any, names: Mapping[int, str], only: Container[str] | None = None) -> dict[str, bytes]:

@@ -11,7 +11,6 @@ import torch
 from ckptless.daemon.api.errors import UsageError
 from ckptless.pytorch_hooks.state import attributes, private
 from ckptless.pytorch_hooks.state.objects import State, attributes_of, parts_of, tree_of
-from ckptless.pytorch_hooks.state.parts import is_stateful
 from ckptless.pytorch_hooks.state.tensors import TensorSet
 
 # The first commit, and the two after it: with a gradient scaler the first update may be skipped.
@@ -26,6 +25,7 @@ class SecondLook:
     def __init__(self, state: State) -> None:
         self._state = state
         self._looks = 0
+        self._seen: dict[str, Any] = {}
         modules = [(name, one) for name, one in tree_of(state).modules() if _is_script_s(one)]
         self._modules = {name: (one, _small(one)) for name, one in modules}
         self._versions = {name: dict(_large(one)) for name, one in modules}
@@ -40,7 +40,7 @@ class SecondLook:
         self._at_holders(tensors)
         self._at_modules()
         if self._looks == LOOKS:
-            self._modules, self._versions = {}, {}
+            self._modules, self._versions, self._seen = {}, {}, {}
 
     def _at_state_dicts(self, tensors: TensorSet) -> None:
         """Whatever torch would save of a model is a parameter, a buffer or extra state."""
@@ -60,11 +60,17 @@ class SecondLook:
         for name, one in parts_of(self._state).holders.items():
             if attributes.is_foreign(type(one)):
                 continue
-            told = list(_tensors(one.state_dict())) if name in parts_of(self._state).stateful else []
+            stateful = name in parts_of(self._state).stateful
+            told = list(_tensors(one.state_dict())) if stateful else []
             names = {**tensors.names, **{id(t): name for t in told}}
             for path, value in attributes.hidden(one, names):
-                if not any(_same(value, other) for other in (*told, *tensors.living.values())):
-                    raise UsageError(_unseen(name, path, value, stateful=is_stateful(one)))
+                if any(_same(value, other) for other in (*told, *tensors.living.values())):
+                    continue
+                # Whoever has a state_dict may keep constants, such as a dataset.
+                now = attributes.look(value)
+                before = self._seen.setdefault(f"{name}.{path}", now) if self._looks == 1 else None
+                if not stateful or now != (before or self._seen.get(f"{name}.{path}")):
+                    raise UsageError(_unseen(name, path, value, stateful=stateful))
 
     def _at_modules(self) -> None:
         """Attributes of the script's own modules that training changes: they are saved from now on."""

@@ -26,7 +26,17 @@ from ckptless.daemon.agent import config as agent_config
 from ckptless.daemon.agent import keeping as agent_keeping
 from ckptless.daemon.agent import nccl_wire, store_parser, store_protocol, store_wire, zygote_messages
 from ckptless.daemon.agent.rank_link import Heard
-from ckptless.daemon.api import eviction, keeping, messages, outcome, ring_entry, saved, saving, version
+from ckptless.daemon.api import (
+    eviction,
+    keeping,
+    messages,
+    outcome,
+    reading,
+    ring_entry,
+    saved,
+    saving,
+    version,
+)
 from ckptless.daemon.api import ring as api_ring
 from ckptless.daemon.api.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
 from ckptless.daemon.control.decree import Durable
@@ -70,6 +80,7 @@ EDGES: dict[str, tuple[Any, int]] = {
     "agent, what is to be kept": (keeping.KeepAnswer | messages.Denied, CONTROL_LIMIT),
     "ckptctl evict": (eviction.Evicted | messages.Denied, CONTROL_LIMIT),
     "ckptctl save": (saving.Saved | messages.Denied, CONTROL_LIMIT),
+    "ckptctl, the story": (reading.Page | messages.Denied, CONTROL_LIMIT),
     "ckptctl kept": (keeping.KeptList | messages.Denied, CONTROL_LIMIT),
     "daemon, from daemons": (peers.DaemonMessage, CONTROL_LIMIT),
     "agent, from agents": (peers.AgentMessage, CONTROL_LIMIT),
@@ -280,20 +291,12 @@ def _layout(chance: Random) -> layout.Layout:
 
 
 def _record(chance: Random) -> bytes:
-    made = record._Record(
-        step=3,
+    made = msgspec.structs.replace(
+        build(record._Record, chance),
         cursor=codec.pack(_tree(chance)),
         ddp_layouts={},
         layout=_layout(chance).packed,
         catalog=_catalog(chance),
-        training=record._Flags(1, b"\1"),
-        requires_grad=record._Flags(1, b"\1"),
-        grads=record._Flags(1, b"\0"),
-        buffers=codec.pack({}),
-        optimizers={},
-        objects={},
-        data={"x": codec.pack(_tree(chance))},
-        rng=codec.pack(None),
     )
     return codec.seal(msgspec.msgpack.encode(made))
 

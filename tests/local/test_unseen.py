@@ -85,7 +85,7 @@ def test_fifteen_faults(tmp_path: Path, kind: str) -> None:
         pytest.param(
             "compared",
             1,
-            ("different tensors, first p:model:module.a.weight (16, 8) after the update",),
+            ("different tensors, first state.model.module.a.weight (16, 8) after the update",),
             marks=pytest.mark.slow,
         ),
     ],
@@ -103,8 +103,8 @@ def test_a_script_that_makes_ranks_differ_is_told_so(
     ("kind", "words"),
     [
         ("opaque", ("state.updates is a Opaque whose state cannot be found", "state_dict")),
-        ("cut", ("ranks 0 and 1 begin with different tensors, first p:model:a.weight", "DTensor")),
-        pytest.param("stages", ("ranks 0 and 1 begin with different tensors",), marks=pytest.mark.slow),
+        ("cut", ("ranks 0 and 1 have different tensors, first state.model.a.weight", "DTensor")),
+        pytest.param("stages", ("ranks 0 and 1 have different tensors",), marks=pytest.mark.slow),
     ],
 )
 def test_refused_before_the_first_step(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:

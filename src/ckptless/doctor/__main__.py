@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from ckptless import __version__
 from ckptless.doctor.collect import collect
 from ckptless.doctor.findings import EXIT_CODES, Finding, find, worst
 from ckptless.torch_versions import Version, parse
@@ -26,6 +27,7 @@ def _version(_ctx: click.Context, _option: click.Parameter, value: str | None) -
 )
 @click.option("--nccl", callback=_version, metavar="X.Y", help="Ask about this NCCL.")
 @click.option("--json", "as_json", is_flag=True, help="Findings as JSON.")
+@click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 def command(torch: Version | None, nccl: Version | None, as_json: bool) -> None:
     """Tell what this torch, this NCCL and this machine will do under ckptless, and why.
 

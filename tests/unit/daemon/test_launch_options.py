@@ -164,7 +164,9 @@ def test_values_that_look_like_scripts(tmp_path: Path) -> None:
     assert found.argv == (str(tmp_path / "train.py"), "x_y")
 
 
-@pytest.mark.parametrize(("text", "ranks"), [("all", None), ("none", ()), ("0,3", (0, 3)), ("2", (2,))])
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("all", None), ("none", ()), ("0,3", (0, 3)), ("3", None), ("0", (0,))]
+)
 def test_tee(text: str, ranks: tuple[int, ...] | None) -> None:
     assert options("--tee", text, "train.py").tee == ranks
 
@@ -197,7 +199,7 @@ def test_what_torchrun_needs_is_taken_and_said_to_do_nothing(words: list[str], t
         (["--local", "nothing.py"], "no script nothing.py"),
         (["--local", "."], "no script ."),
         (["--local", "--nodez", "2", "train.py"], "--nodez"),
-        (["--local", "--nodes", "0", "train.py"], "--nodes"),
+        (["--local", "--nodes", "0", "train.py"], "--nnodes 0"),
         (["--local", "--nnodes", "1:4", "train.py"], "1:4"),
         (["--local", "--spares", "1025", "train.py"], "--spares"),
         (["--local", "--copies", "65", "train.py"], "--copies"),

@@ -66,6 +66,14 @@ class Told(Plain):
         vars(self.inner).update(state["inner"])
 
 
+class Keeper(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 def test_a_container_s_optimizers_are_found_beside_its_own_groups() -> None:
     parts: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 3)]
     made = parts_of(State(model=Plain(parts=parts), optimizer=Container(parts)))
@@ -277,3 +285,38 @@ def test_a_large_tensor_of_a_module_that_is_written_is_refused() -> None:
     with pytest.raises(UsageError, match=r"state\.model\.queue changes in training and is no buffer"):
         looked(State(model=module), lambda: module.queue.add_(1))
     looked(State(model=Counting(100_000)))
+
+
+def test_constants_of_objects_with_a_state_dict_are_theirs() -> None:
+    hidden: Any = Plain(data=torch.ones(2), rng=random.Random(1))
+    keeper = Keeper(inner=hidden)
+    looked(State(keeper=keeper), lambda: None)
+    for change in (hidden.rng.random, lambda: hidden.data.data.add_(1)):
+        with pytest.raises(UsageError, match=r"state\.keeper\.inner\.(data|rng) is a (Tensor|Random) that"):
+            looked(State(keeper=keeper), change)
+
+
+def test_writes_that_nobody_counts_are_seen() -> None:
+    state, own = optimizer_with(moments=[torch.zeros(2)], many={"a": {1}})
+    capture(state, 0)
+    own.moments[0].data.add_(1)
+    own.many["a"].add(2)
+    fresh, other = optimizer_with(moments=[torch.zeros(2)], many={"a": {1}})
+    restore(capture(state, 1), fresh)
+    assert torch.equal(other.moments[0], torch.ones(2))
+    assert other.many == {"a": {1, 2}}
+
+
+def test_a_module_s_attributes_are_looked_at_after_going_back_to_before_they_changed() -> None:
+    module = Counting(4)
+    state = State(model=module)
+    first = capture(state, 0)
+    looked(state, lambda: setattr(module, "tau", 0.5))
+    capture(state, 1)
+    restore(first, state)
+    assert module.tau == 1.0
+    module.tau = 0.25
+    kept = capture(state, 1)
+    module.tau = 0.0
+    restore(kept, state)
+    assert module.tau == 0.25
