@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks.state import optim, private, raw
+from ckptless.pytorch_hooks.state import private, raw
 from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of
 
 # On the gradient itself: goes with it, and another one at its address has none.
@@ -19,10 +19,11 @@ _USED = "_ckptless_used"
 
 def mark_used(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
     """Note that an optimizer's step has used its gradients as they are (some 0.3 µs for each)."""
-    for _place, parameter in optim.parameters(optimizer):
-        grad = parameter.grad
-        if grad is not None:
-            grad.__dict__[_USED] = _counts(grad)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None:
+                grad.__dict__[_USED] = _counts(grad)
 
 
 def watch_steps(state: State) -> None:

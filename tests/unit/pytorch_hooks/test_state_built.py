@@ -1,15 +1,20 @@
 """What a version could not bring into a new process is refused before it is committed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from ckptless.daemon.api.errors import UsageError
+from ckptless.pytorch_hooks.comm.buckets import Buckets
+from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.state.gradients import check_used, mark_used, watch_steps
+from ckptless.pytorch_hooks.torch_private import HashStore
 
 
 def made() -> tuple[Any, TensorSet]:
@@ -175,3 +180,58 @@ def test_an_optimizer_of_ones_own_has_used_them() -> None:
     refused(state)
     optimizer.step()
     check_used(state)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.usefixtures("world")
+def test_ddp_accumulates_gradients_that_are_not_used_yet(view: bool, static: bool) -> None:
+    body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = nn.parallel.DistributedDataParallel(body, gradient_as_bucket_view=view, static_graph=static)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_post_hook(mark_used)
+    state = State(model=model, optimizer=optimizer)
+    buckets = Buckets(state)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        if step == 3:
+            with model.no_sync():
+                model(torch.randn(2, 4)).sum().backward()
+            refused(state)
+        model(torch.randn(2, 4)).sum().backward()
+        refused(state)
+        optimizer.step()
+        check_used(state)
+        buckets.settle()
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.usefixtures("world")
+def test_fsdp_accumulates_gradients_that_are_not_used_yet(reduced: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model[0])
+    sharded: Any = fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_post_hook(mark_used)
+    state = State(model=model, optimizer=optimizer)
+    hidden = Sharded(model.modules())
+    for _ in range(3):
+        optimizer.zero_grad()
+        sharded.set_requires_gradient_sync(reduced)
+        sharded(torch.randn(2, 4)).sum().backward()
+        assert hidden.holds_gradients() != reduced
+        sharded.set_requires_gradient_sync(True)
+        sharded(torch.randn(2, 4)).sum().backward()
+        assert not hidden.holds_gradients()
+        refused(state)
+        optimizer.step()
+        check_used(state)
+        sharded(torch.randn(2, 4)).sum().backward()
+        refused(state)
