@@ -7,6 +7,7 @@ import msgspec
 import yaml
 
 from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.settings_file import CONSTRUCTION
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ def load(path: Path, kind: type[T]) -> T:
         return msgspec.convert(yaml.safe_load(path.read_text()), kind)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, msgspec.ValidationError, *CONSTRUCTION) as error:
         raise UsageError(f"{path}: {error}") from error
 
 

@@ -94,6 +94,7 @@ class Service:
             servers.append(await self._listen())
             self._spawn(self._tick())
             self.on_ready()
+            # no deadline: a daemon's life
             await stop.wait()
         finally:
             for server in servers:

@@ -26,6 +26,8 @@ class Copying:
             on_device = any(tensor.is_cuda for _name, tensor in tensors.named())
             if on_device and not isinstance(self._versions.device, DeviceCopies):
                 self._versions.device = DeviceCopies()
+            if on_device and (why_not := self._policy.refuse_device()) is not None:
+                self._tell(why_not)
         write = self._versions.begin if self._policy.overlaps else self._versions.write
         written = write(tensors, step, generation, shard, rank)
         self._trial = (tensors, written) if self._policy.open else None

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
-from ckptless.pytorch_hooks import env, job_key, torch_private
+from ckptless.pytorch_hooks import env, job_key, likeness, torch_private
 from ckptless.pytorch_hooks.cadence import Meter
 from ckptless.pytorch_hooks.cadence_agreement import Cadence, Fixed
 from ckptless.pytorch_hooks.comm.buckets import Buckets
@@ -25,6 +25,7 @@ from ckptless.pytorch_hooks.overlap import Policy
 from ckptless.pytorch_hooks.session import Session
 from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, gradients, read, restore
 from ckptless.pytorch_hooks.state.objects import tree_of, watch_of
+from ckptless.pytorch_hooks.state.second_look import SecondLook
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
@@ -58,12 +59,15 @@ class Run:
         self._part: m.Assigned | None = None
         self._state: State | None = None
         self._tensors: TensorSet | None = None
-        self.loaders = Loaders(session)
+        self._second_look: SecondLook | None = None
+        self.loaders = Loaders(session, lambda: fabric.calls)
         self._kept = False
         # The ranks that have the same tensors as this one (none named: all), and which of those on this node
         # writes them.
         self._twins: tuple[int, ...] = ()
         self._writes = False
+        self._alike: tuple[int, ...] = ()
+        self._compared = 0
         # The newest step that is done, and the newest that is committed.
         self._step = self._saved = 0
         self._buckets = Buckets()
@@ -146,7 +150,7 @@ class Run:
         """Begin a generation: what `ckptless.run` does before it calls the training function."""
         if self._part is None:
             self._was_spare = env.read().rank < 0
-        self._part, self._kept = part, False
+        self._part, self._kept, self._compared = part, False, 0
         self._on_recovery.clear()
         job_key.learn(part.cache_key)
         self.loaders.enter(part)
@@ -197,15 +201,17 @@ class Run:
             refuse(state)
             self._fabric.mark()
             self._state, self._tensors = state, TensorSet(state)
-            gradients.watch_scalers(state)
+            self._second_look = SecondLook(state)
+            gradients.watch_steps(state)
             self._buckets = Buckets(state)
-            found = twins(state, self.rank, self.world_size)
-            self._twins = () if len(found) == self.world_size else found
+            self._alike = twins(state, self.rank, self.world_size)
+            self._twins = () if len(self._alike) == self.world_size else self._alike
             self._fsdp = Sharded(module for _prefix, module in tree_of(state).modules())
         self._session.send(m.Twins(generation=part.generation, ranks=self._twins))
         if part.restore_step is None:
             if resume := env.read().resume:
                 self._resume(Path(resume))
+            self.compare("before the first step")
             self._session.send(m.Restored(generation=part.generation))
             self._writes = self._session.wait_writes(part.generation)
             self._kept = True
@@ -216,6 +222,18 @@ class Run:
             self._recover(part.restore_step)
             self._kept = True
         return self._state
+
+    def compare(self, where: str = "") -> None:
+        """Compare parameters, buffers and optimizer state with those of the rank's twins, bit by bit.
+
+        To find where a script makes ranks differ: at several places of a step, on every rank alike; not for
+        each step of a long run, since all is read. UsageError where they differ, with `where` and the first
+        tensor. Also raises GenerationEnded, CollectiveFailed.
+        """
+        assert self._tensors is not None
+        self._compared += 1
+        when = where or f"at step {self._step}, comparison {self._compared}"
+        likeness.compare(self._fabric, self.rank, self._alike, self._tensors, when, self._compared)
 
     def _resume(self, folder: Path) -> None:
         """Memory has nothing: go on from a step on the disk, into what was built just now."""
@@ -250,6 +268,8 @@ class Run:
         assert self._tensors is not None
         # Before anybody looks at the tensors: parameters must be shards again.
         self._fsdp.renew()
+        # What came in the step that was cut off a new process does not have.
+        self._tensors.check_built()
         self._join()
         self._fabric.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
@@ -342,12 +362,15 @@ class Run:
         assert self._state is not None
         assert self._tensors is not None
         self._tensors.check_built()
+        self._tensors.check_shared()
         gradients.check_used(self._state, pending=self._fsdp.holds_gradients())
 
     def _put(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         """Commit a step, of which nothing is to be waited for."""
         assert self._state is not None
         assert self._tensors is not None
+        if self._second_look is not None:
+            self._second_look.look(self._tensors)
         written = None
         if self._writes:
             written = self._copying.write(self._tensors, step, self.generation, self._shard, self.rank)
@@ -371,6 +394,7 @@ class Run:
 
     def _wait_for_copies(self) -> None:
         """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         waited_s = self._session.wait_acked(self.generation, self._saved)
         self.waited_s += waited_s
@@ -386,6 +410,7 @@ class Run:
 
     def finish(self) -> None:
         """The training function has returned: wait for the others, who may still need this rank."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         if self._kept:
             # The last step, too, is compared with the twins' before training counts as over.

@@ -193,12 +193,13 @@ class Versions:
 
     def _finish(self, commit: m.Commit, written: Written, own: tuple[Span, ...]) -> None:
         if written.coming is None:
+            # no deadline: hashes of memory, and the agent's answers; the control plane ends what hangs
             chunks = tuple(chunk.result() for chunk in written.chunks)
         else:
             digests = version.ChunkDigests(raw.window(written.payload), self._chunk_nbytes)
-            self.device.complete(written.coming.ticket, digests.came)
+            torn = self.device.complete(written.coming.ticket, digests.came)
             # What is torn gets no header, and nobody hears of it but the main thread.
-            if written.coming.guard.wait(between_bytecodes) is not None:
+            if written.coming.guard.wait(between_bytecodes, torn) is not None:
                 return
             chunks = digests.finish()
         header = replace(written.header, chunks=chunks)
@@ -212,6 +213,7 @@ class Versions:
         """Until the last commit has been sent. Raises what went wrong with it, StateMoved among that."""
         pending, moved = self._settle()
         for future in pending:
+            # no deadline: hashes of memory, and the agent's answers; the control plane ends what hangs
             future.result()
         if moved is not None:
             raise StateMoved(moved)

@@ -76,10 +76,12 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an agent is told.
 
-    `env` is the ranks' environment without torchrun's variables.
+    `env` is the ranks' environment without torchrun's variables. In a file it is only what is added to the
+    agent's own: nobody's secrets lie on a disk.
     `copies_address`: where other agents reach this one, and from where it connects to them; None: at
     `address`, and from wherever the kernel likes.
     `comm_address`: where ranks of other nodes reach those of this one; None: at `address`.
+    `scratch`: a folder for short-lived ones, which the launcher removes; None: the agent makes one.
     """
 
     node: int
@@ -89,6 +91,7 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     rank_socket: str
     copies_address: str | None = None
     comm_address: str | None = None
+    scratch: str | None = None
 
 
 def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
@@ -98,7 +101,7 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         raise UsageError(f"{AGENT_CONFIG} is not set: agents are started by ckptless-run")
     try:
         shared = msgspec.json.decode(base64.b64decode(text, validate=True), type=SharedConfig)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(
             f"{AGENT_CONFIG} is damaged ({error}): agents are started by ckptless-run"
         ) from error

@@ -22,6 +22,7 @@ from ckptless.daemon.agent.environment import (
 )
 from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.rank_link import RankLink
+from ckptless.daemon.agent.scratch import Scratch
 from ckptless.daemon.agent.slots import Slot, Tenant
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import CkptlessError
@@ -46,6 +47,7 @@ class Crew:
         self._closing = False
         self._resume = config.save.resume if config.save is not None else ""
         self.store = ("", 0)
+        self._scratch = Scratch(config.env, config.scratch)
         self.on_change: Callable[[], None] = lambda: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_hello: Callable[[Slot], None] = lambda _slot: None
@@ -90,11 +92,13 @@ class Crew:
             },
             cwd=Path(self._config.cwd),
             stdout="pipe",
+            scratch=self._scratch.make(),
         )
         slot.restarts += 1
         try:
             process = await self._zygote.spawn(spec)
         except CkptlessError as error:
+            self._scratch.remove(spec.scratch)
             self.on_event("spawn-failed", f"slot {slot.index}: {error}")
             if slot.births != birth:
                 return
@@ -102,7 +106,7 @@ class Crew:
             slot.enter("exited", slot.generation, m.Cause(kind="died", text=str(error)))
             self.on_change()
             return
-        tenant = Tenant(process, heard_at=asyncio.get_running_loop().time())
+        tenant = Tenant(process, heard_at=asyncio.get_running_loop().time(), scratch=spec.scratch)
         if self._closing or slot.births != birth:
             # While it was forked the next generation came, which has a process of its own for this slot.
             tenant.retired = True
@@ -181,6 +185,7 @@ class Crew:
     # ------------------------------------------------------------------------------- end of life
 
     async def _watch(self, slot: Slot, tenant: Tenant) -> None:
+        # no deadline: a rank lives as long as it trains; `close` ends it
         code = await tenant.process.wait()
         self._early.pop(tenant.process.pid, None)
         if tenant.link is not None:
@@ -191,6 +196,7 @@ class Crew:
         output = self._outputs.pop(tenant.process.pid, None)
         if output is not None:
             await output.finish(OUTPUT_DEADLINE_S)
+        self._scratch.remove(tenant.scratch)
 
     def _died(self, slot: Slot, tenant: Tenant, code: int) -> None:
         well = code == 0 and (slot.phase == "finished" or tenant.released or not tenant.hooked)
@@ -267,10 +273,12 @@ class Crew:
             )
             if not await _end(left, signal.SIGKILL, KILL_DEADLINE_S):
                 self.on_event("unkillable", f"processes outlive SIGKILL by {KILL_DEADLINE_S:g} s")
+        # no deadline: each has its own
         await asyncio.gather(*(o.finish(OUTPUT_DEADLINE_S) for o in list(self._outputs.values())))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._scratch.close()
 
 
 async def _end(processes: list[Process], number: signal.Signals, deadline_s: float) -> bool:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from ckptless.daemon import log
 from ckptless.daemon.agent.config import AgentConfig, of_this_node
@@ -35,6 +36,12 @@ async def _run(config: AgentConfig, zygote: tuple[int, int] | None, *, forwards:
     return await agent.run(cancelled)
 
 
+def _of_file(path: Path) -> AgentConfig:
+    """Local mode. Raises UsageError."""
+    config = load(path, AgentConfig)
+    return msgspec.structs.replace(config, env={**os.environ, **config.env})
+
+
 @click.command()
 @click.option("--local", "path", type=click.Path(path_type=Path), help="Local mode, by this file.")
 @click.option("--slurm", is_flag=True, help="In a step of ckptless-run, by its environment.")
@@ -48,7 +55,7 @@ def command(
     try:
         if (path is None) is not slurm:
             raise UsageError("agents are started by ckptless-run")
-        config = load(path, AgentConfig) if path else of_this_node(os.environ, len(os.sched_getaffinity(0)))
+        config = _of_file(path) if path else of_this_node(os.environ, len(os.sched_getaffinity(0)))
         log.configure(f"agent[{config.name}]", verbose=verbose)
         set_process_name("ckptless-agent")
         zygote = (zygote_pid, zygote_fd) if zygote_pid is not None and zygote_fd is not None else None

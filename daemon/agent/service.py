@@ -163,12 +163,15 @@ class Agent:
         await asyncio.wait(either, timeout=self._config.start_s, return_when=asyncio.FIRST_COMPLETED)
         name, where = self._config.name, self._config.daemon_socket
         if not self._answer.done() and not cancelled.done():
+            if self._daemon.stranger:
+                raise StartError(self._daemon.stranger)
             raise StartError(f"no ckptlessd answers on {name} ({where}): see that it runs there")
         if self._answer.done() and isinstance(answer := self._answer.result(), m.Denied):
             raise StartError(f"ckptlessd on {name} refuses this job: {answer.reason}")
 
     async def _wait(self, cancelled: "asyncio.Future[m.Cancel]") -> m.Outcome:
         either: set[asyncio.Future[Any]] = {cancelled, self._outcome}
+        # no deadline: the job's life; its end is the daemon's word, or the user's
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._outcome.done():
             # Ask for an orderly end of the whole job; without a daemon, end this node.

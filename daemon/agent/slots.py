@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ckptless.daemon.agent.processes import Process
 from ckptless.daemon.agent.rank_link import RankLink
@@ -25,6 +26,7 @@ class Tenant:
     released: bool = False
     lived: bool = False
     heard_at: float = 0.0
+    scratch: Path | None = None
 
 
 @dataclass

@@ -62,7 +62,7 @@ class Job(NamedTuple):
 def serve(connection: socket.socket) -> Job | None:
     """Answer spawn requests. Returns None when the agent is gone, and in each new process its job."""
     while True:
-        # No timeout: waiting is what a zygote does, and the agent's end is its own (EOF, PDEATHSIG).
+        # no deadline: waiting is what a zygote does, and the agent's end is its own (EOF, PDEATHSIG)
         packet, fds, flags, _ = socket.recv_fds(
             connection, wire.MAX_PACKET_BYTES, len(wire.SPAWN_FDS), socket.MSG_CMSG_CLOEXEC
         )
@@ -148,6 +148,7 @@ def _reap(middle: int) -> None:
     try:
         if not _readable(pidfd, MIDDLE_DEADLINE_S):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        # no deadline: it is dead, or was killed just now
         os.waitpid(middle, 0)
     finally:
         os.close(pidfd)
@@ -227,6 +228,9 @@ def _restore_interpreter(program: wire.Program) -> None:
     if multiprocessing is not None:
         # A secret, made at import: every rank of the node would have the same one.
         multiprocessing.current_process().authkey = os.urandom(32)
+        if program.scratch:
+            # Else `pymp-...`, which a process that is killed leaves behind. Its children inherit it.
+            multiprocessing.current_process()._config["tempdir"] = os.fsdecode(program.scratch)
     importlib.invalidate_caches()
     gc.enable()
 

@@ -10,6 +10,7 @@ from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.api.keeping import KeptList, WhatIsKept
 from ckptless.daemon.api.messages import Denied
+from ckptless.daemon.api.peercred import daemon_credentials
 from ckptless.daemon.api.reading import Page, Read
 from ckptless.daemon.api.saving import Save, Saved
 from ckptless.daemon.api.unixpath import unix_address
@@ -70,9 +71,11 @@ def ask(
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(deadline_s)
             sock.connect(unix_address(name))
+            daemon_credentials(sock, name)
             sock.sendall(encode(question))
             while True:
                 sock.settimeout(max(limit - time.monotonic(), 0.001))
+                # no deadline: the socket has one
                 data = sock.recv(_READ_NBYTES)
                 for answer in decoder.feed(data):
                     if isinstance(answer, Denied):

@@ -30,6 +30,12 @@ RUNGS = ("start", "in-process", "process", "spare")
 EXIT_SCRIPT = 1
 EXIT_UNRECOVERABLE = 4
 
+_SCRIPT_DIFFERS = (
+    ". The same difference after new processes points to the script, not to a node: something that each "
+    "rank does for itself, such as a GradScaler or a clipping without the others' gradients, or a draw "
+    "that is not seeded alike. run.compare() between the parts of a step names the first tensor that differs"
+)
+
 
 class NoPlanError(RecoveryError):
     """There is no next generation; `outcome` says how the job ends."""
@@ -204,7 +210,9 @@ def _answer_corruption(now: Situation, fault: Fault, count: int, answers: _Answe
     place = Place(node=finding.node, slot=finding.slot or 0)
     if count > now.spec.limits.process_tries:
         text = f"{finding.detail}, {count} times without a step in between"
-        raise NoPlanError(_unrecoverable(text, "corrupt", finding))
+        # Of those where nobody can say who is wrong the first answer is not a new process.
+        renewed = count > (1 if finding.odd else 2)
+        raise NoPlanError(_unrecoverable(text + _SCRIPT_DIFFERS * renewed, "corrupt", finding))
     if finding.odd:
         answers.suspect.add(place)
     if finding.odd or count > 1:
@@ -285,6 +293,9 @@ def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
     """How often this cause has come in a row without a step in between, this time included."""
     finding = fault.finding
     where = "" if finding.kind == "raised" else f"@{finding.node}/{finding.slot}"
+    if finding.kind == "silent-corruption":
+        # The rank, wherever it has moved: what goes with it is no node's fault.
+        where = f"@rank {finding.rank}"
     what = finding.detail if finding.kind == "raised" else ""
     cause = f"{finding.kind}{where}:{what}"
     same = [old for old in now.current.tries if old.cause == cause and old.step == now.progress]

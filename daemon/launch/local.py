@@ -11,8 +11,10 @@ import logging
 import math
 import os
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,6 +125,7 @@ class LocalRun:
         root = options.state_dir or default_state_dir().parent / options.job
         self.state_dir = root.absolute()
         self._tag = secrets.token_hex(4)
+        self._scratch: str | None = None
         self._nodes: list[Node] = []
         self._nest = Nest()
         self._stop: asyncio.Future[signal.Signals] | None = None
@@ -139,8 +142,9 @@ class LocalRun:
             loop.add_signal_handler(number, self._stopped, number)
         for number in USERS:
             loop.add_signal_handler(number, self._forward, number)
-        self._prepare()
+        self._scratch = tempfile.mkdtemp(prefix="ckptless-")
         try:
+            self._prepare()
             await self._start_all()
             logger.info(
                 "job %s: nodes %d, spares %d; follow it with: ckptctl --state-dir %s events -f",
@@ -152,6 +156,7 @@ class LocalRun:
             await self._wait()
         finally:
             await self._end_all()
+            shutil.rmtree(self._scratch, ignore_errors=True)
         return self._result()
 
     def _stopped(self, number: signal.Signals) -> None:
@@ -188,7 +193,9 @@ class LocalRun:
                 peers=peers,
             )
             _write(node.dir / "daemon.json", daemon)
-            _write(node.dir / "agent.json", self._agent_config(node))
+            config = self._agent_config(node)
+            added = {name: value for name, value in config.env.items() if os.environ.get(name) != value}
+            _write(node.dir / "agent.json", msgspec.structs.replace(config, env=added))
             self._nodes.append(node)
 
     def _peer(self, number: int, address: str) -> Peer:
@@ -234,6 +241,7 @@ class LocalRun:
             shutdown_s=options.shutdown_s,
             start_s=options.start_s,
             copies_address=node.peer.address,
+            scratch=self._scratch,
         )
 
     # ------------------------------------------------------------------------------------- start
@@ -249,6 +257,7 @@ class LocalRun:
         warm = asyncio.create_task(self._nest.warm(self._agent_config(self._nodes[0])))
         try:
             await self._start_daemons()
+            # no deadline: `zygote_deadline_s`
             await warm
         finally:
             warm.cancel()
@@ -266,6 +275,7 @@ class LocalRun:
     async def _start_daemons(self) -> None:
         for node in self._nodes:
             await self._start_daemon(node)
+        # no deadline: each has its own
         await asyncio.gather(*map(self._daemon_ready, self._nodes))
 
     async def _daemon_ready(self, node: Node) -> None:
@@ -358,6 +368,9 @@ class LocalRun:
         await end([node.agent for node in self._nodes if node.agent is not None], self._leave_s)
         await end([node.daemon for node in self._nodes if node.daemon is not None], DAEMON_TERM_S)
         await self._nest.close()
+        await self._end_orphans()
+
+    async def _end_orphans(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + KILL_DEADLINE_S
         while loop.time() < deadline:

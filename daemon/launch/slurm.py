@@ -104,6 +104,7 @@ class SlurmRun:
         spec = self.config.spec
         shape = f"nodes {spec.nodes}, spares {spec.spares}"
         logger.info("job %s: %s; output in %s", spec.job, shape, self.log_dir)
+        # no deadline: each has its own
         self.binding, domains = await asyncio.gather(cpu_binding(), find_domains(spec.names, self.domains))
         # Once, here: all agents must tell the same.
         self.config = replace(self.config, spec=replace(spec, domains=domains))

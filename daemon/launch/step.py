@@ -68,6 +68,7 @@ class StepRun:
                 if time.monotonic() > limit:
                     raise StartError(f"the node's agent did not come up in {AGENT_DEADLINE_S:.0f} s")
                 time.sleep(POLL_S)
+            # no deadline: the agent's life, over which its daemon watches
             while waiter.recv(4096):
                 pass
         return self._exit_code()

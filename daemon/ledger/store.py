@@ -120,10 +120,10 @@ class Ledger:
     def write(self, records: Sequence[Record]) -> None:
         """Record all of them or none. Writing the same again changes nothing.
 
-        By key: an older `updated_s` (of holdings: `seq`) never replaces a newer one, a job that ended never
-        runs again, an event stays as first told; anything else is replaced. A batch with a generation, fault
-        or recovery in it is on the disk when this returns; another one may be lost with the node's power,
-        never with the process.
+        By key: holdings of an older `seq` never replace newer ones, a job that ended never runs again, an
+        event stays as first told; anything else is replaced, whatever its time: clocks are set back. A batch
+        with a generation, fault or recovery in it is on the disk when this returns; another one may be lost
+        with the node's power, never with the process.
         """
         batches: dict[type[Record], list[dict[str, Any]]] = {}
         for record in records:
@@ -328,9 +328,7 @@ def _upsert(kind: type[Any]) -> Insert:
         return insert.on_conflict_do_nothing(index_elements=key)
     told = insert.excluded
     condition = None
-    if kind in (NodeRecord, SlotRecord):
-        condition = told.updated_s >= table.c.updated_s
-    elif kind is HoldingRecord:
+    if kind is HoldingRecord:
         condition = told.seq >= table.c.seq
     elif kind is JobRecord:
         condition = or_(not_(_ended(table.c.state)), _ended(told.state))

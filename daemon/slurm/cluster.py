@@ -118,6 +118,7 @@ class SlurmCluster:
 
     async def _peers(self, names: tuple[str, ...]) -> tuple[Peer, ...]:
         missing = [name for name in names if name not in self._addresses]
+        # no deadline: the resolver's own
         found = await asyncio.gather(*(asyncio.to_thread(_look_up, name) for name in missing))
         self._addresses.update(zip(missing, found, strict=True))
         return tuple(

@@ -65,6 +65,7 @@ class ProducerProcess:
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         # Suppressed: somebody in this process waits for every child.
         with contextlib.suppress(ChildProcessError):
+            # no deadline: it was killed just now
             os.waitpid(self.pid, 0)
         os.close(self.pidfd)
 
@@ -149,7 +150,7 @@ class _Worker:
         while True:
             found = self._socket.next()
             if found is None:
-                # No deadline: to wait is what a producer does; the agent's end is its own.
+                # no deadline: to wait is what a producer does; the agent's end is its own
                 self._socket.wait(None)
                 continue
             job, fd = found

@@ -130,6 +130,7 @@ class Worker:
         finally:
             os.close(fd)
         self.pid, pid = 0, self.pid
+        # no deadline: it is dead: its pidfd has told
         return os.waitpid(pid, 0)[1]
 
     def close(self) -> None:

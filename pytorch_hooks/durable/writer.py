@@ -84,6 +84,7 @@ def _received(sock: socket.socket) -> Iterator[tuple[WriteShard | WriteRecord | 
     decoder: Decoder[ToWriter] = Decoder(ToWriter, RANK_LIMIT)
     fds: list[int] = []
     while True:
+        # no deadline: the socket has one
         data, more, _, _ = socket.recv_fds(sock, READ_NBYTES, MAX_FDS)
         fds += more
         if not data:

@@ -4,6 +4,7 @@ A version has no gradients. Of one that an optimizer has used only its presence 
 is zero, as after `zero_grad(set_to_none=False)`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,10 +25,17 @@ def mark_used(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
             grad.__dict__[_USED] = _counts(grad)
 
 
-def watch_scalers(state: State) -> None:
-    """Have each GradScaler of a State mark gradients as used, also where it leaves the update out."""
-    for scaler in parts_of(state).scalers.values():
-        private.after_scaler_step(scaler, mark_used)
+def watch_steps(state: State) -> None:
+    """Have gradients marked where torch's hook is not called: by what is no optimizer of torch, and where a
+    GradScaler leaves the update out.
+    """
+    parts = parts_of(state)
+    for scaler in parts.scalers.values():
+        private.after_step(scaler, lambda _scaler, optimizer: mark_used(optimizer))
+    optimizers: Iterable[Any] = parts.optimizers.values()
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            private.after_step(one, mark_used)
 
 
 def check_used(state: State, *, pending: bool = False) -> None:

@@ -59,11 +59,17 @@ class TensorSet:
         self._views: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}
         self._aliases: list[torch.Tensor] = []
         self._updated: list[bool] = []
+        self._names: dict[int, str] | None = None
         self._scans = 0
         self._scan()
         self._built = structure_of(state)
         self._looked = self._scans
         self._shared, self._addresses = sharing.shared(self._named), sharing.addresses(self._named)
+
+    @property
+    def state(self) -> State:
+        """The State that they are of."""
+        return self._state
 
     @property
     def layout(self) -> Layout:
@@ -83,6 +89,18 @@ class TensorSet:
             optimizers = parts_of(self._state).optimizers
             self._catalog = catalog.make(self._named, optimizers, tree_of(self._state).modules())
         return self._catalog
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The name of each tensor by the id of the living object, as it was looked at last."""
+        if self._names is None:
+            self._names = {id(n.tensor): n.name for n in self._named}
+        return self._names
+
+    @property
+    def living(self) -> dict[str, torch.Tensor]:
+        """The living tensors by name, as they were looked at last."""
+        return {n.name: n.tensor for n in self._named}
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Give (name, tensor): this rank's parts, detached, sharing memory with the living ones."""
@@ -107,6 +125,9 @@ class TensorSet:
         if self._looked != self._scans:
             check_built(self._built, self._state)
             self._looked = self._scans
+
+    def check_shared(self) -> None:
+        """Raise UsageError where tensors lie in one memory that did not when they were built."""
         if (addresses := sharing.addresses(self._named)) != self._addresses:
             sharing.check_shared(self._shared, sharing.shared(self._named))
             self._addresses = addresses
@@ -225,7 +246,7 @@ class TensorSet:
         fresh = layouts.plan(self._named)
         parts = [(n, private.local(n.tensor)) for n in self._named]
         self._forms = [(part.dtype, part.shape, n.tensor.requires_grad) for n, part in parts]
-        self._aliases, self._updated = [], self._updates()
+        self._aliases, self._updated, self._names = [], self._updates(), None
         if fresh.digest != self._layout.digest:
             self._layout, self._catalog = fresh, None
         self._scanned = True

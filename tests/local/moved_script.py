@@ -4,7 +4,8 @@
 WHERE in the step after `step` commits, once over all processes.
 MOVED_KIND: by-hand, by-data (the same by `p.data`),
 ema-first (a target network moves before the optimizer steps), accumulated (two micro-batches to a step),
-swapped (the target's weights are put in by `p.data` for a look, before the update), or one of LATE or HELD,
+swapped (the target's weights are put in by `p.data` for a look, before the update), unfrozen (a layer is
+trained from LATE_AT on), or one of LATE or HELD,
 which `run.commit` refuses. MOVED_PARALLEL: ddp or fsdp.
 """
 
@@ -68,6 +69,8 @@ def build(run: Any) -> ckptless.State:
     model: nn.Module = body()
     if KIND == "late-group":
         list(model.parameters())[-1].requires_grad_(False)
+    if KIND == "unfrozen":
+        next(model.children()).requires_grad_(False)
     target = copy.deepcopy(model).requires_grad_(False)
     if PARALLEL == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
@@ -158,7 +161,9 @@ def late(state: Any, run: Any) -> None:
         return
     own = dict(state.model.named_parameters())
     last = own[list(own)[-1]]
-    if KIND == "late-group":
+    if KIND == "unfrozen":
+        state.model.requires_grad_()
+    elif KIND == "late-group":
         state.optimizer.add_param_group({"params": [last.requires_grad_()], "lr": 1e-3})
     elif KIND == "other-group":
         group = state.optimizer.param_groups[0]["params"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -149,8 +150,11 @@ def test_sigusr1_is_the_ranks(tmp_path: Path) -> None:
         job.launcher.send_signal(signal.SIGUSR1)
         wait_until(lambda: all_told(1), DEADLINE_S, job)
         # All that is not a rank takes no notice of what means nothing to it.
-        others = [job.launcher.pid, *(job.pid_of(node, "agent") for node in (0, 1))]
-        others += [int(p) for p in children(others[1]) if "zygote" in Path(f"/proc/{p}/comm").read_text()]
+        agents = [pid for node in (0, 1) if (pid := job.pid_of(node, "agent")) is not None]
+        zygotes = [
+            int(pid) for pid in children(agents[0]) if "zygote" in Path(f"/proc/{pid}/comm").read_text()
+        ]
+        others = [job.launcher.pid, *agents, *zygotes]
         assert len(others) == 4
         for pid in others:
             for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGIO):
@@ -164,3 +168,23 @@ def test_sigusr1_is_the_ranks(tmp_path: Path) -> None:
 
 def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, "node"])
+def test_no_temporary_folder_is_left(tmp_path: Path, end: signal.Signals | str) -> None:
+    """Workers of a DataLoader make some, and are killed with their rank."""
+    with tempfile.TemporaryDirectory(prefix="t") as scratch:
+        words = [Path(__file__).with_name("loader_script.py"), tmp_path]
+        with Job(tmp_path / "run", ["--nodes", 2], words, {"TMPDIR": scratch}) as job:
+            wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, DEADLINE_S, job)
+            assert list(Path(scratch).rglob("listener-*")), "nothing was made"
+            if isinstance(end, signal.Signals):
+                job.launcher.send_signal(end)
+            else:
+                agent = job.pid_of(1, "agent")
+                assert agent is not None
+                os.kill(agent, signal.SIGKILL)
+            job.wait(DEADLINE_S)
+            job.nothing_left()
+        # torch's cache of compiled code is meant to stay.
+        assert [path for path in Path(scratch).iterdir() if not path.name.startswith("torchinductor_")] == []

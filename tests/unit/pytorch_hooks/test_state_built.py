@@ -9,7 +9,7 @@ from torch import nn
 
 from ckptless.daemon.api.errors import UsageError
 from ckptless.pytorch_hooks.state import State, TensorSet
-from ckptless.pytorch_hooks.state.gradients import check_used, mark_used, watch_scalers
+from ckptless.pytorch_hooks.state.gradients import check_used, mark_used, watch_steps
 
 
 def made() -> tuple[Any, TensorSet]:
@@ -143,7 +143,7 @@ def test_a_step_that_a_scaler_leaves_out_has_used_them(factor: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     state = State(model=model, optimizer=optimizer, scaler=scaler)
-    watch_scalers(state)
+    watch_steps(state)
     before = model.weight.detach().clone()
     scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
     refused(state)
@@ -151,3 +151,27 @@ def test_a_step_that_a_scaler_leaves_out_has_used_them(factor: float) -> None:
     scaler.update()
     check_used(state)
     assert torch.equal(before, model.weight) == (factor != 1.0)
+
+
+class Own:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
+        self.state: dict[Any, Any] = {}
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad)
+
+
+def test_an_optimizer_of_ones_own_has_used_them() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Own(list(model.parameters()))
+    state = State(model=model, optimizer=optimizer)
+    watch_steps(state)
+    model(torch.ones(1, 2)).sum().backward()
+    refused(state)
+    optimizer.step()
+    check_used(state)

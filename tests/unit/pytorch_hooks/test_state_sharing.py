@@ -22,7 +22,6 @@ def made() -> tuple[Any, TensorSet]:
 
 
 def packed(tensors: TensorSet) -> tuple[torch.Tensor, Any]:
-    tensors.check_built()
     buffer = torch.empty(tensors.layout.nbytes, dtype=torch.uint8)
     return buffer, tensors.pack(buffer)
 
@@ -42,7 +41,7 @@ def test_weights_that_are_exchanged_when_it_ends_come_back_apart() -> None:
     with torch.no_grad():
         state.slow[0].weight.add_(1)
     assert torch.equal(state.model[0].weight, before["p:model:0.weight"])
-    tensors.check_built()
+    tensors.check_shared()
 
 
 def test_weights_that_are_exchanged_at_a_commit_are_refused() -> None:
@@ -51,11 +50,11 @@ def test_weights_that_are_exchanged_at_a_commit_are_refused() -> None:
     state.model[0].weight.data = state.slow[0].weight.data
     for _ in range(2):
         with pytest.raises(UsageError, match=r"0.weight and state.slow.0.weight lie in one memory"):
-            tensors.check_built()
+            tensors.check_shared()
     state.model[0].weight.data = own
-    tensors.check_built()
+    tensors.check_shared()
     state.model[0].weight.data = own.clone()
-    tensors.check_built()
+    tensors.check_shared()
 
 
 def test_memory_that_is_shared_as_built_stays_so() -> None:
@@ -74,7 +73,7 @@ def test_memory_that_is_shared_as_built_stays_so() -> None:
     assert not model.weight.any()
     model.weight.data = torch.ones(3, 2)
     with pytest.raises(UsageError, match="do not lie in one memory any more"):
-        tensors.check_built()
+        tensors.check_shared()
     with pytest.raises(RecoveryError, match="any more"):
         tensors.unpack(buffer, layout)
 
