@@ -8,10 +8,10 @@ STAMP  := $(VENV)/.ready
 
 # Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
 CHECKED := tests/conftest.py $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
-	tests/nccl tests/gpu tests/sim tests/local tests/slurm docs/demo
+	tests/fuzz tests/nccl tests/gpu tests/sim tests/local tests/slurm docs/demo
 
 .PHONY: setup demo test test-slow test-gpu test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix
-.PHONY: scale bench bench-slurm bench-store lint types imports check format clean
+.PHONY: fuzz scale bench bench-slurm bench-store lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check
 .PHONY: install uninstall install-job-submit uninstall-job-submit
 setup: $(STAMP)
@@ -39,6 +39,11 @@ test-torch-matrix: $(STAMP)
 # What needs a CUDA device; without one all of it is skipped.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q tests/gpu $(ARGS)
+
+# Whatever bytes come from somebody else, for so many seconds; SEED for others than the last time.
+SECONDS ?= 3600
+fuzz: $(STAMP)
+	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
 # How much of the control core the unit tests and the simulator reach.
 CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.peering,ckptless.daemon.jobs

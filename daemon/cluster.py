@@ -10,6 +10,7 @@ from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
 from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.config import Peer
+from ckptless.daemon.control.edges import DarkState
 from ckptless.daemon.roster import Roster
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class Cluster(Protocol):
     def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
         """A job is over."""
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
-        """This daemon leads a job, of which a node does not answer any more at all."""
+    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
+        """This daemon leads a job, of which a node does not answer any more; see edges.NodeIsDark."""
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """Hold `nodes` for dead from now on; call `runtime.witnessed` unless one of `ours` is held for that.
@@ -75,7 +76,7 @@ class LocalCluster:
         """See `Cluster`. The launcher reads it from a file."""
         write_outcome(self._state_dir, runtime.job, outcome)
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
+    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
         """See `Cluster`. There is nobody to tell."""
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:

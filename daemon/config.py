@@ -7,10 +7,7 @@ import msgspec
 import yaml
 
 from ckptless.daemon.api.errors import UsageError
-
-# What is in a state directory; a directory of another format is refused, not guessed at.
-STATE_FORMAT = 1
-FORMAT_FILE = "FORMAT"
+from ckptless.daemon.settings_file import CONSTRUCTION
 
 T = TypeVar("T")
 
@@ -92,7 +89,7 @@ def load(path: Path, kind: type[T]) -> T:
         return msgspec.convert(yaml.safe_load(path.read_text()), kind)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, msgspec.ValidationError, *CONSTRUCTION) as error:
         raise UsageError(f"{path}: {error}") from error
 
 
@@ -108,22 +105,3 @@ def read_key(path: Path) -> bytes:
     if len(key) < 16:
         raise UsageError(f"the key file {path} holds {len(key)} bytes; it needs at least 16")
     return key
-
-
-def open_state_dir(path: Path) -> None:
-    """Make a state directory, or check that it is one of this format. Raises UsageError."""
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        marker = path / FORMAT_FILE
-        if not marker.exists():
-            if any(path.iterdir()):
-                raise UsageError(f"{path} is not empty and no state directory of ckptless: choose another")
-            marker.write_text(f"{STATE_FORMAT}\n")
-        found = marker.read_text(errors="replace").strip()
-    except OSError as error:
-        raise UsageError(f"cannot use the state directory {path}: {error.strerror}") from error
-    if found != str(STATE_FORMAT):
-        raise UsageError(
-            f"{path} is a state directory of format {found}, this ckptless writes {STATE_FORMAT}: "
-            "choose another, or remove it"
-        )

@@ -55,6 +55,5 @@ def _evict(run: JobRuntime, asked: Evict, uid: int) -> Evicted:
         return Evicted(verdict="refused", node=node, text=f"{names[node]} stays in job {run.job}: {why}")
     reason = f": {asked.reason}" if asked.reason else ""
     by = f"uid {uid}" if asked.source == "operator" else f"a health check (uid {uid})"
-    run.note("warning", "evict", f"node-{node} ({names[node]}) is taken out by {by}{reason}")
     run.lose(NodeLost(node, f"taken out by {by}{reason}", 0.0, source=asked.source))
     return Evicted(verdict="accepted", node=node, text=f"{names[node]} is taken out of job {run.job}")

@@ -29,8 +29,8 @@ class Outlets(Protocol):
     def to_all_daemons(self, message: p.Said) -> None:
         """Send to every other daemon."""
 
-    def to_agent(self, order: m.Order) -> None:
-        """Hand an order to this node's agent of the job."""
+    def to_agent(self, order: m.Order | m.Announce) -> None:
+        """Hand an order, or words, to this node's agent of the job."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue rows for the ledger."""
@@ -38,11 +38,11 @@ class Outlets(Protocol):
     def ended(self, outcome: m.Outcome) -> None:
         """The job is over."""
 
-    def node_is_dark(self, node: int, reason: str) -> None:
-        """This daemon leads, and a node does not answer any more at all."""
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
+        """This daemon leads, and a node does not answer any more at all; see edges.NodeIsDark."""
 
-    def save(self, durable: Durable, then: Callable[[], None]) -> None:
-        """Keep it on the disk, in the order of the calls, then call `then`; never, where that fails."""
+    def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
+        """Keep it on the disk, in the order of the calls, then call `then`; or `failed`, with the reason."""
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See edges.AskWitness; the answer, if there is one, is fed as edges.Witnessed."""
@@ -53,16 +53,36 @@ class Outlets(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """What this daemon knows of a job from an earlier life; `lost`: it had one, and knows nothing of it.
+    """What this daemon knows of a job from an earlier life; `lost`: why nothing, though it had one.
 
     `life`, of LIFE_BITS random bits, is this life's alone (by its clock it could not be told from an earlier
-    one: clocks are set back). `identity` is the same as long as it remembers.
+    one: clocks are set back). `identity` is the same as long as it remembers, but for a count of what was
+    promised, see `next_identity`.
     """
 
     life: int
     identity: str = ""
     durable: Durable | None = None
-    lost: bool = False
+    lost: str = ""
+
+
+def next_identity(identity: str) -> str:
+    """Of a memory with one promise more. The agent hears of it before any daemon hears of the promise.
+
+    So what its daemon reads from a damaged disk is known to be old, where the end of it is lost: SQLite takes
+    a log whose end is damaged for one that was cut off by a power failure.
+    """
+    name, _, count = identity.partition(".")
+    return f"{name}.{int(count or 0) + 1}"
+
+
+def is_as_new(kept: str, agents: str) -> bool:
+    """Whether what is on the disk, of identity `kept`, has all that the agent has heard of ("": nothing)."""
+    (name, _, count), (its_name, _, its_count) = kept.partition("."), agents.partition(".")
+    if not agents:
+        return True
+    numbers = [number or "0" for number in (count, its_count)]
+    return name == its_name and all(map(str.isdecimal, numbers)) and int(numbers[0]) >= int(numbers[1])
 
 
 class JobSession:
@@ -163,13 +183,18 @@ class JobSession:
             case e.Tell():
                 self._tell(output.node, output.say)
             case e.Save():
-                self._outlets.save(output.durable, lambda: self._saved(output))
+                self._outlets.save(output.durable, lambda: self._saved(output), self._not_saved)
             case e.AskWitness():
                 self._outlets.ask_witness(output.nodes, output.ours)
             case e.NodeIsDark():
-                self._outlets.node_is_dark(output.node, output.reason)
+                self._outlets.node_is_dark(output.node, output.reason, output.state)
+
+    def _not_saved(self, reason: str) -> None:
+        self.feed(e.NotSaved(reason))
 
     def _saved(self, output: e.Save) -> None:
+        if self.control.agreement.trouble is not None:
+            self.feed(e.Saved())
         if output.say is not None:
             self._tell(output.node, output.say)
 

@@ -70,6 +70,7 @@ class Peering:
         self._voters: tuple[int, ...] = ()
         self._away: set[int] = set()
         self._fresh: frozenset[int] = frozenset()
+        self._apart: frozenset[int] = frozenset()
 
     # ------------------------------------------------------------------------------ what happens
 
@@ -132,6 +133,10 @@ class Peering:
             if fresh != self._fresh:
                 self._fresh = fresh
                 self._session.feed(e.Pulsing(fresh))
+            apart = self._member.apart(now)
+            if apart != self._apart:
+                self._apart = apart
+                self._session.feed(e.Apart(apart))
             for (origin, serial), node in self._offers.overdue(now):
                 self._wires.send(node, Want(origin=origin, serial=serial))
         self._carry()

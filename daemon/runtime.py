@@ -1,7 +1,9 @@
 """One job in this daemon, at its edges: links to other daemons, the local agent, probes, the job's key."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Literal, Protocol
@@ -9,12 +11,14 @@ from typing import Any, Literal, Protocol
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import encode
 from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.saving import Saved, SaveDone, SaveNow
 from ckptless.daemon.config import Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.decree import Decided, Durable
-from ckptless.daemon.jobs import JobSession, Memory
+from ckptless.daemon.heartbeat import AgentProcess, Heartbeat
+from ckptless.daemon.jobs import JobSession, Memory, next_identity
 from ckptless.daemon.membership.watch import Answer
 from ckptless.daemon.mesh import Mesh
 from ckptless.daemon.peering import Peering
@@ -33,6 +37,9 @@ FLUSH_S = 0.005
 LINGER_S = 120.0
 # An agent keeps to the deadline of a save itself.
 SAVE_GRACE_S = 2.0
+# An agent does more in one go than a rank's listener: it may be silent for so many times a rank's `pong_s`.
+PONGS_PER_AGENT = 2
+AGENT_DEADLINE_S = 20.0
 CUT_SHORT_CODE = 128 + signal.SIGTERM
 
 
@@ -49,10 +56,16 @@ class Host(Protocol):
     def ended(self, runtime: "JobRuntime", outcome: m.Outcome) -> None:
         """The job is over."""
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
-        """This daemon leads, and one of the job's nodes does not answer any more at all."""
+    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: e.DarkState) -> None:
+        """This daemon leads, and one of the job's nodes does not answer any more; see edges.NodeIsDark."""
 
-    def save_vote(self, runtime: "JobRuntime", durable: Durable, then: Callable[[], None]) -> None:
+    def save_vote(
+        self,
+        runtime: "JobRuntime",
+        durable: Durable,
+        then: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """See jobs.Outlets.save."""
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
@@ -67,12 +80,16 @@ class JobRuntime:
 
     def __init__(self, job: str, uid: int, roster: Roster, host: Host, memory: Memory) -> None:
         self.job, self.uid, self.roster = job, uid, roster
-        self.identity, self._forgot = memory.identity, memory.lost
+        # What is on the disk, and what is on its way there.
+        self.identity = self.next_identity = memory.identity
+        self._forgot = memory.lost
+        self._confessed = not memory.lost
         self._host = host
         self.session = JobSession(job, roster, self, host.now, memory)
         self._mesh = Mesh(job, roster, host.vouch)
         self._peering = Peering(roster, self.session, self, host.timers, host.now)
         self._agent: asyncio.StreamWriter | None = None
+        self._heart: tuple[Heartbeat, AgentProcess] | None = None
         self._saves: dict[int, asyncio.Future[Saved]] = {}
         self._save_count = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,6 +114,7 @@ class JobRuntime:
         """Time has passed."""
         self.session.feed(e.Tick())
         self._peering.tick()
+        self._look_at_agent()
 
     @property
     def forgettable(self) -> bool:
@@ -111,6 +129,15 @@ class JobRuntime:
     def note(self, level: Literal["info", "warning", "error"], kind: str, text: str) -> None:
         """Put an event into every ledger of the job, and into the log."""
         self.session.feed(e.Report(self.roster.me, m.AgentEvent(level=level, kind=kind, text=text)))
+
+    @property
+    def _me(self) -> str:
+        return f"node-{self.roster.me}"
+
+    def set_aside(self, text: str) -> None:
+        """The ledger was damaged. What this life has promised it still knows, and writes to the new one."""
+        self.note("error", "ledger-damaged", f"{self._me}: {text}")
+        self.save(self.session.control.agreement.durable, lambda: None, lambda _reason: None)
 
     def cut_short(self, reason: str) -> None:
         """Something above the job has ended it; where it is over already, nothing happens."""
@@ -130,6 +157,7 @@ class JobRuntime:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._agent is not None:
             self._agent.close()
+        self._forget_process()
 
     # ------------------------------------------------------------------------------------- peers
 
@@ -210,27 +238,76 @@ class JobRuntime:
     def agent_connected(self, writer: asyncio.StreamWriter) -> None:
         """The job's agent on this node is there; an older connection of it is forgotten."""
         self._agent = writer
+        self._forget_process()
+        pid, uid = peer_credentials(writer.get_extra_info("socket"))
+        if pid != os.getpid():
+            # Without its process, its end comes next; or it is in a PID namespace that is not seen from here.
+            with contextlib.suppress(OSError):
+                self._heart = Heartbeat(AGENT_DEADLINE_S, self._host.now()), AgentProcess(pid, uid)
         self._send_agent(m.Admitted(identity=self.identity))
         if self._key is not None:
             self._send_agent(m.JobKey(key=self._key))
 
-    def agent_says(self, message: m.FromAgent | SaveDone) -> None:
+    def agent_says(self, message: m.FromAgent | m.Pong | SaveDone) -> None:
         """A message of it."""
+        if self._heart is not None:
+            self._heart[0].heard(self._host.now())
+        if isinstance(message, m.Pong):
+            return
         if isinstance(message, SaveDone):
             self._saved(message)
             return
         self.session.feed(e.Report(self.roster.me, message))
+        if not self._confessed:
+            self._confessed = True
+            text = f"the daemon of {self._me} does not vote in this job: {self._forgot}"
+            self.note("warning", "no-vote", text)
 
     def agent_gone(self, writer: asyncio.StreamWriter) -> None:
         """Its process is gone (or hung up, which it does only at its end)."""
         if self._agent is not writer:
             return
         self._agent = None
+        self._forget_process()
         for number in list(self._saves):
             gone = Saved(verdict="failed", text=f"the agent of job {self.job} on this node has ended")
             self._saved(SaveDone(number=number, answer=gone))
         if self.session.control.outcome is None:
             self.lose(e.NodeLost(self.roster.me, "its agent is gone", 0.0, source="agent"))
+
+    def _look_at_agent(self) -> None:
+        """Ask it for a sign of life; end one that is silent for too long."""
+        if self._heart is None:
+            return
+        heartbeat, process = self._heart
+        now = self._host.now()
+        spec = self.session.control.spec
+        if spec is not None:
+            heartbeat.deadline_s = PONGS_PER_AGENT * spec.limits.pong_s
+        if heartbeat.look(now):
+            self._send_agent(m.Ping(seq=0))
+        if not heartbeat.silent(now):
+            return
+        if process.suspended:
+            # What it gets to answer begins when it goes on.
+            heartbeat.heard(now)
+            return
+        text = f"its agent does not answer for {heartbeat.deadline_s:.0f} s"
+        self.note("error", "agent-hung", f"node-{self.roster.me}: {text}: process {process.pid} is killed")
+        try:
+            process.kill()
+        except OSError as error:
+            self.note("error", "agent-hung", f"process {process.pid} cannot be killed: {error.strerror}")
+        self._forget_process()
+        if self.session.control.outcome is None:
+            self.lose(e.NodeLost(self.roster.me, text, now - heartbeat.heard_at, source="agent"))
+        if self._agent is not None:
+            self._agent.close()
+
+    def _forget_process(self) -> None:
+        if self._heart is not None:
+            self._heart[1].close()
+            self._heart = None
 
     async def save_state(self, deadline_s: float) -> Saved:
         """Have the agents save the job's state; what came of it."""
@@ -271,7 +348,7 @@ class JobRuntime:
             self._learn_key(new_key())
         self._peering.to_all(message)
 
-    def to_agent(self, order: m.Order) -> None:
+    def to_agent(self, order: m.Order | m.Announce) -> None:
         """See jobs.Outlets."""
         self._send_agent(order)
 
@@ -284,16 +361,28 @@ class JobRuntime:
         self._ended_at = self._host.now()
         self._host.ended(self, outcome)
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         """See jobs.Outlets."""
-        self._host.node_is_dark(self, node, reason)
+        self._host.node_is_dark(self, node, reason, state)
 
-    def save(self, durable: Durable, then: Callable[[], None]) -> None:
+    def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """See jobs.Outlets."""
         if self._forgot:
             # In its next life, too, it must know that there was more than this.
             return
-        self._host.save_vote(self, durable, lambda: None if self._closed else then())
+        identity = self.next_identity = next_identity(self.next_identity)
+
+        def written() -> None:
+            if not self._closed:
+                self.identity = identity
+                self._send_agent(m.Admitted(identity=identity))
+                then()
+
+        def refused(reason: str) -> None:
+            if not self._closed:
+                failed(reason)
+
+        self._host.save_vote(self, durable, written, refused)
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See jobs.Outlets."""

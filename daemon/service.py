@@ -16,19 +16,22 @@ from ckptless.daemon.api.eviction import Evict
 from ckptless.daemon.api.fdsocket import FdSocket
 from ckptless.daemon.api.keeping import Claim, Keep, Taken, WhatIsKept
 from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.api.reading import Read
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.saving import Save, SaveDone
 from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.cluster import Cluster
-from ckptless.daemon.config import DaemonConfig, Timers, open_state_dir
-from ckptless.daemon.control import story
+from ckptless.daemon.config import DaemonConfig, Timers
+from ckptless.daemon.control import eviction, story
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.control.edges import DarkState
 from ckptless.daemon.control.keeping import Entry
+from ckptless.daemon.control.telling import Line
 from ckptless.daemon.evict import evict
-from ckptless.daemon.jobs import LIFE_BITS, Memory
+from ckptless.daemon.jobs import LIFE_BITS, Memory, is_as_new
 from ckptless.daemon.keeper import Keeper
-from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.ledger.reader import LedgerReader
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
@@ -36,16 +39,18 @@ from ckptless.daemon.peers.vouch import Vouch
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.runtime import JobRuntime
 from ckptless.daemon.save import save
+from ckptless.daemon.state_dir import open_state_dir
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
 READ_NBYTES = 1 << 16
-_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | WhatIsKept | Keep | Claim
-_Heard: TypeAlias = m.FromAgent | SaveDone | _Aside
-_ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, WhatIsKept, Keep, Claim)
-VOTE_DEADLINE_S = 10.0
+_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | Read | WhatIsKept | Keep | Claim
+_Heard: TypeAlias = m.FromAgent | m.Pong | SaveDone | _Aside
+_ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, Read, WhatIsKept, Keep, Claim)
+# So long an answer may wait for whoever does not read it.
+ANSWER_DEADLINE_S = 10.0
 
 
 class Service:
@@ -63,8 +68,9 @@ class Service:
         self.timers: Timers = config.timers
         self.now: Callable[[], float] = Clock().now
         self._state_dir = Path(config.state_dir)
-        open_state_dir(self._state_dir)
-        self.ledger = LedgerWriter(Ledger.open(self._state_dir / LEDGER_FILE))
+        self.ledger = LedgerWriter(self._state_dir / LEDGER_FILE, lambda: open_state_dir(self._state_dir))
+        self.ledger.on_set_aside = self._set_aside
+        self._reader = LedgerReader(self._state_dir / LEDGER_FILE)
         self.keeper = Keeper(config.keep, self.now)
         self.keeper.on_event = self._kept
         self._jobs: dict[str, JobRuntime] = {}
@@ -83,10 +89,12 @@ class Service:
         try:
             peers, _ = await serve(self._config.address, self._config.port, self._peer_connected)
             servers.append(peers)
+            await self.ledger.start()
             # Last: whoever finds the socket finds a daemon that is ready.
             servers.append(await self._listen())
             self._spawn(self._tick())
             self.on_ready()
+            # no deadline: a daemon's life
             await stop.wait()
         finally:
             for server in servers:
@@ -114,6 +122,7 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
         self.keeper.close()
+        self._reader.close()
         await self.ledger.close()
         if self._agents is None and not is_abstract(self._config.socket):
             Path(self._config.socket).unlink(missing_ok=True)
@@ -201,6 +210,8 @@ class Service:
         """What others than agents say, and they on a connection of its own. Raises CkptlessError."""
         if isinstance(message, Evict):
             writer.write(encode(evict(self.jobs, message, uid)))
+        elif isinstance(message, Read):
+            await self._read_out(message, uid, writer)
         elif isinstance(message, Keep | Claim):
             await self._move_memory(message, uid, writer)
         elif isinstance(message, WhatIsKept):
@@ -214,6 +225,16 @@ class Service:
         answer = await save(self.jobs, message, uid)
         if not writer.is_closing():
             writer.write(encode(answer))
+
+    async def _read_out(self, message: Read, uid: int, writer: asyncio.StreamWriter) -> None:
+        """What the ledger has of a job of the asker's. Raises CkptlessError."""
+        sees_all = eviction.sees_all(uid, os.getuid())
+        writer.write(await self._reader.answer(message, uid, sees_all=sees_all))
+        try:
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                await writer.drain()
+        except TimeoutError as error:
+            raise PeerError("it does not read what it has asked for") from error
 
     async def _move_memory(self, message: Keep | Claim, uid: int, writer: asyncio.StreamWriter) -> None:
         """An ending agent's memory comes here, or that of an earlier start goes back. Raises CkptlessError.
@@ -253,8 +274,13 @@ class Service:
         level: Literal["info", "warning"] = "warning" if kind == "memory-dropped" else "info"
         logger.info("job %s: %s: %s", entry.run, kind, text)
         event_id = f"{entry.node}.{secrets.token_hex(5)}.{kind}"
-        said = (level, kind, text)
+        said = Line(level, kind, text)
         self.write((story.event(event_id, entry.run, entry.node, said, (self.now(), None)),))
+
+    def _set_aside(self, text: str) -> None:
+        for job in self._jobs.values():
+            job.set_aside(text)
+            self._spawn(self._own(job.job, job.uid, new=False))
 
     def _notice(self, message: m.JobStarted | m.JobEnded, uid: int) -> None:
         """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""
@@ -272,14 +298,26 @@ class Service:
         check_protocol(hello.protocol, "the agent")
         name = hello.spec.job
         roster = await self._cluster.admit(hello, uid)
-        memory = await self._remember(hello, roster)
-        known = self._jobs.get(name)
-        if known is None:
-            known = self._jobs[name] = JobRuntime(name, uid, roster, self, memory)
-            known.start()
-        elif (known.uid, known.roster) != (uid, roster):
+        if name not in self._jobs:
+            await self._own(name, uid, new=not hello.identity)
+            memory = await self._remember(hello, roster)
+            if name not in self._jobs:
+                self._jobs[name] = JobRuntime(name, uid, roster, self, memory)
+                self._jobs[name].start()
+        known = self._jobs[name]
+        if (known.uid, known.roster) != (uid, roster):
             raise PeerError(f"job {name} is known with other nodes or another user")
         return known
+
+    async def _own(self, name: str, uid: int, *, new: bool) -> None:
+        """Note whose job it is, who may read of it. Raises LedgerError for a `new` one only."""
+        try:
+            if await self.ledger.own(name, uid):
+                logger.warning("job %s: another user's job had this name; its records are removed", name)
+        except LedgerError as error:
+            if new:
+                raise
+            logger.warning("job %s: uid %d cannot read of it here: %s", name, uid, error)
 
     async def _remember(self, hello: m.AgentHello, roster: Roster) -> Memory:
         """What is on the disk of what this daemon has promised the others. Raises LedgerError."""
@@ -288,25 +326,30 @@ class Service:
         first = first_decree(roster.nodes, hello.spec.domains)
         nothing = Durable(promised=NO_BALLOT, vote=None, known=first)
         life = secrets.randbits(LIFE_BITS)
-        kept = await self.ledger.vote(name)
-        if kept is not None:
+        try:
+            kept = await self.ledger.vote(name)
+        except LedgerError as error:
+            if not hello.identity:
+                raise
+            return self._forgotten(hello, nothing, f"its ledger cannot be read: {error}")
+        if kept is not None and is_as_new(kept[0], hello.identity):
             return Memory(life, *kept)
         if hello.identity:
-            # It may have promised anything: it follows, and neither votes nor leads.
-            logger.warning("job %s: nothing is left of what this daemon knew of it: it does not vote", name)
-            return Memory(life, hello.identity, nothing, lost=True)
+            what = "nothing is left of" if kept is None else "its agent knows of something later than"
+            return self._forgotten(hello, nothing, f"{what} what it knew of it")
         identity = secrets.token_hex(8)
         # Before the agent hears of it: whoever knows the identity knows that there was something to forget.
-        written = asyncio.Event()
-        self.ledger.save_vote(name, identity, nothing, written.set)
-        try:
-            async with asyncio.timeout(VOTE_DEADLINE_S):
-                await written.wait()
-        except TimeoutError as error:
-            raise LedgerError(
-                f"{self._state_dir} takes no vote of job {name}; see the daemon's log"
-            ) from error
+        # And a job that this daemon could not vote for does not begin here.
+        await self.ledger.save_now(name, identity, nothing)
+        if self.ledger.trouble:
+            raise LedgerError(self.ledger.trouble)
         return Memory(life, identity, nothing)
+
+    @staticmethod
+    def _forgotten(hello: m.AgentHello, nothing: Durable, why: str) -> Memory:
+        """It may have promised anything: it follows, and neither votes nor leads."""
+        logger.warning("job %s: this daemon does not vote: %s", hello.spec.job, why)
+        return Memory(secrets.randbits(LIFE_BITS), hello.identity, nothing, lost=why)
 
     # ---------------------------------------------------------------------- Host, for JobRuntime
 
@@ -318,13 +361,19 @@ class Service:
         """See runtime.Host."""
         self._cluster.ended(runtime, outcome)
 
-    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str) -> None:
+    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str, state: DarkState) -> None:
         """See runtime.Host."""
-        self._cluster.node_is_dark(runtime, node, reason)
+        self._cluster.node_is_dark(runtime, node, reason, state)
 
-    def save_vote(self, runtime: JobRuntime, durable: Durable, then: Callable[[], None]) -> None:
+    def save_vote(
+        self,
+        runtime: JobRuntime,
+        durable: Durable,
+        then: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """See runtime.Host."""
-        self.ledger.save_vote(runtime.job, runtime.identity, durable, then)
+        self.ledger.save_vote(runtime.job, (runtime.next_identity, durable), then, failed)
 
     def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See runtime.Host."""

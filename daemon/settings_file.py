@@ -42,6 +42,10 @@ class Source:
         return UsageError(f"{self.path}{'' if line is None else f', line {line}'}: {text}")
 
 
+# What YAML's own constructors raise for a value that is not of its (given) type, and for one nested too deep.
+CONSTRUCTION = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+
 def read(path: Path) -> Source:
     """The file as it stands. Raises UsageError where it cannot be read or is no YAML mapping."""
     try:
@@ -61,6 +65,8 @@ def read(path: Path) -> Source:
         raise UsageError(f"{path}: byte {error.start} is not UTF-8: save the file as UTF-8") from error
     except yaml.YAMLError as error:
         raise UsageError(f"{path}{_mark(error)}: this is no YAML: {_problem(error)}") from error
+    except CONSTRUCTION as error:
+        raise UsageError(f"{path}: a value in it is none: {str(error)[:80]}") from error
     if mode & 0o002:
         raise UsageError(f"{path} can be written by every user: chmod o-w it")
     if not isinstance(values, dict):

@@ -71,7 +71,8 @@ async def _serve(settings: Settings, name: str) -> int:
     supervised = _Supervised(settings, name, notifier, service, cluster)
     loop.add_signal_handler(signal.SIGHUP, supervised.reload)
     service.on_tick, service.on_ready = supervised.ticked, supervised.ready
-    tasks = [asyncio.create_task(cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.keeper))]
+    watch = cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.keeper, service.ledger)
+    tasks = [asyncio.create_task(watch)]
     watchdog = supervised.watchdog(period_s(os.environ))
     if watchdog is not None:
         tasks.append(asyncio.create_task(watchdog.run()))

@@ -26,6 +26,8 @@ class Copying:
             on_device = any(tensor.is_cuda for _name, tensor in tensors.named())
             if on_device and not isinstance(self._versions.device, DeviceCopies):
                 self._versions.device = DeviceCopies()
+            if on_device and (why_not := self._policy.refuse_device()) is not None:
+                self._tell(why_not)
         write = self._versions.begin if self._policy.overlaps else self._versions.write
         written = write(tensors, step, generation, shard, rank)
         self._trial = (tensors, written) if self._policy.open else None
@@ -46,13 +48,12 @@ class Copying:
         """As `Versions.wait`."""
         self._say(self._versions.wait)
 
-    def leave(self) -> bool:
-        """As `Versions.leave`; whether the living state is that of no step."""
+    def leave(self) -> None:
+        """As `Versions.leave`."""
         self._trial = None
         moved = self._versions.leave()
         if moved is not None:
             self._refuse(moved)
-        return moved is not None
 
     def _say(self, do: Callable[[], None]) -> None:
         try:

@@ -4,20 +4,25 @@ The order of batches is the loader's own. A loader with state_dict/load_state_di
 protocol) is asked for its position; any other iterable is begun again with the random state it was begun
 with, and the batches already seen are passed over. A process that lives keeps its iterator, and repeats from
 memory what it had taken but not committed.
+
+A loader may talk to the other ranks' as it begins (Accelerate's makes its generator rank 0's), or for each
+batch. Where that was noticed, every process begins the epoch again, and all of them talk as they did.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
 
@@ -29,12 +34,17 @@ REMEMBERED_COMMITS = 3
 
 
 class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`index` batches of epoch `epoch` are done. Exactly one of the other two is set, once an epoch began."""
+    """`index` batches of epoch `epoch` are done. Once one is, exactly one of `loader` and `begun` is set.
+
+    `loader`: its state_dict then. `begun`: the random state that the epoch began with, and `own` that of the
+    generators that the loader itself has.
+    """
 
     epoch: int = 0
     index: int = 0
     loader: Any = None
     begun: Any = None
+    own: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,14 @@ class _Taken:
 
 
 class Cursors:
-    """The positions of a script's loaders, by name; "" is the one without. Main thread only."""
+    """The positions of a script's loaders, by name; "" is the one without. Main thread only.
 
-    def __init__(self) -> None:
-        self._named: dict[str, Cursor] = {"": Cursor()}
+    `calls()`: how many collectives this process has begun.
+    """
+
+    def __init__(self, calls: Callable[[], int] = lambda: 0) -> None:
+        self._calls = calls
+        self._named: dict[str, Cursor] = {"": Cursor(calls)}
 
     @property
     def position(self) -> Position:
@@ -64,7 +78,7 @@ class Cursors:
 
     def batches(self, loader: Iterable[Any], epochs: int, name: str) -> Iterator[Any]:
         """See Cursor."""
-        return self._named.setdefault(name, Cursor()).batches(loader, epochs)
+        return self._named.setdefault(name, Cursor(self._calls)).batches(loader, epochs)
 
     def committed(self) -> dict[str, Any]:
         """All positions, for the record."""
@@ -81,14 +95,21 @@ class Cursors:
             raise ProtocolError("the record's data positions are no dict")
         for name in self._named.keys() | saved.keys():
             position = saved.get(name, msgspec.structs.asdict(Position()))
-            self._named.setdefault(name, Cursor()).restore(position)
+            self._named.setdefault(name, Cursor(self._calls)).restore(position)
 
 
 class Cursor:
-    """The position of one loader. Main thread only."""
+    """The position of one loader; `calls` as for Cursors. Main thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Callable[[], int] = lambda: 0) -> None:
         self.position = Position()
+        self._calls = calls
+        # Whether the loader has talked to other ranks', and whether it can be asked for its state (None: not
+        # known yet).
+        self._talks = False
+        self._tells: bool | None = None
+        # Of the newest epochs: what the loader's own generators were like as each began.
+        self._own: dict[int, list[Any]] = {}
         self._iterator: Iterator[Any] | None = None
         self._source: Iterable[Any] | None = None
         self._layout: object = None
@@ -104,6 +125,10 @@ class Cursor:
 
     def committed(self) -> dict[str, Any]:
         """The position for the record; what is older than any recovery can ask for is forgotten."""
+        if self.position.index == 0 and self._source is not None:
+            # The next epoch has not begun: what its generators will begin with is known here only.
+            own = self._own.get(self.position.epoch, _drawn(self._source))
+            self.position = msgspec.structs.replace(self.position, own=own or None)
         self._commits.append(self.position)
         oldest = self._commits[0]
         while self._taken and _order(self._taken[0].position) <= _order(oldest):
@@ -122,6 +147,12 @@ class Cursor:
         except msgspec.ValidationError as error:
             raise ProtocolError(f"the record's data position: {error}") from error
         self._last = _order(self.position)
+        if self.position.own is not None:
+            self._own = {**self._own, self.position.epoch: self.position.own}
+        if self._talks:
+            # A process that is new talks from the begin of the epoch on: so does this one.
+            self._iterator = self._epoch_end = None
+            self._taken.clear()
         # It may be asked for again until as many commits have followed it as ever.
         self._commits.clear()
         self._commits.append(self.position)
@@ -142,6 +173,7 @@ class Cursor:
             self._begin(loader)
         assert self._iterator is not None
         while True:
+            calls = self._calls()
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -151,6 +183,7 @@ class Cursor:
                 # A generator that has raised would say from now on that the epoch ends here.
                 self._iterator = None
                 raise
+            self._talks |= self._calls() != calls
             self._fetched = self._after_batch(loader)
             self.position = self._fetched
             # To read them is half of what all of this costs.
@@ -189,31 +222,45 @@ class Cursor:
             yield taken.batch
 
     def _after_batch(self, loader: Iterable[Any]) -> Position:
-        state = loader.state_dict() if _stateful(loader) else None  # type: ignore[attr-defined]
-        here = self.position
-        return Position(epoch=here.epoch, index=here.index + 1, loader=state, begun=here.begun)
+        here, state = self.position, None
+        if self._tells is None:
+            self._tells = _tells(loader)
+        if self._tells:
+            state = loader.state_dict()  # type: ignore[attr-defined]
+            return Position(epoch=here.epoch, index=here.index + 1, loader=state)
+        return msgspec.structs.replace(here, index=here.index + 1)
 
     def _begin(self, loader: Iterable[Any]) -> None:
         """Start an epoch's iterator and bring it to the position."""
         self._taken.clear()
+        if self._source is not loader:
+            self._tells = None
         self._source, self._layout = loader, getattr(loader, "layout", None)
         # Most draw a seed where they begin.
         self._draws_nothing, self._drawless = False, _is_drawless(loader)
         for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
             if part is not None and hasattr(part, "set_epoch"):
                 part.set_epoch(self.position.epoch)
-        if _stateful(loader):
-            if self.position.index:
-                loader.load_state_dict(self.position.loader)  # type: ignore[attr-defined]
+        calls = self._calls()
+        if self.position.loader is not None:
+            loader.load_state_dict(self.position.loader)  # type: ignore[attr-defined]
             self._iterator = iter(loader)
         else:
             self._pass_over(loader)
+        self._talks |= self._calls() != calls
         self._fetched = self.position
 
     def _pass_over(self, loader: Iterable[Any]) -> None:
-        now = rng.capture()
+        now, epoch = rng.capture(), self.position.epoch
+        # Of an epoch that this process or another one has begun before.
+        if epoch in self._own:
+            _redraw(loader, self._own[epoch])
+        own = _drawn(loader)
+        self._own = {e: states for e, states in self._own.items() if e > epoch - REMEMBERED_COMMITS} | {
+            epoch: own
+        }
         if self.position.index == 0:
-            self.position = Position(epoch=self.position.epoch, begun=now)
+            self.position = Position(epoch=epoch, begun=now, own=own or None)
             self._iterator = iter(loader)
             return
         rng.restore(self.position.begun)
@@ -245,5 +292,42 @@ def _is_drawless(loader: Any) -> bool:
 _DRAWLESS = (SequentialSampler, RandomSampler, DistributedSampler, BatchSampler)
 
 
-def _stateful(loader: object) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+def _tells(loader: Any) -> bool:
+    """Whether it can be asked for its position: some have state_dict only to say that they cannot."""
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False
+    try:
+        loader.state_dict()
+    except (AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Those that a loader, its samplers and a loader inside it have for themselves."""
+    found: dict[int, torch.Generator] = {}
+    seen: set[int] = set()
+    queue = [loader]
+    while queue:
+        one = queue.pop(0)
+        seen.add(id(one))
+        for key, value in getattr(one, "__dict__", {}).items():
+            if isinstance(value, torch.Generator):
+                found[id(value)] = value
+            elif isinstance(value, (Sampler, DataLoader)) or key == "base_dataloader":
+                queue += [value] if id(value) not in seen else []
+    return list(found.values())
+
+
+def _drawn(loader: Any) -> list[Any]:
+    return [one.get_state() for one in _generators(loader)]
+
+
+def _redraw(loader: Any, states: list[Any]) -> None:
+    generators = _generators(loader)
+    if len(generators) != len(states):
+        raise ProtocolError(
+            f"the loader has {len(generators)} generators where the position has {len(states)}"
+        )
+    for one, state in zip(generators, states, strict=True):
+        one.set_state(state)

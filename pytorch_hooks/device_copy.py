@@ -62,7 +62,7 @@ class DeviceCopies:
         return DeviceTicket((*now, *later), over)
 
     def complete(self, ticket: DeviceTicket, came: Callable[[int], None]) -> None:
-        """Until the devices have made them; then all of it is there at once."""
+        """Until the devices have made them; then all of it is there at once. It cannot tell who wrote."""
         for event in ticket.over.values():
             event.synchronize()
 

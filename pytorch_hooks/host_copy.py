@@ -1,12 +1,13 @@
 """Copies within the CPU's memory, by the thread that waits for them: in pieces, digested while still warm."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import xxhash
 
-from ckptless.pytorch_hooks.state import Copy, private
+from ckptless.pytorch_hooks.state import Copy, private, raw
 
 # Of one call, without the GIL: little enough that the cache still has it when it is digested.
 PIECE_NBYTES = 1 << 20
@@ -16,9 +17,10 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class HostTicket:
-    """Copies that are to be made; `over` when nobody reads their sources any more."""
+    """Copies that are to be made, with the digest of each piece; `over` when nobody reads their sources."""
 
     copies: Sequence[Copy]
+    digests: Sequence[int]
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -32,22 +34,34 @@ class HostCopies:
         """There is nothing to give back."""
 
     def begin(self, now: Sequence[Copy], later: Sequence[Copy]) -> HostTicket:
-        """Copy `now`. Operations on the CPU are done when they return."""
+        """Copy `now`, and digest `later`. Operations on the CPU are done when they return."""
         private.copy_all([one.target for one in now], [one.source for one in now])
-        return HostTicket(later)
+        return HostTicket(later, [_digest(source for _, source in pairs) for _, pairs in pieces(later)])
 
-    def complete(self, ticket: HostTicket, came: Callable[[int], None]) -> None:
+    def complete(self, ticket: HostTicket, came: Callable[[int], None]) -> str | None:
         """Copy, here and now."""
         try:
-            for begin, pairs in pieces(ticket.copies):
+            for (begin, pairs), digest in zip(pieces(ticket.copies), ticket.digests, strict=True):
                 came(begin)
                 private.copy_all([target for target, _ in pairs], [source for _, source in pairs])
+                if _digest(target for target, _ in pairs) != digest:
+                    return next(one.name for one in reversed(ticket.copies) if one.offset <= begin)
         finally:
             ticket.over.set()
+        return None
 
     def fence(self, ticket: HostTicket) -> None:
         """Until they are made, which takes as long as memory does."""
+        # no deadline: it takes as long as memory does
         ticket.over.wait()
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> int:
+    found = xxhash.xxh3_64()
+    for tensor in tensors:
+        flat = raw.flat(tensor)  # the window keeps no memory alive
+        found.update(raw.window(flat))
+    return found.intdigest()
 
 
 def pieces(copies: Sequence[Copy]) -> Iterator[tuple[int, Pairs]]:

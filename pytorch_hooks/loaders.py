@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptless.daemon.api import messages as m
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Loaders:
     """All loaders of one process, by name, over all generations. Main thread only, but for `stop`."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._cursors = Cursors()
+    def __init__(self, session: Session, calls: Callable[[], int] = lambda: 0) -> None:
+        self._session, self._calls = session, calls
+        self._cursors = Cursors(calls)
         self._rank = self._generation = self._stopped = 0
         # Where they stood in the node's ring at the last commit.
         self.feeds: tuple[Feed, ...] = ()
@@ -38,7 +38,7 @@ class Loaders:
         """A generation begins; where nothing is restored in it, so do the loaders."""
         self._rank, self._generation = part.rank, part.generation
         if part.restore_step is None:
-            self._cursors = Cursors()
+            self._cursors = Cursors(self._calls)
         self.feeds = ()
         for _loader, feed in self._fed.values():
             feed.enter(part.generation)

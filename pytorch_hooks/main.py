@@ -41,8 +41,8 @@ def run(
     the time, and at least once in 100 steps. Both must be the same on all ranks.
 
     `overlap`: whether a commit's tensors are copied while the next step runs ("on"), or before `run.commit`
-    returns ("off"). With "on" nothing but `optimizer.step` may write to parameters by `.data`, in inference
-    mode or by `torch._foreach_*` between a commit and the next update. Raises UsageError.
+    returns ("off"). With "on" a rank to whose parameters anything but `optimizer.step` writes in between
+    loses that step, and copies in order from then on. Raises UsageError.
     """
     cadence = checked(commit_every, commit_budget)
     policy = overlap_policy(overlap)

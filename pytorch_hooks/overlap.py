@@ -1,16 +1,17 @@
 """Copies of a commit that run beside the next step: when they may, and whether what they took is whole.
 
-A *device* makes the copies (`host_copy`, `device_copy`). This is what holds for all of them. Three things
-keep a torn version from being sealed:
+A *device* makes the copies (`host_copy`, `device_copy`). What keeps a torn version from being sealed:
 
 - An optimizer's step begins with `Versions.fence`: what it changes comes after the copies.
-- Writes by anybody else are counted by torch. The counters are taken when the copies begin, and looked at
-  once by the main thread between two of its own operations (`Guard.close`), when the copies are over or
-  nothing more will be written before they are. A write that is under way is not counted yet: therefore no
-  other thread can look.
-- Not every write is counted (`.data`, inference mode, `torch._foreach_*` of DTensors). So the first copies
-  of a process are no overlapped ones, and are compared, when the next update begins, with what lives
-  (`Policy`): a script that writes such between commit and update never gets any other.
+- In the CPU's memory everything is digested when the copies begin, and what has been copied is digested
+  again: whoever wrote in between, and by whatever way, it is not the same (`HostCopies`). Nothing like that
+  is done on a device; there a script gets no such copies (`Policy.refuse_device`).
+- Writes that torch counts are found without that, and named: the main thread looks at the counters once,
+  between two of its own operations (`Guard.close`), when the copies are over or nothing more will be written
+  before they are. A write that is under way is not counted yet: therefore no other thread can look.
+- That a version is given up costs the step. So the first copies of a process are no overlapped ones, and are
+  compared, when the next update begins, with what lives (`Policy`): a script that writes between commit and
+  update in each step never gets any other.
 """
 
 import ctypes
@@ -49,8 +50,11 @@ class Device(Protocol[Ticket]):
         What the training has done or queued by now comes before either. Main thread.
         """
 
-    def complete(self, ticket: Ticket, came: Callable[[int], None]) -> None:
-        """Until all is there; `came(upto)`, when what lies before that offset is. In a thread of its own."""
+    def complete(self, ticket: Ticket, came: Callable[[int], None]) -> str | None:
+        """Until all is there; `came(upto)`, when what lies before that offset is. In a thread of its own.
+
+        The name of a tensor that is not what it was when the copies began, where the device can tell.
+        """
 
     def fence(self, ticket: Ticket) -> None:
         """What the training does from here on comes after the copies. The thread that updates."""
@@ -79,15 +83,17 @@ class Guard:
         # Of all that wakes a thread only this may be interrupted by itself.
         self._closed.put(None)
 
-    def wait(self, ask: Callable[[Callable[[], None]], None]) -> str | None:
+    def wait(self, ask: Callable[[Callable[[], None]], None], torn: str | None = None) -> str | None:
         """The copies are over: the first tensor that was written to, if one was. Not in the main thread.
 
         `ask(close)` has the main thread close it as soon as it can. It ends no generation and no process
-        without closing it itself: that is the deadline.
+        without closing it itself: that is the deadline. `torn` is what the copies themselves have found.
         """
         if not self._is_closed:
             ask(self.close)
+            # no deadline: see above
             self._closed.get()
+        self.moved = self.moved or torn
         return self.moved
 
 
@@ -127,8 +133,8 @@ def between_bytecodes(call: Callable[[], None]) -> None:
 class Policy:
     """Whether the next copies may run beside the training. Pure; main thread only.
 
-    Only where the script says "on": what torch does not count, and the trials do not meet (weights that are
-    exchanged by `.data` for an evaluation now and then), nobody here can see.
+    Only where the script says "on": a write that the trials do not meet (weights that are exchanged for an
+    evaluation now and then) has the step done again.
     """
 
     wanted: Wanted = "off"
@@ -151,6 +157,16 @@ class Policy:
             self.tried += 1
             return None
         return self.refuse(differs)
+
+    def refuse_device(self) -> str | None:
+        """Tensors lie on a device, whose copies nobody can prove whole; a sentence where that ends it."""
+        if self.wanted == "off" or self.why_not is not None:
+            return None
+        self.why_not = (
+            "commits are copied while the training waits: overlap='on' is so far only for tensors that lie "
+            "in the CPU's memory"
+        )
+        return self.why_not
 
     def refuse(self, name: str) -> str:
         """Somebody but an optimizer changes `name` between a commit and the update: never again."""

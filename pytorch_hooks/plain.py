@@ -58,6 +58,9 @@ class PlainRun:
             raise UsageError(f"the function given to run.keep returned {type(state).__name__}, not a State")
         return state
 
+    def compare(self, where: str = "") -> None:
+        """See Run; nothing is compared here."""
+
     def batches(self, loader: Iterable[Any], epochs: int = 1, *, name: str = "") -> Iterator[Any]:
         """See Run."""
         return self._cursor.batches(loader, epochs, name)

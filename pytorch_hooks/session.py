@@ -96,6 +96,7 @@ class Session:
         os._exit(EXIT_NO_AGENT)
 
     def _receive(self) -> list[m.ToRank]:
+        # no deadline: the agent's life is this one's; its end is the end of the connection
         data, fds, _, _ = socket.recv_fds(self._sock, READ_NBYTES, MAX_FDS)
         self._fds.extend(fds)
         if not data:
@@ -154,6 +155,7 @@ class Session:
         did not know yet that another one leads.
         """
         with self._news:
+            # no deadline: a spare waits as long as the job lasts; the agent's end is its own
             self._news.wait_for(lambda: self._is_new(after) or 0 < after <= self._released)
             return self._assigned if self._is_new(after) else None
 
@@ -163,6 +165,7 @@ class Session:
     def _wait(self, generation: int, done: Callable[[], bool], what: str) -> None:
         """Wait for word of the agent; the control plane's deadlines end a generation that hangs here."""
         with self._news:
+            # no deadline: the control plane's end a generation that hangs here
             self._news.wait_for(lambda: done() or self._ended >= generation)
             if not done():
                 raise GenerationEnded(f"generation {generation} ended while waiting for {what}")

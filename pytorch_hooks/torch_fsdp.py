@@ -128,6 +128,18 @@ def _reset_by_hand(root: Any) -> None:
             group.reshard()
 
 
+def holds_gradients(state: Any) -> bool:
+    """Whether gradients have not yet been reduced over all ranks (`set_requires_gradient_sync(False)`)."""
+    for group in _groups(state):
+        if getattr(group, "_partial_reduce_output", None) is not None:
+            return True
+        for param in group.fsdp_params:
+            whole = getattr(param, "_unsharded_param", None)
+            if param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                return True
+    return False
+
+
 def drop_gradients(state: Any) -> None:
     """Forget gradients: of the shards, and those of whole parameters that are not yet reduced."""
     for group in _groups(state):

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
-from ckptless.pytorch_hooks import env, job_key, torch_private
+from ckptless.pytorch_hooks import env, job_key, likeness, torch_private
 from ckptless.pytorch_hooks.cadence import Meter
 from ckptless.pytorch_hooks.cadence_agreement import Cadence, Fixed
 from ckptless.pytorch_hooks.comm.buckets import Buckets
@@ -23,8 +23,9 @@ from ckptless.pytorch_hooks.durable.load import load
 from ckptless.pytorch_hooks.loaders import Loaders
 from ckptless.pytorch_hooks.overlap import Policy
 from ckptless.pytorch_hooks.session import Session
-from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, read, restore
+from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, gradients, read, restore
 from ckptless.pytorch_hooks.state.objects import tree_of, watch_of
+from ckptless.pytorch_hooks.state.second_look import SecondLook
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
@@ -58,16 +59,17 @@ class Run:
         self._part: m.Assigned | None = None
         self._state: State | None = None
         self._tensors: TensorSet | None = None
-        self.loaders = Loaders(session)
+        self._second_look: SecondLook | None = None
+        self.loaders = Loaders(session, lambda: fabric.calls)
         self._kept = False
         # The ranks that have the same tensors as this one (none named: all), and which of those on this node
         # writes them.
         self._twins: tuple[int, ...] = ()
         self._writes = False
+        self._alike: tuple[int, ...] = ()
+        self._compared = 0
         # The newest step that is done, and the newest that is committed.
         self._step = self._saved = 0
-        # Whether an optimizer has moved the living parameters since the committed step.
-        self._dirty = False
         self._buckets = Buckets()
         self._fsdp = Sharded(())
         self._on_recovery: list[Callable[[Run], None]] = []
@@ -77,9 +79,9 @@ class Run:
         self.waited_s = 0.0
         guard_optimizers(fabric)
         register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(gradients.mark_used)
 
     def _before_update(self, _optimizer: object, _args: object, _kwargs: object) -> None:
-        self._dirty = True
         began = time.monotonic()
         self._copying.before_update()
         self._meter.held_up(time.monotonic() - began)
@@ -148,14 +150,14 @@ class Run:
         """Begin a generation: what `ckptless.run` does before it calls the training function."""
         if self._part is None:
             self._was_spare = env.read().rank < 0
-        self._part, self._kept = part, False
+        self._part, self._kept, self._compared = part, False, 0
         self._on_recovery.clear()
         job_key.learn(part.cache_key)
         self.loaders.enter(part)
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
         if part.restore_step is None:
             self._state = self._tensors = None
-            self._step, self._saved, self._dirty = 0, 0, False
+            self._step = self._saved = 0
             self._join()
             self._open(self._store())
         elif self._state is None:
@@ -199,26 +201,39 @@ class Run:
             refuse(state)
             self._fabric.mark()
             self._state, self._tensors = state, TensorSet(state)
+            self._second_look = SecondLook(state)
+            gradients.watch_steps(state)
             self._buckets = Buckets(state)
-            found = twins(state, self.rank, self.world_size)
-            self._twins = () if len(found) == self.world_size else found
+            self._alike = twins(state, self.rank, self.world_size)
+            self._twins = () if len(self._alike) == self.world_size else self._alike
             self._fsdp = Sharded(module for _prefix, module in tree_of(state).modules())
-            newcomer = self._dirty = True  # what was built is the state of no step
-        else:
-            newcomer = False
         self._session.send(m.Twins(generation=part.generation, ranks=self._twins))
         if part.restore_step is None:
             if resume := env.read().resume:
                 self._resume(Path(resume))
+            self.compare("before the first step")
             self._session.send(m.Restored(generation=part.generation))
             self._writes = self._session.wait_writes(part.generation)
             self._kept = True
+            self._check()
             self._put(self._step)
             self._begin(self._step)
         else:
-            self._recover(part.restore_step, newcomer=newcomer)
+            self._recover(part.restore_step)
             self._kept = True
         return self._state
+
+    def compare(self, where: str = "") -> None:
+        """Compare parameters, buffers and optimizer state with those of the rank's twins, bit by bit.
+
+        To find where a script makes ranks differ: at several places of a step, on every rank alike; not for
+        each step of a long run, since all is read. UsageError where they differ, with `where` and the first
+        tensor. Also raises GenerationEnded, CollectiveFailed.
+        """
+        assert self._tensors is not None
+        self._compared += 1
+        when = where or f"at step {self._step}, comparison {self._compared}"
+        likeness.compare(self._fabric, self.rank, self._alike, self._tensors, when, self._compared)
 
     def _resume(self, folder: Path) -> None:
         """Memory has nothing: go on from a step on the disk, into what was built just now."""
@@ -244,27 +259,29 @@ class Run:
         restore(record, self._state)
         self.loaders.restore(view.cursor)
 
-    def _recover(self, step: int, *, newcomer: bool) -> None:
-        """Groups of the new generation, then the state of `step`."""
+    def _recover(self, step: int) -> None:
+        """Renew the groups, then copy the state of `step` back into whatever lives here.
+
+        Nobody can tell what has been written to since: an update by hand is like any other operation.
+        """
         assert self._state is not None
         assert self._tensors is not None
         # Before anybody looks at the tensors: parameters must be shards again.
         self._fsdp.renew()
+        # What came in the step that was cut off a new process does not have.
+        self._tensors.check_built()
         self._join()
         self._fabric.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
-        # A forward pass may have been the first to write a buffer: its value before is with the tensors.
-        stale = newcomer or self._dirty or self._step != step or watch_of(self._state).is_ahead()
-        found = self._versions.fetch(self.generation, step, self._shard, self._tensors, read_payload=stale)
+        found = self._versions.fetch(self.generation, step, self._shard, self._tensors)
         record, at, view = found.record, found.at, read(found.record)
         if view.step != step:
             raise RecoveryError(f"the record of step {step} says it is of step {view.step}")
         if view.layout.digest != found.header.layout:
             raise StateUnavailableError(f"record and tensors of step {step} are not of one layout")
-        if stale:
-            self._tensors.unpack(found.payload, view.layout)
+        self._tensors.unpack(found.payload, view.layout)
         self._take(record, view)
-        self._step, self._dirty, self._aftermath = step, False, True
+        self._step, self._aftermath = step, True
         self._begin(step)
         self._session.send(m.Restored(generation=self.generation))
         # Its copies on other nodes may have gone with them: commit it again.
@@ -289,11 +306,12 @@ class Run:
     def commit(self, loss: float | torch.Tensor | None = None) -> int:
         """The step is done: from here on it can be restored. Its number.
 
-        Call it after optimizer, scheduler and scaler have stepped. It waits only when the copies of the one
+        Call it after optimizer, scheduler and scaler have stepped; it is refused where there are gradients
+        that no optimizer has used, or what was not there in `keep`. It waits only when the copies of the one
         before are not yet held elsewhere. What only optimizers change is copied while the training goes on; a
         rank that ends before that goes back to the step before. With `commit_every` of `ckptless.run` only
         some of the calls make their step restorable. `loss` is shown by `ckptctl status`. Raises
-        GenerationEnded, StateMoved.
+        UsageError, GenerationEnded, StateMoved.
         """
         self._need_state("commit")
         step = self._step + 1
@@ -333,21 +351,33 @@ class Run:
 
     def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         self._fabric.check()
+        # Before the buckets: gradients may lie in them.
+        self._check()
         self._buckets.settle()
         self._wait_for_copies()
         self._put(step, loss)
+
+    def _check(self) -> None:
+        """Raise UsageError where a new process would not get all that the next step depends on."""
+        assert self._state is not None
+        assert self._tensors is not None
+        self._tensors.check_built()
+        self._tensors.check_shared()
+        gradients.check_used(self._state, pending=self._fsdp.holds_gradients())
 
     def _put(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         """Commit a step, of which nothing is to be waited for."""
         assert self._state is not None
         assert self._tensors is not None
+        if self._second_look is not None:
+            self._second_look.look(self._tensors)
         written = None
         if self._writes:
             written = self._copying.write(self._tensors, step, self.generation, self._shard, self.rank)
         record = capture(self._state, step, self.loaders.committed(), self._buckets.layouts, self._tensors)
         own = self._tensors.spans(watch_of(self._state).recorded) if self._writes else ()
         self._versions.send(self._commit_of(step, record, None, _number(loss)), written, own)
-        self._step, self._saved, self._dirty = step, step, False
+        self._step = self._saved = step
 
     def _commit_of(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> m.Commit:
         return m.Commit(
@@ -364,6 +394,7 @@ class Run:
 
     def _wait_for_copies(self) -> None:
         """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         waited_s = self._session.wait_acked(self.generation, self._saved)
         self.waited_s += waited_s
@@ -379,6 +410,7 @@ class Run:
 
     def finish(self) -> None:
         """The training function has returned: wait for the others, who may still need this rank."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         if self._kept:
             # The last step, too, is compared with the twins' before training counts as over.
@@ -388,7 +420,7 @@ class Run:
 
     def leave(self) -> None:
         """The training function has raised: nothing of this generation is sent any more after this."""
-        self._dirty |= self._copying.leave()
+        self._copying.leave()
 
     def close(self) -> None:
         """The job is done: end the threads that send commits, and what makes batches."""

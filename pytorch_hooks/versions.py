@@ -75,10 +75,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A committed step: the record, and the version of its tensors with its place; `data` is all of it.
-
-    The header is verified; the payload is not before `verify` says so.
-    """
+    """A committed step: the record, and the verified version of its tensors with its place."""
 
     record: bytes
     at: m.TensorsAt
@@ -196,12 +193,13 @@ class Versions:
 
     def _finish(self, commit: m.Commit, written: Written, own: tuple[Span, ...]) -> None:
         if written.coming is None:
+            # no deadline: hashes of memory, and the agent's answers; the control plane ends what hangs
             chunks = tuple(chunk.result() for chunk in written.chunks)
         else:
             digests = version.ChunkDigests(raw.window(written.payload), self._chunk_nbytes)
-            self.device.complete(written.coming.ticket, digests.came)
+            torn = self.device.complete(written.coming.ticket, digests.came)
             # What is torn gets no header, and nobody hears of it but the main thread.
-            if written.coming.guard.wait(between_bytecodes) is not None:
+            if written.coming.guard.wait(between_bytecodes, torn) is not None:
                 return
             chunks = digests.finish()
         header = replace(written.header, chunks=chunks)
@@ -215,6 +213,7 @@ class Versions:
         """Until the last commit has been sent. Raises what went wrong with it, StateMoved among that."""
         pending, moved = self._settle()
         for future in pending:
+            # no deadline: hashes of memory, and the agent's answers; the control plane ends what hangs
             future.result()
         if moved is not None:
             raise StateMoved(moved)
@@ -248,10 +247,8 @@ class Versions:
 
     # -------------------------------------------------------------------------------------- read
 
-    def fetch(
-        self, generation: int, step: int, shard: int, tensors: TensorSet, *, read_payload: bool
-    ) -> Fetched:
-        """A sound version of `step`, with `read_payload` to its last byte, else as far as its header.
+    def fetch(self, generation: int, step: int, shard: int, tensors: TensorSet) -> Fetched:
+        """Return a version of `step` that is sound to its last byte.
 
         A bad one is told to the agent, which gets another. Raises StateUnavailableError, GenerationEnded.
         The bytes are the agent's memory: copy them out before the next commit but one.
@@ -267,8 +264,7 @@ class Versions:
                 welcome = self._session.welcome
                 header.check(version.Origin(welcome.job, welcome.run), shard, step, generation)
                 found = Fetched(reply.record, reply.tensors, header, data)
-                if read_payload:
-                    self.verify(found)
+                self._verify(found)
                 return found
             except (BadVersionError, StateUnavailableError) as error:
                 unsound, why = reply.tensors, str(error)
@@ -285,7 +281,7 @@ class Versions:
         self._mapped.last_slot = at.offset // slot_nbytes
         return self._mapped.bytes[at.offset : at.offset + at.nbytes]
 
-    def verify(self, found: Fetched) -> None:
+    def _verify(self, found: Fetched) -> None:
         """Raise StateUnavailableError, which names the chunk, where the bytes are not those of the commit."""
         header, payload = found.header, raw.window(found.data)[found.header.header_nbytes :]
         if header.total_nbytes != len(found.data):

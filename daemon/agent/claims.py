@@ -34,6 +34,7 @@ class Claims:
     async def turn(self, what: What) -> None:
         """Wait until whoever is giving it has come to an end, or has not begun in time."""
         if (claim := self._claims.get(what)) is not None:
+            # no deadline: CLAIM_DEADLINE_S, then that of the transfer
             await claim.over.wait()
 
     def claim(self, what: What, link: Peer) -> None:

@@ -16,6 +16,8 @@ from ckptless.daemon.settings_bind import choose, choose_interface, interfaces
 
 # The environment variable that carries a SharedConfig (base64 of JSON) to the agents of a Slurm job.
 AGENT_CONFIG = "CKPTLESS_AGENT_CONFIG"
+# As torchrun.
+DEFAULT_SHUTDOWN_S = 30.0
 GLOO_IFNAME, NCCL_IFNAME = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -47,7 +49,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     copies of the state go to the other nodes. `twins`: what is done when ranks that should have the same
     tensors do not. `restarts`: how often Slurm has started the job again; None where it never does.
     `comm_interface`: the interface or network that ranks talk over; None leaves that to torch. `data`: what
-    training data may take in memory.
+    training data may take in memory. `shutdown_s`: from SIGTERM until a rank gets SIGKILL.
     """
 
     spec: JobSpec
@@ -68,15 +70,18 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     restarts: int | None = None
     comm_interface: str | None = None
     data: DataConfig = DataConfig()
+    shutdown_s: float = DEFAULT_SHUTDOWN_S
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an agent is told.
 
-    `env` is the ranks' environment without torchrun's variables.
+    `env` is the ranks' environment without torchrun's variables. In a file it is only what is added to the
+    agent's own: nobody's secrets lie on a disk.
     `copies_address`: where other agents reach this one, and from where it connects to them; None: at
     `address`, and from wherever the kernel likes.
     `comm_address`: where ranks of other nodes reach those of this one; None: at `address`.
+    `scratch`: a folder for short-lived ones, which the launcher removes; None: the agent makes one.
     """
 
     node: int
@@ -86,6 +91,7 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     rank_socket: str
     copies_address: str | None = None
     comm_address: str | None = None
+    scratch: str | None = None
 
 
 def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
@@ -95,7 +101,7 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         raise UsageError(f"{AGENT_CONFIG} is not set: agents are started by ckptless-run")
     try:
         shared = msgspec.json.decode(base64.b64decode(text, validate=True), type=SharedConfig)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(
             f"{AGENT_CONFIG} is damaged ({error}): agents are started by ckptless-run"
         ) from error
@@ -124,20 +130,21 @@ def rank_socket(job: str) -> str:
     return f"@ckptless-{os.getuid()}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', job)}-ranks"
 
 
-def thread_env(env: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """What must be set before torch is loaded: as torchrun, do not let every rank take every core."""
-    if "OMP_NUM_THREADS" in env or processes <= 1:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+def thread_env(env: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """What must be set before torch is loaded: as torchrun, 1 where several ranks share a machine.
+
+    No other number: sums depend on it, and a recovery may take a rank to another node.
+    """
+    return {} if "OMP_NUM_THREADS" in env or ranks <= 1 else {"OMP_NUM_THREADS": "1"}
 
 
 def _threads(env: Mapping[str, str], slots: int, cores: int) -> dict[str, str]:
-    """As torchrun; and where Slurm gave fewer CPUs than it lets a process see, those also for one rank."""
+    """As torchrun; where Slurm gave one rank fewer CPUs than it lets a process see, those."""
     given = env.get("SLURM_CPUS_ON_NODE", "")
     mine = min(cores, int(given)) if re.fullmatch(r"[1-9]\d{0,5}", given) else cores
-    if "OMP_NUM_THREADS" not in env and mine < cores:
-        return {"OMP_NUM_THREADS": str(max(1, mine // slots))}
-    return thread_env(env, slots, mine)
+    if "OMP_NUM_THREADS" not in env and slots == 1 and mine < cores:
+        return {"OMP_NUM_THREADS": str(mine)}
+    return thread_env(env, slots)
 
 
 def _copies_address(interface: str | None) -> str | None:

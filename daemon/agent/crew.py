@@ -22,6 +22,7 @@ from ckptless.daemon.agent.environment import (
 )
 from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.rank_link import RankLink
+from ckptless.daemon.agent.scratch import Scratch
 from ckptless.daemon.agent.slots import Slot, Tenant
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import CkptlessError
@@ -29,7 +30,8 @@ from ckptless.daemon.api.errors import CkptlessError
 logger = logging.getLogger(__name__)
 
 OUTPUT_DEADLINE_S = 1.0
-TERM_GRACE_S = 3.0
+# From SIGKILL to the end of a process that the kernel can end.
+KILL_DEADLINE_S = 5.0
 PINGS_PER_DEADLINE = 4
 
 
@@ -45,6 +47,7 @@ class Crew:
         self._closing = False
         self._resume = config.save.resume if config.save is not None else ""
         self.store = ("", 0)
+        self._scratch = Scratch(config.env, config.scratch)
         self.on_change: Callable[[], None] = lambda: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_hello: Callable[[Slot], None] = lambda _slot: None
@@ -89,11 +92,13 @@ class Crew:
             },
             cwd=Path(self._config.cwd),
             stdout="pipe",
+            scratch=self._scratch.make(),
         )
         slot.restarts += 1
         try:
             process = await self._zygote.spawn(spec)
         except CkptlessError as error:
+            self._scratch.remove(spec.scratch)
             self.on_event("spawn-failed", f"slot {slot.index}: {error}")
             if slot.births != birth:
                 return
@@ -101,7 +106,7 @@ class Crew:
             slot.enter("exited", slot.generation, m.Cause(kind="died", text=str(error)))
             self.on_change()
             return
-        tenant = Tenant(process, heard_at=asyncio.get_running_loop().time())
+        tenant = Tenant(process, heard_at=asyncio.get_running_loop().time(), scratch=spec.scratch)
         if self._closing or slot.births != birth:
             # While it was forked the next generation came, which has a process of its own for this slot.
             tenant.retired = True
@@ -180,6 +185,7 @@ class Crew:
     # ------------------------------------------------------------------------------- end of life
 
     async def _watch(self, slot: Slot, tenant: Tenant) -> None:
+        # no deadline: a rank lives as long as it trains; `close` ends it
         code = await tenant.process.wait()
         self._early.pop(tenant.process.pid, None)
         if tenant.link is not None:
@@ -190,6 +196,7 @@ class Crew:
         output = self._outputs.pop(tenant.process.pid, None)
         if output is not None:
             await output.finish(OUTPUT_DEADLINE_S)
+        self._scratch.remove(tenant.scratch)
 
     def _died(self, slot: Slot, tenant: Tenant, code: int) -> None:
         well = code == 0 and (slot.phase == "finished" or tenant.released or not tenant.hooked)
@@ -199,7 +206,7 @@ class Crew:
         elif well:
             cause = None
         elif tenant.hung:
-            cause = m.Cause(kind="hung", text="did not answer and was killed")
+            cause = m.Cause(kind="hung", text=tenant.hung)
         else:
             cause = m.Cause(kind="died", text=describe_exit(code))
         slot.exit_code = code
@@ -212,10 +219,16 @@ class Crew:
         if tenant is slot.tenant:
             slot.tenant = None
 
+    def forward(self, number: signal.Signals) -> None:
+        """Send it to every process that has come up; one that is still being forked does not get it."""
+        for slot in self.slots:
+            if slot.tenant is not None:
+                slot.tenant.process.kill(number)
+
     def kill_hung(self, slot: Slot) -> None:
         """End a process that does not do what it is told."""
         if slot.tenant is not None and slot.tenant.process.returncode is None:
-            slot.tenant.hung = True
+            slot.tenant.hung = "did not leave its training function in time and was killed"
             slot.tenant.process.kill()
 
     async def _ping(self) -> None:
@@ -240,38 +253,52 @@ class Crew:
         # For as long as this process itself got no CPU, it could not have heard.
         tenant.heard_at += starved_s
         if asyncio.get_running_loop().time() - tenant.heard_at > deadline_s and not tenant.hung:
-            self.on_event("hung", f"process {tenant.process.pid} is silent for {deadline_s:.1f} s")
-            tenant.hung = True
+            tenant.hung = f"did not answer for {deadline_s:.1f} s and was killed"
             tenant.process.kill()
 
     # ------------------------------------------------------------------------------------- close
 
     async def close(self) -> None:
-        """End every process: SIGTERM, a grace, SIGKILL. Their last output is kept."""
+        """End every process: SIGTERM, `shutdown_s` to act on it, SIGKILL. Their last output is kept."""
         self._closing = True
         processes: list[Process] = []
         for slot in self.slots:
             if slot.tenant is not None:
                 slot.tenant.retired = True
                 processes.append(slot.tenant.process)
-        for process in processes:
-            process.kill(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(TERM_GRACE_S):
-                await asyncio.gather(*(process.wait() for process in processes))
-        except TimeoutError:
-            for process in processes:
-                process.kill()
-            async with asyncio.timeout(TERM_GRACE_S):
-                await asyncio.gather(*(process.wait() for process in processes))
+        if not await _end(processes, signal.SIGTERM, self._config.shutdown_s):
+            left = [process for process in processes if process.returncode is None]
+            self.on_event(
+                "killed", f"{len(left)} ranks did not end in {self._config.shutdown_s:g} s of SIGTERM"
+            )
+            if not await _end(left, signal.SIGKILL, KILL_DEADLINE_S):
+                self.on_event("unkillable", f"processes outlive SIGKILL by {KILL_DEADLINE_S:g} s")
+        # no deadline: each has its own
         await asyncio.gather(*(o.finish(OUTPUT_DEADLINE_S) for o in list(self._outputs.values())))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._scratch.close()
+
+
+async def _end(processes: list[Process], number: signal.Signals, deadline_s: float) -> bool:
+    """Send a signal to all; say whether they have ended within the deadline, in seconds."""
+    for process in processes:
+        process.kill(number)
+        # One that is stopped could not act on it.
+        process.kill(signal.SIGCONT)
+    try:
+        async with asyncio.timeout(deadline_s):
+            await asyncio.gather(*(process.wait() for process in processes))
+    except TimeoutError:
+        return False
+    return True
 
 
 def describe_exit(code: int) -> str:
     """An exit status in words."""
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        # Most real-time signals have no name.
+        known = -code in signal.Signals.__members__.values()
+        return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return f"ended with exit code {code}"

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Callable
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.messages import FromAgent, ToAgent
-from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.messages import FromAgent, Pong, ToAgent
+from ckptless.daemon.api.peercred import daemon_credentials
 from ckptless.daemon.api.saving import SaveDone, SaveNow
 from ckptless.daemon.api.unixpath import unix_address
 
@@ -29,13 +29,15 @@ class DaemonLink:
         self._name, self._greet, self._on_message = name, greet, on_message
         self._writer: asyncio.StreamWriter | None = None
         self.daemon_pid: int | None = None
+        # Why whoever listens there is not believed, if so.
+        self.stranger = ""
 
     @property
     def connected(self) -> bool:
         """Whether a daemon listens."""
         return self._writer is not None
 
-    def send(self, message: FromAgent | SaveDone) -> None:
+    def send(self, message: FromAgent | Pong | SaveDone) -> None:
         """Tell the daemon; without one nothing is lost, since `greet` tells the whole state again."""
         if self._writer is not None:
             self._writer.write(encode(message))
@@ -43,24 +45,36 @@ class DaemonLink:
     async def run(self) -> None:
         """Connect, again and again, until cancelled."""
         away = False
-        address = unix_address(self._name)
         try:
             while True:
                 try:
-                    reader, self._writer = await asyncio.open_unix_connection(address)
-                except OSError as error:
+                    reader = await self._connect()
+                except (OSError, PeerError) as error:
                     if not away:
-                        logger.warning("no daemon at %s (%s): training goes on", self._name, error.strerror)
+                        logger.warning("no daemon at %s (%s): training goes on", self._name, error)
                         away = True
                     await asyncio.sleep(RETRY_S)
                     continue
                 away = False
-                self.daemon_pid, _ = peer_credentials(self._writer.get_extra_info("socket"))
                 for message in self._greet():
                     self.send(message)
                 await self._listen(reader)
+                await asyncio.sleep(RETRY_S)
         finally:
             self._hang_up()
+
+    async def _connect(self) -> asyncio.StreamReader:
+        """Raises OSError, and PeerError where it is not the daemon that listens there."""
+        # no deadline: a Unix socket is there or not; whoever runs this cancels it
+        reader, writer = await asyncio.open_unix_connection(unix_address(self._name))
+        try:
+            self.daemon_pid, _ = daemon_credentials(writer.get_extra_info("socket"), self._name)
+        except PeerError as error:
+            self.stranger = str(error)
+            writer.close()
+            raise
+        self._writer, self.stranger = writer, ""
+        return reader
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         decoder: Decoder[ToAgent | SaveNow] = Decoder(ToAgent | SaveNow, CONTROL_LIMIT)

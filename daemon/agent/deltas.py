@@ -88,6 +88,7 @@ class Base:
                 await asyncio.shield(copying)
             finally:
                 # A thread cannot be cancelled, and writes to the memory until it is through.
+                # no deadline: it copies memory, and cannot be ended
                 await asyncio.wait([copying])
 
     def _copy(self, slot: memoryview) -> None:

@@ -98,6 +98,7 @@ class TensorsFetch:
 
     async def _until_complete(self, tasks: set[asyncio.Task[None]]) -> None:
         while tasks and not (self._coming is not None and self._coming.shares.complete):
+            # no deadline: each has its own: PATIENCE_S without an answer, or without a byte
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # what is no fault of a source is raised here

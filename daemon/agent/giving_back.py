@@ -106,4 +106,5 @@ class GivingBack:
         task = self._task
         self.stop()
         if task is not None:
+            # no deadline: `stop` has cancelled it
             await asyncio.gather(task, return_exceptions=True)

@@ -11,6 +11,7 @@ import socket
 import sys
 
 from ckptless.daemon.agent import zygote
+from ckptless.daemon.agent.signals import ignore_others
 
 
 def main() -> None:
@@ -18,6 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--preload", action="append", default=[])
     options, command = parser.parse_known_args()
+    ignore_others()
     agent = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()

@@ -168,6 +168,7 @@ class TensorHolder(Holder):
                 self._answers.put_nowait(await link.receive())
         except ConnectionError:
             if giving.done() and not giving.cancelled():
+                # no deadline: it is done
                 await giving  # it was the one that ended it: what it says is the reason
             raise
         finally:
@@ -176,6 +177,7 @@ class TensorHolder(Holder):
 
     async def _give_all(self, link: Peer) -> None:
         while True:
+            # no deadline: a holder waits for what there is to hold; `close` cancels it
             version = await self._queue.get()
             for last in (False, True):
                 if await self._give(link, version) != "unsound":

@@ -341,5 +341,5 @@ def _read_catalog(fd: int) -> k.Catalog:
         raise ProtocolError("the catalog of what was kept does not match its digest")
     try:
         return msgspec.msgpack.decode(data[_DIGEST_NBYTES:], type=k.Catalog)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the catalog of what was kept is of another version: {error}") from error

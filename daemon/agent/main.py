@@ -7,17 +7,19 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from ckptless.daemon import log
 from ckptless.daemon.agent.config import AgentConfig, of_this_node
 from ckptless.daemon.agent.prctl import set_process_name
 from ckptless.daemon.agent.service import Agent
+from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.messages import Cancel
 from ckptless.daemon.config import load
 
 
-async def _run(config: AgentConfig, zygote: tuple[int, int] | None) -> int:
+async def _run(config: AgentConfig, zygote: tuple[int, int] | None, *, forwards: bool) -> int:
     loop = asyncio.get_running_loop()
     cancelled: asyncio.Future[Cancel] = loop.create_future()
 
@@ -26,9 +28,18 @@ async def _run(config: AgentConfig, zygote: tuple[int, int] | None) -> int:
             reason = number.name if config.restarts is not None else f"{number.name} from the user"
             cancelled.set_result(Cancel(exit_code=128 + number, reason=reason, restarts=config.restarts))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDING:
         loop.add_signal_handler(number, cancel, number)
-    return await Agent(config, zygote).run(cancelled)
+    agent = Agent(config, zygote)
+    for number in USERS if forwards else ():
+        loop.add_signal_handler(number, agent.forward, number)
+    return await agent.run(cancelled)
+
+
+def _of_file(path: Path) -> AgentConfig:
+    """Local mode. Raises UsageError."""
+    config = load(path, AgentConfig)
+    return msgspec.structs.replace(config, env={**os.environ, **config.env})
 
 
 @click.command()
@@ -44,11 +55,13 @@ def command(
     try:
         if (path is None) is not slurm:
             raise UsageError("agents are started by ckptless-run")
-        config = load(path, AgentConfig) if path else of_this_node(os.environ, len(os.sched_getaffinity(0)))
+        config = _of_file(path) if path else of_this_node(os.environ, len(os.sched_getaffinity(0)))
         log.configure(f"agent[{config.name}]", verbose=verbose)
         set_process_name("ckptless-agent")
         zygote = (zygote_pid, zygote_fd) if zygote_pid is not None and zygote_fd is not None else None
-        sys.exit(asyncio.run(_run(config, zygote)))
+        ignore_others()
+        # In a step Slurm has sent it to the ranks as well.
+        sys.exit(asyncio.run(_run(config, zygote, forwards=not slurm)))
     except CkptlessError as error:
         click.echo(f"ckptless agent: error: {error}", err=True)
         sys.exit(error.exit_code)

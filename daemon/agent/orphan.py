@@ -61,6 +61,7 @@ class Orphan:
             await asyncio.sleep(min(INTERVAL_S, self._lease_s / 4))
 
     async def _heard(self, infos: Sequence[NodeInfo]) -> set[int]:
+        # no deadline: each has its own
         answers = await asyncio.gather(*map(self._answers, infos))
         return {info.node for info, answer in zip(infos, answers, strict=True) if answer}
 

@@ -37,7 +37,7 @@ class SpawnSpec:
     `argv` is a script (or, with `module`, a module) and its arguments. `env` is the whole environment; what
     is named in READ_AT_LOAD has an effect only if the zygote was started with the same. An output is a log
     file, opened for appending, or "inherit" (the caller's standard output), or "pipe": see `Process.stdout`.
-    `umask` None is the agent's.
+    `umask` None is the agent's. `scratch`: see `agent.scratch`.
     """
 
     argv: tuple[str, ...]
@@ -47,6 +47,7 @@ class SpawnSpec:
     stderr: Output | Literal["stdout"] = "stdout"
     module: bool = False
     umask: int | None = None
+    scratch: Path | None = None
 
     def program(self) -> wire.Program:
         """Return it as the zygote takes it; raises UsageError where the user must mend something."""
@@ -60,6 +61,7 @@ class SpawnSpec:
             env=tuple((os.fsencode(name), os.fsencode(value)) for name, value in self.env.items()),
             cwd=os.fsencode(self.cwd),
             umask=self.umask,
+            scratch=os.fsencode(self.scratch) if self.scratch is not None else b"",
         )
 
 
@@ -90,6 +92,7 @@ class Process:
 
     async def wait(self) -> int:
         """Return the status once it is dead. Lasts as long as the process: bound it with asyncio.timeout."""
+        # no deadline: the caller's: see above
         await self._dead.wait()
         assert self.returncode is not None
         return self.returncode

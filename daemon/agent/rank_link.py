@@ -85,6 +85,7 @@ class RankLink:
 
     def _readable(self) -> None:
         try:
+            # no deadline: the socket does not block
             data = self._sock.recv(READ_NBYTES)
         except BlockingIOError:
             return
@@ -142,6 +143,7 @@ class RankServer:
 
     def _acceptable(self) -> None:
         try:
+            # no deadline: the socket does not block
             sock, _ = self._sock.accept()
         except BlockingIOError:
             return

@@ -73,6 +73,7 @@ class Guest:
 
     async def came(self) -> None:
         """Until there is a batch, or will be none."""
+        # no deadline: BATCH_DEADLINE_S of whoever asks
         await self._news.wait()
 
     def take(self, seq: int) -> int:

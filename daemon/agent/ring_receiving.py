@@ -71,5 +71,6 @@ async def _verified(memory: EntryMemory, feed: Feed, reply: p.BatchReply) -> byt
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         # The thread works on the descriptor, which must not be closed, and be another one's, meanwhile.
+        # no deadline: it copies memory, and cannot be ended
         await asyncio.gather(task, return_exceptions=True)
         raise

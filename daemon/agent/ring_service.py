@@ -105,6 +105,7 @@ class RingService:
         producers = [node.producer for node in self._producers.values() if node.producer is not None]
         for producer in producers:
             producer.link.close()
+        # no deadline: the producers have been hung up on, which ends them
         await asyncio.gather(*self._looking)
 
     # ------------------------------------------------------------------------------- other nodes

@@ -125,6 +125,7 @@ class SaveService:
         assignment = self._assignment
         generation, nodes = assignment.generation, save_plan.nodes_of(assignment)
         infos = [info for info in assignment.nodes if info.node in nodes]
+        # no deadline: that of the whole save, which `save_now` has
         told = await asyncio.gather(*(self._ask(info, SaveAsk(generation=generation)) for info in infos))
         newest = [reply.newest for reply in told if reply.newest is not None]
         if len(newest) < len(infos) or not min(newest):
@@ -133,6 +134,7 @@ class SaveService:
         target = directory / saved.step_name(step)
         order = SaveAsk(generation=generation, step=step)
         self.saver.failed.pop(step, None)
+        # no deadline: that of the whole save, which `save_now` has
         told = await asyncio.gather(*(self._ask(info, order) for info in infos))
         if any(reply.newest is None or reply.newest > step + 1 for reply in told):
             return None  # one is further already than it was to be

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -148,6 +149,10 @@ class Agent:
         except OSError as error:
             logger.warning("the launcher cannot be told how far the job is: %s", error)
 
+    def forward(self, number: signal.Signals) -> None:
+        """Pass the user's signal on to the ranks."""
+        self._crew.forward(number)
+
     async def _keep_lease(self) -> None:
         """While the daemon is away: see `orphan`. Who is cut off ends, and the others go on without it."""
         me = self._config.node
@@ -171,12 +176,15 @@ class Agent:
         await asyncio.wait(either, timeout=self._config.start_s, return_when=asyncio.FIRST_COMPLETED)
         name, where = self._config.name, self._config.daemon_socket
         if not self._answer.done() and not cancelled.done():
+            if self._daemon.stranger:
+                raise StartError(self._daemon.stranger)
             raise StartError(f"no ckptlessd answers on {name} ({where}): see that it runs there")
         if self._answer.done() and isinstance(answer := self._answer.result(), m.Denied):
             raise StartError(f"ckptlessd on {name} refuses this job: {answer.reason}")
 
     async def _wait(self, cancelled: "asyncio.Future[m.Cancel]") -> m.Outcome:
         either: set[asyncio.Future[Any]] = {cancelled, self._outcome}
+        # no deadline: the job's life; its end is the daemon's word, or the user's
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._outcome.done():
             # Ask for an orderly end of the whole job; without a daemon, end this node.
@@ -266,16 +274,20 @@ class Agent:
         self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
 
     def _hear(self, message: m.ToAgent | SaveNow) -> None:
-        if isinstance(message, m.JobKey):
+        if isinstance(message, m.Announce):
+            self._console.write(f"[ckptless] {message.text}\n".encode())
+        elif isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
             self._saving.learn_key(message.key)
             self._state.learn_key(message.key)
             self._nccl.learn_key(message.key)
         elif isinstance(message, m.Admitted | m.Denied):
             if isinstance(message, m.Admitted) and self._hello is not None:
-                self._hello = replace(self._hello, identity=self._hello.identity or message.identity)
+                self._hello = replace(self._hello, identity=message.identity)
             if not self._answer.done():
                 self._answer.set_result(message)
+        elif isinstance(message, m.Ping):
+            self._daemon.send(m.Pong(seq=message.seq))
         elif isinstance(message, SaveNow):
             self._saving.save_soon(message, self._daemon.send)
         else:
@@ -404,6 +416,7 @@ class Agent:
     def _stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
         slot.step, slot.loss = message.step, message.loss
         slot.every, slot.share = message.every, message.share
+        slot.stepped |= first
         if isinstance(message, m.Commit):
             self._saving.saver.committed(message.step)
         if first:

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ckptless.daemon.agent.processes import Process
 from ckptless.daemon.agent.rank_link import RankLink
@@ -12,7 +13,8 @@ from ckptless.daemon.api.messages import Cause, Phase, SlotState
 class Tenant:
     """A training process and its connection.
 
-    `retired`: its end was ordered, so it is no fault. `lived`: it has been given a rank before.
+    `retired`: its end was ordered, so it is no fault. `hung`: it was killed, since it did what this says.
+    `lived`: it has been given a rank before.
     `released`: its training is over, so it owes no answer any more.
     """
 
@@ -20,10 +22,11 @@ class Tenant:
     link: RankLink | None = None
     hooked: bool = False
     retired: bool = False
-    hung: bool = False
+    hung: str = ""
     released: bool = False
     lived: bool = False
     heard_at: float = 0.0
+    scratch: Path | None = None
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Slot:
     phase: Phase = "empty"
     generation: int = 0
     step: int | None = None
+    stepped: bool = False
     loss: float | None = None
     every: int | None = None
     share: float | None = None
@@ -49,6 +53,7 @@ class Slot:
 
     def enter(self, phase: Phase, generation: int, cause: Cause | None = None) -> None:
         """A new phase begins now."""
+        self.stepped &= generation == self.generation and phase != "starting"
         self.phase, self.generation, self.cause = phase, generation, cause
         self.since = asyncio.get_running_loop().time()
 
@@ -67,6 +72,7 @@ class Slot:
             pid=tenant.process.pid if tenant is not None else None,
             hooked=self.hooked,
             step=self.step,
+            stepped=self.stepped,
             loss=self.loss,
             every=self.every,
             share=self.share,

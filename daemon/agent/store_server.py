@@ -93,6 +93,7 @@ class StoreServer:
         self._server.close()
         self.cut()
         if self._clients:
+            # no deadline: they have been hung up on
             await asyncio.wait([client.lost for client in self._clients])
         await self._server.wait_closed()
         self._server = None

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptless.daemon.agent import zygote_messages as wire
 from ckptless.daemon.agent.prctl import set_pdeathsig, set_process_name
+from ckptless.daemon.agent.signals import ENDING, ignore_others
 from ckptless.daemon.api.errors import ProtocolError
 
 MIDDLE_DEADLINE_S = 10.0
@@ -61,7 +62,7 @@ class Job(NamedTuple):
 def serve(connection: socket.socket) -> Job | None:
     """Answer spawn requests. Returns None when the agent is gone, and in each new process its job."""
     while True:
-        # No timeout: waiting is what a zygote does, and the agent's end is its own (EOF, PDEATHSIG).
+        # no deadline: waiting is what a zygote does, and the agent's end is its own (EOF, PDEATHSIG)
         packet, fds, flags, _ = socket.recv_fds(
             connection, wire.MAX_PACKET_BYTES, len(wire.SPAWN_FDS), socket.MSG_CMSG_CLOEXEC
         )
@@ -147,6 +148,7 @@ def _reap(middle: int) -> None:
     try:
         if not _readable(pidfd, MIDDLE_DEADLINE_S):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        # no deadline: it is dead, or was killed just now
         os.waitpid(middle, 0)
     finally:
         os.close(pidfd)
@@ -226,6 +228,9 @@ def _restore_interpreter(program: wire.Program) -> None:
     if multiprocessing is not None:
         # A secret, made at import: every rank of the node would have the same one.
         multiprocessing.current_process().authkey = os.urandom(32)
+        if program.scratch:
+            # Else `pymp-...`, which a process that is killed leaves behind. Its children inherit it.
+            multiprocessing.current_process()._config["tempdir"] = os.fsdecode(program.scratch)
     importlib.invalidate_caches()
     gc.enable()
 
@@ -343,8 +348,10 @@ def live(connection: socket.socket, agent: int, modules: list[str]) -> None:
     if os.getppid() != agent:
         return
     set_process_name("ckptless-zygote")
-    # At a time limit Slurm signals all there is in the step; the last step is saved by a process from here.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Slurm signals all there is in the step; at a time limit the last step is saved by a process from here.
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    ignore_others()
     state = preload(modules)
     connection.send(wire.encode(state))
     if isinstance(state, wire.PreloadFailed):

@@ -39,6 +39,7 @@ class Hatched:
 
     def wait(self, timeout: float | None = None) -> int:
         """Reap it; to be called when its pidfd has told of its death."""
+        # no deadline: its pidfd has told of its death
         _, status = os.waitpid(self.pid, 0)
         self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -89,6 +90,7 @@ class ZygoteLink:
         try:
             # Whole or not at all. A full buffer means hundreds of unanswered requests.
             socket.send_fds(self._socket, [packet], [program, gate, stdout, stderr])
+            # no deadline: the caller's: see `processes._ask`
             return await answer
         except ConnectionError as error:
             # Its socket closes before its pidfd tells: whoever tries again must find it gone.
@@ -132,6 +134,7 @@ class ZygoteLink:
     def _receive(self) -> bytes | None:
         """Return the next packet, empty at the end; None if there is none yet."""
         try:
+            # no deadline: the socket does not block
             return self._socket.recv(wire.MAX_PACKET_BYTES)
         except BlockingIOError:
             return None

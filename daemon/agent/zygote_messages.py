@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ckptless.daemon.api.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_PACKET_BYTES = 32 * 1024
 MAX_PROGRAM_BYTES = 64 * 1024 * 1024
 MAX_TEXT = 2000
@@ -29,7 +29,7 @@ class Program(Struct, frozen=True, kw_only=True, tag="program", forbid_unknown_f
     """What a new process is to run. Strings are bytes: the system's names need not be UTF-8.
 
     `argv` is the script (or the module, with `module`) and its arguments; `env` is the whole environment;
-    `umask` None keeps the zygote's.
+    `umask` None keeps the zygote's. `scratch`: where multiprocessing puts its sockets, "" for its own.
     """
 
     argv: tuple[bytes, ...]
@@ -37,6 +37,7 @@ class Program(Struct, frozen=True, kw_only=True, tag="program", forbid_unknown_f
     env: tuple[tuple[bytes, bytes], ...]
     cwd: bytes
     umask: int | None
+    scratch: bytes = b""
 
 
 class Spawn(Struct, frozen=True, kw_only=True, tag="spawn", forbid_unknown_fields=True):

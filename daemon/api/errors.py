@@ -7,7 +7,10 @@ CkptlessError
  |   +- BadVersionError        a version of the state that does not verify
  |   +- BadEntryError          a batch in shared memory that does not verify
  +- DataError           a batch could not be made: what the loader's code raised, or its process's end
- +- LedgerError         the ledger cannot be opened or written
+ +- LedgerError         the ledger cannot be opened or written: as a rule the disk's doing, and tried again
+ |   +- DamagedLedgerError     the file is no database, or contradicts itself
+ |   +- NewerLedgerError       only a later ckptless can read it
+ |   +- BadRowError            one record cannot be written, whatever the disk does
  +- PeerError           another process cannot be reached, or is not who it should be
  +- DataError           training data that cannot be read or made into a batch; the text names file and record
  |   +- BadRecordError         one record is wrong and its neighbours may be sound: it can be skipped
@@ -53,6 +56,18 @@ class LedgerError(CkptlessError):
     """The ledger cannot be opened, migrated or written."""
 
     exit_code = 3
+
+
+class DamagedLedgerError(LedgerError):
+    """The file is no database, or what is in it contradicts itself."""
+
+
+class NewerLedgerError(LedgerError):
+    """The file was written by a later ckptless."""
+
+
+class BadRowError(LedgerError):
+    """A record that cannot be written, whatever the disk does."""
 
 
 class PeerError(CkptlessError):

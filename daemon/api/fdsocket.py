@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.peercred import daemon_credentials
 from ckptless.daemon.api.unixpath import unix_address
 
 T = TypeVar("T")
@@ -33,11 +34,13 @@ class FdSocket(Generic[T]):
 
     @classmethod
     async def connect(cls, name: str, kind: Any) -> Self:
-        """To the socket of this name."""
+        """To the daemon that listens under this name. Raises PeerError where it is somebody else."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         link = cls(sock, kind)
         try:
+            # no deadline: the caller's, for all of what it exchanges
             await link._loop.sock_connect(sock, unix_address(name))
+            daemon_credentials(sock, name)
         except BaseException:
             sock.close()
             raise
@@ -45,6 +48,7 @@ class FdSocket(Generic[T]):
 
     async def send(self, message: object) -> None:
         """Send a message."""
+        # no deadline: the caller's, for all of what it exchanges
         await self._loop.sock_sendall(self._sock, encode(message))
 
     async def receive(self) -> T:
@@ -58,6 +62,7 @@ class FdSocket(Generic[T]):
     async def _exactly(self, nbytes: int) -> bytes:
         data = bytearray()
         while len(data) < nbytes:
+            # no deadline: the caller's, for all of what it exchanges
             piece = await self._loop.sock_recv(self._sock, nbytes - len(data))
             if not piece:
                 raise PeerError("the other end hung up")
@@ -75,6 +80,7 @@ class FdSocket(Generic[T]):
 
     def _take_fd(self) -> int:
         # Room for one: the kernel closes what there is no room for.
+        # no deadline: the socket does not block
         data, rest, _flags, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(_FD_NBYTES), socket.MSG_CMSG_CLOEXEC)
         fds = array.array("i")
         for level, kind, payload in rest:
@@ -100,6 +106,7 @@ class FdSocket(Generic[T]):
         ready = asyncio.Event()
         watch(self._sock, ready.set)
         try:
+            # no deadline: the caller's, for all of what it exchanges
             await ready.wait()
         finally:
             self._loop.remove_reader(self._sock)

@@ -5,9 +5,9 @@ not changes of state: an agent sends its whole `AgentState` whenever it changes,
 late or doubled does no harm, and a daemon that has just started knows all after one message.
 """
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ckptless.daemon.api.codec import PROTOCOL as PROTOCOL
 from ckptless.daemon.api.feed import Feeds
@@ -28,6 +28,8 @@ from ckptless.daemon.api.model import SlotState as SlotState
 from ckptless.daemon.api.model import Tries as Tries
 from ckptless.daemon.api.model import Value as Value
 from ckptless.daemon.api.model import Why as Why
+
+MAX_ANNOUNCED = 4096
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -102,7 +104,10 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Admitted(Message, frozen=True, kw_only=True):
-    """Daemon to agent: the answer to its hello. `identity` names what the daemon remembers of the job."""
+    """Daemon to agent: the answer to its hello, and again whenever the daemon has promised something.
+
+    `identity` names what the daemon has on its disk of the job; the agent's next hello has the newest one.
+    """
 
     identity: str
 
@@ -158,7 +163,25 @@ class End(Message, frozen=True, kw_only=True):
     here_only: bool = False
 
 
+class Ping(Message, frozen=True, kw_only=True):
+    """Are you there?"""
+
+    seq: int
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """Yes."""
+
+    seq: int
+
+
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
+
+
+class Announce(Message, frozen=True, kw_only=True):
+    """Leading daemon to its agent: a line for the job's output, which its user reads."""
+
+    text: Annotated[str, Meta(max_length=MAX_ANNOUNCED)]
 
 
 class JobStarted(Message, frozen=True, kw_only=True):
@@ -180,7 +203,7 @@ class JobEnded(Message, frozen=True, kw_only=True):
 
 
 Notice: TypeAlias = JobStarted | JobEnded
-ToAgent: TypeAlias = Order | JobKey | Admitted | Denied
+ToAgent: TypeAlias = Order | Announce | JobKey | Admitted | Denied | Ping
 FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
 
 # ---------------------------------------------------------------------------------- rank and agent
@@ -350,18 +373,6 @@ class Refused(Message, frozen=True, kw_only=True):
 
     generation: int
     what: str
-
-
-class Ping(Message, frozen=True, kw_only=True):
-    """Are you there?"""
-
-    seq: int
-
-
-class Pong(Message, frozen=True, kw_only=True):
-    """Yes."""
-
-    seq: int
 
 
 class Note(Message, frozen=True, kw_only=True):

@@ -133,6 +133,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
 
     `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
+    `stepped`: one was done in this generation, whatever became of the process since.
     `exit_code` is negative for a signal. `hooked` tells whether the process speaks to the agent
     (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
     """
@@ -143,6 +144,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     pid: int | None = None
     hooked: bool = False
     step: int | None = None
+    stepped: bool = False
     loss: float | None = None
     every: int | None = None
     share: float | None = None
@@ -325,9 +327,14 @@ Why = Literal[
 
 
 class Outcome(Value, frozen=True, kw_only=True):
-    """How a job ended. `reason` is for people, `why` for scripts."""
+    """How a job ended. `reason` is for people, `why` for scripts.
+
+    `rank` and its `node` are those of the process that failed, where it is one: its log says more.
+    """
 
     state: Literal["done", "failed", "stopped"]
     exit_code: int
     reason: str
     why: Why = ""
+    rank: int | None = None
+    node: int | None = None

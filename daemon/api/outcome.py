@@ -17,6 +17,8 @@ class _OutcomeFile(msgspec.Struct):
     exit_code: int
     reason: str
     why: str = ""
+    rank: int | None = None
+    node: int | None = None
 
 
 def outcome_path(directory: Path) -> Path:

@@ -28,6 +28,10 @@ FaultSource: TypeAlias = Literal[
 PHASES = ("detect", "stop", "leave", "agree", "join", "restore", "first step")
 
 
+# A job's `reason` begins so where Slurm alone has said that it is over.
+BY_SLURM = "over by Slurm's word"
+
+
 class JobRecord(Struct, frozen=True, kw_only=True, tag="job", forbid_unknown_fields=True):
     """A job. Key: job."""
 
@@ -149,8 +153,31 @@ class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_u
 REFUSALS = frozenset(("order-refused", "stale-message", "stale-record"))
 
 
+# Kinds of events that tell that a node's daemon cannot vote, and that it can again.
+VOTE_LOST, VOTE_AGAIN = "vote-lost", "vote-again"
+
+
+class Subject(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of whom an event tells: a node, and of it a slot, its rank and process; and what became of that.
+
+    `error` is one line: what a rank raised, or why a node is out.
+    """
+
+    node: int
+    name: str = ""
+    slot: int | None = None
+    rank: int | None = None
+    pid: int | None = None
+    signal: str | None = None
+    exit_code: int | None = None
+    error: str | None = None
+
+
 class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown_fields=True):
-    """A line of the story. Key: event (its id, unique over all daemons of the job)."""
+    """A line of the story. Key: event (its id, unique over all daemons of the job).
+
+    `node` is the one whose daemon tells it; `about` is of whom, where that can be said.
+    """
 
     event: str
     job: str
@@ -160,6 +187,7 @@ class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown
     kind: str
     generation: int | None
     text: str
+    about: Subject | None = None
 
 
 Record: TypeAlias = (

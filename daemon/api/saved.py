@@ -176,7 +176,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise ProtocolError(f"{folder} is of format {manifest.format}, this ckptless reads {FORMAT}")
     ranks = sorted(record.rank for record in manifest.records)
     known = {shard.shard for shard in manifest.shards}
-    if ranks != list(range(manifest.world_size)) or not {r.shard for r in manifest.records} <= known:
+    complete = len(ranks) == manifest.world_size and ranks == list(range(len(ranks)))
+    if not complete or not {record.shard for record in manifest.records} <= known:
         raise ProtocolError(f"{folder / MANIFEST} does not name every rank's part")
     for file in manifest.files():
         if (size := (folder / file.name).stat().st_size) != file.nbytes:

@@ -10,6 +10,8 @@ from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.api.keeping import KeptList, WhatIsKept
 from ckptless.daemon.api.messages import Denied
+from ckptless.daemon.api.peercred import daemon_credentials
+from ckptless.daemon.api.reading import Page, Read
 from ckptless.daemon.api.saving import Save, Saved
 from ckptless.daemon.api.unixpath import unix_address
 from ckptless.daemon.ckptctl.options import Asked
@@ -18,16 +20,16 @@ from ckptless.daemon.settings import load_settings
 
 DEADLINE_S = 10.0
 A = TypeVar("A", Evicted, Saved)
-B = TypeVar("B", Evicted, Saved, KeptList)
+B = TypeVar("B", Evicted, Saved, KeptList, Page)
 _READ_NBYTES = 1 << 16
 # Another daemon of this machine may know better.
 _NOT_HERE = ("unknown", "elsewhere")
 
 
-def sockets(asked: Asked, given: str | None) -> tuple[str, ...]:
+def sockets(asked: Asked) -> tuple[str, ...]:
     """Where daemons listen: the one given, else those of the local run, and the node's own. UsageError."""
-    if given is not None:
-        return (given,)
+    if asked.socket is not None:
+        return (asked.socket,)
     local = sorted(asked.state_dir.glob("node-*/daemon.json"))
     found = tuple(load(path, LocalConfig).socket for path in local)
     if found and asked.chosen_state_dir:
@@ -59,7 +61,9 @@ def ask_any(
     return best
 
 
-def ask(name: str, question: Evict | Save | WhatIsKept, kind: type[B], deadline_s: float = DEADLINE_S) -> B:
+def ask(
+    name: str, question: Evict | Save | Read | WhatIsKept, kind: type[B], deadline_s: float = DEADLINE_S
+) -> B:
     """One daemon's answer, within `deadline_s` seconds. Raises PeerError where there is none."""
     limit = time.monotonic() + deadline_s
     decoder: Decoder[B | Denied] = Decoder(kind | Denied, CONTROL_LIMIT)
@@ -67,9 +71,11 @@ def ask(name: str, question: Evict | Save | WhatIsKept, kind: type[B], deadline_
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(deadline_s)
             sock.connect(unix_address(name))
+            daemon_credentials(sock, name)
             sock.sendall(encode(question))
             while True:
                 sock.settimeout(max(limit - time.monotonic(), 0.001))
+                # no deadline: the socket has one
                 data = sock.recv(_READ_NBYTES)
                 for answer in decoder.feed(data):
                     if isinstance(answer, Denied):

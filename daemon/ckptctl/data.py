@@ -7,12 +7,11 @@ from typing import Any
 import click
 from msgspec import structs
 
-from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.model import RingState
 from ckptless.daemon.api.records import GenerationRecord, HoldingRecord
 from ckptless.daemon.api.ring import STREAMS
 from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 
@@ -21,9 +20,8 @@ BOTTLENECK = 0.1
 
 
 @click.command()
-@click.argument("run", metavar="[JOB]", required=False)
-@common
-def data(asked: Asked, run: str | None) -> None:
+@of_job
+def data(asked: Asked) -> None:
     """Show a job's batches: how many lie ready on each node, and how long ranks wait for theirs.
 
     One line for each loader, node and replica. "ready" are batches that lie there, "ahead" those of them that
@@ -37,9 +35,7 @@ def data(asked: Asked, run: str | None) -> None:
         ckptctl data                the newest job
         ckptctl data --json | jq '.rings[] | {node, lately: [.readers[].share] | max}'
     """
-    if run is not None and asked.job not in (None, run):
-        raise UsageError(f"--job {asked.job} and the job {run} are two: give one")
-    job, found = view.job_of(asked if run is None else asked.with_more(None, run, False))
+    job, found = view.job_of(asked)
     rings = _rings(found)
     if asked.as_json:
         render.show_json(job=job, rings=rings)

@@ -10,7 +10,7 @@ from ckptless.daemon.api.eviction import MAX_NAME, MAX_REASON, Evict, Evicted, E
 from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.ask import ask_any, sockets
-from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.options import Asked, for_job
 from ckptless.daemon.ckptctl.view import NoSuchJobError
 
 _DONE = ("accepted", "already")
@@ -21,7 +21,7 @@ class _RefusedError(CkptlessError):
 
 
 @click.command()
-@click.argument("run", metavar="JOB")
+@for_job
 @click.argument("node")
 @click.option(
     "--reason", default="", metavar="TEXT", help="Why, for the job's story; 200 characters at most."
@@ -35,14 +35,7 @@ class _RefusedError(CkptlessError):
 )
 @click.option("--force", is_flag=True, help="Also where its ranks have no spare to go to: the job then ends.")
 @click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask at.")
-@click.option(
-    "--socket",
-    "given_socket",
-    metavar="PATH",
-    help="The daemon's socket. Default: those of the local run, then daemon.socket of the settings.",
-)
-@common
-def evict(asked: Asked, run: str, node: str, given_socket: str | None, yes: bool, **word: Any) -> None:
+def evict(asked: Asked, node: str, yes: bool, **word: Any) -> None:
     """Take NODE out of JOB, which goes on with a spare in its place.
 
     JOB is a run, or the number of a Slurm job that has one. NODE is its name, or its number in the job, from
@@ -55,10 +48,9 @@ def evict(asked: Asked, run: str, node: str, given_socket: str | None, yes: bool
         ckptctl evict 4711 node02 --reason "ECC errors"
         ckptctl evict --yes --source health --reason "GPU 3 is gone" 4711 node02
     """
-    if asked.job not in (None, run):
-        raise UsageError(f"--job {asked.job} and the job {run} are two: give one")
+    run = asked.named
     question = _question(run, node, **word)
-    where = sockets(asked, given_socket)
+    where = sockets(asked)
     if not yes:
         _confirm(run, node)
     answer, by = ask_any(where, question, Evicted)
@@ -76,8 +68,8 @@ def _question(run: str, node: str, reason: str, source: EvictionSource, force: b
     """Raises UsageError for what no daemon would take."""
     if len(reason) > MAX_REASON or not reason.isprintable():
         raise UsageError(f"--reason takes at most {MAX_REASON} characters, on one line")
-    if not all(0 < len(name) <= MAX_NAME and name.isprintable() for name in (run, node)):
-        raise UsageError("JOB and NODE are names: give both")
+    if not (0 < len(node) <= MAX_NAME and node.isprintable()):
+        raise UsageError("NODE is a name: give it")
     return Evict(protocol=PROTOCOL, job=run, node=node, source=source, reason=reason, force=force)
 
 

@@ -6,22 +6,22 @@ import click
 
 from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.options import Asked, of_job
 
 
 @click.command()
-@common
+@of_job
 def jobs(asked: Asked) -> None:
     """List the jobs, the newest last.
 
     One line a job: how it stands, its ranks, nodes and spares at the start, when it started and how long it
-    ran. With -j only that job.
+    ran. With JOB only that one's runs.
 
     \b
     Example:
         ckptctl jobs --json | jq -r '.jobs[] | select(.state == "failed").job'
     """
-    found = view.snapshot(asked).jobs if asked.job is None else (view.job_of(asked)[0],)
+    found = view.all_jobs(asked)
     if asked.as_json:
         render.show_json(jobs=found)
     elif not found:

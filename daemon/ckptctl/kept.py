@@ -6,27 +6,21 @@ from ckptless.daemon.api.keeping import KeptList, WhatIsKept
 from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.ask import ask, sockets
-from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.options import Asked, of_job
 
 
 @click.command()
-@click.option(
-    "--socket",
-    "given_socket",
-    metavar="PATH",
-    help="The daemon's socket. Default: those of the local run, then daemon.socket of the settings.",
-)
-@common
-def kept(asked: Asked, given_socket: str | None) -> None:
+@of_job
+def kept(asked: Asked) -> None:
     """Show the memory that the daemon of this node keeps of ended jobs, for their next start.
 
-    Root sees all of it, others what is their own. With --job, only that run's, or those of that Slurm job.
+    Root sees all of it, others what is their own. With JOB, only that run's, or those of that Slurm job.
 
     \b
     Example:
         ckptctl kept --json
     """
-    name = sockets(asked, given_socket)[-1]
+    name = sockets(asked)[-1]
     answer = ask(name, WhatIsKept(protocol=PROTOCOL), KeptList)
     mine = [one for one in answer.kept if asked.job in (None, one.run, one.run.partition(".")[0])]
     if asked.as_json:

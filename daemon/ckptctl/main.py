@@ -25,7 +25,7 @@ Exit codes:
   1  failed, or refused
   2  a mistake in how it was called, or in the settings
   3  the ledger is not there or cannot be read, or no daemon answers
-  4  no such job
+  4  no such job, or it is another user's
 
 Data goes to stdout, words to stderr. JSON is an object with "meta": {"schema": 1}; fields are only ever
 added to it.
@@ -51,15 +51,17 @@ class _Group(click.Group):
 def ckptctl(_asked: Asked) -> None:
     """See what ckptless does for your jobs: how they stand, what broke, how long every recovery took.
 
-    It reads the ledgers that the daemons write (config: the cluster's settings): it works while they run,
-    after they ended, and after they were killed. Only evict and save do something, and ask a daemon for it;
-    kept asks it, too.
-    Options may stand before or behind the command.
+    On a cluster the daemon of this node answers: root about all jobs, everybody else about their own. Of a
+    local run the ledgers of its nodes are read, which stay when they have ended, or were killed. Only evict
+    and save do something.
+    JOB is a run or the number of a Slurm job; without it, the newest job. Options may stand before or behind
+    the command.
 
     \b
     Examples:
         ckptctl jobs                  all jobs
         ckptctl status                the newest job, down to every slot
+        ckptctl status 4711           another one
         ckptctl replicas              who holds what of its state
         ckptctl data                  its batches, and whether ranks wait for them
         ckptctl events -f             its story, as it goes

@@ -1,4 +1,4 @@
-"""What every command may be asked: which state directory, which job, tables or JSON."""
+"""What every command may be asked: which job, where to read or ask, tables or JSON."""
 
 import functools
 import os
@@ -9,7 +9,9 @@ from typing import Any, Concatenate
 
 import click
 
-from ckptless.daemon.ledger.paths import shown_state_dir
+from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.api.reading import MAX_NAME
+from ckptless.daemon.ledger.paths import default_state_dir
 
 
 @dataclass(frozen=True)
@@ -19,43 +21,80 @@ class Asked:
     given_state_dir: Path | None = None
     job: str | None = None
     as_json: bool = False
+    socket: str | None = None
 
     @property
     def state_dir(self) -> Path:
         """Where to read: as given, as the environment says, or the default; UsageError if there is none."""
         # Not click's envvar: behind the command it would outrank what was given before the command.
         told = os.environ.get("CKPTLESS_STATE_DIR")
-        return self.given_state_dir or (Path(told) if told else shown_state_dir())
+        return self.given_state_dir or (Path(told) if told else default_state_dir())
 
     @property
     def chosen_state_dir(self) -> bool:
         """Whether somebody has said where to look."""
         return self.given_state_dir is not None or bool(os.environ.get("CKPTLESS_STATE_DIR"))
 
-    def with_more(self, state_dir: Path | None, job: str | None, as_json: bool) -> "Asked":
+    @property
+    def named(self) -> str:
+        """The job, where a command cannot do without one. Raises UsageError."""
+        if not self.job:
+            raise UsageError("JOB is missing: name a run, or the number of a Slurm job")
+        return self.job
+
+    def with_more(
+        self, state_dir: Path | None, job: str | None, as_json: bool, socket: str | None
+    ) -> "Asked":
         """The same, but for what was given once more behind the command's name."""
-        return Asked(state_dir or self.given_state_dir, job or self.job, as_json or self.as_json)
+        return Asked(
+            state_dir or self.given_state_dir, job or self.job, as_json or self.as_json, socket or self.socket
+        )
 
 
 def common(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., None]:
     """Give a command (or the group) the common options: its first argument is what they say in the end."""
 
-    def with_options(*, state_dir: Path | None, job: str | None, as_json: bool, **own: Any) -> None:
+    def with_options(
+        *, state_dir: Path | None, job: str | None, as_json: bool, socket: str | None, **own: Any
+    ) -> None:
         context = click.get_current_context()
-        asked = (context.find_object(Asked) or Asked()).with_more(state_dir, job, as_json)
+        first = own.pop("first_job", None)
+        asked = (context.find_object(Asked) or Asked()).with_more(state_dir, job, as_json, socket)
+        if first is not None and asked.job not in (None, first):
+            raise UsageError(f"--job {asked.job} and the job {first} are two: give one")
+        asked = asked.with_more(None, first, False, None)
+        if asked.job is not None and not (0 < len(asked.job) <= MAX_NAME and asked.job.isprintable()):
+            raise UsageError("JOB is a name: give it")
         context.obj = asked
         command(asked, **own)
 
     functools.update_wrapper(with_options, command)
-    return _STATE_DIR(_JOB(_JSON(with_options)))
+    return _STATE_DIR(_SOCKET(_JOB(_JSON(with_options))))
+
+
+def of_job(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., None]:
+    """The same, with JOB as the first argument, which may be left out: the newest job."""
+    argument = click.argument("first_job", metavar="[JOB]", required=False)
+    return argument(common(command))
+
+
+def for_job(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., None]:
+    """The same for what is done to a job, which has to be named."""
+    argument = click.argument("first_job", metavar="JOB")
+    return argument(common(command))
 
 
 _STATE_DIR = click.option(
     "--state-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where the ledgers are: DIR/ledger.db, or DIR/*/ledger.db of a local run."
-    " Default: $CKPTLESS_STATE_DIR, else ckptless/latest in your state folder, the newest local run.",
+    help="Where the ledgers of a local run are. Default: $CKPTLESS_STATE_DIR, else ckptless/latest in your"
+    " state folder, the newest local run, and the daemon of this node.",
 )
-_JOB = click.option("-j", "--job", metavar="JOB", help="The job's id. Default: the newest job.")
+_SOCKET = click.option(
+    "--socket",
+    metavar="PATH",
+    help="Ask this daemon. Default: that of this node, daemon.socket of the settings.",
+)
+_JOB = click.option("-j", "--job", metavar="JOB", help="The same as the argument JOB.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="JSON to stdout, for scripts.")

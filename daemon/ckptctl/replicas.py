@@ -6,19 +6,18 @@ from typing import Any
 
 import click
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.api.numbers import runs
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
-from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.options import Asked, of_job
 from ckptless.daemon.control.protection import Copy, Item
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 
 
 @click.command()
-@click.argument("run", metavar="[JOB]", required=False)
-@common
-def replicas(asked: Asked, run: str | None) -> None:
+@of_job
+def replicas(asked: Asked) -> None:
     """Show who holds what of a job's state: each shard, its ranks, and every node that has a copy of it.
 
     A shard is the tensors that ranks with the same ones have; a node holds them as "owner" (one of those
@@ -31,9 +30,7 @@ def replicas(asked: Asked, run: str | None) -> None:
         ckptctl replicas            the newest job
         ckptctl replicas --json | jq '.shards[] | {shard, nodes: [.holders[].node]}'
     """
-    if run is not None and asked.job not in (None, run):
-        raise UsageError(f"--job {asked.job} and the job {run} are two: give one")
-    job, found = view.job_of(asked if run is None else asked.with_more(None, run, False))
+    job, found = view.job_of(asked)
     safety = safe.safety_of(job, found)
     shards = _shards(found, safety)
     if asked.as_json:
@@ -108,7 +105,7 @@ def _memory(found: Snapshot) -> list[dict[str, Any]]:
 
 def _rows(shards: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
     for shard in shards:
-        head: tuple[object, ...] = (shard["shard"], safe.runs(shard["ranks"]))
+        head: tuple[object, ...] = (shard["shard"], runs(shard["ranks"]))
         for holder in shard["holders"]:
             records = sum(not record["old"] for record in holder["records"])
             yield (
@@ -116,7 +113,7 @@ def _rows(shards: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
                 holder["node"],
                 holder["name"],
                 holder["as"] or "records",
-                safe.runs(holder["steps"]),
+                runs(holder["steps"]),
                 render.size(holder["nbytes"]) if holder["steps"] else None,
                 records or None,
                 render.span(holder["age_s"]),

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptless.daemon.api.numbers import runs
 from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.control.protection import Item, Protection, protection
 from ckptless.daemon.ledger.merge import Snapshot
@@ -139,18 +140,6 @@ def split(items: Iterable[Item]) -> tuple[list[int], list[int]]:
 def named(one: str, many: str, numbers: Sequence[int]) -> str:
     """Numbers as a list, runs of them as a range: "ranks 0-3, 7"."""
     return f"{one if len(numbers) == 1 else many} {runs(numbers)}"
-
-
-def runs(numbers: Iterable[int]) -> str:
-    """Ascending numbers, with runs of three and more as a range."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    parts = [f"{s[0]}-{s[-1]}" if len(s) > 2 else ", ".join(map(str, s)) for s in spans]
-    return ", ".join(parts)
 
 
 # ---------------------------------------------------------------------------------------- for scripts

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import click
+from msgspec import structs
 
 from ckptless.daemon.api.records import (
     REFUSALS,
-    FaultRecord,
+    VOTE_AGAIN,
+    VOTE_LOST,
     GenerationRecord,
     JobRecord,
     NodeRecord,
@@ -17,20 +19,22 @@ from ckptless.daemon.api.records import (
 )
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
-from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
+from ckptless.daemon.ledger.precedence import ENDED
 
 _LAST_FAULTS = 3
 
 
 @click.command()
-@common
+@of_job
 def status(asked: Asked) -> None:
     """Show how a job stands, down to every slot.
 
     Its state, its nodes and slots, what could be restored now and which nodes' failure would lose what, what
-    the last recovery took, the last faults, and how often what came from an older generation or leader was
-    refused.
+    the last recovery took, nodes whose disk keeps them from voting, the last faults (with the ranks whose
+    collectives failed over them), ranks whose training function has returned while others train, and how
+    often what came from an older generation or leader was refused.
 
     A slot without a rank is a spare; "-" marks one whose rank now lives elsewhere. The age tells how long ago
     the slot was last heard of.
@@ -40,7 +44,7 @@ def status(asked: Asked) -> None:
         ckptctl status              the newest job
         watch -n1 ckptctl status    as it goes
     """
-    job, found = view.job_of(asked, events=REFUSALS)
+    job, found = view.job_of(asked, events=REFUSALS | {VOTE_LOST, VOTE_AGAIN})
     generation = found.generations[-1] if found.generations else None
     shown = _Shown(
         generation=generation,
@@ -49,8 +53,10 @@ def status(asked: Asked) -> None:
         safety=safe.safety(job, found),
         commits=safe.commits(job, found),
         recovery=found.recoveries[-1] if found.recoveries else None,
-        faults=found.faults[-_LAST_FAULTS:],
+        causes=view.causes(found)[-_LAST_FAULTS:],
+        early=None if job.state in ENDED else view.returned_early(found, generation),
         refused=view.refused(found),
+        voteless=view.voteless(found),
     )
     if asked.as_json:
         _show_json(job, found, shown)
@@ -68,8 +74,10 @@ class _Shown:
     safety: safe.Safety | None
     commits: safe.Commits | None
     recovery: RecoveryRecord | None
-    faults: tuple[FaultRecord, ...]
+    causes: tuple[view.Cause, ...]
+    early: str | None
     refused: dict[str, int]
+    voteless: tuple[str, ...]
 
 
 def _show_json(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
@@ -84,8 +92,10 @@ def _show_json(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
         slots=found.slots,
         recovery=shown.recovery,
         recovery_total_s=None if shown.recovery is None else view.total_s(shown.recovery),
-        faults=shown.faults,
+        faults=[{**structs.asdict(one.fault), "noticed": one.noticed} for one in shown.causes],
+        returned_early=shown.early,
         refused=shown.refused,
+        voteless=shown.voteless,
     )
 
 
@@ -103,8 +113,12 @@ def _show(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
             f"last recovery: generation {recovery.generation}, {render.harmless(recovery.rung)},"
             f" {took}, {render.harmless(recovery.outcome or 'still running')}"
         )
-    for fault in shown.faults:
-        click.echo(f"fault: {_sentence(fault)}")
+    for text in shown.voteless:
+        click.echo(render.harmless(text))
+    for cause in shown.causes:
+        click.echo(f"fault: {_sentence(cause)}")
+    if shown.early is not None:
+        click.echo(render.harmless(shown.early))
     if shown.refused:
         counts = ", ".join(f"{count} {kind}" for kind, count in shown.refused.items())
         click.echo(f"refused, of an older generation or leader: {counts} (ckptctl events)")
@@ -153,7 +167,8 @@ def _node_cells(number: int, node: NodeRecord | None) -> tuple[object, ...]:
     return (number, None, "unknown") if node is None else (number, node.name, node.state)
 
 
-def _sentence(fault: FaultRecord) -> str:
+def _sentence(cause: view.Cause) -> str:
+    fault, noticed = cause
     where = f"node {fault.node}"
     if fault.slot is not None:
         where += f" slot {fault.slot}"
@@ -161,4 +176,8 @@ def _sentence(fault: FaultRecord) -> str:
         where += f" rank {fault.rank}"
     source = f" ({fault.source})" if fault.source is not None else ""
     text = f"{render.clock(fault.seen_s)}  {fault.kind}{source}  {where}"
-    return render.harmless(f"{text}: {fault.detail}" if fault.detail else text)
+    if fault.detail:
+        text += f": {fault.detail}"
+    if noticed:
+        text += f"; noticed by {safe.named('rank', 'ranks', noticed)}"
+    return render.harmless(text)

@@ -11,7 +11,7 @@ import msgspec
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.api.records import PHASES, RecoveryRecord
 from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.options import Asked, of_job
 
 _ENOUGH = 3  # recoveries before a median says anything
 
@@ -23,7 +23,7 @@ _ENOUGH = 3  # recoveries before a median says anything
     metavar="FILE",
     help="Draw the recoveries as bars to FILE instead (needs ckptless[plot]).",
 )
-@common
+@of_job
 def timeline(asked: Asked, png: Path | None) -> None:
     """Show every recovery of a job, phase by phase, in milliseconds.
 

@@ -1,13 +1,20 @@
-"""Reads the ledgers for a command: one snapshot, and in it the job that was asked for."""
+"""Reads, for a command, the job that was asked for."""
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import click
 
-from ckptless.daemon.api.errors import LedgerError, UsageError
+from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.records import (
     REFUSALS,
+    VOTE_AGAIN,
+    VOTE_LOST,
+    EventRecord,
+    FaultRecord,
     GenerationRecord,
     JobRecord,
     NodeRecord,
@@ -15,41 +22,130 @@ from ckptless.daemon.api.records import (
     SlotRecord,
 )
 from ckptless.daemon.ckptctl.options import Asked
-from ckptless.daemon.ledger.merge import Snapshot, read_all
+from ckptless.daemon.ckptctl.source import Source, sources
+from ckptless.daemon.control.faults import SECONDARY
+from ckptless.daemon.control.telling import returned_text
+from ckptless.daemon.ledger.merge import Snapshot
 
 
 class NoSuchJobError(UsageError):
-    """The ledgers can be read, but the job is in none of them."""
+    """What there is to read can be read, but the job is not in it."""
 
     exit_code = 4
 
 
-def snapshot(asked: Asked, *, events: bool | Collection[str] = False) -> Snapshot:
-    """What the ledgers hold. Those that cannot be read are told on stderr; LedgerError if that is all."""
-    found = read_all(asked.state_dir, events=events)
-    if not found.sources:
-        if found.problems:
-            raise LedgerError("; ".join(problem.why for problem in found.problems))
-        raise LedgerError(f"there is no ledger in {asked.state_dir}: give the right --state-dir")
-    for problem in found.problems:
-        click.echo(f"ckptctl: warning: {problem.why}", err=True)
-    return found
+@dataclass(frozen=True)
+class Found:
+    """A job, all that is recorded of it, and where."""
+
+    job: JobRecord
+    snapshot: Snapshot
+    source: Source
+
+
+def all_jobs(asked: Asked) -> tuple[JobRecord, ...]:
+    """Every job that the asker may see, or those that were asked for, the newest last."""
+    places = sources(asked, events=False)
+    found = {job.job: job for source in places for job in source.jobs().jobs}
+    wanted = [job for job in found.values() if asked.job is None or _is(job, asked.job)]
+    if asked.job is not None and not wanted:
+        raise _none(f"job {asked.job}", places)
+    return tuple(sorted(wanted, key=_age))
 
 
 def job_of(asked: Asked, *, events: bool | Collection[str] = False) -> tuple[JobRecord, Snapshot]:
     """The job asked for, or the newest, and all that is recorded of it. Raises NoSuchJobError."""
-    found = snapshot(asked, events=events)
-    wanted = [job for job in found.jobs if asked.job is None or job.job == asked.job]
-    if not wanted:
-        missing = "any job" if asked.job is None else f"a job {asked.job}"
-        raise NoSuchJobError(f"no ledger in {asked.state_dir} knows of {missing}: see `ckptctl jobs`")
-    job = wanted[-1]
-    return job, found.of_job(job.job)
+    found = find_job(asked, events=events)
+    return found.job, found.snapshot
+
+
+def find_job(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
+    """The same, and where it was read."""
+    places = sources(asked, events)
+    known = [(job, source) for source in places for job in source.jobs().jobs]
+    job, source = _choose(known, asked.job, places)
+    found = source.job(job.job)
+    # As all of it together says: the list of jobs is older, or was put together of less.
+    job = next((one for one in found.jobs), job)
+    return Found(job, found, source)
+
+
+def _none(which: str, places: list[Source]) -> NoSuchJobError:
+    names = " nor in ".join(place.name for place in places)
+    return NoSuchJobError(f"there is no {which} in {names}: see `ckptctl jobs`")
+
+
+def _choose(
+    known: list[tuple[JobRecord, Source]], wanted: str | None, places: list[Source]
+) -> tuple[JobRecord, Source]:
+    """The run of that name, else the newest run of the Slurm job of that number, else the newest of all."""
+    right = [one for one in known if wanted is None or _is(one[0], wanted)]
+    if not right:
+        raise _none("job at all" if wanted is None else f"job {wanted}", places)
+    newest = max(right, key=lambda one: _age(one[0]))
+    exact = [one for one in right if one[0].job == wanted]
+    if exact and exact[0][0].job != newest[0].job:
+        click.echo(f"ckptctl: job {wanted} has a newer run: {newest[0].job}", err=True)
+    return exact[0] if exact else newest
+
+
+def _is(job: JobRecord, wanted: str) -> bool:
+    return wanted in (job.job, job.job.partition(".")[0])
+
+
+def _age(job: JobRecord) -> tuple[float, str]:
+    return job.started_s, job.job
 
 
 def refused(found: Snapshot) -> dict[str, int]:
     """How often something of an older generation or an older leader was refused, by kind of event."""
     return dict(sorted(Counter(event.kind for event in found.events if event.kind in REFUSALS).items()))
+
+
+class Cause(NamedTuple):
+    """A fault, and the ranks that only noticed it: their collectives failed with it."""
+
+    fault: FaultRecord
+    noticed: tuple[int, ...]
+
+
+def causes(found: Snapshot) -> tuple[Cause, ...]:
+    """What broke, oldest first. Of faults that follow from others one is told where no cause is known."""
+    told: list[Cause] = []
+    for _, group in groupby(sorted(found.faults, key=_when), key=lambda fault: fault.generation):
+        faults = list(group)
+        deep = [fault for fault in faults if fault.kind not in SECONDARY] or faults[:1]
+        noticed = {fault.rank for fault in faults if fault.kind in SECONDARY and fault not in deep}
+        ranks = tuple(sorted(rank for rank in noticed - {f.rank for f in deep} if rank is not None))
+        told += [Cause(fault, ranks if fault is deep[0] else ()) for fault in deep]
+    return tuple(told)
+
+
+def _when(fault: FaultRecord) -> tuple[int, float, str]:
+    return fault.generation, fault.seen_s, fault.fault
+
+
+def returned_early(found: Snapshot, generation: GenerationRecord | None) -> str | None:
+    """Ranks whose training function has returned while others still train, as a sentence."""
+    if generation is None:
+        return None
+    slots = {(slot.node, slot.slot): slot for slot in found.slots if slot.generation == generation.generation}
+    ranks = {rank: slots[place] for rank, place in enumerate(generation.places) if place in slots}
+    done = {rank: slot for rank, slot in ranks.items() if slot.phase == "finished"}
+    others = [rank for rank, slot in ranks.items() if slot.phase == "restored"]
+    if not done or not others:
+        return None
+    return returned_text(sorted(done), others, max((s.step or 0 for s in done.values()), default=None))
+
+
+def voteless(found: Snapshot) -> tuple[str, ...]:
+    """Of each node that cannot vote, why: the last that it has said of that."""
+    last: dict[int, EventRecord] = {}
+    for event in found.events:
+        known = last.get(event.node)
+        if event.kind in (VOTE_LOST, VOTE_AGAIN) and (known is None or event.at_s >= known.at_s):
+            last[event.node] = event
+    return tuple(event.text for _, event in sorted(last.items()) if event.kind == VOTE_LOST)
 
 
 def spares_left(

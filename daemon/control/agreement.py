@@ -31,6 +31,11 @@ from ckptless.daemon.control.decree import (
 from ckptless.daemon.control.edges import Output, Save, Tell
 
 REPEAT_S = 0.2
+# A disk that has not taken a vote is tried again after so long, and each time twice as long, up to the last.
+RETRY_S = 1.0
+RETRY_MOST_S = 5.0
+# A voter whose disk was not written for so long tries it: that it is full must be known before it matters.
+PROBE_S = 10.0
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Agreement:
     """Of the daemon of node `me`. What it puts out collects in `out`.
 
     `may_vote`: not for a daemon that has forgotten what it had promised. `dead`: voters that can never again
-    be part of another quorum, by a witness.
+    be part of another quorum, by a witness. `trouble`: why the disk takes nothing, None while it does.
     """
 
     me: int
@@ -51,6 +56,9 @@ class Agreement:
     highest: Ballot = NO_BALLOT
     prepared: bool = False
     proposal: Decree | None = None
+    trouble: str | None = None
+    _pause_s: float = RETRY_S
+    _disk_due: float | None = None
     _index: int = 0
     _promises: dict[int, Vote | None] = field(default_factory=dict)
     _accepted: set[int] = field(default_factory=set)
@@ -65,6 +73,36 @@ class Agreement:
     def ready(self) -> bool:
         """Whether it may propose: elected, by the voters of the newest decree, and nothing is open."""
         return self.elected and self.prepared and self.proposal is None
+
+    @property
+    def able(self) -> bool:
+        """Whether this daemon can vote, and so be elected."""
+        return self.may_vote and self.trouble is None
+
+    # ------------------------------------------------------------------------------------ the disk
+
+    def saved(self) -> None:
+        """The disk takes votes again."""
+        self.trouble, self._pause_s = None, RETRY_S
+
+    def not_saved(self, reason: str, now: float) -> None:
+        """It takes none. What should have been said is asked for again, by whoever leads or wants to."""
+        if self.trouble is None:
+            self.trouble, self._disk_due = reason, now + self._pause_s
+        if not self.elected:
+            # Its ballot may not be on the disk: another daemon tries.
+            self.resign()
+
+    def _try_disk(self, now: float) -> None:
+        """Write again where that has failed, or where nothing was written for long."""
+        votes = self.may_vote and (self.me in self.known.voters or self.trouble is not None)
+        if self._disk_due is None or self.known.outcome is not None or not votes:
+            self._disk_due = now + PROBE_S
+        elif now >= self._disk_due:
+            if self.trouble is not None:
+                self._pause_s = min(2 * self._pause_s, RETRY_MOST_S)
+            self._disk_due = now + (PROBE_S if self.trouble is None else self._pause_s)
+            self.out.append(Save(self.durable))
 
     # ------------------------------------------------------------------------------ for the leader
 
@@ -88,7 +126,8 @@ class Agreement:
         self._propose(decree, now)
 
     def repeat(self, now: float) -> None:
-        """Ask again whoever has not answered; at most every `REPEAT_S`."""
+        """Ask again whoever has not answered; at most every `REPEAT_S`. Also the disk, see `not_saved`."""
+        self._try_disk(now)
         if self.ballot is None or now - self._said < REPEAT_S:
             return
         if self.proposal is not None:
@@ -198,7 +237,7 @@ class Agreement:
             self.out.append(Tell(node, Decided(decree=self.known)))
             return
         promised, vote = self.durable.promised, self.durable.vote
-        if base > self.known.index or say.ballot < promised or content or not self.may_vote:
+        if base > self.known.index or say.ballot < promised or content or not self.able:
             refusal = Refusal(ballot=say.ballot, promised=promised, index=self.known.index, content=content)
             self.out.append(Tell(node, refusal))
             return

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import plan, story, twins_agree
+from ckptless.daemon.control import pairs, plan, story, telling, twins_agree
 from ckptless.daemon.control.decree import Decree, choose_voters
 from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
-from ckptless.daemon.control.faults import FaultLog, Finding
+from ckptless.daemon.control.faults import SECONDARY, FaultLog, Finding
 from ckptless.daemon.control.follower import Follower
 from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.control.tally import Tally
@@ -29,6 +29,12 @@ from ckptless.daemon.control.timeline import Timeline
 REPEAT_S = 1.0
 # So long a voter's daemon may be away while its node lives; restarts and upgrades are shorter.
 VOTER_AWAY_S = 30.0
+# A voter that cannot vote is left out, also where there is nobody else, while so many others can.
+LEAST_ABLE = 2
+# A node that nobody could reach for so long has lost more than a cable for a moment.
+DARK_FOR_GOOD_S = 30.0
+# Without a step for so long, two nodes that cannot reach each other are why.
+APART_S = 3.0
 
 
 @dataclass
@@ -39,8 +45,12 @@ class Controller(Follower):
     _noted: set[int] = field(default_factory=set)
     _killed: set[m.Place] = field(default_factory=set)
     _ending: m.Outcome | None = None
+    # The recovery that the last stop came into.
+    _cut: Timeline | None = None
+    # Since when some of this generation's ranks are done and others not; told once.
+    _early: tuple[int, float, bool] = (0, 0.0, False)
     _tally: Tally | None = None
-    _mended: tuple[int, int, frozenset[int], frozenset[int]] | None = None
+    _mended: tuple[int, int, frozenset[int], frozenset[int], frozenset[int]] | None = None
     # Since when the leader has not reached a voter's daemon, whose node lives.
     _away: dict[int, float] = field(default_factory=dict)
 
@@ -64,6 +74,7 @@ class Controller(Follower):
         if self.stage == "forming":
             self._form(now)
         elif self.stage in ("joining", "restoring", "running", "releasing"):
+            self._part(now)
             self._watch(now)
             if self.stage not in ("stopping", "releasing") and self._tally and self._tally.disputed:
                 self._stop("another leader has stopped it, too", now)
@@ -92,8 +103,11 @@ class Controller(Follower):
 
     def _next_voters(self, now: float) -> tuple[int, ...]:
         # Who reaches others, but not this leader, is no help to it.
-        sound = self.reachable - self.losses.keys()
+        sound = self.reachable - self.losses.keys() - self.unable
         living = sound | (set(self.known.voters) - self.losses.keys())
+        if len(living - self.unable) >= LEAST_ABLE:
+            # Fewer votes are easier to come by than those of all others beside one that never comes.
+            living -= self.unable
         domains = self.spec.domains if self.spec is not None else ()
         return choose_voters(self.known.voters, living, sound, domains, set(self._away_long(now)))
 
@@ -107,11 +121,12 @@ class Controller(Follower):
         self._away = {node: self._away.get(node, now) for node in voters}
 
     def _mend_voters(self, now: float) -> None:
-        """A voter lost, or away for long, is replaced before the next one is, where there are nodes."""
+        """A voter lost, unable, or away for long is replaced before the next one is, if there are nodes."""
         if self.stage not in ("running", "releasing"):
             # The next generation names new ones, too; to ask these first would only delay it.
             return
-        mended = (self.known.index, len(self.losses), frozenset(self.reachable), self._away_long(now))
+        there, away = frozenset(self.reachable), self._away_long(now)
+        mended = (self.known.index, len(self.losses), there, away, frozenset(self.unable))
         if mended == self._mended or not self.agreement.ready:
             return
         self._mended = mended
@@ -123,9 +138,17 @@ class Controller(Follower):
         for node in sorted(self.losses.keys() - self._noted):
             loss = self.losses[node]
             self._noted.add(node)
-            self._note(now, "warning", "node-lost", f"node-{node} ({loss.source}): {loss.reason}")
+            self._announce(telling.loss_line(loss, self.nodes[node], self.assignment), now)
             if loss.dark:
-                self._out.append(NodeIsDark(node, loss.reason))
+                self._dark[node] = now
+                self._out.append(NodeIsDark(node, loss.reason, "dark"))
+        self._note_gone([node for node, since in self._dark.items() if now - since >= DARK_FOR_GOOD_S])
+
+    def _note_gone(self, nodes: list[int]) -> None:
+        """They stay dark, by all that anybody can know."""
+        for node in nodes:
+            del self._dark[node]
+            self._out.append(NodeIsDark(node, self.losses[node].reason, "gone"))
 
     def _elected(self, former: int, now: float) -> None:
         if self.stage != "forming":
@@ -189,6 +212,30 @@ class Controller(Follower):
         if nodes:
             self._out.append(Meet(None, self.short_standing, ()))
 
+    def _part(self, now: float) -> None:
+        """Of two nodes that live and cannot reach each other, one leaves the job: its ranks go to a spare.
+
+        Without a spare it is waited for as long as for any step: the job ends then, and says why.
+        """
+        assert self.assignment is not None
+        assert self.spec is not None
+        still_s = now - max(self._since, self._moved)
+        if self.stage == "releasing" or still_s < APART_S:
+            return
+        self._apart.say(self.me, self.apart, now)
+        hosts = {place.node for place in self.assignment.places} - self.losses.keys()
+        usable = {node for node, view in self.nodes.items() if view.usable}
+        found = pairs.pairs(self._apart.fresh(now - 3 * self._remind_s), usable, hosts)
+        if not found or (usable <= hosts and still_s < self.spec.limits.stall_s):
+            return
+        node = pairs.gives_way(found, hosts, self.me)
+        others = ", ".join(f"node-{b if a == node else a}" for a, b in sorted(found) if node in (a, b))
+        text = f"it and {others} cannot reach each other, though others see both; no step in {still_s:.1f} s"
+        self._give_up([node], text)
+        if node not in hosts:
+            # It has no ranks that would be missed, but copies of others'.
+            self._stop(f"node-lost: node-{node}: {text}", now)
+
     def _watch(self, now: float) -> None:
         """Any new fault of this generation stops it."""
         assert self._tally is not None
@@ -211,7 +258,10 @@ class Controller(Follower):
             code = max((f.exit_code or 0 for f in undone), default=0)
             reason = f"after training: {what}"
             code = code if code > 0 else 1
-            self._ending = m.Outcome(state="failed", exit_code=code, reason=reason, why="after-training")
+            rank, node = (undone[0].rank, undone[0].node) if undone[0].rank is not None else (None, None)
+            self._ending = m.Outcome(
+                state="failed", exit_code=code, reason=reason, why="after-training", rank=rank, node=node
+            )
 
     def _overdue(self, now: float) -> list[Finding]:
         """Deadlines of joining, restoring and of steps. Only processes with hooks tell how far they are."""
@@ -262,6 +312,7 @@ class Controller(Follower):
         assert self._tally is not None
         tally, generation = self._tally, self.assignment.generation
         self._follow_progress(tally.progress, now)
+        self._note_early(now)
         if self.stage in ("joining", "releasing") and tally.all_have("exited"):
             self._ending = m.Outcome(
                 state="done", exit_code=0, reason="every rank ended by itself", why="done"
@@ -286,10 +337,9 @@ class Controller(Follower):
         self._mark("first step", now)
         if self._timeline is not None:
             self._share(story.recovery(self.assignment, self._timeline, "recovered"))
-            text = (
-                f"generation {self.assignment.generation} trains, {self._timeline.total_s(now):.3f} s after"
-            )
-            self._note(now, "info", "recovered", text)
+            took_s = self._timeline.total_s(now)
+            text = f"generation {self.assignment.generation} trains, {took_s:.3f} s after"
+            self._announce(telling.Line("info", "recovered", text), now)
             self._timeline = None
         self._broadcast(m.Running(generation=self.assignment.generation), now)
 
@@ -297,9 +347,7 @@ class Controller(Follower):
 
     def _stop(self, reason: str, now: float, age_s: float = 0.0) -> None:
         assert self.assignment is not None
-        if self._timeline is not None:
-            self._share(story.recovery(self.assignment, self._timeline, "superseded"))
-        self._timeline = Timeline(started_s=now - age_s)
+        self._cut, self._timeline = self._timeline, Timeline(started_s=now - age_s)
         self._timeline.mark("detect", now)
         self._since = now
         self._killed.clear()
@@ -331,16 +379,48 @@ class Controller(Follower):
             return
         for finding in twins_agree.findings(self.assignment, self.nodes):
             self._log_fault(finding, now)
+        self._settle_cut()
         self._follow_progress(self._tally.newest, now)
         situation = plan.Situation(
             self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me, now
         )
+        if (alone := telling.only_consequences(self._log.faults)) is not None:
+            self._announce(telling.fault_line(alone, self.nodes), now)
         try:
             following = plan.next_assignment(situation)
         except plan.NoPlanError as error:
             self._ending = error.outcome
             return
         self._propose(following, None, now)
+
+    def _settle_cut(self) -> None:
+        """Say how the recovery ended that was cut off: well, where every rank had made its first step."""
+        cut, self._cut = self._cut, None
+        if cut is None or self._timeline is None:
+            return
+        assert self.assignment is not None
+        assert self._tally is not None
+        well = self._tally.all_have("stepped")
+        if well:
+            # Who heard of a rank's end before its step could not say when that was: by then.
+            for phase in ("join", "restore", "first step"):
+                cut.mark(phase, self._timeline.ends["detect"])
+        self._share(story.recovery(self.assignment, cut, "recovered" if well else "superseded"))
+
+    def _note_early(self, now: float) -> None:
+        """Ranks that are done long before others, which wait for them in the next collective."""
+        assert self.assignment is not None
+        assert self._tally is not None
+        generation, since, told = self._early
+        if not 0 < self._tally.counts["ended"] < len(self.assignment.places):
+            return
+        if generation != self.assignment.generation:
+            self._early = self.assignment.generation, now, False
+        elif not told and now - since >= telling.EARLY_S:
+            self._early = generation, since, True
+            line = telling.returned_early(self.assignment, self.nodes)
+            if line is not None:
+                self._announce(line, now)
 
     def _kill(self, places: list[m.Place], now: float) -> None:
         assert self.assignment is not None
@@ -371,8 +451,10 @@ class Controller(Follower):
     def _decided_end(self, outcome: m.Outcome, now: float) -> None:
         if not self.leads:
             return
+        # Slurm waits for what it takes to run there.
+        self._note_gone(list(self._dark))
         if self._timeline is not None and self.assignment is not None:
-            self._share(story.failed_recovery(self.assignment, self._timeline, self._log.faults))
+            self._share(story.failed_recovery(self.assignment, self._timeline, plan.causes(self._log.faults)))
         if self.spec is not None:
             self._share(story.job(self.spec, outcome.state, self._started, outcome, now))
         level: Literal["info", "error"] = "info" if outcome.exit_code == 0 else "error"
@@ -397,4 +479,6 @@ class Controller(Follower):
         fault = self._log.add(finding, fault_id)
         if fault is not None:
             self._share(story.fault(self.assignment, fault, now))
+            if finding.kind not in SECONDARY and finding.kind != "node-lost":
+                self._announce(telling.fault_line(finding, self.nodes), now)
         return fault is not None

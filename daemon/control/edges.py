@@ -7,6 +7,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decree, Durable, Say
 
+DarkState = Literal["dark", "gone", "back"]
 Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
 
 
@@ -19,7 +20,8 @@ class Standing:
 
     `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `promised` is
     the one below which it accepts nothing. What is said often leaves the decree out, and has its `index`.
-    `lost` has the node, the reason, and whose word that is.
+    `lost` has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
+    nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
     """
 
     term: int
@@ -29,6 +31,8 @@ class Standing:
     promised: Ballot = NO_BALLOT
     lost: tuple[tuple[int, str, FaultSource], ...] = ()
     index: int = 0
+    able: bool = True
+    apart: tuple[int, ...] = ()
 
     @property
     def newest(self) -> int:
@@ -97,6 +101,13 @@ class Pulsing:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """The nodes that this daemon cannot reach itself, though others see them: all of them, each time."""
+
+    nodes: frozenset[int]
+
+
+@dataclass(frozen=True)
 class OrderFrom:
     """A leader's order."""
 
@@ -121,6 +132,18 @@ class Witnessed:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """The disk takes votes again: the newest `Save`, which holds all of those before it, is there."""
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    """The disk has not taken what `Save` asked for, and nothing was said."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
@@ -133,9 +156,12 @@ Input: TypeAlias = (
     | NodeLost
     | AgentAnswers
     | Pulsing
+    | Apart
     | OrderFrom
     | Said
     | Witnessed
+    | Saved
+    | NotSaved
     | Tick
 )
 
@@ -152,9 +178,9 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class ToAgent:
-    """Give the order to this node's agent."""
+    """Give the order, or the words, to this node's agent."""
 
-    order: m.Order
+    order: m.Order | m.Announce
 
 
 @dataclass(frozen=True)
@@ -184,10 +210,15 @@ class Write:
 
 @dataclass(frozen=True)
 class NodeIsDark:
-    """The cluster's manager should know that a node does not answer (said by the leader only)."""
+    """The cluster's manager should know that a node does not answer (said by the leader only).
+
+    `state`: "dark" at first, when a cable may be all that is wrong; "gone" where it has stayed so, or the job
+    has ended over it; "back" where it was heard again.
+    """
 
     node: int
     reason: str
+    state: DarkState
 
 
 @dataclass(frozen=True)
@@ -200,7 +231,10 @@ class Tell:
 
 @dataclass(frozen=True)
 class Save:
-    """Keep this on the disk; once it is there, and not before, say `say` to a daemon."""
+    """Keep this on the disk; once it is there, and not before, say `say` to a daemon.
+
+    Where the disk does not take it, `NotSaved` comes back, and nothing is said.
+    """
 
     durable: Durable
     node: int | None = None

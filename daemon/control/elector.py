@@ -88,7 +88,8 @@ class Elector(Knowledge):
         if self.stage == "ended" or self.leads or self.nodes[self.me].lost is not None:
             return
         gone = self.leader not in self.reachable or self.nodes[self.leader].lost is not None
-        if not gone or self.spec is None or not (self._is_first() or self._wanted):
+        mine = self.agreement.able and (self._is_first() or self._wanted)
+        if not gone or self.spec is None or not mine:
             self.agreement.resign()
             return
         grace_s = MEETING_GRACE_S
@@ -101,10 +102,14 @@ class Elector(Knowledge):
         self.agreement.campaign(now)
 
     def _is_first(self) -> bool:
-        """Whether it is this daemon's turn: of the voters; or of all, where the voters' nodes are lost."""
-        living = [v for v in self.known.voters if v in self.reachable and self.nodes[v].lost is None]
+        """Whether it is this daemon's turn: of the voters; or of all, where the voters' nodes are lost.
+
+        Who cannot vote cannot be elected, either.
+        """
+        there = self.reachable - self.unable
+        living = [v for v in self.known.voters if v in there and self.nodes[v].lost is None]
         if not living and all(v in self.losses for v in self.known.voters):
-            living = [node for node in self.reachable if node not in self.losses]
+            living = [node for node in there if node not in self.losses]
         return min(living, default=NOBODY) == self.me
 
     def _end_by_itself(self, now: float) -> None:

@@ -10,7 +10,12 @@ from ckptless.daemon.control.knowledge import Knowledge
 
 def may_say(source: EvictionSource, uid: int, owner: int, daemon: int) -> bool:
     """Whether `uid` may take a node out of `owner`'s job; what a health check finds, only the site says."""
-    return uid in (0, daemon) or (source == "operator" and uid == owner)
+    return sees_all(uid, daemon) or (source == "operator" and uid == owner)
+
+
+def sees_all(uid: int, daemon: int) -> bool:
+    """Whether `uid` may see every user's jobs: root, and the user that the daemon runs as."""
+    return uid in (0, daemon)
 
 
 def find_node(word: str, names: Sequence[str]) -> int | None:

@@ -107,6 +107,7 @@ class Finding:
     exit_code: int | None = None
     hooked: bool = True
     odd: bool = False
+    pid: int | None = None
     source: FaultSource = field(kw_only=True)
 
     @property
@@ -205,5 +206,6 @@ def _slot_finding(assignment: Assignment, rank: int, place: Place, view: NodeVie
         age_s=slot.age_s,
         exit_code=slot.exit_code,
         hooked=slot.hooked,
+        pid=slot.pid,
         source="process",
     )

@@ -10,16 +10,19 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import VOTE_AGAIN, VOTE_LOST, Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.decree import Decided
 from ckptless.daemon.control.edges import (
     AgentAnswers,
+    Apart,
     Connected,
     Forward,
     Input,
     Meet,
+    NodeIsDark,
     NodeLost,
+    NotSaved,
     OrderFrom,
     Output,
     PeerDown,
@@ -27,6 +30,7 @@ from ckptless.daemon.control.edges import (
     Pulsing,
     Report,
     Said,
+    Saved,
     Tell,
     Tick,
     ToAgent,
@@ -37,6 +41,7 @@ from ckptless.daemon.control.elector import Elector
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.control.protection import FEW_NODES as FEW
+from ckptless.daemon.membership.overlay import DEGREE
 
 REPORT_INTERVAL_S = 1.0
 
@@ -49,6 +54,8 @@ class Follower(Elector):
     _news: set[int] = field(default_factory=set)
     # Lost nodes of which the story tells that they are heard again.
     _returned: set[int] = field(default_factory=set)
+    # Since when nodes are dark of which the cluster's manager does not know yet that they stay so.
+    _dark: dict[int, float] = field(default_factory=dict)
     # Of each node, what was last written of what it holds.
     _written: dict[int, m.Copies] = field(default_factory=dict)
 
@@ -74,7 +81,7 @@ class Follower(Elector):
         self._out.clear()
         return out
 
-    def _take(self, event: Input, now: float) -> None:  # noqa: C901  # a line for each kind of input
+    def _take(self, event: Input, now: float) -> None:  # noqa: C901, PLR0912  # a line for each kind of input
         match event:
             case Report():
                 self._on_report(event, now)
@@ -91,6 +98,10 @@ class Follower(Elector):
                 (self.answering.add if answers else self.answering.discard)(event.node)
             case Pulsing():
                 self.pulsing = event.nodes
+            case Apart():
+                self.apart = event.nodes
+                if self.leader not in (NOBODY, self.me):
+                    self._out.append(Meet(self.leader, self.short_standing, ()))
             case NodeLost():
                 self._lose(event)
             case OrderFrom():
@@ -99,8 +110,25 @@ class Follower(Elector):
                 self._on_said(event, now)
             case Witnessed():
                 self._witnessed(event, now)
+            case Saved() | NotSaved():
+                self._on_disk(event, now)
             case Tick():
                 self._periodic(now)
+
+    def _on_disk(self, event: Saved | NotSaved, now: float) -> None:
+        """The disk takes votes no more, or again: the others hear of it, and do without this vote."""
+        before = self.agreement.able
+        if isinstance(event, NotSaved):
+            self.agreement.not_saved(event.reason, now)
+            if before:
+                self._note(now, "error", VOTE_LOST, f"node-{self.me} cannot vote: {event.reason}")
+        else:
+            self.agreement.saved()
+            if not before and self.agreement.able:
+                self._note(now, "info", VOTE_AGAIN, f"node-{self.me} can vote again: its disk takes votes")
+        if self.agreement.able != before:
+            (self.unable.discard if self.agreement.able else self.unable.add)(self.me)
+            self._out.append(Meet(None, self.short_standing, ()))
 
     def _on_report(self, report: Report, now: float) -> None:
         view = self.nodes[report.node]
@@ -159,9 +187,12 @@ class Follower(Elector):
         if self.leads and event.node in self.losses and event.node not in self._returned:
             self._returned.add(event.node)
             reason = self.losses[event.node].reason
+            self._heard_again(event.node, now)
             text = f"node-{event.node} is heard again; lost before ({reason}), it gets no rank of this job"
             self._note(now, "warning", "node-returned", text)
         theirs = event.standing
+        (self.unable.discard if theirs.able else self.unable.add)(event.node)
+        self._apart.say(event.node, theirs.apart, now)
         if self.has_a_say(event.node):
             for node, reason, source in theirs.lost:
                 self._lose(NodeLost(node, reason, 0.0, source=source))
@@ -175,6 +206,14 @@ class Follower(Elector):
         self.agreement.beware(event.node, theirs.promised)
         self._follow(now)
         self._settle_leader(event.node, theirs, now)
+
+    def _heard_again(self, node: int, now: float) -> None:
+        """A node that was dark lives: what runs there runs on, and nothing new is begun there."""
+        since = self._dark.pop(node, None)
+        if self.losses[node].dark and node not in self.agreement.dead:
+            away = f" for {now - since:.0f} s" if since is not None else ""
+            text = f"nothing on it answered{away}, and it lives: see its cable, its port and its load"
+            self._out.append(NodeIsDark(node, text, "back"))
 
     def _on_order(self, event: OrderFrom, now: float) -> None:
         if (event.term, event.node) < (self.term, self.leader) or self.outcome is not None:
@@ -217,10 +256,16 @@ class Follower(Elector):
         if not isinstance(order, m.Running):
             self._out.append(ToAgent(order))
 
+    @property
+    def _remind_s(self) -> float:
+        return max(1.0, len(self.nodes) / FEW)
+
     def _remind(self) -> None:
         """Say all again to whoever leads, or will: something may have been lost on the way."""
         living = [node for node in self.reachable if self.nodes[node].lost is None and node != self.me]
-        heard = self.leader in self.reachable or self.leader in self.pulsing
+        # Where all are connected to all, nobody passes on what is said to one of them.
+        passed_on = self.leader in self.pulsing and len(self.nodes) > DEGREE + 1
+        heard = self.leader in self.reachable or passed_on
         # Whoever is there may know how it ended, where the leader has died over it.
         ear = self.leader if heard and self.leader not in self.losses else min(living, default=self.me)
         if ear != self.me and self.stage != "ended":
@@ -230,7 +275,7 @@ class Follower(Elector):
         if not self._lease.held:
             self._ask_witness(now)
         # One ear hears all of them: many do it seldom.
-        if self.spec is not None and now - self._reminded >= max(1.0, len(self.nodes) / FEW):
+        if self.spec is not None and now - self._reminded >= self._remind_s:
             self._reminded = now
             self._remind()
         if self.spec is not None and now - self._reported >= REPORT_INTERVAL_S:

@@ -1,7 +1,7 @@
 """Pure: what a daemon knows of one job, and how it tells it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptless.daemon.api import messages as m
@@ -12,6 +12,8 @@ from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_dec
 from ckptless.daemon.control.edges import NodeLost, Output, Report, Stage, Standing, ToAgent, Write
 from ckptless.daemon.control.faults import FaultLog, NodeView
 from ckptless.daemon.control.lease import Lease
+from ckptless.daemon.control.pairs import Apart
+from ckptless.daemon.control.telling import Line
 from ckptless.daemon.control.timeline import Timeline
 
 NOBODY = -1
@@ -38,6 +40,11 @@ class Knowledge:
     answering: set[int] = field(default_factory=set)
     pulsing: frozenset[int] = frozenset()
     losses: dict[int, NodeLost] = field(default_factory=dict)
+    # Nodes whose daemon has said that it cannot vote.
+    unable: set[int] = field(default_factory=set)
+    # Nodes that this daemon cannot reach itself, and what others have said of theirs.
+    apart: frozenset[int] = frozenset()
+    _apart: Apart = field(default_factory=Apart)
     progress: int = 0
     _cancelled: m.Cancel | None = None
     _cancelled_at: float = 0.0
@@ -63,6 +70,8 @@ class Knowledge:
 
     def __post_init__(self) -> None:
         self.reachable = {self.me}
+        if not self.may_vote:
+            self.unable.add(self.me)
         durable = self.durable or Durable(
             promised=NO_BALLOT, vote=None, known=first_decree(tuple(self.nodes))
         )
@@ -106,14 +115,14 @@ class Knowledge:
     @property
     def standing(self) -> Standing:
         """What to tell a daemon that has just been met."""
-        promised, lost = self.agreement.durable.promised, self._told_losses
-        return Standing(self.term, self.leader, self.stage, self.known, promised, lost)
+        return replace(self.short_standing, known=self.known, index=0)
 
     @property
     def short_standing(self) -> Standing:
         """What to tell again and again, or to many; whoever lacks the decree will ask for it."""
         promised, lost = self.agreement.durable.promised, self._told_losses
-        return Standing(self.term, self.leader, self.stage, None, promised, lost, self.known.index)
+        index, able, apart = self.known.index, self.agreement.able, tuple(sorted(self.apart))
+        return Standing(self.term, self.leader, self.stage, None, promised, lost, index, able, apart)
 
     @property
     def _told_losses(self) -> tuple[tuple[int, str, FaultSource], ...]:
@@ -186,10 +195,18 @@ class Knowledge:
         text: str,
         generation: int | None = None,
     ) -> None:
+        self._tell(Line(level, kind, text), now, generation)
+
+    def _tell(self, line: Line, now: float, generation: int | None = None) -> None:
         self._events += 1
         if generation is None and self.assignment is not None:
             generation = self.assignment.generation
         event_id = f"{self.me}.{self.session}.{self._events}"
         job = self.spec.job if self.spec is not None else ""
-        event = story.event(event_id, job, self.me, (level, kind, text), (now, generation))
+        event = story.event(event_id, job, self.me, line, (now, generation))
         self._out.append(Write((event,), share=True))
+
+    def _announce(self, line: Line, now: float) -> None:
+        """The same, and in the job's own output: what its user has to know."""
+        self._tell(line, now)
+        self._out.append(ToAgent(m.Announce(text=line.text[: m.MAX_ANNOUNCED])))

@@ -22,12 +22,19 @@ from ckptless.daemon.control.faults import SECONDARY, Fault, Finding, NodeView
 from ckptless.daemon.control.seats import Seats, remove
 from ckptless.daemon.control.sources import NoCommonStepError, state_sources
 from ckptless.daemon.control.start import start_from
+from ckptless.daemon.control.telling import one_line
 
 RUNGS = ("start", "in-process", "process", "spare")
 
 # Exit codes of a job that ckptless ends by itself.
 EXIT_SCRIPT = 1
 EXIT_UNRECOVERABLE = 4
+
+_SCRIPT_DIFFERS = (
+    ". The same difference after new processes points to the script, not to a node: something that each "
+    "rank does for itself, such as a GradScaler or a clipping without the others' gradients, or a draw "
+    "that is not seeded alike. run.compare() between the parts of a step names the first tensor that differs"
+)
 
 
 class NoPlanError(RecoveryError):
@@ -57,7 +64,12 @@ class Situation:
     @property
     def causes(self) -> Sequence[Fault]:
         """The faults to answer: what only follows from another fault is left out."""
-        return [f for f in self.faults if f.finding.kind not in SECONDARY] or self.faults
+        return causes(self.faults)
+
+
+def causes(faults: Sequence[Fault]) -> Sequence[Fault]:
+    """Those that others only follow from; all, where no cause is known."""
+    return [fault for fault in faults if fault.finding.kind not in SECONDARY] or faults
 
 
 @dataclass
@@ -170,13 +182,12 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
     place = Place(node=finding.node, slot=finding.slot or 0)
     if finding.kind in SECONDARY:
         if count > limits.process_tries:
-            raise NoPlanError(
-                _unrecoverable(f"{finding.detail}, {count} times without a step in between", "no-progress")
-            )
+            text = f"{finding.detail}, {count} times without a step in between"
+            raise NoPlanError(_unrecoverable(text, "no-progress", finding))
         return
     if finding.kind == "raised":
         if count > limits.raise_tries + 1:
-            raise NoPlanError(_script_failed(f"rank {finding.rank} raised {finding.detail}", count))
+            raise NoPlanError(_script_failed(finding, f"raised {finding.detail}", count))
         if count > limits.raise_tries:
             _renew(now, place, answers)
         return
@@ -200,9 +211,10 @@ def _answer_corruption(now: Situation, fault: Fault, count: int, answers: _Answe
     finding = fault.finding
     place = Place(node=finding.node, slot=finding.slot or 0)
     if count > now.spec.limits.process_tries:
-        raise NoPlanError(
-            _unrecoverable(f"{finding.detail}, {count} times without a step in between", "corrupt")
-        )
+        text = f"{finding.detail}, {count} times without a step in between"
+        # Of those where nobody can say who is wrong the first answer is not a new process.
+        renewed = count > (1 if finding.odd else 2)
+        raise NoPlanError(_unrecoverable(text + _SCRIPT_DIFFERS * renewed, "corrupt", finding))
     if finding.odd:
         answers.suspect.add(place)
     if finding.odd or count > 1:
@@ -219,7 +231,7 @@ def _answer_death(now: Situation, fault: Fault, count: int, answers: _Answers) -
         budget = limits.raise_tries if finding.hooked else limits.start_tries
         if count > budget:
             code = finding.exit_code or EXIT_SCRIPT
-            raise NoPlanError(_script_failed(f"rank {finding.rank} {finding.detail}", count, code))
+            raise NoPlanError(_script_failed(finding, finding.detail, count, code))
     elif count > limits.process_tries:
         answers.bad.add(place)
         answers.raise_to("spare")
@@ -239,7 +251,7 @@ def _first_failure(now: Situation) -> Outcome:
         return _unrecoverable(text, "no-spare")
     first = min(failed, key=lambda finding: _began_s(now, finding))
     code = first.exit_code or EXIT_SCRIPT
-    return _script_failed(f"rank {first.rank} {first.detail}", 1, code if code > 0 else 128 - code)
+    return _script_failed(first, first.detail, 1, code if code > 0 else 128 - code)
 
 
 def _began_s(now: Situation, finding: Finding) -> float:
@@ -283,6 +295,9 @@ def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
     """How often this cause has come in a row without a step in between, this time included."""
     finding = fault.finding
     where = "" if finding.kind == "raised" else f"@{finding.node}/{finding.slot}"
+    if finding.kind == "silent-corruption":
+        # The rank, wherever it has moved: what goes with it is no node's fault.
+        where = f"@rank {finding.rank}"
     what = finding.detail if finding.kind == "raised" else ""
     cause = f"{finding.kind}{where}:{what}"
     same = [old for old in now.current.tries if old.cause == cause and old.step == now.progress]
@@ -323,9 +338,8 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
             slots += (more := seats.choose(worse, node, len(ranks) - len(slots)))
             remove(worse, more)
         if len(slots) < len(ranks):
-            raise NoPlanError(
-                _unrecoverable(f"no spare left for rank {ranks[len(slots)]} ({_causes(now)})", "no-spare")
-            )
+            text = f"no spare left for rank {ranks[len(slots)]} ({_causes(now)})"
+            raise NoPlanError(_unrecoverable(text, "no-spare", now.causes[0].finding))
         for rank, place in zip(ranks, slots, strict=True):
             places[rank] = place
     for rank, place in {**shaken, **moving}.items():
@@ -356,10 +370,19 @@ def _infos(nodes: Mapping[int, NodeView]) -> tuple[NodeInfo, ...]:
     )
 
 
-def _unrecoverable(reason: str, why: Why) -> Outcome:
-    return Outcome(state="failed", exit_code=EXIT_UNRECOVERABLE, reason=reason, why=why)
+def _unrecoverable(reason: str, why: Why, who: Finding | None = None) -> Outcome:
+    """`who`: whose log may say more, if it is a process."""
+    rank, node = (who.rank, who.node) if who is not None and who.rank is not None else (None, None)
+    return Outcome(state="failed", exit_code=EXIT_UNRECOVERABLE, reason=reason, why=why, rank=rank, node=node)
 
 
-def _script_failed(what: str, count: int, exit_code: int = EXIT_SCRIPT) -> Outcome:
+def _script_failed(who: Finding, did: str, count: int, exit_code: int = EXIT_SCRIPT) -> Outcome:
     times = "" if count <= 1 else f", {count} times without a step in between"
-    return Outcome(state="failed", exit_code=exit_code, reason=what + times, why="script")
+    return Outcome(
+        state="failed",
+        exit_code=exit_code,
+        reason=f"rank {who.rank} {one_line(did)}{times}",
+        why="script",
+        rank=who.rank,
+        node=who.node,
+    )

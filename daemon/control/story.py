@@ -1,7 +1,6 @@
 """Pure: what the control plane knows, as rows for the ledger."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import (
@@ -18,6 +17,7 @@ from ckptless.daemon.api.records import (
     SlotRecord,
 )
 from ckptless.daemon.control.faults import Fault, NodeView
+from ckptless.daemon.control.telling import Line
 from ckptless.daemon.control.timeline import Timeline
 
 
@@ -98,25 +98,19 @@ def failed_recovery(assignment: m.Assignment, timeline: Timeline, faults: Sequen
     )
 
 
-def event(
-    event_id: str,
-    job: str,
-    node: int,
-    line: tuple[Literal["info", "warning", "error"], str, str],
-    when: tuple[float, int | None],
-) -> EventRecord:
-    """A line of the story: `line` is (level, kind, text), `when` is (time, generation)."""
-    level, kind, text = line
+def event(event_id: str, job: str, node: int, line: Line, when: tuple[float, int | None]) -> EventRecord:
+    """A line of the story, with its time and generation."""
     at_s, in_generation = when
     return EventRecord(
         event=event_id,
         job=job,
         node=node,
         at_s=at_s,
-        level=level,
-        kind=kind,
+        level=line.level,
+        kind=line.kind,
         generation=in_generation,
-        text=text,
+        text=line.text,
+        about=line.about,
     )
 
 

@@ -118,9 +118,8 @@ class Tally:
         return work
 
     def _reached(self, slot: SlotState) -> list[str]:
-        step = self.assignment.restore_step
         reached = ["here", *REACHED.get(slot.phase, ())]
-        if slot.phase == "restored" and (slot.step or 0) >= (1 if step is None else step + 1):
+        if slot.stepped and slot.phase != "finished":
             reached.append("stepped")
         # Its training function has returned; where the leader that released it is gone, it may have ended.
         if slot.phase == "finished" or (slot.phase == "exited" and slot.cause is None):

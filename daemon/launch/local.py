@@ -8,54 +8,60 @@ dies, the kernel ends what it started (PR_SET_PDEATHSIG), and what those leave b
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import AgentConfig, DataConfig, ReplicationConfig, thread_env
+from ckptless.daemon.agent.config import (
+    DEFAULT_SHUTDOWN_S,
+    AgentConfig,
+    DataConfig,
+    ReplicationConfig,
+    thread_env,
+)
+from ckptless.daemon.agent.console import rank_log_path
 from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process
+from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome
 from ckptless.daemon.api.saving import SaveConfig
-from ckptless.daemon.config import LocalConfig, Peer, open_state_dir
+from ckptless.daemon.config import LocalConfig, Peer
+from ckptless.daemon.launch.last_words import last_words
 from ckptless.daemon.launch.nest import (
     AGENT,
     KILL_DEADLINE_S,
-    TERM_DEADLINE_S,
     Child,
     Nest,
     end,
     send,
     start_daemon,
 )
+from ckptless.daemon.launch.ready import DEFAULT_START_S, last_lines, wait_ready
 from ckptless.daemon.launch.saving import saved_step
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
+from ckptless.daemon.state_dir import open_state_dir
 
 logger = logging.getLogger(__name__)
 
-READY_DEADLINE_S = 30.0
+# What an agent may take for its own end, beyond what its ranks and the last save may.
+LEAVE_GRACE_S = 10.0
+DAEMON_TERM_S = 5.0
 POLL_S = 0.05
 RESTART_PAUSE_S = 0.3
 RESTARTS = 20
 LOCALHOST = "127.0.0.1"
-# torch._dynamo is what the first DDP or optimizer of a process would import, for a second.
-ALWAYS_PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "torch.utils.data",
-)
-# And this, where faults are answered.
-HOOKS = "ckptless.pytorch_hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,8 @@ class LocalOptions:
     save: SaveConfig | None = None
     replication: ReplicationConfig = field(default_factory=ReplicationConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    shutdown_s: float = DEFAULT_SHUTDOWN_S
+    start_s: float = DEFAULT_START_S
 
 
 @dataclass
@@ -117,19 +125,26 @@ class LocalRun:
         root = options.state_dir or default_state_dir().parent / options.job
         self.state_dir = root.absolute()
         self._tag = secrets.token_hex(4)
+        self._scratch: str | None = None
         self._nodes: list[Node] = []
         self._nest = Nest()
         self._stop: asyncio.Future[signal.Signals] | None = None
+        # A second Ctrl-C: nobody wants to wait for anything any more.
+        self._hurried = False
 
     async def run(self) -> int:
         """Start everything, wait for the end, leave nothing. The exit code. Raises the tree's errors."""
         set_child_subreaper()
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        ignore_others()
+        for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
-        self._prepare()
+        for number in USERS:
+            loop.add_signal_handler(number, self._forward, number)
+        self._scratch = tempfile.mkdtemp(prefix="ckptless-")
         try:
+            self._prepare()
             await self._start_all()
             logger.info(
                 "job %s: nodes %d, spares %d; follow it with: ckptctl --state-dir %s events -f",
@@ -141,12 +156,15 @@ class LocalRun:
             await self._wait()
         finally:
             await self._end_all()
+            shutil.rmtree(self._scratch, ignore_errors=True)
         return self._result()
 
     def _stopped(self, number: signal.Signals) -> None:
         assert self._stop is not None
         if not self._stop.done():
             self._stop.set_result(number)
+        elif number is signal.SIGINT:
+            self._hurried = True
 
     # ----------------------------------------------------------------------------------- prepare
 
@@ -175,7 +193,9 @@ class LocalRun:
                 peers=peers,
             )
             _write(node.dir / "daemon.json", daemon)
-            _write(node.dir / "agent.json", self._agent_config(node))
+            config = self._agent_config(node)
+            added = {name: value for name, value in config.env.items() if os.environ.get(name) != value}
+            _write(node.dir / "agent.json", msgspec.structs.replace(config, env=added))
             self._nodes.append(node)
 
     def _peer(self, number: int, address: str) -> Peer:
@@ -196,9 +216,8 @@ class LocalRun:
 
     def _agent_config(self, node: Node) -> AgentConfig:
         options = self._options
-        processes = (options.nodes + options.spares) * options.slots
         env = dict(os.environ)
-        env.update(thread_env(env, processes, os.cpu_count() or 1))
+        env.update(thread_env(env, options.nodes * options.slots))
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return AgentConfig(
             node=node.number,
@@ -219,7 +238,10 @@ class LocalRun:
             save=options.save,
             replication=options.replication,
             data=options.data,
+            shutdown_s=options.shutdown_s,
+            start_s=options.start_s,
             copies_address=node.peer.address,
+            scratch=self._scratch,
         )
 
     # ------------------------------------------------------------------------------------- start
@@ -235,6 +257,7 @@ class LocalRun:
         warm = asyncio.create_task(self._nest.warm(self._agent_config(self._nodes[0])))
         try:
             await self._start_daemons()
+            # no deadline: `zygote_deadline_s`
             await warm
         finally:
             warm.cancel()
@@ -252,26 +275,17 @@ class LocalRun:
     async def _start_daemons(self) -> None:
         for node in self._nodes:
             await self._start_daemon(node)
-        try:
-            async with asyncio.timeout(READY_DEADLINE_S):
-                for node in self._nodes:
-                    await self._daemon_ready(node)
-        except TimeoutError:
-            raise StartError(f"the daemons were not ready in {READY_DEADLINE_S:.0f} s") from None
+        # no deadline: each has its own
+        await asyncio.gather(*map(self._daemon_ready, self._nodes))
 
     async def _daemon_ready(self, node: Node) -> None:
         """Its Unix socket listens once everything else does."""
-        address = "\0" + self._socket(node, "daemon")[1:]
         assert node.daemon is not None
-        while not self._interrupted:
-            if node.daemon.returncode is not None:
-                raise StartError(
-                    f"{node.peer.name}'s daemon did not start: {_last_line(node.dir / 'daemon.log')}"
-                )
-            with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(OSError):
-                probe.connect(address)
-                return
-            await asyncio.sleep(POLL_S)
+        name, listens = node.peer.name, self._socket(node, "daemon")
+        try:
+            await wait_ready(name, node.daemon, listens, self._options.start_s, lambda: self._interrupted)
+        except StartError as error:
+            raise StartError(f"{error}: {last_lines(node.dir / 'daemon.log')}") from error
 
     @property
     def _interrupted(self) -> bool:
@@ -280,27 +294,51 @@ class LocalRun:
     # -------------------------------------------------------------------------------------- wait
 
     async def _wait(self) -> None:
-        """Until every agent has ended; daemons that die are started again while their node lives."""
-        told = False
-        while any(node.agent is not None and node.agent.returncode is None for node in self._nodes):
+        """Until every agent has ended, or is late; daemons that die are started again while the job runs."""
+        loop = asyncio.get_running_loop()
+        told, leave_by = False, math.inf
+        while self._agents_left and loop.time() < leave_by:
             await asyncio.sleep(POLL_S)
             self._adopt_orphans()
             if self._interrupted and not told:
-                told = True
+                told, leave_by = True, loop.time() + self._leave_s
                 self._signal_agents()
-                save_s = self._options.save.end_s if self._options.save is not None else 0.0
-                deadline = asyncio.get_running_loop().time() + TERM_DEADLINE_S + save_s
-            if told and asyncio.get_running_loop().time() > deadline:
-                return
+            elif leave_by == math.inf and self.outcome() is not None:
+                leave_by = loop.time() + self._leave_s
+            if self._hurried:
+                leave_by = loop.time()
             if not told:
                 for node in self._nodes:
                     await self._revive_daemon(node)
+        for node in self._agents_left:
+            logger.warning("%s: its agent does not end; it is killed", node.peer.name)
+            assert node.agent is not None
+            send(node.agent, signal.SIGKILL)
+
+    @property
+    def _agents_left(self) -> list[Node]:
+        return [node for node in self._nodes if node.agent is not None and node.agent.returncode is None]
+
+    @property
+    def _leave_s(self) -> float:
+        """From the job's end, or the user's signal, until every agent must have ended."""
+        save_s = self._options.save.end_s if self._options.save is not None else 0.0
+        return self._options.shutdown_s + save_s + LEAVE_GRACE_S
+
+    def _forward(self, number: signal.Signals) -> None:
+        """A user's own signal: by way of the agents to the ranks."""
+        for node in self._agents_left:
+            assert node.agent is not None
+            send(node.agent, number)
 
     def _signal_agents(self) -> None:
         assert self._stop is not None
-        for node in self._nodes:
-            if node.agent is not None:
-                send(node.agent, self._stop.result())
+        logger.warning("%s: ending the job; Ctrl-C does it at once", self._stop.result().name)
+        for node in self._agents_left:
+            assert node.agent is not None
+            send(node.agent, self._stop.result())
+            # One that is stopped could not act on it.
+            send(node.agent, signal.SIGCONT)
 
     async def _revive_daemon(self, node: Node) -> None:
         """What systemd does on a cluster (Restart=always)."""
@@ -327,9 +365,12 @@ class LocalRun:
 
     async def _end_all(self) -> None:
         """Agents first, then daemons; SIGTERM, then SIGKILL; then whatever was orphaned."""
-        for which in ("agent", "daemon"):
-            await end([child for node in self._nodes if (child := getattr(node, which)) is not None])
+        await end([node.agent for node in self._nodes if node.agent is not None], self._leave_s)
+        await end([node.daemon for node in self._nodes if node.daemon is not None], DAEMON_TERM_S)
         await self._nest.close()
+        await self._end_orphans()
+
+    async def _end_orphans(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + KILL_DEADLINE_S
         while loop.time() < deadline:
@@ -352,7 +393,10 @@ class LocalRun:
         level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
         logger.log(level, "job %s %s: %s", self._spec.job, outcome.state, outcome.reason)
         if outcome.exit_code != 0:
-            logger.error("what the ranks printed is in %s/node-*/logs", self.state_dir)
+            log = None
+            if outcome.rank is not None and outcome.node is not None:
+                log = rank_log_path(self._nodes[outcome.node].dir / "logs", outcome.rank)
+            last_words(log, outcome.rank, f"{self.state_dir}/node-*/logs")
         return outcome.exit_code
 
 
@@ -368,8 +412,3 @@ def _free_port(address: str) -> int:
             return int(server.getsockname()[1])
     except OSError as error:
         raise UsageError(f"cannot listen on {address}: {error.strerror}") from error
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"

@@ -184,6 +184,20 @@ def _is_value(args: list[str], position: int, command: click.Command) -> bool:
 @click.option(
     "--save-total-limit", type=click.IntRange(min=1), metavar="N", help="Saved steps to keep.  [default: 3]"
 )
+@click.option(
+    "--start-timeout",
+    type=click.IntRange(1, 86_400),
+    metavar="SECONDS",
+    help="How long a daemon that starts may do nothing, and how long an agent waits for its node's.  "
+    "[default: 30]",
+)
+@click.option(
+    "--shutdown-timeout",
+    type=click.IntRange(0, 86_400),
+    metavar="SECONDS",
+    help="What ranks that handle SIGTERM get to end by themselves, before SIGKILL.  "
+    "[default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30]",
+)
 @click.option("--job", default=None, help="The job's name in the ledger.  [default: made up]")
 @click.option(
     "--state-dir",

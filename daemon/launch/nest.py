@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 DAEMON, AGENT = "ckptless.daemon.main", "ckptless.daemon.agent.main"
 HATCH = "ckptless.daemon.agent.hatch"
-TERM_DEADLINE_S = 15.0
 KILL_DEADLINE_S = 5.0
 
 Child: TypeAlias = Process | asyncio.subprocess.Process
@@ -81,18 +80,21 @@ def send(child: Child, number: signal.Signals) -> None:
             child.send_signal(number)
 
 
-async def end(children: Sequence[Child]) -> None:
-    """SIGTERM, then SIGKILL. Raises TimeoutError for one that outlives that."""
-    for child in children:
-        send(child, signal.SIGTERM)
-    try:
-        async with asyncio.timeout(TERM_DEADLINE_S):
-            await asyncio.gather(*(child.wait() for child in children))
-    except TimeoutError:
+async def end(children: Sequence[Child], term_s: float) -> None:
+    """SIGTERM, and SIGKILL after `term_s` seconds. Raises TimeoutError for one that outlives that."""
+    for number, deadline_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, KILL_DEADLINE_S)):
         for child in children:
-            send(child, signal.SIGKILL)
-        async with asyncio.timeout(KILL_DEADLINE_S):
-            await asyncio.gather(*(child.wait() for child in children))
+            send(child, number)
+            # One that is stopped could not act on it.
+            send(child, signal.SIGCONT)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.gather(*(child.wait() for child in children))
+        except TimeoutError:
+            if number is signal.SIGKILL:
+                raise
+        else:
+            return
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import SharedConfig
+from ckptless.daemon.agent.config import DEFAULT_SHUTDOWN_S, SharedConfig
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
@@ -17,7 +17,9 @@ from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_STALL_S, MIN_STALL_S, check_alike, check_range
 from ckptless.daemon.launch.data import data_config
 from ckptless.daemon.launch.identity import run_id
-from ckptless.daemon.launch.local import ALWAYS_PRELOADED, HOOKS, LocalOptions
+from ckptless.daemon.launch.local import LocalOptions
+from ckptless.daemon.launch.preload import ALWAYS, preloads
+from ckptless.daemon.launch.ready import DEFAULT_START_S
 from ckptless.daemon.launch.replication import comm_interface, replication_config
 from ckptless.daemon.launch.requeue import restarts
 from ckptless.daemon.launch.saving import save_config, saved_step
@@ -28,6 +30,9 @@ from ckptless.daemon.ledger.paths import LATEST
 from ckptless.daemon.settings import DataSettings, ReplicationSettings, load_settings
 
 Options = Mapping[str, object]
+
+# torchrun's own name for it.
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 DEFAULT_MAX_STALL_S = 300.0
 
@@ -49,9 +54,9 @@ def local_options(
         if options[name]:
             text = "is for a Slurm job: with --local each node has an address of its own"
             raise UsageError(f"--{name.replace('_', '-')} {text}")
-    state_dir = options["state_dir"]
+    state_dir, argv = options["state_dir"], _argv(script, script_args, options)
     return LocalOptions(
-        argv=_argv(script, script_args, options),
+        argv=argv,
         domains=_local_domains(options, nodes + spares),
         module=bool(options["module"]),
         nodes=nodes,
@@ -60,7 +65,7 @@ def local_options(
         start_tries=_number(options, "max_restarts") or 0,
         max_stall_s=_max_stall(options) or DEFAULT_MAX_STALL_S,
         recovers=answers_faults,
-        preload=_preload(options, recovers=answers_faults),
+        preload=_preload(argv, options, recovers=answers_faults),
         tee=_ranks(str(options["tee"])),
         copies=_number(options, "copies") or 2,
         twins=_twins(options),
@@ -71,6 +76,8 @@ def local_options(
         save=save_config(options, nodes * (_number(options, "nproc_per_node") or 1)),
         replication=replication_config(options, {}, ReplicationSettings()),
         data=data_config(options, DataSettings()),
+        shutdown_s=shutdown_s(options, env),
+        start_s=float(_number(options, "start_timeout") or DEFAULT_START_S),
     )
 
 
@@ -116,7 +123,7 @@ def slurm_run(
         cwd=str(Path.cwd()),
         daemon_socket=settings.daemon.socket,
         log_dir=str(log_dir),
-        preload=_preload(options, recovers=answers_faults),
+        preload=_preload(argv, options, recovers=answers_faults),
         tee=tee,
         copies=copies,
         twins=_twins(options),
@@ -126,6 +133,8 @@ def slurm_run(
         restarts=restarts(env),
         comm_interface=comm,
         data=data,
+        shutdown_s=shutdown_s(options, env),
+        start_s=float(_number(options, "start_timeout") or DEFAULT_START_S),
     )
     if found.step is not None:
         return _step_run(config, env, options, found.step)
@@ -203,15 +212,29 @@ def _local_domains(options: Options, count: int) -> tuple[str, ...]:
     return tuple(check_name(name) for name in names)
 
 
+def shutdown_s(options: Options, env: Mapping[str, str]) -> float:
+    """Seconds that ranks get to end after SIGTERM, by the option, or as torchrun by the environment."""
+    given = options["shutdown_timeout"]
+    if isinstance(given, int):
+        return float(given)
+    text = env.get(SHUTDOWN_TIMEOUT, "")
+    if not re.fullmatch(r"\d{0,6}", text, re.ASCII):
+        raise UsageError(f"{SHUTDOWN_TIMEOUT} is {text[:40]!r}: it must be a whole number of seconds")
+    return float(text) if text else DEFAULT_SHUTDOWN_S
+
+
 def _max_stall(options: Options) -> float | None:
     value = options["max_stall"]
     return float(value) if isinstance(value, int | float) else None
 
 
-def _preload(options: Options, *, recovers: bool) -> tuple[str, ...]:
-    always = (*ALWAYS_PRELOADED, HOOKS) if recovers else ALWAYS_PRELOADED
-    given = options["preload"]
-    return (*always, *(str(name) for name in given)) if isinstance(given, tuple) else always
+def _preload(argv: tuple[str, ...], options: Options, *, recovers: bool) -> tuple[str, ...]:
+    given = options["preload"] if isinstance(options["preload"], tuple) else ()
+    names = tuple(map(str, given))
+    # Without recovery ckptless.run is plain PyTorch, and so is what is imported.
+    return (
+        preloads(argv, Path.cwd(), names, module=bool(options["module"])) if recovers else (*ALWAYS, *names)
+    )
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:

@@ -20,7 +20,9 @@ import msgspec
 from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
+from ckptless.daemon.agent.console import rank_log_path
 from ckptless.daemon.agent.prctl import set_pdeathsig
+from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.api.outcome import read_outcome, write_outcome
@@ -28,6 +30,7 @@ from ckptless.daemon.control.plan import EXIT_UNRECOVERABLE
 from ckptless.daemon.launch.domains import find_domains
 from ckptless.daemon.launch.follow import Follower
 from ckptless.daemon.launch.forming import Forming
+from ckptless.daemon.launch.last_words import last_words
 from ckptless.daemon.launch.preempted import stay
 from ckptless.daemon.launch.requeue import requeue, why_requeue
 from ckptless.daemon.slurm.run_name import slurm_job_id
@@ -37,8 +40,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 # How an agent ends that has not come as far as to be heard.
 CANNOT_START = (UsageError.exit_code, StartError.exit_code)
-# From SIGTERM to the agents until their steps must be over; Slurm's own KillWait is 30 s by default.
-TERM_DEADLINE_S = 20.0
+# What an agent and its step may take for their end, beyond what its ranks and the last save may. Slurm's own
+# KillWait is 30 s by default.
+LEAVE_GRACE_S = 15.0
 KILL_DEADLINE_S = 5.0
 CONFIG_DEADLINE_S = 10.0
 MAX_RUNS = 10_000
@@ -106,11 +110,15 @@ class SlurmRun:
         """Start the agents, pass their output on, and wait for the end. The exit code."""
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        ignore_others()
+        for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
+        for number in USERS:
+            loop.add_signal_handler(number, self._signal, number)
         spec = self.config.spec
         shape = f"nodes {spec.nodes}, spares {spec.spares}"
         logger.info("job %s: %s; output in %s", spec.job, shape, self.log_dir)
+        # no deadline: each has its own
         self.binding, domains = await asyncio.gather(cpu_binding(), find_domains(spec.names, self.domains))
         # Once, here: all agents must tell the same.
         self.config = replace(self.config, spec=replace(spec, domains=domains))
@@ -168,27 +176,40 @@ class SlurmRun:
             raise StartError("there is no srun in PATH: is this a node of the cluster?") from None
 
     async def _wait(self) -> None:
-        """Until every agent's step is over, or until the user's patience is."""
+        """Until every agent's step is over, or is late: after the job's end, or the user's signal."""
         assert self._stop is not None
         loop = asyncio.get_running_loop()
         follower = Follower([step.console for step in self._steps], sys.stdout.buffer)
-        deadline: float | None = None
+        told, deadline = False, None
         states = {step.name: step for step in self._steps}
         forming = Forming(self.config.spec, self.log_dir, lambda name: states[name].state, loop.time())
-        while any(step.running or step.again_s is not None for step in self._steps):
+        while any(step.running for step in self._steps) or self._starts_again:
             await asyncio.sleep(POLL_S)
             follower.pass_on()
-            if self._stop.done() and deadline is None:
+            if self._stop.done() and not told:
                 logger.warning("%s: ending the job", self._stop.result().name)
-                save_s = self.config.save.end_s if self.config.save is not None else 0.0
-                deadline = loop.time() + TERM_DEADLINE_S + save_s
+                told, deadline = True, loop.time() + self._leave_s
                 self._signal(signal.SIGTERM)
-            if deadline is not None and loop.time() > deadline:
-                break
             if self.outcome() is None:
                 forming.look(loop.time())
                 await self._mend_start(forming, loop.time())
+            elif deadline is None:
+                deadline = loop.time() + self._leave_s
+            if deadline is not None and loop.time() > deadline:
+                late = ", ".join(step.name for step in self._steps if step.running)
+                logger.warning("the steps on %s do not end; they are killed", late)
+                break
         follower.pass_on(last=True)
+
+    @property
+    def _leave_s(self) -> float:
+        save_s = self.config.save.end_s if self.config.save is not None else 0.0
+        return self.config.shutdown_s + save_s + LEAVE_GRACE_S
+
+    @property
+    def _starts_again(self) -> bool:
+        """Whether there is a step that Slurm is to launch once more, and the job is not over."""
+        return any(step.again_s is not None for step in self._steps) and self.outcome() is None
 
     async def _mend_start(self, forming: Forming, now_s: float) -> None:
         """Start what Slurm could not launch once more; the others would wait for it in vain.
@@ -217,8 +238,8 @@ class SlurmRun:
                     step.process.send_signal(number)
 
     async def _end_all(self) -> None:
-        """srun passes SIGTERM on to its agent; the second SIGKILL ends what is left of the steps."""
-        for number, patience_s in ((signal.SIGTERM, TERM_DEADLINE_S), (signal.SIGKILL, KILL_DEADLINE_S)):
+        """srun passes SIGTERM on to its agent; SIGKILL ends what is left of the steps."""
+        for number, patience_s in ((signal.SIGTERM, LEAVE_GRACE_S), (signal.SIGKILL, KILL_DEADLINE_S)):
             running = [step.process for step in self._steps if step.running and step.process is not None]
             if not running:
                 return
@@ -253,7 +274,8 @@ class SlurmRun:
         level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
         logger.log(level, "job %s %s: %s", self.config.spec.job, outcome.state, outcome.reason)
         if outcome.exit_code != 0:
-            logger.error("what the ranks printed is in %s", self.log_dir)
+            log = rank_log_path(self.log_dir, outcome.rank) if outcome.rank is not None else None
+            last_words(log, outcome.rank, str(self.log_dir))
         return outcome.exit_code
 
 

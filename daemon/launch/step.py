@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, rank_socket
+from ckptless.daemon.agent.signals import ignore_others
 from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.api.outcome import read_outcome
 from ckptless.daemon.api.unixpath import unix_address
@@ -46,6 +47,7 @@ class StepRun:
                 "ckptless-run in the batch script, without srun, does not have this",
                 len(self.config.spec.names),
             )
+        ignore_others()
         if self.first:
             self._become_agent()
         return self._wait()
@@ -66,6 +68,7 @@ class StepRun:
                 if time.monotonic() > limit:
                     raise StartError(f"the node's agent did not come up in {AGENT_DEADLINE_S:.0f} s")
                 time.sleep(POLL_S)
+            # no deadline: the agent's life, over which its daemon watches
             while waiter.recv(4096):
                 pass
         return self._exit_code()

@@ -1,6 +1,8 @@
 """SQLAlchemy engines for a ledger's file: one that writes, one that can only read."""
 
+import os
 import sqlite3
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +10,9 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.pool import StaticPool
 
+from ckptless.daemon.api.errors import LedgerError
+
+MODE = 0o600
 _BUSY_S = 5.0
 _BUSY_POLL_S = 0.01
 
@@ -15,10 +20,12 @@ _BUSY_POLL_S = 0.01
 def writing_engine(path: Path) -> Engine:
     """Make the file if need be. Every transaction is BEGIN IMMEDIATE: no wait for a lock once one has begun.
 
-    One connection; usable from any thread, by one at a time.
+    One connection; usable from any thread, by one at a time. The file, and SQLite's beside it, are for their
+    owner alone.
     """
 
     def connect() -> sqlite3.Connection:
+        _close_to_others(path)
         connection = _connect(path.absolute().as_uri() + "?mode=rwc")
         try:
             _enter_wal(connection)
@@ -29,6 +36,22 @@ def writing_engine(path: Path) -> Engine:
         return connection
 
     return _engine(connect, "BEGIN IMMEDIATE")
+
+
+def _close_to_others(path: Path) -> None:
+    """Mode 0600, from the beginning on; -wal and -shm are made with the mode that the file has."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE))
+        for name in (path, *beside(path)):
+            if name.exists() and stat.S_IMODE(name.stat().st_mode) != MODE:
+                name.chmod(MODE)
+    except OSError as error:
+        raise LedgerError(f"the ledger cannot be opened: {error.strerror}") from error
+
+
+def beside(path: Path) -> tuple[Path, Path]:
+    """What SQLite keeps beside a ledger while it is open, or when its writer was killed."""
+    return Path(f"{path}-wal"), Path(f"{path}-shm")
 
 
 def reading_engine(path: Path) -> Engine:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, Engine
 
-from ckptless.daemon.api.errors import LedgerError
+from ckptless.daemon.api.errors import LedgerError, NewerLedgerError
 
 STEPS: tuple[tuple[str, ...], ...] = (
     (
@@ -71,13 +71,26 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("ALTER TABLE slots ADD COLUMN every INTEGER", "ALTER TABLE slots ADD COLUMN share REAL"),
     # What each node has of training data; nobody told of it before.
     ("ALTER TABLE holdings ADD COLUMN rings TEXT NOT NULL DEFAULT '[]'",),
+    (
+        # Whose each job is, by Slurm's word when its agent came: who may read of it.
+        """CREATE TABLE owners (
+            job TEXT PRIMARY KEY, uid INTEGER NOT NULL
+        ) WITHOUT ROWID""",
+        # One job's events are read without a look at those of all others.
+        "CREATE INDEX events_by_job ON events (job)",
+        # Of whom an event tells; JSON.
+        "ALTER TABLE events ADD COLUMN about TEXT NOT NULL DEFAULT 'null'",
+    ),
+    # Over the rest of the row: SQLite has no checksums, and a vote with a flipped bit is a broken promise.
+    # A vote without one is not believed.
+    ("ALTER TABLE votes ADD COLUMN digest TEXT NOT NULL DEFAULT ''",),
 )
 
 
 def migrate(engine: Engine, steps: Sequence[Sequence[str]] = STEPS) -> None:
     """Bring the file up to the newest version: each step and its number in one transaction.
 
-    Safe when several processes do it at once. Raises LedgerError for a file of a newer version.
+    Safe when several processes do it at once. Raises NewerLedgerError.
     """
     while True:
         with engine.begin() as connection:
@@ -101,10 +114,10 @@ def require_current(engine: Engine, newest: int = len(STEPS)) -> None:
 
 
 def require_not_newer(connection: Connection, newest: int) -> int:
-    """The file's version; LedgerError if only a newer ckptless knows it."""
+    """The file's version; NewerLedgerError if only a newer ckptless knows it."""
     version = int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
     if version > newest:
-        raise LedgerError(
+        raise NewerLedgerError(
             f"the ledger is of version {version}, newer than the {newest} known here:"
             " use the ckptless that wrote it, or a later one"
         )

@@ -25,7 +25,7 @@ from ckptless.daemon.api.records import (
 
 
 class JsonText(TypeDecorator[Any]):
-    """A tuple, dict or struct, as JSON. Comes back as a list or dict."""
+    """A tuple, dict or struct, as JSON, or None. Comes back as a list or dict."""
 
     impl = Text
     cache_ok = True
@@ -168,6 +168,7 @@ events = Table(
     Column("kind", Text),
     Column("generation", Integer),
     Column("text", Text),
+    Column("about", JsonText),
 )
 
 # No record: it is this daemon's own, and no other ledger's business.
@@ -177,6 +178,15 @@ votes = Table(
     Column("job", Text, primary_key=True),
     Column("identity", Text),
     Column("state", Text),
+    Column("digest", Text),
+)
+
+# Nor this: each daemon has asked for itself whose the job is.
+owners = Table(
+    "owners",
+    _metadata,
+    Column("job", Text, primary_key=True),
+    Column("uid", Integer),
 )
 
 TABLES: dict[type[Record], Table] = {

@@ -7,8 +7,6 @@ from ckptless.daemon.api.errors import UsageError
 
 LEDGER = "ledger.db"
 LATEST = "latest"
-# daemon.state_dir of the settings, unless they say otherwise.
-SYSTEM = Path("/var/lib/ckptless")
 
 
 def default_state_dir() -> Path:
@@ -23,15 +21,6 @@ def default_state_dir() -> Path:
         except RuntimeError as error:
             raise UsageError("no home folder is known: give --state-dir or set CKPTLESS_STATE_DIR") from error
     return Path(base) / "ckptless" / LATEST
-
-
-def shown_state_dir(system: Path = SYSTEM) -> Path:
-    """What `ckptctl` shows unasked: this user's newest local run, else the ledger of the node's own daemon.
-
-    The latter for who may read it. Raises UsageError, see `default_state_dir`.
-    """
-    own = default_state_dir()
-    return system if not own.exists() and os.access(system / LEDGER, os.R_OK) else own
 
 
 def ledger_files(state_dir: Path) -> tuple[Path, ...]:

@@ -3,6 +3,7 @@
 from typing import Any, TypeAlias
 
 from ckptless.daemon.api.records import (
+    BY_SLURM,
     EventRecord,
     FaultRecord,
     GenerationRecord,
@@ -48,7 +49,8 @@ def precedence(record: Record, freshness: Freshness = (0, 0.0)) -> tuple[Any, ..
     match record:
         case JobRecord():
             if record.state in ENDED:
-                return (True, (0, 0.0), record.ended_s or 0.0, text)
+                decided = not (record.reason or "").startswith(BY_SLURM)
+                return (True, (int(decided), 0.0), record.ended_s or 0.0, text)
             return (False, freshness, record.started_s, text)
         case NodeRecord() | SlotRecord():
             return (record.updated_s, text)

@@ -1,9 +1,10 @@
 """The ledger: records in, records out, one SQLite file.
 
 Blocking. A ledger may be used from any thread, by one at a time: a daemon gives it a thread of its own.
-Everything raised is LedgerError, one sentence that names the file.
+Everything raised is LedgerError, one sentence that names the file; its kind says what can be done about it.
 """
 
+import hashlib
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +13,24 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Engine, Insert, Row, Select, not_, or_, select
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Engine,
+    Insert,
+    Row,
+    Select,
+    not_,
+    or_,
+    select,
+    tuple_,
+)
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import SQLAlchemyError, StatementError
 
-from ckptless.daemon.api.errors import LedgerError
+from ckptless.daemon.api.errors import BadRowError, DamagedLedgerError, LedgerError
+from ckptless.daemon.api.reading import TABLES, Cursor, Page, Read, Table
 from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
@@ -36,6 +50,10 @@ from ckptless.daemon.ledger.migrations import migrate, require_current
 from ckptless.daemon.ledger.precedence import ENDED, KEYS
 
 R = TypeVar("R", bound=Record)
+
+# Primary result codes of SQLite, see sqlite.org/rescode.html. ERROR is a table or column that is not there.
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+_BAD_ROW = (sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG)
 
 # Lost with the node's power, these could let two worlds come to be, or the story of a recovery lose its end.
 _DECISIONS = (GenerationRecord, FaultRecord, RecoveryRecord)
@@ -102,10 +120,10 @@ class Ledger:
     def write(self, records: Sequence[Record]) -> None:
         """Record all of them or none. Writing the same again changes nothing.
 
-        By key: an older `updated_s` (of holdings: `seq`) never replaces a newer one, a job that ended never
-        runs again, an event stays as first told; anything else is replaced. A batch with a generation, fault
-        or recovery in it is on the disk when this returns; another one may be lost with the node's power,
-        never with the process.
+        By key: holdings of an older `seq` never replace newer ones, a job that ended never runs again, an
+        event stays as first told; anything else is replaced, whatever its time: clocks are set back. A batch
+        with a generation, fault or recovery in it is on the disk when this returns; another one may be lost
+        with the node's power, never with the process.
         """
         batches: dict[type[Record], list[dict[str, Any]]] = {}
         for record in records:
@@ -125,18 +143,69 @@ class Ledger:
             durable_commit(connection, full=True)
             with connection.begin():
                 row = {"job": job, "identity": identity, "state": state}
-                connection.execute(_SAVE_VOTE, row)
+                connection.execute(_SAVE_VOTE, row | {"digest": _digest(job, identity, state)})
 
     def vote(self, job: str) -> tuple[str, Durable] | None:
-        """What `save_vote` kept last, (identity, durable)."""
+        """What `save_vote` kept last, (identity, durable), to the bit."""
         table = models.votes
         with self._reading() as connection:
             row = connection.execute(select(table).where(table.c.job == job)).one_or_none()
-            return None if row is None else (row.identity, msgspec.json.decode(row.state, type=Durable))
+            if row is None:
+                return None
+            if row.digest != _digest(job, row.identity, row.state):
+                raise DamagedLedgerError(f"the vote of job {job} is not as it was written")
+            return row.identity, msgspec.json.decode(row.state, type=Durable)
+
+    def own(self, job: str, uid: int) -> bool:
+        """Note whose job it is; on the disk when this returns. Says whether another user's went for it.
+
+        Numbers of jobs come again, after years or with a new cluster: nobody reads of another's then.
+        """
+        owners = models.owners
+        with _sentences(self.path, "written"), self._engine.connect() as connection:
+            durable_commit(connection, full=True)
+            with connection.begin():
+                query = select(owners.c.uid).where(owners.c.job == job)
+                known = connection.execute(query).scalar_one_or_none()
+                if known == uid:
+                    return False
+                if known is not None:
+                    for table in (*models.TABLES.values(), models.votes, owners):
+                        connection.execute(table.delete().where(table.c.job == job))
+                connection.execute(owners.insert().values(job=job, uid=uid))
+        return known is not None
+
+    def page(self, wanted: Read, uid: int | None, rows: int, nbytes: int) -> Page:
+        """Answer a Read as of one moment, with about so much at most; None for `uid` may read of all jobs."""
+        found: list[Record] = []
+        first = wanted.after or Cursor(table=TABLES[0])
+        left = [table for table in TABLES[TABLES.index(first.table) :] if table in wanted.tables]
+        place, size = first, 0
+        with self._reading() as connection:
+            for table in left:
+                after = first.key if table == first.table else ()
+                query = _paged(table, wanted, uid, after).limit(rows - len(found) + 1)
+                for row in connection.execute(query):
+                    if len(found) >= rows or size >= nbytes:
+                        return Page(records=tuple(found), next=place, more=True)
+                    record = _record(_KINDS[table], row)
+                    found.append(record)
+                    size += len(_MSGPACK.encode(record))
+                    place = Cursor(table=table, key=tuple(row[-len(_page_key(table)) :]))
+        return Page(records=tuple(found), next=place, more=False)
 
     def jobs(self) -> tuple[JobRecord, ...]:
         """Every job, the newest last."""
         return self._read(JobRecord)
+
+    def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
+        """Replace those rows of jobs that have no end yet for which `close` gives one; the new ones."""
+        is_open = _SELECTS[JobRecord].where(not_(_ended(models.TABLES[JobRecord].c.state)))
+        with self._reading() as connection:
+            rows = tuple(_rows(connection, JobRecord, is_open))
+        closed = tuple(found for found in map(close, rows) if found is not None)
+        self.write(closed)
+        return closed
 
     def job(self, job: str) -> JobRecord | None:
         """The job of this id, if there is one."""
@@ -220,6 +289,31 @@ def _by_job(kind: type[Any], job: str) -> Select[Any]:
     return _SELECTS[kind].where(models.TABLES[kind].c.job == job)
 
 
+def _page_key(table: Table) -> tuple[Column[Any], ...]:
+    """The columns that records of one job are told in the order of; of all jobs, the job."""
+    columns = models.TABLES[_KINDS[table]].c
+    if table == "event":
+        return (columns.row,)
+    return tuple(columns[name] for name in KEYS[_KINDS[table]][1:] or ("job",))
+
+
+def _paged(table: Table, wanted: Read, uid: int | None, after: Sequence[int | str]) -> Select[Any]:
+    """The rows of a table that `wanted` asks for behind `after`; the key's columns come last."""
+    kind, key = _KINDS[table], _page_key(table)
+    columns = models.TABLES[kind].c
+    query = _SELECTS[kind].order_by(None).order_by(*key).add_columns(*(c.label(f"_{c.name}") for c in key))
+    if wanted.job or table != "job":
+        query = query.where(columns.job == wanted.job)
+    if uid is not None:
+        owned = select(models.owners.c.job).where(models.owners.c.uid == uid)
+        query = query.where(columns.job.in_(owned))
+    if wanted.kinds and table == "event":
+        query = query.where(columns.kind.in_(sorted(wanted.kinds)))
+    if len(after) == len(key):
+        query = query.where(tuple_(*key) > tuple_(*after))
+    return query
+
+
 def _select(kind: type[Any]) -> Select[Any]:
     columns = models.TABLES[kind].c
     return select(*(columns[name] for name in kind.__struct_fields__)).order_by(
@@ -234,9 +328,7 @@ def _upsert(kind: type[Any]) -> Insert:
         return insert.on_conflict_do_nothing(index_elements=key)
     told = insert.excluded
     condition = None
-    if kind in (NodeRecord, SlotRecord):
-        condition = told.updated_s >= table.c.updated_s
-    elif kind is HoldingRecord:
+    if kind is HoldingRecord:
         condition = told.seq >= table.c.seq
     elif kind is JobRecord:
         condition = or_(not_(_ended(table.c.state)), _ended(told.state))
@@ -255,8 +347,17 @@ def _save_vote() -> Insert:
     insert = sqlite.insert(models.votes)
     told = insert.excluded
     return insert.on_conflict_do_update(
-        index_elements=("job",), set_={"identity": told.identity, "state": told.state}
+        index_elements=("job",),
+        set_={"identity": told.identity, "state": told.state, "digest": told.digest},
     )
+
+
+_MSGPACK = msgspec.msgpack.Encoder()
+_KINDS: dict[Table, type[Any]] = dict(zip(TABLES, models.TABLES, strict=True))
+
+
+def _digest(job: str, identity: str, state: str) -> str:
+    return hashlib.sha256(f"{job}\0{identity}\0{state}".encode()).hexdigest()
 
 
 _SAVE_VOTE = _save_vote()
@@ -269,8 +370,24 @@ def _sentences(path: Path, done: str) -> Iterator[None]:
     try:
         yield
     except LedgerError as error:
-        raise LedgerError(f"{path}: {error}") from error
-    except StatementError as error:  # its own text is the SQL and a web address; the cause is SQLite's
-        raise LedgerError(f"{path}: the ledger cannot be {done}: {error.orig}") from error
+        raise type(error)(f"{path}: {error}") from error
     except (SQLAlchemyError, sqlite3.Error, msgspec.DecodeError, ValueError, OverflowError) as error:
-        raise LedgerError(f"{path}: the ledger cannot be {done}: {error}") from error
+        # A statement's own text is the SQL and a web address; the cause is SQLite's.
+        cause = (isinstance(error, StatementError) and error.orig) or error
+        raise _kind(cause, done)(f"{path}: the ledger cannot be {done}: {cause}") from error
+
+
+def _kind(cause: BaseException, done: str) -> type[LedgerError]:
+    """Whether it is the file, the record, or (LedgerError itself) the disk: that may pass."""
+    code = cause.sqlite_errorcode & 0xFF if isinstance(cause, sqlite3.Error) and _coded(cause) else None
+    if code is None:
+        # Of Python's own making, before or after SQLite: what was read is nonsense, or what is to be written.
+        return BadRowError if done == "written" else DamagedLedgerError
+    if code in _BAD_ROW:
+        return BadRowError
+    return DamagedLedgerError if code in _DAMAGED else LedgerError
+
+
+def _coded(error: sqlite3.Error) -> bool:
+    """Whether SQLite itself said it: what the module says of its own has no code."""
+    return getattr(error, "sqlite_errorcode", None) is not None

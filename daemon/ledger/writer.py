@@ -1,56 +1,120 @@
-"""Writes the ledger from an event loop: one thread, in order, several batches to a transaction."""
+"""Writes the ledger from an event loop: one thread, in order.
+
+A disk that is full or read-only is said once, and once when it is over. Rows wait for it; a vote is not
+waited for, as none is told of before it is on the disk, and the control core asks again. A ledger that is
+damaged is set aside, and a new one begun.
+"""
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
 
-from ckptless.daemon.api.errors import LedgerError
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.errors import (
+    BadRowError,
+    CkptlessError,
+    DamagedLedgerError,
+    LedgerError,
+    NewerLedgerError,
+    UsageError,
+)
+from ckptless.daemon.api.records import JobRecord, Record
 from ckptless.daemon.control.decree import Durable
+from ckptless.daemon.ledger.aside import set_aside
 from ckptless.daemon.ledger.store import Ledger
 
 logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 10.0
+# Between two tries to write: the first pause, and the longest.
+FIRST_S, MOST_S = 0.1, 2.0
+# So many rows of the story wait for a disk: the newest.
+MOST_ROWS = 10_000
+# In one life of the daemon. A disk that damages one ledger after the other takes none.
+MOST_SET_ASIDE = 3
+
+T = TypeVar("T")
 
 
 class LedgerWriter:
-    """Owns the ledger and the thread that writes it. `write` never blocks."""
+    """Owns the ledger and the thread that writes it. Only `start`, `vote` and `save_now` wait for the disk.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._pending: list[Record] = []
+    `prepare` is called in the thread before the file is opened; it may raise UsageError and LedgerError.
+    `trouble` says why something cannot be written, "" while all is well. `on_set_aside` hears in one sentence
+    that a damaged ledger was replaced by an empty one.
+    """
+
+    def __init__(self, path: Path, prepare: Callable[[], None] = lambda: None) -> None:
+        self._path, self._prepare = path, prepare
+        self._ledger: Ledger | None = None  # of the thread
+        self._asides = 0
+        self._words: deque[str] = deque()  # from the thread, of damaged ledgers
+        self._rows: deque[Record] = deque()
+        self._lost_rows = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self.trouble = ""
+        self.on_set_aside: Callable[[str], None] = lambda _text: None
         self.passes = 0  # grows with every turn of the thread; the watchdog looks at it
+
+    async def start(self) -> None:
+        """Open the file; a disk that takes nothing is no error. Raises NewerLedgerError, UsageError."""
+        try:
+            await self._call(lambda _: None)
+        except NewerLedgerError:
+            raise
+        except LedgerError as error:
+            self._failed(error)
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue rows; they are written in the order of the calls."""
-        self._pending += records
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._flush())
+        self._rows += records
+        while len(self._rows) > MOST_ROWS:
+            self._rows.popleft()
+            self._lost_rows += 1
+        if not self._closing.is_set() and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._write_all())
 
     async def vote(self, job: str) -> tuple[str, Durable] | None:
-        """See `Ledger.vote`."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.vote, job)
+        """See `Ledger.vote`. Raises LedgerError."""
+        return await self._call(lambda ledger: ledger.vote(job))
 
-    def save_vote(self, job: str, identity: str, durable: Durable, then: Callable[[], None]) -> None:
-        """Keep it, in the order of the calls; then call `then` in the event loop: never, where that fails."""
+    async def save_now(self, job: str, identity: str, durable: Durable) -> None:
+        """Keep it, or raise LedgerError: for a job of which nothing is promised yet."""
+        try:
+            await self._call(lambda ledger: ledger.save_vote(job, identity, durable))
+        except (LedgerError, UsageError) as error:
+            self._failed(error)
+            raise
+        self._worked()
 
-        def saved(future: asyncio.Future[None]) -> None:
-            if future.cancelled():
-                return
-            error = future.exception()
-            if error is None:
-                then()
-            else:
-                # Without a vote on the disk this daemon must not speak of it: the others go on without it.
-                logger.error("job %s: a vote was not written: %s", job, error)
+    async def own(self, job: str, uid: int) -> bool:
+        """See `Ledger.own`. Raises LedgerError."""
+        return await self._call(lambda ledger: ledger.own(job, uid))
 
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._thread, self._ledger.save_vote, job, identity, durable)
-        future.add_done_callback(saved)
+    async def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
+        """See `Ledger.close_jobs`. Raises LedgerError."""
+        return await self._call(lambda ledger: ledger.close_jobs(close))
+
+    def save_vote(
+        self,
+        job: str,
+        memory: tuple[str, Durable],
+        then: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        """Keep `memory`, (identity, durable), in the order of the calls; then call `then` in the event loop.
+
+        Where that fails, `failed` instead, with the reason: without it on the disk nobody may hear of it.
+        """
+        task = asyncio.get_running_loop().create_task(self._save_vote(job, memory, then, failed))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def poke(self) -> None:
         """Have the thread count once, also where nothing is to be written."""
@@ -59,21 +123,121 @@ class LedgerWriter:
     def _count(self) -> None:
         self.passes += 1
 
-    async def _flush(self) -> None:
+    # --------------------------------------------------------------------------------- event loop
+
+    async def _save_vote(
+        self,
+        job: str,
+        memory: tuple[str, Durable],
+        then: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
         loop = asyncio.get_running_loop()
-        while self._pending:
-            batch, self._pending = self._pending, []
+        try:
+            await self.save_now(job, *memory)
+        except (LedgerError, UsageError) as error:
+            loop.call_soon(failed, str(error))
+        else:
+            loop.call_soon(then)
+
+    async def _write_all(self) -> None:
+        """Write the rows that wait, as often as it takes."""
+        pause_s = FIRST_S
+        while self._rows:
             try:
-                await loop.run_in_executor(self._thread, self._ledger.write, batch)
-            except LedgerError:
-                # The job goes on without its story; that it is incomplete must be seen.
-                logger.exception("%d rows were not written", len(batch))
+                await self._write_rows()
+            except (LedgerError, UsageError) as error:
+                self._failed(error)
+                if await self._is_closed_in(pause_s):
+                    return
+                pause_s = min(2 * pause_s, MOST_S)
+            else:
+                self._worked()
+                pause_s = FIRST_S
+
+    async def _write_rows(self) -> None:
+        batch = tuple(self._rows)
+        self._rows.clear()
+        try:
+            refused = await self._call(lambda ledger: _write(ledger, batch))
+        except (LedgerError, UsageError):
+            self._rows.extendleft(reversed(batch))
+            raise
+        if refused:
+            logger.error("%d rows were refused: %s", len(refused), refused[0])
+
+    async def _is_closed_in(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _failed(self, error: CkptlessError) -> None:
+        if not self.trouble:
+            self.trouble = str(error)
+            logger.error("%s; it is tried again, and until then nothing is voted for here", error)
+
+    def _worked(self) -> None:
+        # Where rows wait, only a part of what is to be written has found room.
+        if self.trouble and not self._rows:
+            lost, self._lost_rows = self._lost_rows, 0
+            logger.warning("%s: the ledger can be written again; rows lost: %d", self._path, lost)
+            self.trouble = ""
+
+    async def _call(self, work: Callable[[Ledger], T]) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, self._do, work)
+        finally:
+            while self._words:
+                text = self._words.popleft()
+                logger.error("%s", text)
+                loop.call_soon(self.on_set_aside, text)
 
     async def close(self) -> None:
-        """Write what is queued, then close the file."""
-        if self._task is not None:
-            async with asyncio.timeout(CLOSE_DEADLINE_S):
-                await self._task
+        """Write what is queued, as far as the disk takes it, then close the file."""
+        self._closing.set()
+        if tasks := {*self._tasks, *((self._task,) if self._task is not None else ())}:
+            await asyncio.wait(tasks, timeout=CLOSE_DEADLINE_S)
+        if self._rows:
+            logger.error("%d rows were not written", len(self._rows))
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._ledger.close)
+        await loop.run_in_executor(self._thread, self._close)
         self._thread.shutdown()
+
+    # -------------------------------------------------------------------------------- its thread
+
+    def _do(self, work: Callable[[Ledger], T]) -> T:
+        """Run `work` on the ledger, or on a new one where that is damaged. Raises LedgerError."""
+        while True:
+            try:
+                if self._ledger is None:
+                    self._prepare()
+                    self._ledger = Ledger.open(self._path)
+                return work(self._ledger)
+            except DamagedLedgerError as error:
+                if self._asides == MOST_SET_ASIDE:
+                    raise
+                self._asides += 1
+                self._close()
+                aside = set_aside(self._path)
+                self._words.append(f"{error}: the ledger is set aside as {aside.name}, and a new one begun")
+
+    def _close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+
+
+def _write(ledger: Ledger, batch: Sequence[Record]) -> list[BadRowError]:
+    """All of it, but what cannot be written whatever the disk does; of that, why. Raises LedgerError."""
+    try:
+        ledger.write(batch)
+    except BadRowError as error:
+        if len(batch) == 1:
+            return [error]
+        half = len(batch) // 2
+        return _write(ledger, batch[:half]) + _write(ledger, batch[half:])
+    return []

@@ -24,6 +24,8 @@ Answer = Literal["open", "refused", "lives", "silent", "unsure"]
 
 LOOK_EVERY_S = 0.1
 ASKED = 3
+# A node that others see, and this one has not reached for so many times `dark_s`, is apart from it.
+APART = 3.0
 
 
 class Times(Protocol):
@@ -105,14 +107,19 @@ class _Watched:
     """`heard`: the last word of its daemon; `lived`: the last sign of life of the node. Or the beginning.
 
     `seen`: the last sign of life that this daemon has seen itself; what others say comes late.
-    `why` its last connection ended. `dark`: at the last look nothing answered.
+    `met`: there was a connection to its daemon; `why` the last one ended. `dark`: at the last look nothing
+    answered. `blind`: since when nothing there has answered this daemon; `vouched`: when another one that was
+    asked saw it last.
     """
 
     heard: float
     lived: float
     seen: float = 0.0
     linked: bool = False
+    met: bool = False
     why: str | None = None
+    blind: float | None = None
+    vouched: float = 0.0
     gone: bool = False
     looked: float = 0.0
     dark: bool = False
@@ -148,6 +155,22 @@ class Membership:
         """Whether there was a connection to the daemon of a watched node before."""
         return node in self._watched and self._watched[node].why is not None
 
+    def apart(self, now: float) -> frozenset[int]:
+        """Those that this daemon has not reached itself for long, while others say that they see them.
+
+        A look is answered by the kernel there, however busy the node is: it is the way there that is broken.
+        """
+        patience_s = self.times.dark_s * self.health.factor
+        return frozenset(
+            node
+            for node, one in self._watched.items()
+            if one.blind is not None
+            and not one.gone
+            and now - one.blind >= APART * self.times.dark_s
+            and one.vouched >= one.blind
+            and now - one.vouched <= APART * patience_s
+        )
+
     def away(self, now: float) -> set[int]:
         """Those to whose daemon there has been no connection for some time."""
         long_s = 2 * self.times.dark_s
@@ -161,12 +184,14 @@ class Membership:
             del self._watched[node]
         for node in nodes:
             if node not in self._watched:
-                self._watched[node] = _Watched(heard=now, lived=now, linked=node in links)
+                here = node in links
+                self._watched[node] = _Watched(heard=now, lived=now, linked=here, met=here)
 
     def linked(self, node: int, now: float) -> None:
         """There is a connection to its daemon."""
         one = self._watched.setdefault(node, _Watched(heard=now, lived=now))
-        one.linked, one.gone, one.heard, one.seen = True, False, now, now
+        one.linked, one.met, one.gone, one.heard, one.seen = True, True, False, now, now
+        one.blind = None
         self._lives(node, one, now, "its daemon has connected")
 
     def unlinked(self, node: int, why: str, now: float) -> None:
@@ -181,6 +206,7 @@ class Membership:
         one = self._watched.get(node)
         if one is not None:
             one.heard = one.seen = now
+            one.blind = None
             self._lives(node, one, now, "it was heard again")
 
     def known_gone(self, node: int) -> None:
@@ -219,7 +245,9 @@ class Membership:
         if one is None or one.gone:
             return
         if answer in ("open", "lives"):
-            one.seen = now
+            one.seen, one.blind = now, None
+        elif answer == "silent":
+            one.blind = now if one.blind is None else one.blind
         if answer == "open":
             self._lives(node, one, now, "its agent answers")
         if answer in ("open", "silent") and not one.linked:
@@ -307,8 +335,10 @@ class Membership:
 
     def _lose(self, node: int, one: _Watched, what: str, now: float, *, dark: bool) -> None:
         one.gone = True
-        why = one.why or "its daemon was never met"
-        self._out.append(Gone(node, f"{why}; {what}", now - one.lived, dark))
+        age_s = now - one.lived
+        before = (one.why,) if one.why is not None else () if one.met else ("its daemon was never met",)
+        heard = (f"node-{self.me} has heard nothing of it for {age_s:.1f} s",) if dark else ()
+        self._out.append(Gone(node, "; ".join((*before, *heard, what)), age_s, dark))
 
     # ----------------------------------------------------------------------------------- others
 
@@ -336,6 +366,7 @@ class Membership:
             return
         if message.lives:
             self.health.worse(now)
+            one.vouched = now
             self._lives(message.node, one, now, f"node-{sender} sees it")
             if not one.linked:
                 self._out.append(Answers(message.node, answers=True))
@@ -348,6 +379,9 @@ class Membership:
             return
         self._incarnations[node] = message.incarnation
         one = self._watched.get(node)
-        if one is not None and not one.gone and one.suspicion is not None:
+        if one is None:
+            return
+        one.vouched = now
+        if not one.gone and one.suspicion is not None:
             self.health.worse(now)
             self._lives(node, one, now, "it objects")

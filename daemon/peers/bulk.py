@@ -49,6 +49,7 @@ class CountingReader(asyncio.StreamReader):
 
     async def readexactly(self, n: int) -> bytes:
         """As many as `n` bytes."""
+        # no deadline: the caller's, as with any stream
         data = await super().readexactly(n)
         self.unread -= len(data)
         return data
@@ -155,10 +156,12 @@ async def in_thread(work: Callable[[], None], stop: Callable[[], None]) -> None:
     cancelled = False
     while not done.is_set():
         try:
+            # no deadline: the thread gives up when nothing moves for its patience, or at `stop`
             await done.wait()
         except asyncio.CancelledError:
             cancelled = True
             stop()
+    # no deadline: its last act was to set `done`
     thread.join()
     if cancelled:
         raise asyncio.CancelledError
@@ -187,10 +190,12 @@ def _receive(sock: socket.socket, into: memoryview, came: Callable[[int], None])
 def _receive_some(sock: socket.socket, into: memoryview) -> int:
     _wake_at(sock, len(into))
     try:
+        # no deadline: the socket has one
         return sock.recv_into(into)
     except TimeoutError:
         # What comes slowly has come nevertheless.
         _wake_at(sock, 1)
+        # no deadline: the socket has one
         return sock.recv_into(into)
 
 

@@ -152,6 +152,7 @@ class Channel(Generic[M]):
 
     def _readable(self) -> None:
         try:
+            # no deadline: the socket does not block
             data = self._sock.recv(min(max(self._ends.keyed.missing_nbytes, READ_NBYTES), MOST_READ_NBYTES))
         except (BlockingIOError, InterruptedError):
             return

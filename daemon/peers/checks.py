@@ -26,6 +26,7 @@ def _named(message: p.DaemonMessage) -> Iterator[int]:
         case p.Meeting():
             yield from (report.node for report in message.reports)
             yield from (lost[0] for lost in message.standing.lost)
+            yield from message.standing.apart
             yield from _of_decree(message.standing.known)
         case p.Agree(say=Decided() | Propose() as say):
             yield from _of_decree(say.decree)

@@ -54,6 +54,7 @@ class Door:
         assert self._sock is not None
         for _ in range(ACCEPT_AT_ONCE):
             try:
+                # no deadline: the socket does not block
                 sock, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
@@ -123,6 +124,7 @@ class _Visitor:
     def look(self) -> None:
         """At what has come."""
         try:
+            # no deadline: the socket does not block
             data = self.sock.recv(handshake.LENGTH_BYTES + handshake.GREETING_LIMIT)
         except (BlockingIOError, InterruptedError):
             self._wait()

@@ -136,11 +136,14 @@ class Link(Generic[T]):
 
     async def _greet(self, message: "handshake.Opening | handshake.Answer | handshake.Proof") -> None:
         self._writer.write(handshake.encode(message))
+        # no deadline: the caller's: a connection may be silent for as long as it lives
         await self._writer.drain()
 
     async def _greeted(self, kind: type[Any]) -> Any:
         try:
+            # no deadline: HANDSHAKE_DEADLINE_S of the caller
             length = handshake.parse_length(await self._reader.readexactly(handshake.LENGTH_BYTES))
+            # no deadline: HANDSHAKE_DEADLINE_S of the caller
             body = await self._reader.readexactly(length)
         except asyncio.IncompleteReadError as error:
             raise GreetingCutError("the other end hung up during the greeting") from error
@@ -164,6 +167,7 @@ class Link(Generic[T]):
 
     async def drain(self) -> None:
         """Wait until the other end keeps up again."""
+        # no deadline: the caller's: a connection may be silent for as long as it lives
         await self._writer.drain()
 
     async def receive(self) -> T:
@@ -171,8 +175,10 @@ class Link(Generic[T]):
         assert self._in is not None, "the handshake comes first"
         self._read_on()
         try:
+            # no deadline: the caller's: a connection may be silent for as long as it lives
             head = await self._reader.readexactly(handshake.HEAD_BYTES)
             length, mac = handshake.Sealer.parse_head(head, self._limit)
+            # no deadline: the caller's: a connection may be silent for as long as it lives
             body = self._in.open(mac, await self._reader.readexactly(length))
         except asyncio.IncompleteReadError as error:
             raise ConnectionResetError("the other end hung up") from error
@@ -218,6 +224,7 @@ class Link(Generic[T]):
         transport = self._writer.transport
         transport.set_write_buffer_limits(high=0)
         try:
+            # no deadline: the caller's: a connection may be silent for as long as it lives
             await self._writer.drain()
         finally:
             transport.set_write_buffer_limits()
@@ -235,6 +242,7 @@ class Link(Generic[T]):
             # What has come already is taken without waiting: so nothing can come in between.
             filled = 0
             while count := min(reader.unread, len(into) - filled):
+                # no deadline: it is there already
                 into[filled : filled + count] = await reader.readexactly(count)
                 filled += count
             if filled < len(into):

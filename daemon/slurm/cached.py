@@ -182,6 +182,7 @@ class CachedSlurm:
     async def _order(self, order: Awaitable[T]) -> T:
         """Await `order`. Also one that failed, or was cancelled, may have changed something."""
         try:
+            # no deadline: `deadline_s`, which the order itself has
             return await order
         finally:
             now_s = self._clock.now()

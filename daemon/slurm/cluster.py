@@ -4,21 +4,25 @@ import asyncio
 import logging
 import re
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
+from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, UsageError
 from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
+from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.cluster import EXPLAIN_S
 from ckptless.daemon.config import Peer
-from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.keeper import Keeper
+from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
+from ckptless.daemon.slurm.closing import close
 from ckptless.daemon.slurm.down import is_dead, newly_lost, reasons_down
 from ckptless.daemon.slurm.ending import why_signalled
 from ckptless.daemon.slurm.errors import (
@@ -43,7 +47,14 @@ RETRY_S = 5.0
 FORMING_POLL_S = 5.0
 RETRIES = 120
 MAX_NODES = 65_536
+_NUMBERED = re.compile(r"\bnode-(\d+)\b")
 _UNFIT = re.compile(r"[^ -~]|[\"'`\\]")
+
+
+def _with_names(runtime: "JobRuntime", reason: str) -> str:
+    """The same with the names that Slurm has for the nodes: an administrator knows no numbers of ours."""
+    names = {str(peer.node): peer.name for peer in runtime.roster.peers}
+    return _NUMBERED.sub(lambda found: names.get(found[1], found[0]), reason)
 
 
 def reason_text(reason: str) -> str:
@@ -59,6 +70,7 @@ class SlurmCluster:
         self.on_node_lost = on_node_lost
         self._announced: dict[int, int] = {}
         self._addresses: dict[str, str] = {}
+        self._marked_down: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -------------------------------------------------------------------------- who may speak
@@ -109,6 +121,7 @@ class SlurmCluster:
 
     async def _peers(self, names: tuple[str, ...]) -> tuple[Peer, ...]:
         missing = [name for name in names if name not in self._addresses]
+        # no deadline: the resolver's own
         found = await asyncio.gather(*(asyncio.to_thread(_look_up, name) for name in missing))
         self._addresses.update(zip(missing, found, strict=True))
         return tuple(
@@ -118,22 +131,34 @@ class SlurmCluster:
 
     # ------------------------------------------------------------------------ what Slurm is told
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str) -> None:
-        """See `cluster.Cluster`: down, so that Slurm ends what may still run there, or drained."""
+    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
+        """See `cluster.Cluster`: drained, and down once it stays dark, since down ends what runs there.
+
+        One that is back stays drained: it lives, and something is wrong with it.
+        """
         name = runtime.roster.peers[node].name
-        text = reason_text(f"job {runtime.job}: {reason}")
-        orders = {"down": self._slurm.mark_down, "drain": self._slurm.drain}
-        order = orders.get(self.on_node_lost)
-        if order is None:
+        text = reason_text(f"job {runtime.job}: {_with_names(runtime, reason)}")
+        down = state == "gone" and self.on_node_lost == "down"
+        if self.on_node_lost == "none" or (state == "gone" and not down):
             return
 
         async def mark() -> None:
+            if state == "back" and name in self._marked_down:
+                # By this daemon, which may take it back.
+                await self._slurm.undrain(name)
+                await self._slurm.drain(name, text)
+                self._marked_down.discard(name)
+                return
             # Which nodes a run has is its user's word; what is done to a node is Slurm's business.
             if name not in (await self._now(slurm_job_id(runtime.job))).nodes:
                 raise SlurmRefusedError(f"{name} is no node of job {runtime.job} (any more)")
-            await order(name, text)
+            if down:
+                self._marked_down.add(name)
+                await self._slurm.mark_down(name, text)
+            else:
+                await self._slurm.drain(name, text)
 
-        self._spawn(self._tell(runtime, f"mark {self.on_node_lost} {name}", mark))
+        self._spawn(self._tell(runtime, f"mark {'down' if down else 'drain'} {name}", mark))
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See `cluster.Cluster`. slurmctld does one thing after the other: it is the judge of two halves."""
@@ -218,7 +243,11 @@ class SlurmCluster:
         return reading.value
 
     async def watch(
-        self, jobs: Callable[[], Iterable["JobRuntime"]], poll_s: float, keeper: Keeper | None = None
+        self,
+        jobs: Callable[[], Iterable["JobRuntime"]],
+        poll_s: float,
+        keeper: Keeper | None = None,
+        ledger: LedgerWriter | None = None,
     ) -> None:
         """Ask Slurm now and then, until cancelled: one question about all jobs, and one about all nodes.
 
@@ -237,6 +266,8 @@ class SlurmCluster:
             await self._look_at_nodes(_open(jobs()), poll_s)
             if keeper is not None:
                 await self._look_at_kept(keeper, poll_s)
+            if ledger is not None:
+                await self._look_at_rows(ledger, _open(jobs()), poll_s)
 
     async def _look_at_jobs(self, runs: "list[JobRuntime]", poll_s: float) -> None:
         """Runs of jobs that Slurm has ended are over."""
@@ -251,6 +282,24 @@ class SlurmCluster:
             if job is None or job.over:
                 state = job.state if job is not None else "no such job"
                 run.cut_short(f"Slurm has ended the job ({state})")
+
+    async def _look_at_rows(self, ledger: LedgerWriter, runs: "list[JobRuntime]", poll_s: float) -> None:
+        """Rows of jobs are closed by Slurm's word where nobody else has closed them."""
+        undecided = {run.job for run in runs}
+        try:
+            still_open: list[JobRecord] = []
+            await ledger.close_jobs(still_open.append)
+            if not any(row.job not in undecided for row in still_open):
+                return
+            reading = await self._slurm.jobs(max_age_s=poll_s)
+            if reading.value is None or not reading.fresh:
+                return
+            known = {job.job_id: job for job in reading.value}
+            asked_s = time.time() - reading.age_s
+            for row in await ledger.close_jobs(lambda row: close(row, known, undecided, asked_s)):
+                logger.warning("job %s: %s", row.job, row.reason)
+        except LedgerError as error:
+            logger.warning("no job could be closed: %s", error)
 
     async def _look_at_kept(self, keeper: Keeper, poll_s: float) -> None:
         """What is kept of jobs that will not start again is kept for nothing."""

@@ -125,11 +125,13 @@ async def _finish(process: asyncio.subprocess.Process, name: str) -> Done:
         out = await _read(process.stdout, MAX_OUTPUT)
         if len(out) > MAX_OUTPUT:
             raise ProtocolError(f"{name} printed more than {MAX_OUTPUT} bytes")
+        # no deadline: that of `run`, around all of it
         err = await errors
     finally:
         if not errors.done():
             errors.cancel()
             await asyncio.wait({errors})
+    # no deadline: that of `run`, around all of it
     status = await process.wait()
     return Done(status, out.decode(errors="replace"), err.decode(errors="replace"))
 
@@ -170,6 +172,7 @@ async def _gone(process: asyncio.subprocess.Process) -> None:
     for stream in (process.stdout, process.stderr):
         while stream is not None and await stream.read(1 << 20):
             pass
+    # no deadline: that of `run`, around all of it
     await process.wait()
 
 

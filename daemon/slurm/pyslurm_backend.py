@@ -190,6 +190,7 @@ class Pyslurm:
             assert worker.stdin is not None
             assert worker.stdout is not None
             worker.stdin.write(encode(request))
+            # no deadline: that of `_call`, around it
             await worker.stdin.drain()
             line = await worker.stdout.readline()
             if not line.endswith(b"\n"):

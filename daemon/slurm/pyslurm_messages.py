@@ -37,7 +37,7 @@ def decode_request(line: bytes) -> Request:
     """Raises ProtocolError."""
     try:
         return msgspec.json.decode(line, type=Request)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a bad request to the pyslurm process: {error}") from error
 
 
@@ -45,5 +45,5 @@ def decode_answer(line: bytes) -> Answer:
     """Raises ProtocolError."""
     try:
         return msgspec.json.decode(line, type=Answer)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a bad answer of the pyslurm process: {error}") from error

@@ -16,11 +16,18 @@ class Buckets:
 
     def __init__(self, state: State | None = None) -> None:
         self._modules = list(_ddp_modules(state)) if state is not None else []
+        # A Reducer reduces what is trained when it is made.
+        self._trained = [(p, p.requires_grad) for _name, module in self._modules for p in module.parameters()]
         self.layouts: dict[str, list[list[int]]] = {}
 
     def renew(self, layouts: dict[str, list[list[int]]]) -> None:
-        """Put every module on the present groups, with these buckets."""
+        """Put every module on the present groups, with these buckets.
+
+        What is trained is as it was built, afterwards: the record says what is.
+        """
         self.layouts = layouts
+        for parameter, trained in self._trained:
+            parameter.requires_grad_(trained)
         for name, module in self._modules:
             ddp.renew(module, layouts.get(name))
 

@@ -289,6 +289,11 @@ class Fabric:
         return None if self._scope is None else self._scope.broken
 
     @property
+    def calls(self) -> int:
+        """How many collectives this process has begun in this generation."""
+        return 0 if self._scope is None else self._scope.calls
+
+    @property
     def generation(self) -> int | None:
         """The generation that the fabric stands in."""
         return None if self._scope is None else self._scope.generation

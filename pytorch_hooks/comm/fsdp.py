@@ -18,6 +18,10 @@ class Sharded:
     def __len__(self) -> int:
         return len(self._built)
 
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that are not yet reduced, and so in no parameter's `grad`."""
+        return any(torch_fsdp.holds_gradients(state) for state, _switches in self._built)
+
     def renew(self) -> None:
         """Back to before the iteration: parameters are shards, nothing is pending, gradients are gone.
 

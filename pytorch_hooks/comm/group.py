@@ -71,6 +71,7 @@ class Group(torch_private.GroupBase):
         """Gloo's own blocking barrier, made in another thread so that it can be left."""
         inner, scope = self._ready()
         blocking: Any = inner
+        scope.calls += 1
         if not self._fake:
             scope.run(lambda: blocking.monitored_barrier(*args, **kwargs))
 
@@ -164,6 +165,7 @@ _COLLECTIVES = (
 def _forward(name: str) -> Callable[..., Any]:
     def call(self: Group, *args: Any, **kwargs: Any) -> Any:
         inner, scope = self._ready()
+        scope.calls += 1
         try:
             work = getattr(inner, name)(*args, **kwargs)
         except RuntimeError as error:

@@ -35,6 +35,8 @@ class Scope:
         self.generation = generation
         self.ended = False
         self.broken: str | None = None
+        # Collectives begun here.
+        self.calls = 0
         self.opened: list[Opened] = []
         # Reentrant, since abort() may come in a signal handler of the thread that holds it.
         self.lock = threading.RLock()
@@ -135,6 +137,7 @@ class _Errand(Generic[T]):
         self._over.set()
 
     def outcome(self) -> T:
+        # no deadline: the call's own timeout, or the end of the scope
         self._over.wait()
         cause, self._cause = self._cause, None
         try:
@@ -207,6 +210,7 @@ class AbortableWork(torch_private.Work):
         self._good = False
         self._future: torch.futures.Future[object] | None = None
         self._gate = threading.Lock()  # held until done: a plain lock is the cheapest thing to wait on
+        # no deadline: it is new, and free
         self._gate.acquire()
         scope.track(self)
         try:
@@ -231,6 +235,7 @@ class AbortableWork(torch_private.Work):
 
     def _wait_inside(self) -> None:
         try:
+            # no deadline: the group's own timeout; this is a helper's thread
             self._work.wait()
         except Exception as error:  # noqa: BLE001 - as above
             self._failed(error)
@@ -278,6 +283,7 @@ class AbortableWork(torch_private.Work):
 
     def synchronize(self) -> None:
         """Wait, as `wait` does."""
+        # no deadline: as `wait`: an abort ends it
         self.wait()
 
     def get_future(self) -> torch.futures.Future[object]:

@@ -65,6 +65,7 @@ class ProducerProcess:
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         # Suppressed: somebody in this process waits for every child.
         with contextlib.suppress(ChildProcessError):
+            # no deadline: it was killed just now
             os.waitpid(self.pid, 0)
         os.close(self.pidfd)
 
@@ -94,9 +95,9 @@ def _settle(parent: int) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    # A Ctrl-C, and the SIGTERM that Slurm sends to all there is, are the rank's to answer: this ends with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A Ctrl-C, and what Slurm sends to all there is, are the rank's to answer: this ends with it.
+    for word in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
+        signal.signal(signal.Signals[f"SIG{word}"], signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _let_go_of_sockets()
     _let_go_of_batches()
@@ -149,7 +150,7 @@ class _Worker:
         while True:
             found = self._socket.next()
             if found is None:
-                # No deadline: to wait is what a producer does; the agent's end is its own.
+                # no deadline: to wait is what a producer does; the agent's end is its own
                 self._socket.wait(None)
                 continue
             job, fd = found

@@ -130,6 +130,7 @@ class Worker:
         finally:
             os.close(fd)
         self.pid, pid = 0, self.pid
+        # no deadline: it is dead: its pidfd has told
         return os.waitpid(pid, 0)[1]
 
     def close(self) -> None:
@@ -168,8 +169,9 @@ def _settle(parent: int) -> None:
         os._exit(1)
     # So do the workers of a DataLoader in here, which else wait for ever where their queue is full.
     os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-    # Ctrl-C is the parent's to answer; and a signal handler of the parent's is not for us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, and what Slurm sends to all there is, are the parent's to answer; so are its signal handlers.
+    for word in ("INT", "HUP", "QUIT", "USR1", "USR2"):
+        signal.signal(signal.Signals[f"SIG{word}"], signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.set_wakeup_fd(-1)

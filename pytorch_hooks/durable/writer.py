@@ -41,8 +41,9 @@ def main() -> None:
     """Entry point."""
     os.nice(NICE)
     Path("/proc/self/comm").write_text(PROCESS_NAME)
-    # At a time limit Slurm signals all there is in the step: then what is begun is to be ended.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Slurm signals all there is in the step, at a time limit, too: what is begun is to be ended.
+    for word in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2"):
+        signal.signal(signal.Signals[f"SIG{word}"], signal.SIG_IGN)
     torch.set_num_threads(1)
     name = env.read().agent_socket
     if name is None:
@@ -83,6 +84,7 @@ def _received(sock: socket.socket) -> Iterator[tuple[WriteShard | WriteRecord | 
     decoder: Decoder[ToWriter] = Decoder(ToWriter, RANK_LIMIT)
     fds: list[int] = []
     while True:
+        # no deadline: the socket has one
         data, more, _, _ = socket.recv_fds(sock, READ_NBYTES, MAX_FDS)
         fds += more
         if not data:

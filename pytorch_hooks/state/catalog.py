@@ -61,7 +61,7 @@ def read(data: bytes) -> Catalog:
     """What `make` packed. Raises ProtocolError."""
     try:
         return msgspec.msgpack.decode(zlib.decompressobj().decompress(data, _LIMIT), type=Catalog)
-    except (zlib.error, msgspec.MsgspecError, RecursionError) as error:
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed catalog: {error}") from error
 
 

@@ -121,7 +121,7 @@ def unpack(data: bytes) -> Layout:
         if not unzip.eof or unzip.unused_data:
             raise ProtocolError("layout: truncated or too long")
         layout = msgspec.msgpack.decode(plain, type=Layout)
-    except (zlib.error, msgspec.DecodeError, ValueError, OverflowError) as error:
+    except (zlib.error, msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"layout: malformed: {error}") from error
     check(layout)
     return layout

@@ -1,43 +1,30 @@
 """`State`: the living objects that one training step depends on."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks.state import codec
+from ckptless.pytorch_hooks.state.attributes import Attributes
+from ckptless.pytorch_hooks.state.parts import Parts, take_apart
 from ckptless.pytorch_hooks.state.walk import BufferWatch, Tree
-
-_ROLES = ("model", "optimizer", "scheduler", "scaler", "loader")
-
-
-@dataclass
-class Parts:
-    """What a State is made of, by name ("model", "optimizer['gen']", "ema"); made by `State`."""
-
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
-    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    stateful: dict[str, Any] = field(default_factory=dict)
-    scalers: dict[str, Any] = field(default_factory=dict)
-    generators: dict[str, torch.Generator] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
 
 
 class State:
     """Everything that makes the next training step what it is; each object is an attribute: `s.model`.
 
-    `model`, `optimizer` and `scheduler` may each be one object or a dict, list or tuple of them. `loader` is
-    only kept: its position is the cursor of a record. Other names (`ema=...`, `best_loss=0.0`) take modules,
-    optimizers, generators, what has `state_dict` and `load_state_dict`, or plain data. Plain data is saved by
-    value and may be set: `s.best_loss = 3.0`; everything else stays the same object. Build it once all
-    parameters and buffers are there. UsageError for an object of a wrong type, in one sentence.
+    `loader` is only kept: its position is the cursor of a record. The others may be modules, optimizers,
+    generators, what has `state_dict` and `load_state_dict`, lists, tuples and dicts of such, and objects that
+    hold such in their attributes; under names of your own also plain data, which is saved by value and may be
+    set: `s.best_loss = 3.0`. Everything else stays the same object. Build it once all parameters and buffers
+    are there. UsageError for what cannot be saved, in one sentence.
     """
 
     _parts: Parts
     _tree: Tree
     _buffers: BufferWatch
+    _attributes: Attributes
 
     def __init__(
         self,
@@ -49,29 +36,17 @@ class State:
         loader: Any = None,
         **extra: Any,
     ) -> None:
-        parts = Parts()
-        objects = dict(
-            zip(_ROLES, (model, optimizer, scheduler, scaler, loader), strict=True),
-        )
-        for name, module in _several("model", model).items():
-            _want(isinstance(module, torch.nn.Module), name, "a torch.nn.Module", module)
-            parts.modules[name] = module
-        for name, one in _several("optimizer", optimizer).items():
-            _add_optimizer(parts, name, one)
-        for name, one in _several("scheduler", scheduler).items():
-            _want(_is_stateful(one), name, "a scheduler with state_dict and load_state_dict", one)
-            parts.stateful[name] = one
-        if scaler is not None:
-            _want(_is_stateful(scaler), "scaler", "a GradScaler", scaler)
-            parts.scalers["scaler"] = scaler
-        for name, value in extra.items():
+        roles = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        for name in extra:
             if name.startswith("_") or hasattr(type(self), name):
                 raise UsageError(f"a State cannot have something named {name!r}: choose another name")
-            _add_extra(parts, objects, name, value)
+        parts = take_apart(roles, extra)
+        objects = {**roles, "loader": loader, **{k: v for k, v in extra.items() if k not in parts.data}}
         self.__dict__["_objects"] = objects
         self.__dict__["_parts"] = parts
         self.__dict__["_tree"] = Tree(parts.modules)
         self.__dict__["_buffers"] = BufferWatch(self._tree)
+        self.__dict__["_attributes"] = Attributes(parts.holders)
 
     def __getattr__(self, name: str) -> Any:
         for place in ("_objects", "_parts"):
@@ -102,6 +77,11 @@ def tree_of(state: State) -> Tree:
     return state._tree
 
 
+def attributes_of(state: State) -> Attributes:
+    """Give what knows which attributes of a State's objects have changed."""
+    return state._attributes
+
+
 def watch_of(state: State) -> BufferWatch:
     """Give what knows which buffers of a State have changed."""
     return state._buffers
@@ -122,53 +102,3 @@ def every_parameter(state: State) -> Iterator[tuple[str, torch.Tensor]]:
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield f"p:{name}:{i}.{j}", tensor
-
-
-def _several(role: str, value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if isinstance(value, (list, tuple)):
-        return {f"{role}[{i}]": item for i, item in enumerate(value)}
-    # By exact type: torch.nn.ModuleDict and the like are one object.
-    if type(value) is dict:
-        for key in value:
-            if type(key) is not str or ":" in key:
-                raise UsageError(f"state.{role} has the key {key!r}: keys must be strings without a colon")
-        return {f"{role}[{key!r}]": item for key, item in value.items()}
-    return {role: value}
-
-
-def _want(right: bool, name: str, what: str, value: object) -> None:
-    if not right:
-        raise UsageError(f"state.{name} must be {what}, not {type(value).__name__}")
-
-
-def _is_stateful(value: object) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _add_optimizer(parts: Parts, name: str, value: Any) -> None:
-    groups, state = getattr(value, "param_groups", None), getattr(value, "state", None)
-    fits = isinstance(groups, list) and isinstance(state, dict)
-    _want(fits, name, "a torch.optim.Optimizer", value)
-    if type(value).__name__ == "ZeroRedundancyOptimizer":
-        raise UsageError(f"state.{name} hides its state: give the optimizer inside it, its attribute optim")
-    parts.optimizers[name] = value
-
-
-def _add_extra(parts: Parts, objects: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(value, torch.nn.Module):
-        parts.modules[name] = value
-    elif isinstance(value, torch.optim.Optimizer):
-        _add_optimizer(parts, name, value)
-    elif isinstance(value, torch.amp.GradScaler):
-        parts.scalers[name] = value
-    elif isinstance(value, torch.Generator):
-        parts.generators[name] = value
-    elif _is_stateful(value):
-        parts.stateful[name] = value
-    else:
-        codec.pack(value, name=f"state.{name}")
-        parts.data[name] = value
-        return
-    objects[name] = value

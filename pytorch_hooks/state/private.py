@@ -1,7 +1,8 @@
 """Every attribute of torch that is not public and that saving state needs."""
 
+import io
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ def version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def storage(tensor: torch.Tensor) -> int:
+    """Give where the memory begins that this rank's part of a tensor lies in; 0 where it has none."""
+    part = local(tensor)
+    return 0 if part.is_meta else part.untyped_storage().data_ptr()
+
+
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Give a module's own parameters by name: the living dict (`Module._parameters`)."""
     return module._parameters  # type: ignore[return-value]  # Parameter is a Tensor; we only read it
@@ -38,6 +45,23 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """Give a module's own children by name: the living dict (`Module._modules`)."""
     return module._modules
+
+
+def has_extra_state(module: torch.nn.Module) -> bool:
+    """Say whether a module's class has a `get_extra_state` of its own, as those of Transformer Engine."""
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def extra_state_of(module: torch.nn.Module) -> object:
+    """Give `module.get_extra_state()`; of a file in memory, which some give, its bytes in a list."""
+    state: object = module.get_extra_state()
+    return [state.getvalue()] if isinstance(state, io.BytesIO) else state
+
+
+def load_extra_state(module: torch.nn.Module, state: Any) -> None:
+    """Call `module.set_extra_state` with what `extra_state_of` gave."""
+    in_file = type(state) is list and len(state) == 1 and type(state[0]) is bytes
+    module.set_extra_state(io.BytesIO(state[0]) if in_file else state)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, wait: bool = True) -> None:
@@ -112,6 +136,20 @@ def scaler_enabled(scaler: object) -> bool:
 def scaler_busy(scaler: object) -> bool:
     """Say whether a GradScaler stands between `unscale_`/`step` and `update` (`_per_optimizer_states`)."""
     return bool(getattr(scaler, "_per_optimizer_states", None))
+
+
+def after_step(one: Any, call: Callable[..., None]) -> None:
+    """Have `call(one, *arguments)` made after each `one.step(*arguments)`; nothing where it has no `step`."""
+    step = getattr(one, "step", None)
+    if not callable(step):
+        return
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        found = step(*args, **kwargs)
+        call(one, *args)
+        return found
+
+    one.step = stepped
 
 
 def scaler_clear(scaler: object, optimizers: Iterable[object]) -> None:

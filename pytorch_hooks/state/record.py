@@ -7,10 +7,18 @@ import msgspec
 import torch
 
 from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
-from ckptless.pytorch_hooks.state import catalog, codec, layout, optim, private, rng
+from ckptless.pytorch_hooks.state import attributes, catalog, codec, layout, optim, private, rng
 from ckptless.pytorch_hooks.state.catalog import Catalog
 from ckptless.pytorch_hooks.state.layout import Layout
-from ckptless.pytorch_hooks.state.objects import Parts, State, every_parameter, parts_of, tree_of, watch_of
+from ckptless.pytorch_hooks.state.objects import (
+    State,
+    attributes_of,
+    every_parameter,
+    parts_of,
+    tree_of,
+    watch_of,
+)
+from ckptless.pytorch_hooks.state.parts import Parts
 from ckptless.pytorch_hooks.state.tensors import TensorSet
 
 DdpLayouts = dict[str, list[list[int]]]
@@ -56,6 +64,8 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     optimizers: dict[str, bytes]
     objects: dict[str, bytes]
     data: dict[str, bytes]
+    attributes: attributes.Saved
+    extra: dict[str, bytes]
     rng: bytes
 
 
@@ -68,8 +78,8 @@ def capture(
 ) -> bytes:
     """Make the record of `step`, between two steps: after `optimizer.step()` (and `scaler.update()`).
 
-    `cursor` is any plain tree; `tensors` saves a walk where there is one for `state`. UsageError for what
-    cannot be saved, with its place.
+    `cursor` is any plain tree; `tensors` saves a walk where it has just looked at `state`. UsageError for
+    what cannot be saved, with its place.
     """
     parts = parts_of(state)
     for name, scaler in parts.scalers.items():
@@ -77,11 +87,12 @@ def capture(
             raise UsageError(f"commit after state.{name}.update(), not between step() and update()")
     parameters = [tensor for _name, tensor in every_parameter(state)]
     tensors = tensors or TensorSet(state)
+    states = {name: _state_of(one) for name, one in _objects(parts).items()}
     made = _Record(
         step=step,
         cursor=codec.pack(cursor, name="cursor"),
         ddp_layouts=ddp_layouts or {},
-        layout=tensors.layout.packed,
+        layout=tensors.planned.packed,
         catalog=tensors.catalog,
         training=_flags(module.training for _prefix, module in tree_of(state).modules()),
         requires_grad=_flags(p.requires_grad for p in parameters),
@@ -93,10 +104,13 @@ def capture(
             name: codec.pack(msgspec.structs.asdict(optim.split(one)), name=f"state.{name}")
             for name, one in parts.optimizers.items()
         },
-        objects={
-            name: codec.pack(_state_of(one), name=f"state.{name}") for name, one in _objects(parts).items()
-        },
+        objects={name: codec.pack(value, name=f"state.{name}") for name, value in states.items()},
         data={name: codec.pack(value, name=f"state.{name}") for name, value in parts.data.items()},
+        attributes=attributes_of(state).capture(lambda: tensors.names, states),
+        extra={
+            prefix: codec.pack(private.extra_state_of(module), name=f"state.{prefix}get_extra_state()")
+            for prefix, module in tree_of(state).with_extra_state()
+        },
         rng=codec.pack(rng.capture()),
     )
     return codec.seal(msgspec.msgpack.encode(made), name="the record")
@@ -132,9 +146,13 @@ def restore(data: bytes | bytearray | memoryview, state: State) -> RecordView:
             raise RecoveryError(f"state.{name} is enabled on one side of the fault only")
     buffers = _buffers(record, state)
     generators = codec.unpack(record.rng)
+    extra = {prefix: codec.unpack(value) for prefix, value in record.extra.items()}
+    attributes_of(state).begin(lambda: TensorSet(state).names)
 
     _restore_buffers(buffers, state)
     _restore_flags(record, state)
+    for prefix, module in tree_of(state).with_extra_state():
+        private.load_extra_state(module, extra[prefix])
     for name, one in _objects(parts).items():
         _load(one, objects[name])
     for scaler in parts.scalers.values():
@@ -143,6 +161,7 @@ def restore(data: bytes | bytearray | memoryview, state: State) -> RecordView:
     for name, optimizer in parts.optimizers.items():
         optim.join(name, saved[name], optimizer)
     parts.data.update(plain)
+    _restore_attributes(record, state)
     # Last: anything above may have drawn a number.
     rng.restore(generators)
     return view
@@ -179,12 +198,25 @@ def _load(one: Any, saved: Any) -> None:
     one.load_state_dict(saved)
 
 
+def _restore_attributes(record: _Record, state: State) -> None:
+    """Of objects, and of the modules in which some other process has seen one change."""
+    known, places = attributes_of(state), dict(tree_of(state).modules())
+    for name, (kept, _covered) in record.attributes.items():
+        if name in places:
+            known.adopt(name, places[name], kept, {})
+        elif name not in known.holders:
+            raise RecoveryError(f"the record has attributes of {name}, which is not here")
+    named = TensorSet(state).living if record.attributes else {}
+    known.restore(record.attributes, named)
+
+
 def _check_fit(record: _Record, state: State) -> dict[str, optim.Saved]:
     parts = parts_of(state)
     pairs: list[tuple[Iterable[str], Iterable[str]]] = [
         (record.optimizers, parts.optimizers),
         (record.objects, _objects(parts)),
         (record.data, parts.data),
+        (record.extra, dict(tree_of(state).with_extra_state())),
     ]
     for there, here in pairs:
         if set(there) != set(here):

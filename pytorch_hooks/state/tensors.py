@@ -7,10 +7,11 @@ import torch
 import xxhash
 
 from ckptless.daemon.api.errors import RecoveryError, UsageError
-from ckptless.pytorch_hooks.state import catalog, optim, private, raw
+from ckptless.pytorch_hooks.state import catalog, optim, private, raw, sharing
 from ckptless.pytorch_hooks.state import layout as layouts
 from ckptless.pytorch_hooks.state.layout import Entry, Layout, Named
 from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of, watch_of
+from ckptless.pytorch_hooks.state.structure import check_built, structure_of
 
 _VIEWED = 4
 _Watched = list[tuple[Any, Callable[[Any], tuple[int, ...]], tuple[int, ...]]]
@@ -58,12 +59,27 @@ class TensorSet:
         self._views: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}
         self._aliases: list[torch.Tensor] = []
         self._updated: list[bool] = []
+        self._names: dict[int, str] | None = None
+        self._scans = 0
         self._scan()
+        self._built = structure_of(state)
+        self._looked = self._scans
+        self._shared, self._addresses = sharing.shared(self._named), sharing.addresses(self._named)
+
+    @property
+    def state(self) -> State:
+        """The State that they are of."""
+        return self._state
 
     @property
     def layout(self) -> Layout:
         """The layout that the next `pack` would use; looks for changes first."""
         self.refresh()
+        return self._layout
+
+    @property
+    def planned(self) -> Layout:
+        """The layout that was looked at last."""
         return self._layout
 
     @property
@@ -73,6 +89,18 @@ class TensorSet:
             optimizers = parts_of(self._state).optimizers
             self._catalog = catalog.make(self._named, optimizers, tree_of(self._state).modules())
         return self._catalog
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The name of each tensor by the id of the living object, as it was looked at last."""
+        if self._names is None:
+            self._names = {id(n.tensor): n.name for n in self._named}
+        return self._names
+
+    @property
+    def living(self) -> dict[str, torch.Tensor]:
+        """The living tensors by name, as they were looked at last."""
+        return {n.name: n.tensor for n in self._named}
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Give (name, tensor): this rank's parts, detached, sharing memory with the living ones."""
@@ -90,6 +118,19 @@ class TensorSet:
             private.reshard(module for _prefix, module in tree_of(self._state).modules())
             self._scan()
         return self._layout.digest != before
+
+    def check_built(self) -> None:
+        """Raise UsageError where the state is not made of what it was built of, as a new process would be."""
+        self.refresh()
+        if self._looked != self._scans:
+            check_built(self._built, self._state)
+            self._looked = self._scans
+
+    def check_shared(self) -> None:
+        """Raise UsageError where tensors lie in one memory that did not when they were built."""
+        if (addresses := sharing.addresses(self._named)) != self._addresses:
+            sharing.check_shared(self._shared, sharing.shared(self._named))
+            self._addresses = addresses
 
     def pack(self, buffer: torch.Tensor, *, wait: bool = True) -> Layout:
         """Copy all tensors into `buffer` (uint8, 1-D, on the CPU) and return where each lies.
@@ -158,6 +199,7 @@ class TensorSet:
         for optimizer, parameter, own in states:
             _make_state(optimizer, parameter, own)
         self._scan()
+        sharing.separate(self._shared, self._named)
         living = {n.name: private.local(n.tensor) for n in self._named}
         entries = [e for e in layout.entries if e.nbytes]
         private.copy_all([living[e.name] for e in entries], [_view(buffer, e) for e in entries])
@@ -204,10 +246,11 @@ class TensorSet:
         fresh = layouts.plan(self._named)
         parts = [(n, private.local(n.tensor)) for n in self._named]
         self._forms = [(part.dtype, part.shape, n.tensor.requires_grad) for n, part in parts]
-        self._aliases, self._updated = [], self._updates()
+        self._aliases, self._updated, self._names = [], self._updates(), None
         if fresh.digest != self._layout.digest:
             self._layout, self._catalog = fresh, None
         self._scanned = True
+        self._scans += 1
 
     def _updates(self) -> list[bool]:
         """Of each tensor, whether it is an optimizer's to change."""

@@ -3,8 +3,9 @@
 In turn: one copy_ of a flat buffer into the same memory, the commit of a State of as many bytes (from asking
 for it until the training goes on; its digests and its Commit are waited for in between, outside the
 measurement), and the same until the Commit is sent; both once more with copies beside the training, which
-does nothing here; and torch.distributed.checkpoint.async_save to /dev/shm. Medians, in milliseconds; cpu_ms
-is the CPU time of all threads until the Commit is sent.
+does nothing here; what a survivor of a fault does to copy its newest version back (verify, unpack); and
+torch.distributed.checkpoint.async_save to /dev/shm. Medians, in milliseconds; cpu_ms is the CPU time of all
+threads until the Commit is sent.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
-from ckptless.pytorch_hooks.state import State, TensorSet, capture
+from ckptless.pytorch_hooks.state import State, TensorSet, capture, read
 from ckptless.pytorch_hooks.versions import SLOTS, Versions, record_digest
 
 GENERATION = 1
@@ -38,11 +39,20 @@ class Memory:
     def __init__(self) -> None:
         self.welcome = SimpleNamespace(job="bench", run="0" * 32)
         self.sent: list[m.Commit] = []
+        self.fd = os.memfd_create("ckptless-bench")
+        self.slot_nbytes = 0
 
     def allocate(self, _generation: int, slot_nbytes: int, slots: int) -> tuple[m.Allocated, int]:
-        fd = os.memfd_create("ckptless-bench")
-        os.ftruncate(fd, slot_nbytes * slots)
-        return m.Allocated(region=1), fd
+        self.slot_nbytes = slot_nbytes
+        os.ftruncate(self.fd, slot_nbytes * slots)
+        return m.Allocated(region=1), os.dup(self.fd)
+
+    def fetch(self, _generation: int, step: int, *_unsound: object) -> tuple[m.Fetched, int]:
+        newest = self.sent[-1]
+        found = m.Fetched(
+            step=step, record=newest.record, tensors=newest.tensors, slot_nbytes=self.slot_nbytes
+        )
+        return found, os.dup(self.fd)
 
     def send(self, message: m.Commit) -> None:
         self.sent = [message]
@@ -97,6 +107,13 @@ class Bench:
         self.versions.wait()
         return blocked, time.perf_counter() - start, time.process_time() - used
 
+    def copy_back(self) -> float:
+        """The newest version into the living tensors, as Run._recover does it."""
+        start = time.perf_counter()
+        found = self.versions.fetch(GENERATION, self.step, 0, self.tensors)
+        self.tensors.unpack(found.payload, read(found.record).layout)
+        return time.perf_counter() - start
+
     def async_save(self) -> float:
         """What PyTorch's own asynchronous checkpoint takes from the training."""
         content = {"model": self.state.model.state_dict(), "optimizer": self.state.optimizer.state_dict()}
@@ -110,6 +127,7 @@ class Bench:
     def close(self) -> None:
         """Leave nothing."""
         self.versions.close()
+        os.close(self.memory.fd)
         shutil.rmtree(self.shm)
 
 
@@ -117,7 +135,7 @@ def measure(mib: int, rounds: int) -> dict[str, float]:
     """Every kind once to warm up, then `rounds` times in turn."""
     bench = Bench(mib << 20)
     names = ("memcpy_ms", "commit_ms", "sent_ms", "cpu_ms", "beside_ms", "beside_sent_ms", "beside_cpu_ms")
-    took: dict[str, list[float]] = {name: [] for name in (*names, "async_save_ms")}
+    took: dict[str, list[float]] = {name: [] for name in (*names, "copy_back_ms", "async_save_ms")}
     try:
         for _ in range(SLOTS):
             bench.commit()
@@ -126,6 +144,7 @@ def measure(mib: int, rounds: int) -> dict[str, float]:
             took["memcpy_ms"].append(bench.copy())
             for name, value in zip(names[1:], (*bench.commit(), *bench.commit(beside=True)), strict=True):
                 took[name].append(value)
+            took["copy_back_ms"].append(bench.copy_back())
             took["async_save_ms"].append(bench.async_save())
     finally:
         bench.close()
@@ -133,6 +152,7 @@ def measure(mib: int, rounds: int) -> dict[str, float]:
     found["mib"] = round(bench.flat.numel() / (1 << 20), 1)
     found["to_memcpy"] = round(found["commit_ms"] / found["memcpy_ms"], 3)
     found["beside_to_memcpy"] = round(found["beside_ms"] / found["memcpy_ms"], 3)
+    found["copy_back_to_memcpy"] = round(found["copy_back_ms"] / found["memcpy_ms"], 3)
     found["to_async_save"] = round(found["commit_ms"] / found["async_save_ms"], 3)
     found["load"] = round(os.getloadavg()[0], 2)
     return found

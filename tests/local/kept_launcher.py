@@ -53,7 +53,7 @@ class Start(local.LocalRun):
         for node in self._nodes:
             if str(node.number) in lost and node.daemon is not None:
                 # Another node in its place: nothing is kept there.
-                await nest.end([node.daemon])
+                await nest.end([node.daemon], 15.0)
                 await self._start_daemon(node)
                 await self._daemon_ready(node)
 
@@ -62,7 +62,7 @@ class Start(local.LocalRun):
             await super()._end_all()
             return
         agents = [node.agent for node in self._nodes if node.agent is not None]
-        await nest.end(agents)
+        await nest.end(agents, 15.0)
         daemons = {node.daemon.pid for node in self._nodes if node.daemon is not None}
         while set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - daemons:
             self._adopt_orphans()

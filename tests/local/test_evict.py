@@ -71,8 +71,11 @@ def test_nodes_are_taken_out_until_there_is_no_spare(tmp_path: Path) -> None:
     assert len(recovered(ledger)) == 2
     lost = [(f.node, f.source) for f in ledger.faults if f.kind == "node-lost"]
     assert lost == [(2, "operator"), (0, "health")]
-    told = [event.text for event in ledger.events if event.kind == "evict"]
+    told = [event for event in ledger.events if event.kind == "evicted"]
     assert len(told) == 2
-    assert told[0].startswith("node-2 (node-2) is taken out by uid ")
-    assert told[0].endswith(": ECC errors")
-    assert "by a health check" in told[1]
+    assert told[0].text.startswith("node-2 (node-2, rank 2) is taken out by uid ")
+    assert told[0].text.endswith(": ECC errors")
+    assert told[0].about is not None
+    assert told[0].about.node == 2
+    assert "by a health check" in told[1].text
+    assert not [event for event in ledger.events if event.kind == "node-lost"]

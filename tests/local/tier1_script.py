@@ -1,4 +1,4 @@
-"""A script for torchrun: `tier1_script.py OUT exit|kill`; meets the others, then fails as rank 1."""
+"""A script for torchrun: `tier1_script.py OUT exit|kill|exit-well`; all meet, then rank 1 fails, or not."""
 
 import json
 import os
@@ -15,7 +15,8 @@ def main(out: Path, how: str) -> None:
     rank = dist.get_rank()
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
-    told = {"env": dict(os.environ), "sum": total.item(), "hooks": "ckptless.pytorch_hooks" in sys.modules}
+    there = [name for name in ("ckptless.pytorch_hooks", "torch._dynamo") if name in sys.modules]
+    told = {"env": dict(os.environ), "sum": total.item(), "preloaded": there}
     (out / f"rank-{rank}.json").write_text(json.dumps(told))
     dist.barrier()
     if rank == 1 and how == "exit":

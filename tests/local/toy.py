@@ -1,10 +1,10 @@
 """A small job, DDP or sharded, that injects faults into itself: `toy.py STEPS OUT [FAULTS as JSON]`.
 
 A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the step after `step` commits
-(or a phase of a recovery), `kind` is kill, stop (SIGSTOP), raise, exit, daemon (its node's), node (agent,
-daemon and ranks of its node), or one that spoils versions of the rank's shard before it kills: rot-own,
-rot-replica, rot-newest (see rot.py; in DDP all have shard 0), or hold, which waits as long as there is a file
-OUT/hold, or flip, of one bit of the first parameter. Every fault strikes once, over all processes
+(or a phase of a recovery), `kind` is kill, stop (SIGSTOP), stop-agent, raise, exit, daemon (its node's),
+node (agent, daemon and ranks of its node), or one that spoils versions of the rank's shard before it kills:
+rot-own, rot-replica, rot-newest (see rot.py; in DDP all have shard 0), or hold, which waits while there is
+a file OUT/hold, or flip, of one bit of the first parameter. Every fault strikes once, over all processes
 and generations, unless it is "often". Without "step" it strikes at any; with "after" (the number of another
 fault) only in the recovery from that one or later.
 """
@@ -103,6 +103,9 @@ def inject(kind: str, shard: int) -> None:
     if kind in ("node", "daemon"):
         kill_daemon()
     if kind == "daemon":
+        return
+    if kind == "stop-agent":
+        os.kill(os.getppid(), signal.SIGSTOP)
         return
     if kind == "node":
         # The daemon went first, so that nobody can say goodbye; the agent's death takes its ranks.

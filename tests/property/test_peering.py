@@ -60,7 +60,7 @@ class Wires:
         assert self.peering is not None
         self.peering.to_all(message)
 
-    def to_agent(self, order: m.Order) -> None:
+    def to_agent(self, order: m.Order | m.Announce) -> None:
         pass
 
     def write(self, records: Sequence[Record]) -> None:
@@ -69,10 +69,10 @@ class Wires:
     def ended(self, outcome: m.Outcome) -> None:
         pass
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: str) -> None:
         pass
 
-    def save(self, durable: Durable, then: Any) -> None:
+    def save(self, durable: Durable, then: Any, failed: Any) -> None:
         then()
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:

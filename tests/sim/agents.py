@@ -100,7 +100,7 @@ class Agent:
         if self.alive:
             self._changed()
 
-    def obey(self, order: m.Order) -> None:
+    def obey(self, order: m.Order | m.Announce) -> None:
         """An order of the daemon."""
         if not self.sound:
             return

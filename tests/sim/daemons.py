@@ -47,7 +47,7 @@ class Daemon:
         self._session: JobSession | None = None
         self._peering: Peering | None = None
         self._agent: Agent | None = None
-        self._orders: Channel[m.Order] | None = None
+        self._orders: Channel[m.Order | m.Announce] | None = None
         self._written = 0.0
         self._writing: list[Durable] = []
         self._awake_at = 0.0
@@ -253,7 +253,7 @@ class Daemon:
     def _tear(self) -> None:
         """Of what was being written any beginning is on the disk, though nobody was told."""
         kept = self._draws.randrange(len(self._writing) + 1)
-        if kept:
+        if kept and not self.world.is_full(self.node):
             self.world.disks[self.node] = self._writing[kept - 1]
 
     # ----------------------------------------------------------------------- Outlets, for JobSession
@@ -293,7 +293,7 @@ class Daemon:
             assert self._peering is not None
             self._peering.to_all(message)
 
-    def to_agent(self, order: m.Order) -> None:
+    def to_agent(self, order: m.Order | m.Announce) -> None:
         """See jobs.Outlets."""
         if self._orders is not None:
             self._orders.send(order)
@@ -308,18 +308,21 @@ class Daemon:
         """See jobs.Outlets."""
         self.world.checks.ended(self, outcome)
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         """See jobs.Outlets: there is no cluster's manager here."""
 
-    def save(self, durable: Durable, then: Callable[[], None]) -> None:
+    def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """See jobs.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
         self._writing.append(durable)
         self._written = max(self._written, self.world.events.now + self.world.disk_delay())
-        self.world.events.at(self._written, lambda: self._save(durable, then))
+        self.world.events.at(self._written, lambda: self._save(durable, then, failed))
 
-    def _save(self, durable: Durable, then: Callable[[], None]) -> None:
-        if self.alive and not self._sleeps(lambda: self._save(durable, then)):
+    def _save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
+        if self.alive and not self._sleeps(lambda: self._save(durable, then, failed)):
             self._writing.remove(durable)
+            if self.world.is_full(self.node):
+                failed("the disk is full")
+                return
             self.world.disks[self.node] = durable
             if durable.vote is not None:
                 self.world.stage_entered("voting")

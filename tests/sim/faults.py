@@ -17,6 +17,8 @@ LIMITS = m.Limits(pong_s=1.0, leave_s=3.0, join_s=8.0, stall_s=8.0)
 TEXTS = ("ValueError: a bad batch", "OSError: a full disk")
 RESTART_S = (0.05, 0.6)
 RELINK_S = (0.05, 1.2)
+FULL_S = (0.5, 4.0, 20.0)
+PAIR_S = 45.0
 FAULTS_MAX = 5
 LEADER_LINK_CHANCE = 0.7
 STICKY_CHANCE = 0.08
@@ -29,6 +31,8 @@ AGREEING = ("electing", "proposing", "voting")
 STAGES = (*(stage for stage in get_args(Stage) if stage not in ("ended", "forming")), *AGREEING)
 CONTROL_KINDS = ("daemon", "leader", "link", "storm", "cut", "grey", "pause", "starve")
 HALF_CHANCE = 0.4
+DISK_CHANCE = 0.2
+PAIR_CHANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,11 @@ class Job:
         return "KeyError: a bug in the script" if self.sticky == (rank, step) else None
 
 
-def draw(random: Random, shape: Shape, name: str) -> Job:
-    """A job with its faults; who is whose neighbour follows from its name."""
+def draw(random: Random, shape: Shape, name: str, others: Random) -> Job:
+    """A job with its faults; who is whose neighbour follows from its name.
+
+    `others` draws the faults of disks and cables, so that the seed's own draws stay what they are.
+    """
     total, spares = random.randint(4, 6), random.randint(1, 2)
     if random.random() < BIG_CHANCE:
         # More than a daemon has neighbours.
@@ -107,6 +114,7 @@ def draw(random: Random, shape: Shape, name: str) -> Job:
         kinds = tuple(_ACTIONS)
     count = random.randint(1, most)
     faults = tuple(_draw_fault(random, kinds) for _ in range(shape.faults or count))
+    faults += _draw_others(others)
     faults = tuple(fault for number, fault in enumerate(faults) if number not in shape.without)
     return Job(spec, steps, (0.01, slow), sticky, faults)
 
@@ -118,7 +126,7 @@ def share(job: Job, random: Random) -> Job:
     return replace(job, twins=min(twins, world_size))
 
 
-def _draw_fault(random: Random, kinds: tuple[str, ...]) -> Fault:
+def _draw_fault(random: Random, kinds: tuple[str, ...], agreeing: tuple[str, ...] = CONTROL_KINDS) -> Fault:
     by_stage = random.random() < 0.6  # more often at a stage than at a time
     stage = random.choice(STAGES) if by_stage else None
     delay = random.uniform(0.0, 0.4) if by_stage else random.uniform(0.0, 8.0)
@@ -126,8 +134,14 @@ def _draw_fault(random: Random, kinds: tuple[str, ...]) -> Fault:
     if stage in AGREEING:
         # It takes milliseconds.
         delay = random.choice([0.0, random.uniform(0.0, 0.02)])
-        kind = random.choice(CONTROL_KINDS) if random.random() < 0.7 else kind
+        kind = random.choice(agreeing) if random.random() < 0.7 else kind
     return Fault(kind, stage, delay, random.random(), random.random())
+
+
+def _draw_others(random: Random) -> tuple[Fault, ...]:
+    chances = (("disk", DISK_CHANCE), ("disk", DISK_CHANCE), ("pair", PAIR_CHANCE))
+    kinds = [kind for kind, chance in chances if random.random() < chance]
+    return tuple(_draw_fault(random, (kind,), (kind,)) for kind in kinds)
 
 
 # -------------------------------------------------------------------------------- what a fault does
@@ -139,7 +153,7 @@ def happen(world: "World", fault: Fault) -> None:
         return
     world.faulted(fault.kind)
     world.injected[fault.kind] += 1
-    _ACTIONS[fault.kind](world, fault)
+    (_ACTIONS | _OTHERS)[fault.kind](world, fault)
 
 
 def _victim(world: "World", fault: Fault, *, linked: bool = False) -> Process | None:
@@ -308,6 +322,27 @@ def _storm(world: "World", fault: Fault) -> None:
     world.events.after(for_s, lambda: world.faulted("link"))
 
 
+def _disk(world: "World", fault: Fault) -> None:
+    """A node's disk is full for a while: no vote gets there."""
+    nodes = [node for node in sorted(world.daemons) if not world.is_full(node)]
+    if nodes:
+        # The next one to lead more often than others.
+        node = nodes[0] if fault.twist < 0.3 else nodes[int(fault.pick * len(nodes))]
+        for_s = FULL_S[int(fault.pick * 100) % len(FULL_S)]
+        world.story.tell("fault", f"the disk of node-{node} is full for {for_s:.1f} s")
+        world.full_until[node] = world.events.now + for_s
+        world.events.after(for_s, lambda: world.faulted("disk"))
+
+
+def _pair(world: "World", fault: Fault) -> None:
+    """One node does not reach another for long, one way or both; all others reach both."""
+    if world.network.broken or not world.generation:
+        return
+    pairs = [(a, b) for a in sorted(world.agents) for b in sorted(world.agents) if a != b]
+    one, other = pairs[int(fault.pick * len(pairs))]
+    world.network.block({(one, other), (other, one)} if fault.twist < 0.3 else {(one, other)}, PAIR_S)
+
+
 _ACTIONS: dict[str, Callable[["World", Fault], None]] = {
     "kill": _kill,
     "raise": _raise,
@@ -326,3 +361,5 @@ _ACTIONS: dict[str, Callable[["World", Fault], None]] = {
     "starve": _starve,
     "storm": _storm,
 }
+# Drawn apart from the others, see `draw`.
+_OTHERS: dict[str, Callable[["World", Fault], None]] = {"disk": _disk, "pair": _pair}

@@ -124,7 +124,14 @@ class Node:
         cause = m.Cause(kind="stop", text="stopped") if phase == "left" else None
         step = self._step if phase in ("restored", "left") else None
         slot = m.SlotState(
-            slot=0, phase=phase, generation=generation, pid=4712, hooked=True, step=step, cause=cause
+            slot=0,
+            phase=phase,
+            generation=generation,
+            pid=4712,
+            hooked=True,
+            step=step,
+            stepped=step is not None,
+            cause=cause,
         )
         state = m.AgentState(seq=self._seq, slots=(slot,), assigned=generation or None, **more)  # type: ignore[arg-type]
         self.cluster.clock.after(RANK_S, lambda: self._says(state))
@@ -141,7 +148,7 @@ class Node:
     def to_all_daemons(self, message: p.Said) -> None:
         self.peering.to_all(message)
 
-    def to_agent(self, order: m.Order) -> None:
+    def to_agent(self, order: m.Order | m.Announce) -> None:
         match order:
             case m.Assign():
                 self._assignment = order.assignment
@@ -175,10 +182,10 @@ class Node:
     def ended(self, outcome: m.Outcome) -> None:
         raise AssertionError(outcome)
 
-    def node_is_dark(self, node: int, reason: str) -> None:
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         pass
 
-    def save(self, durable: Durable, then: Callable[[], None]) -> None:
+    def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         self.cluster.clock.after(DISK_S, then)
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:

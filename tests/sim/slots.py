@@ -38,6 +38,7 @@ class Slot:
             pid=self.process.pid if self.process is not None else None,
             hooked=self.hooked,
             step=self.step,
+            stepped=self.committed,
             cause=self.cause,
             exit_code=self.exit_code,
             age_s=now - self.since,

@@ -40,7 +40,7 @@ class World:
         self.seed, self.random = seed, Random(seed)
         self.events = Events()
         self.story = Story(lambda: self.events.now)
-        job = draw(self.random, shape, f"sim-{seed}")
+        job = draw(self.random, shape, f"sim-{seed}", Random(f"disks and cables of {seed}"))
         self.job: Job = share(job, Random(f"shards of {seed}"))
         self.spec = self.job.spec
         self.checks = Checks(self)
@@ -66,6 +66,8 @@ class World:
         # Whether anything has changed that `checks.after_event` looks at.
         self.touched = False
         self.storm_until = 0.0
+        # Until when a node's disk takes nothing.
+        self.full_until: dict[int, float] = {}
         self._pid = 100
         self._lives = Random(f"lives of {seed}")
         # Whether twins are compared, which takes no draw of the seed's.
@@ -178,6 +180,10 @@ class World:
             return self.random.uniform(0.02, 0.3)
         return self.random.uniform(0.05, 0.5) if self.random.random() < SLOW_CHANCE else 0.003
 
+    def is_full(self, node: int) -> bool:
+        """Whether a node's disk takes nothing now."""
+        return self.events.now < self.full_until.get(node, 0.0)
+
     def next_pid(self) -> int:
         """A new number for a process."""
         self._pid += 1
@@ -194,7 +200,7 @@ class World:
 
     def faulted(self, kind: str) -> None:
         """A fault happens now."""
-        control = ("daemon", "leader", "link", "storm", "pause", "starve")
+        control = ("daemon", "leader", "link", "storm", "pause", "starve", "disk")
         faults = self.control_faults if kind in control else self.training_faults
         faults.append(self.events.now)
 

@@ -156,3 +156,44 @@ def test_wrong_options(site: Cluster, options: list[str], words: str) -> None:
     job, home = submit(site, "wrong", script, "--nodes=2")
     assert "ExitCode=2:0" in ended(site, job, "FAILED")
     assert words in (home / f"slurm-{job}.out").read_text()
+
+
+USR1 = """\
+import os, signal, sys, time
+from pathlib import Path
+
+rank, count = os.environ["RANK"], 0
+
+def told(*_):
+    global count
+    count += 1
+    Path(f"told-{rank}").write_text(str(count))
+
+signal.signal(signal.SIGUSR1, told)
+Path(f"ready-{rank}").touch()
+while not Path("over").exists():
+    time.sleep(0.05)
+"""
+
+
+def test_sigusr1_reaches_every_rank_and_ends_nothing(site: Cluster) -> None:
+    """`scancel --signal`, which is what `#SBATCH --signal` does as well, and a signal to the batch script."""
+    script = f"cat > usr1.py <<'END'\n{USR1}END\nexec ckptless-run usr1.py"
+    job, home = submit(site, "usr1", script, "--nodes=2", "--ntasks-per-node=2", "--ckptless")
+
+    def wait(names: str, count: int) -> None:
+        for _ in range(600):
+            found = list(home.glob(names))
+            if len(found) == 4 and (not count or all(path.read_text() == str(count) for path in found)):
+                return
+            site.run("ctl", "sleep", "0.1")
+        raise AssertionError([(path.name, path.read_text()) for path in home.iterdir() if path.is_file()])
+
+    wait("ready-*", 0)
+    site.run("ctl", "scancel", "--signal=USR1", str(job), user=USER)
+    wait("told-*", 1)
+    site.run("ctl", "scancel", "--batch", "--signal=USR1", str(job), user=USER)
+    wait("told-*", 2)
+    (home / "over").touch()
+    ended(site, job, "COMPLETED")
+    assert {path.read_text() for path in home.glob("told-*")} == {"2"}

@@ -70,7 +70,9 @@ def trains(node: int, assignment: m.Assignment, seq: int = 1, phase: m.Phase = "
     """What an agent says of a rank in the middle of training (of a spare's process, that it waits)."""
     if not assignment.ranks_on(node):
         phase = "waiting"
-    slot = m.SlotState(slot=0, phase=phase, generation=assignment.generation, hooked=True, step=STEP)
+    slot = m.SlotState(
+        slot=0, phase=phase, generation=assignment.generation, hooked=True, step=STEP, stepped=True
+    )
     return m.AgentState(seq=seq, slots=(slot,), assigned=assignment.generation)
 
 
@@ -91,7 +93,12 @@ class Heard:
 
     @property
     def dark(self) -> list[int]:
-        return [output.node for output in self.outputs if isinstance(output, e.NodeIsDark)]
+        return [node for node, state in self.dark_states if state == "dark"]
+
+    @property
+    def dark_states(self) -> list[tuple[int, e.DarkState]]:
+        """What the cluster's manager is told."""
+        return [(out.node, out.state) for out in self.outputs if isinstance(out, e.NodeIsDark)]
 
     @property
     def events(self) -> list[str]:

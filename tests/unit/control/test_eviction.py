@@ -143,7 +143,7 @@ def test_any_daemon_of_the_job_takes_it(me: int, uid: int) -> None:
     run = Run(Node(me, NODES))
     assert run.asked(uid=uid) == ("accepted", "n02 is taken out of job 4711")
     assert run.losses == [lost_by(2, f"taken out by uid {uid}: fan", source="operator")]
-    assert run.notes == [("warning", "evict", f"node-2 (n02) is taken out by uid {uid}: fan")]
+    assert run.notes == []  # the leader tells of it, as of every loss
     ends = run.node.told.ends
     assert [end.here_only for end in ends] == ([True] if me == 2 else [])
     stops = [order for order in run.node.told.orders if isinstance(order, m.Stop)]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import FaultSource
 from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.controller import DARK_FOR_GOOD_S
 from ckptless.daemon.control.decree import Decided, Decree
 from ckptless.daemon.control.lease import Lease
 
@@ -283,6 +284,25 @@ def test_only_the_leader_says_that_a_node_is_dark_and_once() -> None:
         node.silent((4,))
         node.wait(1.0)
         assert node.told.dark == ([4] if node.me == 0 else [])
+
+
+def test_a_node_that_stays_dark_is_gone_after_a_while() -> None:
+    node = Node(0, NODES)
+    node.silent((4,))
+    node.wait(DARK_FOR_GOOD_S - 2.0)
+    assert node.told.dark_states == [(4, "dark")]
+    node.wait(4.0)
+    assert node.told.dark_states == [(4, "dark"), (4, "gone")]
+
+
+def test_a_dark_node_that_is_heard_again_is_back_and_never_gone() -> None:
+    """A cable that flaps for 20 s: to set the node down would end what lives on it."""
+    node = Node(0, NODES)
+    node.silent((4,))
+    node.wait(20.0)
+    node.feed(e.PeerUp(4, e.Standing(0, 0, "running", None)))
+    node.wait(2 * DARK_FOR_GOOD_S)
+    assert node.told.dark_states == [(4, "dark"), (4, "back")]
 
 
 def test_an_agent_that_was_refused_is_no_dark_node() -> None:

@@ -238,7 +238,8 @@ def test_status_json(run: Run, state_dir: Path) -> None:
     found = document(run("status", "--json"))
     assert set(found) == {
         *("meta", "job", "generation", "step", "spares_left", "nodes", "slots"),
-        *("recovery", "recovery_total_s", "faults", "refused", "safety", "commits"),
+        *("recovery", "recovery_total_s", "faults", "refused", "voteless", "safety", "commits"),
+        "returned_early",
     }
     assert found["job"]["job"] == "7"
     assert found["generation"]["places"] == [[0, 0], [2, 0]]
@@ -281,6 +282,58 @@ def test_status_says_what_could_be_lost_now(run: Run, state_dir: Path) -> None:
     assert "held: no step could be restored: nobody has the record of rank 1" in lines(run("status"))
     write(path, msgspec.structs.replace(JOB, state="failed", ended_s=70.0))
     assert document(run("status", "--json"))["safety"] is None
+
+
+def test_what_only_follows_from_a_fault_is_told_with_it(run: Run, state_dir: Path) -> None:
+    """A collective of every rank fails when one of them dies; what Gloo says of that helps nobody."""
+
+    def broken(number: int, rank: int) -> FaultRecord:
+        gloo = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+        return structs.replace(
+            fault(number, gloo), fault=f"b{number}", kind="broken", node=rank, rank=rank, generation=5
+        )
+
+    died = structs.replace(fault(12, "was ended by SIGKILL"), kind="died", generation=5)
+    write(state_dir / "node-0" / "ledger.db", broken(10, 0), broken(11, 2), died, broken(13, 3))
+    shown = [line for line in lines(run("status")) if line.startswith("fault: ")]
+    assert len(shown) == 3
+    assert shown[-1].endswith(
+        "died (process)  node 1 slot 0 rank 1: was ended by SIGKILL; noticed by ranks 0, 2, 3"
+    )
+    assert not [line for line in shown if "gloo" in line]
+    found = document(run("status", "--json"))["faults"][-1]
+    assert (found["kind"], found["noticed"]) == ("died", [0, 2, 3])
+    # Nobody knows of a cause: then it is told what there is.
+    write(state_dir / "node-0" / "ledger.db", structs.replace(broken(14, 0), generation=6))
+    assert lines(run("status"))[-1].endswith(
+        "rank 0: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    )
+
+
+def test_status_says_who_has_returned_while_others_train(run: Run, state_dir: Path) -> None:
+    path = state_dir / "node-0" / "ledger.db"
+    write(path, slot(0, 0, phase="finished", updated_s=60.0), slot(2, 1, phase="restored", updated_s=60.0))
+    line = "rank 0 has returned from the training function after step 41, while rank 1 still trains"
+    assert lines(run("status"))[-1] == f"{line}, and may wait for it"
+    assert document(run("status", "--json"))["returned_early"] == f"{line}, and may wait for it"
+    write(path, slot(2, 1, phase="finished", updated_s=61.0))
+    assert document(run("status", "--json"))["returned_early"] is None
+
+
+@pytest.mark.parametrize("command", ["jobs", "status", "replicas", "data", "events", "timeline"])
+def test_the_job_is_the_first_argument(run: Run, state_dir: Path, command: str) -> None:
+    assert run(command, "6").stdout == run(command, "-j", "6").stdout == run("-j", "6", command).stdout
+    assert run(command, "7", "-j", "6").exit_code == 2
+    assert run(command, "8").exit_code == 4
+    assert run(command, "a\nb").exit_code == 2
+    # The number of a Slurm job means its newest run, unless a run has just this name.
+    later = [structs.replace(JOB, job=f"9.{number}", started_s=50.0 + number) for number in (1, 2)]
+    write(state_dir / "node-0" / "ledger.db", *later, structs.replace(JOB, job="7.1", started_s=60.0))
+    if command != "jobs":
+        assert run(command, "9").output == run(command, "9.2").output
+        assert run(command, "7").stderr.startswith("ckptctl: job 7 has a newer run: 7.1\n")
+    else:
+        assert [line.split()[0] for line in lines(run(command, "9"))[1:]] == ["9.1", "9.2"]
 
 
 def test_status_says_how_often_is_committed_and_what_that_costs(run: Run, state_dir: Path) -> None:
@@ -579,7 +632,7 @@ def test_exit_codes(run: Run, tmp_path: Path, command: str) -> None:
     )
     unknown = run(command, "-j", "99")
     assert (unknown.exit_code, unknown.stdout) == (4, "")
-    assert unknown.stderr.startswith("ckptctl: error: no ledger in ")
+    assert unknown.stderr.startswith("ckptctl: error: there is no job 99 in the ledgers in ")
 
 
 def test_a_ledger_that_cannot_be_read(run: Run, state_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import msgspec
 import pytest
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.config import STATE_FORMAT, LocalConfig, load, open_state_dir, read_key
+from ckptless.daemon.config import LocalConfig, load, read_key
+from ckptless.daemon.state_dir import STATE_FORMAT, open_state_dir
 
 GOOD = """
 node: 1
@@ -95,13 +97,44 @@ def test_an_empty_directory_may_be_given(tmp_path: Path) -> None:
     assert (tmp_path / "FORMAT").exists()
 
 
-@pytest.mark.parametrize("found", [b"2\n", b"0\n", b"", b"one", b"\xff\xfe"])
+@pytest.mark.parametrize("found", [b"2\n", b"0\n", b"one", b"\xff\xfe"])
 def test_another_format_is_refused(tmp_path: Path, found: bytes) -> None:
     (tmp_path / "FORMAT").write_bytes(found)
     with pytest.raises(UsageError, match="format") as caught:
         open_state_dir(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert (tmp_path / "FORMAT").read_bytes() == found
+
+
+def test_one_that_a_full_disk_left_half_made_is_finished(tmp_path: Path) -> None:
+    (tmp_path / "FORMAT").touch()
+    open_state_dir(tmp_path)
+    assert (tmp_path / "FORMAT").read_text() == f"{STATE_FORMAT}\n"
+    (tmp_path / "FORMAT").write_bytes(b"")
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(UsageError, match="not empty"):
+        open_state_dir(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])
+def test_one_that_others_may_change_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "state"
+    open_state_dir(path)
+    path.chmod(mode)
+    with pytest.raises(UsageError, match=f"mode {mode:04o}.*chmod 700"):
+        open_state_dir(path)
+    path.chmod(0o755)
+    open_state_dir(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_one_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.mkdir(mode=0o700)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(UsageError, match="belongs to uid 65534, and this is uid 0: chown it"):
+        open_state_dir(path)
+    assert list(path.iterdir()) == []
 
 
 def test_a_directory_of_somebody_else(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def restore(world: World) -> bytes:
     versions = Versions(cast("Any", RankSession(world)))
     tensors: Any = SimpleNamespace(release=lambda: None)
     try:
-        found: Fetched = versions.fetch(GENERATION, STEP, SHARD, tensors, read_payload=True)
+        found: Fetched = versions.fetch(GENERATION, STEP, SHARD, tensors)
         assert found.record == RECORD
         return bytes(found.payload.tolist())
     finally:

@@ -28,7 +28,7 @@ from ckptless.daemon.api.records import (
 from ckptless.daemon.ledger import migrations, models
 from ckptless.daemon.ledger.engine import writing_engine
 from ckptless.daemon.ledger.merge import merge, read_all
-from ckptless.daemon.ledger.paths import default_state_dir, ledger_files, shown_state_dir
+from ckptless.daemon.ledger.paths import default_state_dir, ledger_files
 from ckptless.daemon.ledger.store import Ledger
 
 JOB = JobRecord(
@@ -171,12 +171,13 @@ def test_a_loss_is_kept_to_the_bit(path: Path, loss: float) -> None:
 
 
 @pytest.mark.parametrize("record", [NODE, SLOT])
-def test_an_older_update_never_replaces_a_newer(path: Path, record: Any) -> None:
-    older, newer = changed(record, updated_s=4.0), changed(record, updated_s=6.0)
+def test_what_is_written_last_holds_also_after_a_clock_was_set_back(path: Path, record: Any) -> None:
+    """One daemon writes them, in its order; its next life may begin an hour earlier."""
+    set_back = changed(record, updated_s=record.updated_s - 3600.0)
     with Ledger.open(path) as ledger:
-        ledger.write([record, newer, older])
         ledger.write([record])
-        assert ledger.records() == (newer,)
+        ledger.write([set_back])
+        assert ledger.records() == (set_back,)
 
 
 def test_of_holdings_the_agents_own_count_says_what_is_newer(path: Path) -> None:
@@ -309,7 +310,7 @@ def test_closing_twice_is_harmless_and_leaves_one_file(path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 @pytest.mark.parametrize("closed", [True, False])
 def test_who_may_not_write_the_folder_may_still_read(path: Path, closed: bool) -> None:
-    """A user's ckptctl on root's ledger, beside the daemon or after it ended."""
+    """A user's ckptctl on root's ledger, by root's leave, beside the daemon or after it ended."""
     reader = (
         "import os, sys; from pathlib import Path; from ckptless.daemon.ledger.store import Ledger\n"
         "os.chdir(sys.argv[1]); os.setgid(65534); os.setuid(65534)\n"
@@ -317,6 +318,9 @@ def test_who_may_not_write_the_folder_may_still_read(path: Path, closed: bool) -
     )
     ledger = Ledger.open(path)
     ledger.write(ALL)
+    for file in path.parent.iterdir():
+        assert file.stat().st_mode & 0o777 == 0o600  # by itself it is nobody else's
+        file.chmod(0o644)
     # The name is looked up from the root: let the other user pass through pytest's private folders.
     folders = [folder for folder in path.parents if folder.name.startswith(("pytest-", "test_"))]
     for folder in folders:
@@ -459,7 +463,7 @@ def set_version(path: Path, version: int) -> None:
 def test_what_cannot_be_opened_is_one_sentence(path: Path) -> None:
     with pytest.raises(LedgerError, match=r"ledger\.db: there is no ledger$"):
         Ledger.open_readonly(path)
-    with pytest.raises(LedgerError, match="unable to open"):
+    with pytest.raises(LedgerError, match="No such file or directory"):
         Ledger.open(path / "nowhere" / "ledger.db")
     path.write_bytes(b"not a database, but long enough to be looked at" * 100)
     for opening in (Ledger.open, Ledger.open_readonly):
@@ -540,19 +544,6 @@ def test_events_are_in_the_order_of_time() -> None:
 
 
 # Paths
-
-
-def test_the_nodes_own_ledger_is_shown_where_there_is_no_local_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "own"))
-    system = tmp_path / "system"
-    assert shown_state_dir(system) == default_state_dir()
-    system.mkdir()
-    (system / "ledger.db").touch()
-    assert shown_state_dir(system) == system
-    default_state_dir().mkdir(parents=True)
-    assert shown_state_dir(system) == default_state_dir()
 
 
 def test_default_state_dir(monkeypatch: pytest.MonkeyPatch) -> None:

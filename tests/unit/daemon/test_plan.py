@@ -104,6 +104,26 @@ def test_without_another_node_it_gets_another_process_for_a_while() -> None:
         again([corrupt(0, odd=True)], LIMITS.process_tries + 1, **alone)
     assert error.value.outcome.why == "corrupt"
     assert "ranks differ" in error.value.outcome.reason
+    assert "points to the script" in error.value.outcome.reason
+
+
+def test_what_goes_with_a_rank_from_node_to_node_is_the_script_s() -> None:
+    """A new place each time, and the same rank is the odd one there, too, while there are spares left."""
+    job = spec(nodes=2, spares=6)
+    following = plan.first_assignment(job, views(job), 1, 0)
+
+    def odd() -> plan.Situation:
+        place = following.places[0]
+        found = Finding("silent-corruption", place.node, place.slot, 0, "differ", odd=True, source="twins")
+        return situation([Fault("f", found)], job, current=following)
+
+    for _ in range(LIMITS.process_tries):
+        before = following.places[0].node
+        following = plan.next_assignment(odd())
+        assert following.places[0].node != before
+    with pytest.raises(plan.NoPlanError, match="points to the script") as error:
+        plan.next_assignment(odd())
+    assert error.value.outcome.why == "corrupt"
 
 
 def test_where_nobody_can_say_who_is_wrong_all_go_back_then_get_new_processes_then_it_ends() -> None:

@@ -75,6 +75,18 @@ def test_other_events_are_not_even_read(tmp_path: Path) -> None:
         assert ledger.records(events=frozenset()) == (JOB,)
 
 
+def test_status_names_who_cannot_vote_now(tmp_path: Path) -> None:
+    """Of two whose disks were full, one has room again; its own ledger may have lost that it had none."""
+    lost = structs.replace(REFUSED, event="1-1-2", node=1, kind="vote-lost", text="node-1 cannot vote: full")
+    other = structs.replace(lost, event="2-1-2", node=2, text="node-2 cannot vote: full")
+    again = structs.replace(other, event="2-1-3", at_s=9.0, kind="vote-again", text="node-2 can vote again")
+    write(tmp_path / "node-0", JOB, other, lost)
+    write(tmp_path / "node-2", JOB, again)
+    assert json.loads(status(tmp_path, "--json"))["voteless"] == ["node-1 cannot vote: full"]
+    assert "node-1 cannot vote: full" in status(tmp_path).splitlines()
+    assert "node-2 cannot" not in status(tmp_path)
+
+
 class Connected:
     """An agent that serves, and another's connection to it."""
 

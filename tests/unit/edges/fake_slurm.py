@@ -74,6 +74,9 @@ class FakeSlurm(CachedSlurm):
     async def drain(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
         self._tell("drain", name, reason)
 
+    async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
+        self._tell("undrain", name)
+
     async def cancel(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
         self._tell("cancel", str(job_id))
 

@@ -82,7 +82,7 @@ class FakeCluster:
     def ended(self, runtime: JobRuntime, outcome: m.Outcome) -> None:
         self.outcomes[runtime.job] = outcome
 
-    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str) -> None:
+    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str, state: str) -> None:
         raise AssertionError(node)
 
     def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,14 +13,19 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobEnded, JobStarted, Outcome
+from ckptless.daemon.api.records import BY_SLURM, JobRecord, JobState
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.config import KeepConfig
-from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.keeper import Keeper
+from ckptless.daemon.ledger.precedence import precedence
+from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.settings_bind import Interface
 from ckptless.daemon.slurm import cluster as module
 from ckptless.daemon.slurm.adapter import Job, Node, check_text
@@ -254,18 +260,43 @@ def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "word", "what"), [("down", "down", "mark down n3"), ("drain", "drain", "mark drain n3")]
+    ("way", "state", "word"),
+    [
+        ("down", "dark", "drain"),
+        ("down", "gone", "down"),
+        ("down", "back", "drain"),
+        ("drain", "dark", "drain"),
+        ("drain", "back", "drain"),
+    ],
 )
-def test_a_dark_node(way: Literal["down", "drain"], word: str, what: str) -> None:
+def test_a_dark_node(way: Literal["down", "drain"], state: DarkState, word: str) -> None:
     async def work() -> None:
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         edge = cluster(slurm, way)
-        edge.node_is_dark(runtime.it, 2, "silent; its agent cannot be reached")
+        edge.node_is_dark(runtime.it, 2, "node-1 hears nothing of it", state)
         await until(lambda: runtime.notes)
-        assert slurm.told == [(word, "n3", "ckptless: job 4711: silent; its agent cannot be reached")]
-        assert runtime.notes == [("info", "slurm-told", what)]
+        # By the names that Slurm has for nodes.
+        assert slurm.told == [(word, "n3", "ckptless: job 4711: n2 hears nothing of it")]
+        assert runtime.notes == [("info", "slurm-told", f"mark {word} n3")]
         await edge.aclose()
         assert slurm.closed
+
+    run(work)
+
+
+def test_a_node_that_was_set_down_and_lives_is_drained_instead() -> None:
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime()
+        edge = cluster(slurm)
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
+        await until(lambda: runtime.notes)
+        # Slurm has taken it out of the job, which is nobody's reason to leave it down.
+        slurm.known = [job(nodes=("n1", "n2"))]
+        edge.node_is_dark(runtime.it, 2, "it lives", "back")
+        await until(lambda: len(runtime.notes) == 2)
+        assert [told[0] for told in slurm.told] == ["down", "undrain", "drain"]
+        assert slurm.told[2] == ("drain", "n3", "ckptless: job 4711: it lives")
+        await edge.aclose()
 
     run(work)
 
@@ -274,7 +305,7 @@ def test_a_dark_node_where_the_site_wants_nothing() -> None:
     async def work() -> None:
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         edge = cluster(slurm, "none")
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await asyncio.sleep(0.01)
         await edge.aclose()
         assert slurm.told == []
@@ -287,7 +318,7 @@ def test_a_node_that_slurm_did_not_give_the_job_is_not_marked() -> None:
     async def work() -> None:
         slurm, runtime = FakeSlurm(job(nodes=("n1", "n2"))), FakeRuntime()
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: runtime.notes)
         await edge.aclose()
         assert slurm.told == []
@@ -302,7 +333,7 @@ def test_slurm_that_is_away_is_told_again(monkeypatch: pytest.MonkeyPatch) -> No
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         slurm.answers = iter([SlurmUnreachableError("away")] * 3)
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: len(runtime.notes) == 2)
         assert len(slurm.told) == 4
         assert [note[:2] for note in runtime.notes] == [("warning", "slurm-away"), ("info", "slurm-told")]
@@ -319,7 +350,7 @@ def test_slurm_that_stays_away_is_an_event(monkeypatch: pytest.MonkeyPatch) -> N
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         slurm.answers = iter([SlurmUnreachableError("away")] * 99)
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: len(runtime.notes) == 2)
         assert runtime.notes[1] == ("error", "slurm-away", "mark down n3: given up after 5 tries")
         assert len(slurm.told) == 5
@@ -337,7 +368,7 @@ def test_a_refusal_is_an_event(error: CkptlessError) -> None:
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         slurm.answers = iter([error])
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: runtime.notes)
         assert runtime.notes == [("warning", "slurm-refused", f"mark down n3: {error}")]
         assert len(slurm.told) == 1
@@ -351,7 +382,7 @@ def test_what_is_under_way_ends_with_the_daemon() -> None:
         slurm, runtime = FakeSlurm(job()), FakeRuntime()
         slurm.answers = iter([SlurmUnreachableError("away")] * 99)
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent")
+        edge.node_is_dark(runtime.it, 2, "silent", "gone")
         await until(lambda: slurm.told)
         await edge.aclose()  # in the pause between two tries
         assert len(asyncio.all_tasks()) == 1
@@ -707,3 +738,92 @@ def test_a_job_that_waits_for_its_nodes_hears_soon_which_are_down(
         [(2, "Slurm has it down: power", "slurm")] if lost else []
     )
     assert trains.losses == []
+
+
+# --------------------------------------------------------------------------- rows that nobody has closed
+
+
+def row(run: str, state: JobState = "running") -> JobRecord:
+    return JobRecord(
+        job=run, command=("t",), world_size=4, nodes=2, spares=0, state=state, started_s=time.time() - 900
+    )
+
+
+@pytest.mark.parametrize(
+    ("run_name", "known", "state", "reason"),
+    [
+        ("4711", job(state="COMPLETED"), "done", "COMPLETED"),
+        ("4711", job(state="NODE_FAIL"), "failed", "NODE_FAIL"),
+        ("4711.s2", job(state="TIMEOUT"), "stopped", "TIMEOUT"),
+        ("4711", job(4712), "stopped", "it knows the job no more (see sacct)"),
+        ("4711", job(restarts=1), "stopped", "it has started the job again"),
+        ("4711.s0r1", job(restarts=2), "stopped", "it has started the job again"),
+        ("4711.1", job(restarts=1), "running", None),
+        ("4711", job(), "running", None),
+        ("4711", job(state="COMPLETING"), "running", None),
+        ("local-7", job(state="COMPLETED"), "running", None),
+    ],
+)
+def test_a_row_is_closed_when_slurm_says_so(
+    run_name: str, known: Job, state: str, reason: str | None, tmp_path: Path
+) -> None:
+    """Its agents are gone, or its quorum is, or the daemon was started again: no run of it is here."""
+
+    async def work() -> None:
+        ledger, slurm = await opened(tmp_path), FakeSlurm(known)
+        ledger.write((row(run_name), row("1", "done")))
+        await passes(cluster(slurm), ledger, [])
+        await ledger.close()
+
+    run(work)
+    with Ledger.open_readonly(tmp_path / "ledger.db") as kept:
+        (found,) = (one for one in kept.jobs() if one.job == run_name)
+    assert found.state == state
+    assert found.reason == (None if reason is None else f"over by Slurm's word: {reason}")
+    assert (found.ended_s is None) == (reason is None)
+
+
+def test_a_row_whose_run_is_still_decided_on_here_stays_open(tmp_path: Path) -> None:
+    async def work() -> None:
+        ledger, slurm, runtime = await opened(tmp_path), FakeSlurm(job(state="FAILED")), FakeRuntime()
+        ledger.write((row("4711"),))
+        await passes(cluster(slurm), ledger, [runtime])
+        assert runtime.cut
+        await ledger.close()
+
+    run(work)
+    with Ledger.open_readonly(tmp_path / "ledger.db") as kept:
+        assert [one.state for one in kept.jobs()] == ["running"]
+
+
+def test_what_the_daemons_have_decided_counts_for_more_than_slurms_word(tmp_path: Path) -> None:
+    def end(reason: str, ended_s: float) -> JobRecord:
+        return structs.replace(row("4711"), state="failed", ended_s=ended_s, reason=reason)
+
+    ours, slurms = end("no spare left", 10.0), end(f"{BY_SLURM}: FAILED", 99.0)
+    assert max((slurms, ours), key=precedence) is ours
+
+
+async def opened(folder: Path) -> LedgerWriter:
+    ledger = LedgerWriter(folder / "ledger.db")
+    await ledger.start()
+    return ledger
+
+
+async def passes(edge: SlurmCluster, ledger: LedgerWriter, runs: list[FakeRuntime]) -> None:
+    """A few looks at Slurm."""
+    looks, whole = 0, ledger.close_jobs
+
+    async def counted(close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
+        nonlocal looks
+        looks += 1
+        return await whole(close)
+
+    ledger.close_jobs = counted  # type: ignore[method-assign]
+    task = asyncio.create_task(edge.watch(lambda: [one.it for one in runs], 0.005, ledger=ledger))
+    # One look reads, and may write; the fourth is after one whole.
+    await until(lambda: task.done() or looks >= 4)
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await edge.aclose()

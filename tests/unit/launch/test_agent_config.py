@@ -59,7 +59,7 @@ def test_all_of_the_run_and_this_nodes_own() -> None:
     for name in SharedConfig.__struct_fields__:
         assert getattr(found, name) == getattr(SHARED, name)
     assert (found.node, found.name, found.address) == (0, "localhost", "127.0.0.1")
-    assert found.env == {"SLURMD_NODENAME": "localhost", "MY": "own", "OMP_NUM_THREADS": "4"}
+    assert found.env == {"SLURMD_NODENAME": "localhost", "MY": "own", "OMP_NUM_THREADS": "1"}
     assert found.rank_socket == rank_socket("4711.s3") == f"@ckptless-{os.getuid()}-4711.s3-ranks"
 
 
@@ -215,15 +215,14 @@ def test_a_socket_name_holds_only_plain_letters(job: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "processes", "cores", "threads"),
+    ("env", "ranks", "threads"),
     [
-        ({}, 1, 8, None),
-        ({}, 2, 8, "4"),
-        ({}, 3, 8, "2"),
-        ({}, 16, 8, "1"),
-        ({"OMP_NUM_THREADS": "7"}, 4, 8, None),
-        ({"OMP_NUM_THREADS": ""}, 4, 8, None),
+        ({}, 1, None),
+        ({}, 2, "1"),
+        ({}, 16, "1"),
+        ({"OMP_NUM_THREADS": "7"}, 4, None),
+        ({"OMP_NUM_THREADS": ""}, 4, None),
     ],
 )
-def test_threads_of_a_rank(env: dict[str, str], processes: int, cores: int, threads: str | None) -> None:
-    assert thread_env(env, processes, cores) == ({} if threads is None else {"OMP_NUM_THREADS": threads})
+def test_threads_of_a_rank(env: dict[str, str], ranks: int, threads: str | None) -> None:
+    assert thread_env(env, ranks) == ({} if threads is None else {"OMP_NUM_THREADS": threads})

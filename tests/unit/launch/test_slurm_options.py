@@ -15,8 +15,8 @@ from ckptless.daemon.agent.config import AGENT_CONFIG, ReplicationConfig, Shared
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.model import Limits
 from ckptless.daemon.launch import main
-from ckptless.daemon.launch.local import ALWAYS_PRELOADED, HOOKS
 from ckptless.daemon.launch.options import slurm_run
+from ckptless.daemon.launch.preload import ALWAYS
 from ckptless.daemon.launch.slurm import SlurmRun
 from ckptless.daemon.launch.step import StepRun
 
@@ -79,7 +79,7 @@ def test_a_run_in_a_batch_script(folder: Path) -> None:
     assert (config.cwd, config.copies, config.tee) == (str(folder), 2, (0,))
     assert config.log_dir == config.outcome_dir == str(folder / "ckptless-4711")
     assert Path(config.log_dir).is_dir()
-    assert config.preload == (*ALWAYS_PRELOADED, HOOKS)
+    assert config.preload == ALWAYS
     assert spec.recovers
     assert config.daemon_socket == "/run/ckptless/ckptlessd.sock"
 
@@ -93,7 +93,7 @@ def test_tier_1(words: list[str], more: Mapping[str, str], around: Mapping[str, 
     env = {**around, **more, "CKPTLESS_SPARES": "0"}
     config = run(*words, "train.py", env=env).config
     assert not config.spec.recovers
-    assert config.preload == ALWAYS_PRELOADED
+    assert config.preload == ALWAYS
     # The command line counts more.
     assert run("--tier", "4", "train.py", env=env).config.spec.recovers
 

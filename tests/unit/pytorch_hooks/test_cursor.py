@@ -22,7 +22,7 @@ from ckptless.pytorch_hooks.state import codec, rng, rng_memory
 EPOCHS = 6
 LENGTH = 5
 TOTAL = EPOCHS * LENGTH
-LOADERS = ("shuffled", "distributed", "stateful", "list")
+LOADERS = ("shuffled", "distributed", "stateful", "list", "generator", "half", "talking")
 
 Step = tuple[list[float], float, float]
 
@@ -54,6 +54,30 @@ class Stateful:
             yield [torch.tensor([100.0 * self._epoch + order[self._index - 1]])]
 
 
+class Half(DataLoader[Any]):
+    """As Accelerate's without a StatefulDataLoader inside: it has the methods, and they only raise."""
+
+    def state_dict(self) -> Any:
+        raise AttributeError("only of a StatefulDataLoader")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AttributeError("only of a StatefulDataLoader")
+
+
+class Talking(DataLoader[Any]):
+    """As it begins, all ranks' do something together; a generator, which does that with the first batch."""
+
+    talks = 0
+
+    def __iter__(self) -> Any:
+        Talking.talks += 1
+        yield from super().__iter__()
+
+
+def talks() -> int:
+    return Talking.talks
+
+
 def build(kind: str) -> Any:
     """What a script's build does, random numbers of its own included."""
     torch.manual_seed(7)
@@ -67,6 +91,9 @@ def build(kind: str) -> Any:
             return DataLoader(data, batch_size=1, sampler=DistributedSampler(data, num_replicas=2, rank=1))
         case "stateful":
             return Stateful()
+        case "generator" | "half" | "talking":
+            kinds: dict[str, Any] = {"generator": DataLoader, "half": Half, "talking": Talking}
+            return kinds[kind](data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
         case _:
             return [[torch.tensor([float(n)])] for n in range(LENGTH)]
 
@@ -93,7 +120,7 @@ class Process:
 
     def __init__(self, kind: str, *, nested: bool) -> None:
         self.loader = build(kind)
-        self.cursor = Cursor()
+        self.cursor = Cursor(talks)
         self._nested = nested
         self.enter()
 
@@ -294,6 +321,24 @@ def test_a_commit_between_two_epochs(kind: str, replaced: bool) -> None:
     assert process.cursor.position.epoch == 1
     steps += [make_step(batch) for batch in process.batches]
     assert steps == undisturbed(kind)
+
+
+@pytest.mark.parametrize("at", [0, 1, LENGTH - 1, LENGTH, LENGTH + 1])
+@pytest.mark.parametrize("beyond", [0, 1, 2])
+def test_a_loader_that_talks_does_so_as_often_in_every_process(at: int, beyond: int) -> None:
+    """Whatever a survivor has in its hands: a new process talks from the begin of the epoch on."""
+    records, survivor = [], Process("talking", nested=True)
+    for done in range(at + 1 + beyond):
+        records.append(Record(done, survivor.cursor))
+        make_step(next(survivor.batches))
+    heard = []
+    for process in (survivor, Process("talking", nested=True)):
+        records[at].restore(process)
+        before = talks()
+        batches = [make_step(next(process.batches)) for _ in range(LENGTH)]
+        assert batches == undisturbed("talking")[at : at + LENGTH]
+        heard.append(talks() - before)
+    assert heard[0] == heard[1]
 
 
 def test_a_loader_that_has_become_shorter_is_named() -> None:

@@ -59,9 +59,9 @@ class GatedCopies(HostCopies):
         self.gate = threading.Event()
         self.fenced = threading.Event()
 
-    def complete(self, ticket: HostTicket, came: Callable[[int], None]) -> None:
+    def complete(self, ticket: HostTicket, came: Callable[[int], None]) -> str | None:
         assert self.gate.wait(DEADLINE_S)
-        super().complete(ticket, came)
+        return super().complete(ticket, came)
 
     def fence(self, ticket: HostTicket) -> None:
         self.fenced.set()
@@ -214,6 +214,35 @@ def test_a_version_that_was_written_to_is_never_sealed(
     assert rank.session.sound(rank.session.sent[-1]) == rank.packed()
 
 
+@pytest.mark.parametrize("where", ["big", "turned", "short", "scalar"])
+@pytest.mark.parametrize("how", ["data", "inference", "another thread"])
+def test_a_version_that_was_written_to_unseen_is_never_sealed(
+    gated: tuple[Rank, GatedCopies], how: str, where: str
+) -> None:
+    """An update by hand through `.data` has no hook and no count: only the bytes tell."""
+    rank, device = gated
+    rank.begin()
+    tensor = rank.model.big.weight if where == "big" else getattr(rank.model, where)
+
+    def write() -> None:
+        if how == "inference":
+            with torch.inference_mode():
+                tensor.mul_(0.5)
+        else:
+            tensor.data.view(-1)[-1:].mul_(0.5) if where == "big" else tensor.data.mul_(0.5)
+
+    if how == "another thread":
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join(DEADLINE_S)
+    else:
+        write()
+    device.gate.set()
+    with pytest.raises(StateMoved, match=r"^[po]:(model|optimizer):"):
+        rank.versions.wait()
+    assert rank.session.sent == []
+
+
 def test_memory_that_is_put_in_place_of_a_tensors_is_not_what_is_copied(
     gated: tuple[Rank, GatedCopies],
 ) -> None:
@@ -318,7 +347,8 @@ def test_a_script_that_writes_unseen_never_gets_them(rank: Rank, way: str) -> No
     assert "overlap='on'" in told
 
 
-def test_after_a_write_that_was_counted_copies_are_in_order(rank: Rank) -> None:
+def test_after_a_write_that_was_counted_copies_are_in_order(gated: tuple[Rank, GatedCopies]) -> None:
+    rank, device = gated
     trained = Trained(rank, Policy("on"))
     for _ in range(TRIALS):
         trained.step()
@@ -326,14 +356,23 @@ def test_after_a_write_that_was_counted_copies_are_in_order(rank: Rank) -> None:
     def write(model: Model) -> None:
         with torch.no_grad():
             model.scalar.add_(1)
+        device.gate.set()
 
     with pytest.raises(StateMoved, match="overlap='on'"):
         trained.step(write)
-    assert trained.copying.leave()
+    trained.copying.leave()
     assert len(trained.told) == 1
     assert not trained.step(write)
-    assert not trained.copying.leave()
+    trained.copying.leave()
     assert len(trained.told) == 1
+
+
+def test_of_a_device_nothing_is_copied_beside() -> None:
+    assert Policy("off").refuse_device() is None
+    policy = Policy("on", tried=TRIALS)
+    assert "the CPU's memory" in (policy.refuse_device() or "")
+    assert not policy.overlaps
+    assert policy.refuse_device() is None
 
 
 def test_what_the_user_says() -> None:

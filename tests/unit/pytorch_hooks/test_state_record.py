@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
-from ckptless.pytorch_hooks.state import State, TensorSet, capture, codec, read, restore, rng
-from ckptless.pytorch_hooks.state.objects import watch_of
+from ckptless.pytorch_hooks.state import State, capture, codec, read, restore, rng
 
 
 class Counter:
@@ -118,29 +117,6 @@ def test_a_record_of_something_else() -> None:
     two.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     with pytest.raises(RecoveryError, match="groups"):
         restore(kept, two)
-
-
-def test_a_buffer_that_was_first_written_after_the_record_is_known_to_be_ahead_of_it() -> None:
-    norm = nn.BatchNorm1d(3)
-    state = State(model=norm, optimizer=torch.optim.SGD(norm.parameters(), lr=0.1))
-    tensors = TensorSet(state)
-    packed = torch.empty(tensors.layout.nbytes, dtype=torch.uint8)
-    tensors.pack(packed)
-    record = capture(state, 0, {}, {}, tensors)
-    assert not watch_of(state).is_ahead()
-    norm(torch.randn(4, 3))
-    # The count of batches was that of the module as it was built: it is not in the record.
-    assert watch_of(state).is_ahead()
-    tensors.unpack(packed, read(record).layout)
-    restore(record, state)
-    assert not watch_of(state).is_ahead()
-    assert norm.num_batches_tracked is not None
-    assert norm.num_batches_tracked.item() == 0
-    norm(torch.randn(4, 3))
-    capture(state, 1, {}, {}, tensors)
-    norm(torch.randn(4, 3))
-    # From now on it is in each record.
-    assert not watch_of(state).is_ahead()
 
 
 def test_a_broken_record_changes_nothing() -> None:

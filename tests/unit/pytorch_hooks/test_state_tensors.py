@@ -329,6 +329,24 @@ def test_each_rank_gets_its_own_statistics(kind: Callable[[], nn.Module]) -> Non
         assert len(capture(target, 1)) == len(record)
 
 
+def test_a_buffer_that_is_written_unseen_is_each_ranks_own() -> None:
+    """A codebook that moves by `.data`: torch does not count that."""
+    states = []
+    for value in (1.0, 2.0):
+        module = nn.Linear(2, 2)
+        module.register_buffer("codes", torch.zeros(3))
+        states.append(State(model=module))
+        capture(states[-1], 0)
+        module.get_buffer("codes").data.fill_(value)
+    first, second = states
+    tensors = TensorSet(first)
+    buffer = buffer_for(tensors.layout)
+    layout, record = tensors.pack(buffer), capture(second, 1)
+    TensorSet(second).unpack(buffer, layout)
+    restore(record, second)
+    assert second.model.codes.tolist() == [2.0] * 3
+
+
 def test_state_that_was_not_there_is_removed() -> None:
     state = make()
     tensors = TensorSet(state)

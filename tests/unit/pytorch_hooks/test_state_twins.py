@@ -40,6 +40,13 @@ def placed(mesh: DeviceMesh, *placements: Any) -> DTensor:
     return DTensor.from_local(torch.zeros(2, 2), mesh, placements, run_check=False)
 
 
+class Holding:
+    """No module, and not a list either."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+
 class Holder(nn.Module):
     def __init__(self, **tensors: torch.Tensor) -> None:
         super().__init__()
@@ -141,6 +148,9 @@ def test_fsdp1_is_refused() -> None:
                 UsageError, match=r"^state\.model is a FullyShardedDataParallel .*fully_shard"
             ):
                 twins(State(model=model), 0, 2)
+            for hidden in ({"nets": {"a": [model]}}, {"held": Holding(model)}):
+                with pytest.raises(UsageError, match="is a FullyShardedDataParallel"):
+                    twins(State(**hidden), 0, 2)
             if not plain:
                 flat = torch.optim.SGD(model.parameters(), lr=0.1)
                 with pytest.raises(UsageError, match=r"is a FlatParameter of FSDP1, .*fully_shard"):

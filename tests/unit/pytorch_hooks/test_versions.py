@@ -88,8 +88,8 @@ class Rank:
             m.Fetched(step=1, record=b"r", tensors=at, slot_nbytes=self.session.slot_nbytes) for at in places
         ]
 
-    def fetch(self, *, read_payload: bool = True) -> subject.Fetched:
-        return self.versions.fetch(2, 1, 2, self.tensors, read_payload=read_payload)
+    def fetch(self) -> subject.Fetched:
+        return self.versions.fetch(2, 1, 2, self.tensors)
 
 
 @pytest.fixture
@@ -209,21 +209,10 @@ def test_bad_again_and_again_is_not_asked_for_for_ever(rank: Rank) -> None:
     assert len(rank.session.asked) == subject.TRIES
 
 
-def test_who_keeps_its_parameters_reads_no_payload(rank: Rank) -> None:
-    at = rank.committed(1)
-    rank.spoil(at, at.nbytes - 1)
-    rank.answer(at)
-    assert rank.fetch(read_payload=False).at == at
-    rank.answer(at)
-    found = rank.fetch(read_payload=False)
-    with pytest.raises(StateUnavailableError, match="chunk"):
-        rank.versions.verify(found)
-
-
 def test_a_version_of_another_step_is_not_used(rank: Rank) -> None:
     other, own = rank.committed(0), rank.committed(1)
     rank.answer(other, own)
-    assert rank.fetch(read_payload=False).at == own
+    assert rank.fetch().at == own
     assert "in place of step 1" in rank.session.asked[1][1]
 
 

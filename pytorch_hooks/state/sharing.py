@@ -1,0 +1,78 @@
+"""Tensors of a State that lie in one memory: the same ones in every process, as the state was built.
+
+Some scripts put other weights into a model by `p.data = other`. Where that is cut off two tensors share
+memory that did not; to copy both back into it would make one of them wrong.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.pytorch_hooks.state import private
+from ckptless.pytorch_hooks.state.layout import Named
+
+Shared = frozenset[frozenset[str]]
+"""The names of the tensors in each memory that several have."""
+
+
+def addresses(named: Iterable[Named]) -> list[int]:
+    """Give where each tensor begins: cheap, and another where one was put somewhere else."""
+    return [private.local(one.tensor).data_ptr() for one in named]
+
+
+def shared(named: Iterable[Named]) -> Shared:
+    """Give which tensors lie in one memory, as far as one range of bytes for each can tell."""
+    found: list[set[str]] = []
+    last: torch.device | None = None
+    upto = 0
+    for device, begin, end, name in sorted((_range(one) for one in named), key=lambda r: (str(r[0]), *r[1:])):
+        if end == begin:
+            continue
+        if device == last and begin < upto:
+            found[-1].add(name)
+        else:
+            found.append({name})
+            upto = 0
+        last, upto = device, max(upto, end)
+    return frozenset(frozenset(names) for names in found if len(names) > 1)
+
+
+def _range(one: Named) -> tuple[torch.device, int, int, str]:
+    part = private.local(one.tensor)
+    begin = part.data_ptr()
+    steps = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    nbytes = (steps + 1) * part.element_size() if part.numel() else 0
+    return part.device, begin, begin + nbytes, one.name
+
+
+def check_shared(built: Shared, now: Shared) -> None:
+    """Raise UsageError where tensors share memory that did not, or the other way round."""
+    for names in sorted(map(sorted, now ^ built)):
+        what = "lie in one memory" if frozenset(names) in now else "do not lie in one memory any more"
+        raise UsageError(
+            f"{_shown(names[0])} and {_shown(names[1])} {what}, other than in run.keep, and a new process "
+            "would not have it so: copy values (copy_), and put weights that are exchanged by .data back "
+            "before run.commit"
+        )
+
+
+def separate(built: Shared, named: Sequence[Named]) -> None:
+    """Give memory of its own to each tensor that shares it, other than as built; its value is lost.
+
+    RecoveryError where that cannot be done in this process.
+    """
+    now = shared(named)
+    wrong = frozenset[str]().union(*(now - built))
+    for names in built - now:
+        raise RecoveryError(f"{_shown(min(names))} does not lie in the memory any more that it shared")
+    for name, tensor, _like in named:
+        part = private.local(tensor)
+        if name in wrong and part is not tensor:
+            raise RecoveryError(f"{_shown(name)}, which is a DTensor, lies in the memory of another tensor")
+        if name in wrong or any(s == 0 and n > 1 for s, n in zip(part.stride(), part.shape, strict=True)):
+            tensor.data = torch.empty_like(part, memory_format=torch.contiguous_format)
+
+
+def _shown(name: str) -> str:
+    return "state." + name[2:].replace(":", ".")

@@ -1,0 +1,548 @@
+"""Everything that takes bytes from somebody else, and valid bytes for each."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from seeds import build, members, structs_in
+
+from ckptless.daemon import config as daemon_config
+from ckptless.daemon.agent import config as agent_config
+from ckptless.daemon.agent import keeping as agent_keeping
+from ckptless.daemon.agent import nccl_wire, store_parser, store_protocol, store_wire, zygote_messages
+from ckptless.daemon.agent.rank_link import Heard
+from ckptless.daemon.api import (
+    eviction,
+    keeping,
+    messages,
+    outcome,
+    reading,
+    ring_entry,
+    saved,
+    saving,
+    version,
+)
+from ckptless.daemon.api import ring as api_ring
+from ckptless.daemon.api.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
+from ckptless.daemon.control.decree import Durable
+from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.peers import handshake
+from ckptless.daemon.peers import messages as peers
+from ckptless.daemon.service import _Heard as FromOutside
+from ckptless.daemon.settings import load_settings
+from ckptless.daemon.slurm import hostlist, pyslurm_messages, text
+from ckptless.pytorch_hooks.data import batch_codec, identity, pack, records
+from ckptless.pytorch_hooks.data.files import Stamp
+from ckptless.pytorch_hooks.state import catalog, codec, layout, record
+
+REPOSITORY = Path(__file__).parents[2]
+SCRATCH = Path(tempfile.mkdtemp(prefix="ckptless-fuzz-"))
+
+
+@dataclass(frozen=True)
+class Target:
+    """`seed` makes valid bytes, `feed` takes any. `mend` puts checksums right, to get behind them."""
+
+    name: str
+    seed: Callable[[Random], bytes]
+    feed: Callable[[bytes], object]
+    mend: Callable[[bytes], bytes] | None = None
+    kind: Any = None
+
+
+# ------------------------------------------------------------------------------------------ edges
+
+EDGES: dict[str, tuple[Any, int]] = {
+    "daemon, from anybody": (FromOutside, CONTROL_LIMIT),
+    "agent, from its daemon": (messages.ToAgent | saving.SaveNow, CONTROL_LIMIT),
+    "agent, from its ranks": (Heard, RANK_LIMIT),
+    "rank, from its agent": (messages.ToRank, RANK_LIMIT),
+    "reader of a ring": (api_ring.ToReader, RANK_LIMIT),
+    "producer of a ring": (api_ring.ToProducer, RANK_LIMIT),
+    "writer of saved steps": (saving.ToWriter, RANK_LIMIT),
+    "daemon, memory that is kept": (keeping.Taken, CONTROL_LIMIT),
+    "agent, what was kept": (keeping.Claimed | messages.Denied, CONTROL_LIMIT),
+    "agent, what is to be kept": (keeping.KeepAnswer | messages.Denied, CONTROL_LIMIT),
+    "ckptctl evict": (eviction.Evicted | messages.Denied, CONTROL_LIMIT),
+    "ckptctl save": (saving.Saved | messages.Denied, CONTROL_LIMIT),
+    "ckptctl, what is recorded": (reading.Page | messages.Denied, CONTROL_LIMIT),
+    "ckptctl kept": (keeping.KeptList | messages.Denied, CONTROL_LIMIT),
+    "daemon, from daemons": (peers.DaemonMessage, CONTROL_LIMIT),
+    "agent, from agents": (peers.AgentMessage, CONTROL_LIMIT),
+    "store, from stores": (peers.StoreMessage, CONTROL_LIMIT),
+}
+GREETINGS = (handshake.Opening, handshake.Answer, handshake.Proof)
+
+
+def _edge(name: str, kind: Any, limit: int) -> Target:
+    def seed(chance: Random) -> bytes:
+        return b"".join(
+            encode(build(chance.choice(members(kind)), chance)) for _ in range(chance.choice((1, 1, 3)))
+        )
+
+    def feed(data: bytes) -> None:
+        decoder: Decoder[Any] = Decoder(kind, limit)
+        half = len(data) // 2
+        decoder.feed(data[:half])
+        decoder.feed(data[half:])
+
+    def mend(data: bytes) -> bytes:
+        """One frame of the right length."""
+        return struct.pack("<I", max(len(data) - 4, 0)) + data[4:]
+
+    return Target(name, seed, feed, mend, kind)
+
+
+def _greeting(kind: Any) -> Target:
+    return Target(
+        f"greeting {kind.__name__}",
+        lambda chance: msgspec.msgpack.encode(build(kind, chance)),
+        lambda data: handshake.decode(data, kind),
+        kind=kind,
+    )
+
+
+def edges() -> list[Target]:
+    return [
+        *(_edge(name, kind, limit) for name, (kind, limit) in EDGES.items()),
+        *map(_greeting, GREETINGS),
+        Target(
+            "store items",
+            lambda chance: msgspec.msgpack.encode([build(store_wire.Item, chance) for _ in range(3)]),
+            store_wire.decode,
+            kind=store_wire.Item,
+        ),
+        Target(
+            "zygote, a spawn",
+            lambda chance: zygote_messages.encode(
+                msgspec.structs.replace(build(zygote_messages.Spawn, chance), version=zygote_messages.VERSION)
+            ),
+            zygote_messages.decode_spawn,
+            kind=zygote_messages.Spawn,
+        ),
+        Target(
+            "zygote, a reply",
+            lambda chance: zygote_messages.encode(build(zygote_messages.Reply, chance)),
+            zygote_messages.decode_reply,
+            kind=zygote_messages.Reply,
+        ),
+        Target(
+            "zygote, a program",
+            _program,
+            _in_memfd(zygote_messages.read_program),
+            kind=zygote_messages.Program,
+        ),
+        Target(
+            "pyslurm, a request",
+            lambda chance: msgspec.json.encode(build(pyslurm_messages.Request, chance)),
+            pyslurm_messages.decode_request,
+            kind=pyslurm_messages.Request,
+        ),
+        Target(
+            "pyslurm, an answer",
+            lambda chance: msgspec.json.encode(build(pyslurm_messages.Answer, chance)),
+            pyslurm_messages.decode_answer,
+            kind=pyslurm_messages.Answer,
+        ),
+        Target("store, torch's protocol", _store_stream, lambda data: store_parser.StoreParser().feed(data)),
+        Target("NCCL, a check-in", _check_in, lambda data: nccl_wire.CheckInReader().feed(data)),
+        Target("NCCL, an id", _unique_id, nccl_wire.decode_id),
+    ]
+
+
+def _program(chance: Random) -> bytes:
+    made = build(zygote_messages.Program, chance)
+    return msgspec.msgpack.encode(made)
+
+
+def _in_memfd(read: Callable[[int], object]) -> Callable[[bytes], object]:
+    def feed(data: bytes) -> object:
+        fd = os.memfd_create("fuzz")
+        try:
+            os.write(fd, data)
+            return read(fd)
+        finally:
+            os.close(fd)
+
+    return feed
+
+
+def _store_stream(chance: Random) -> bytes:
+    def some(nbytes: int = 12) -> bytes:
+        data = chance.randbytes(chance.randrange(nbytes))
+        return struct.pack("<Q", len(data)) + data
+
+    def many(part: Callable[[], bytes]) -> bytes:
+        count = chance.randrange(4)
+        return struct.pack("<Q", count) + b"".join(part() for _ in range(count))
+
+    fields: dict[str, Callable[[], bytes]] = {
+        "key": some,
+        "value": some,
+        "signed": lambda: struct.pack("<q", chance.choice((-1, 0, 5, 1 << 40))),
+        "nonce": lambda: struct.pack("<I", chance.randrange(1 << 32)),
+        "keys": lambda: many(some),
+        "items": lambda: many(lambda: some() + some()),
+    }
+    found = bytes([store_protocol.Op.VALIDATE]) + struct.pack("<I", store_protocol.MAGIC)
+    for _ in range(chance.randrange(1, 5)):
+        op = chance.choice(list(store_parser._LAYOUT))
+        found += bytes([op]) + b"".join(fields[f.__name__]() for f in store_parser._LAYOUT[op][1])
+    return found
+
+
+def _check_in(chance: Random) -> bytes:
+    nbytes = chance.choice(list(nccl_wire.LAYOUTS))
+    listen = nccl_wire.Address(chance.choice(("127.0.0.1", "::1")), chance.randrange(1, 1 << 16))
+    found = nccl_wire.CheckIn(1, 2, 0, 1, 0, listen, b"x" * 8)
+    return nccl_wire.encode_message(chance.randrange(1 << 64), nccl_wire.encode_check_in(found, nbytes))
+
+
+def _unique_id(chance: Random) -> bytes:
+    return nccl_wire.encode_id(
+        nccl_wire.UniqueId(7, nccl_wire.Address("10.0.0.1", chance.randrange(1, 1 << 16)))
+    )
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def _header(chance: Random, payload: bytes = b"") -> version.Header:
+    nbytes = len(payload) or chance.choice((1, 4096, 10 * 4096 + 1))
+    data = payload or bytes(nbytes)
+    chunks = tuple(version.digest_of(data[a:b]) for a, b in version.spans(nbytes, 4096))
+    return version.Header("4711", 0, 1, 7, 2, "ab" * 16, nbytes, chunks, 4096)
+
+
+def _mend_version(data: bytes) -> bytes:
+    return data[:-16] + xxhash.xxh3_128_digest(data[:-16]) if len(data) >= 16 else data
+
+
+def _entry(chance: Random) -> bytes:
+    position = chance.randbytes(chance.randrange(40))
+    batch = chance.randbytes(chance.randrange(200))
+    digest = ring_entry.body_digest(position, len(batch), [(0, batch)])
+    head = ring_entry.encode(ring_entry.EntryHeader("ab" * 16, 1, 2, len(position), len(batch), digest))
+    return (head + position).ljust(ring_entry.batch_at(len(position)), b"\0") + batch
+
+
+def _mend_entry(data: bytes) -> bytes:
+    end = ring_entry.HEADER_NBYTES - 8
+    own = struct.pack("<Q", xxhash.xxh3_64_intdigest(data[:end]))
+    return data[:end] + own + data[end + 8 :] if len(data) >= ring_entry.HEADER_NBYTES else data
+
+
+def _mend_sealed(data: bytes) -> bytes:
+    head = codec._HEADER.size
+    return data if len(data) < head else codec.seal(data[head:])
+
+
+def _mend_digest_before(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data[16:]) + data[16:] if len(data) > 16 else data
+
+
+def _tree(chance: Random) -> Any:
+    leaves = [
+        None,
+        True,
+        5,
+        1 << 80,
+        1.5,
+        "x",
+        b"y",
+        torch.arange(6).reshape(2, 3),
+        np.ones(3),
+        (1, "a"),
+        {3: 4},
+    ]
+    return {"a": chance.choice(leaves), "b": [chance.choice(leaves), {"c": chance.choice(leaves)}]}
+
+
+def _batch(chance: Random) -> bytes:
+    encoded = batch_codec.encode(_tree(chance))
+    data = bytearray(encoded.nbytes)
+    for offset, part in encoded.parts:
+        data[offset : offset + len(part)] = part
+    return bytes(data)
+
+
+def _layout(chance: Random) -> layout.Layout:
+    entries, at = [], 0
+    for number in range(chance.randrange(1, 4)):
+        entries.append(layout.Entry(f"model:{number}", "float32", (2, 3), at, 24))
+        at += layout._up(24)
+    made = tuple(entries)
+    return layout.Layout(made, at, layout._digest(made, at))
+
+
+def _record(chance: Random) -> bytes:
+    made = record._Record(
+        step=3,
+        cursor=codec.pack(_tree(chance)),
+        ddp_layouts={},
+        layout=_layout(chance).packed,
+        catalog=_catalog(chance),
+        training=record._Flags(1, b"\1"),
+        requires_grad=record._Flags(1, b"\1"),
+        grads=record._Flags(1, b"\0"),
+        buffers=codec.pack({}),
+        optimizers={},
+        objects={},
+        data={"x": codec.pack(_tree(chance))},
+        attributes={"x": ({"t": codec.pack(3)}, ["groups"])},
+        extra={"model:": codec.pack(_tree(chance))},
+        rng=codec.pack(None),
+    )
+    return codec.seal(msgspec.msgpack.encode(made))
+
+
+def _catalog(chance: Random) -> bytes:
+    return zlib.compress(msgspec.msgpack.encode(build(catalog.Catalog, chance)))
+
+
+STAMP = Stamp("data.jsonl", 30, 5)
+
+
+def _offsets(chance: Random) -> bytes:
+    out = io.BytesIO()
+    records.write(out, STAMP, np.array([0, 10, 20, 30], dtype=np.uint64))
+    return out.getvalue()
+
+
+def _table(chance: Random) -> bytes:
+    out = io.BytesIO()
+    pack.write_table(out, [3, 0, 2])
+    return out.getvalue()
+
+
+def _read_manifest(data: bytes) -> object:
+    (SCRATCH / saved.MANIFEST).write_bytes(data)
+    try:
+        return saved.read_manifest(SCRATCH)
+    except OSError:  # it names files that are not there, which is said as such
+        return None
+
+
+def _read_outcome(data: bytes) -> object:
+    outcome.outcome_path(SCRATCH).write_bytes(data)
+    return outcome.read_outcome(SCRATCH, "4711")
+
+
+def _vote(data: bytes) -> object:
+    """A row of the ledger, however it came to be."""
+    with Ledger.open(SCRATCH / "ledger.db") as ledger:
+        ledger.save_vote("4711", "abc", DURABLE)
+        with ledger._engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE votes SET state = ?", (data.decode(errors="replace"),))
+        return ledger.vote("4711")
+
+
+def _zipped(read: Callable[[bytes], object]) -> Callable[[bytes], object]:
+    return lambda data: read(zlib.compress(data, 1))
+
+
+def files() -> list[Target]:
+    def json_of(kind: Any) -> Callable[[Random], bytes]:
+        return lambda chance: msgspec.json.encode(build(kind, chance))
+
+    return [
+        Target("version header", lambda c: version.encode(_header(c)), version.decode, _mend_version),
+        Target("ring entry", _entry, _verify_entry, _mend_entry),
+        Target("batch", _batch, lambda data: batch_codec.decode(bytearray(data), 0, len(data))),
+        Target("state tree", lambda c: codec.encode(_tree(c)), codec.decode, _mend_sealed),
+        Target("record", _record, record.read, _mend_sealed),
+        Target("layout", lambda c: msgspec.msgpack.encode(_layout(c)), _zipped(layout.unpack)),
+        Target("catalog", lambda c: zlib.decompress(_catalog(c)), _zipped(catalog.read)),
+        Target("zipped", lambda c: _layout(c).packed, layout.unpack),
+        Target("data manifest", lambda c: identity.encode(build(identity.Manifest, c)), identity.decode),
+        Target("index of records", _offsets, lambda data: records.parse(data, "x", STAMP), _mend_offsets),
+        Target("table of blocks", _table, lambda data: pack.read_table(data, 3), _mend_table),
+        Target(
+            "catalog of kept memory",
+            lambda c: _mend_digest_before(bytes(16) + msgspec.msgpack.encode(build(keeping.Catalog, c))),
+            _in_memfd(agent_keeping._read_catalog),
+            _mend_digest_before,
+        ),
+        Target("saved manifest", json_of(saved.Manifest), _read_manifest),
+        Target("outcome file", json_of(outcome._OutcomeFile), _read_outcome),
+        Target("bulk transfer", lambda c: c.randbytes(3 * 4096 + 5), _receive),
+    ]
+
+
+def _verify_entry(data: bytes) -> object:
+    return ring_entry.verify(memoryview(data), "ab" * 16, 1, 2)
+
+
+def _mend_offsets(data: bytes) -> bytes:
+    head, content = data[: records._HEADER.size], data[records._HEADER.size :]
+    return head[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(content)) + content
+
+
+def _mend_table(data: bytes) -> bytes:
+    head, content = data[: pack._HEADER.size], data[pack._HEADER.size :]
+    return head[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(content)) + content
+
+
+PAYLOAD = Random(1).randbytes(3 * 4096 + 5)
+HEADER = _header(Random(1), PAYLOAD)
+
+
+def _receive(data: bytes) -> None:
+    """What comes over a bulk transfer, in pieces: only the very bytes are taken."""
+    verifier = version.ChunkVerifier(HEADER, 0, len(PAYLOAD))
+    view = memoryview(data[: len(PAYLOAD)])
+    for start in range(0, len(view), 1000):
+        verifier.feed(view[start : start + 1000])
+    if len(view) == len(PAYLOAD):
+        verifier.finish()
+        assert bytes(view) == PAYLOAD, "other bytes were taken"
+
+
+# ------------------------------------------------------------------------------------------- texts
+
+SECRET = "Secret_0123456789"
+DURABLE = build(Durable, Random(1))
+
+
+def _jobs(chance: Random) -> bytes:
+    values = {
+        "JobID": "4711",
+        "JobArrayID": chance.choice(("4711", "2_[1-9%4]", "2_3")),
+        "UserID": "5001",
+        "State": "RUNNING",
+        "RestartCnt": "1",
+        "NodeList": chance.choice(("node[01-04,7]", "a,b[1-2]", "(null)")),
+        "BatchFlag": "1",
+        "BatchHost": "node01",
+        "Partition": "debug",
+        "StartTime": chance.choice(("2026-11-21T15:08:47", "N/A")),
+        "EndTime": "Unknown",
+        "TimeLimit": chance.choice(("1-02:03:04", "UNLIMITED", "30:00")),
+        "Reason": "None",
+        "Name": "a job; with\nlines",
+        "Comment": "(null)",
+    }
+    form = text.JobFormat(SECRET)
+    found = "".join(values[name] + form._end(name) for name in text._JOB_FIELDS)
+    return (found * chance.choice((1, 2))).encode()
+
+
+def _recorded(name: str) -> Callable[[Random], bytes]:
+    found = sorted((REPOSITORY / "tests/slurm/recorded").glob(f"*/{name}"))
+
+    def seed(chance: Random) -> bytes:
+        lines = chance.choice(found).read_bytes().splitlines(keepends=True)
+        begin = chance.randrange(len(lines))
+        return b"".join(lines[begin : begin + chance.choice((1, 3))])
+
+    return seed
+
+
+def _as_text(read: Callable[[str], object]) -> Callable[[bytes], object]:
+    return lambda data: read(data.decode(errors="replace"))
+
+
+SETTINGS = re.sub(
+    r"(?m)^( *)# ?(?=[a-z_]+:| +[a-z_]+:)", r"\1", (REPOSITORY / "etc/ckptless.yaml").read_text()
+)
+
+
+# What YAML's own constructors and its recursion make of some words.
+TRAPS = (
+    "",
+    "daemon: {port: 6822}",
+    "a: &a [*a]",
+    "a: !!python/object:os.system x",
+    "daemon: {port: 2026-13-45}",
+    "daemon: {port: " + "9" * 5000 + "}",
+    "domains: " + "[" * 400,
+    "domains: {rack: " + "{a: " * 500 + "}" * 501,
+    "max_stall: !!float x",
+    "max_stall: !!binary x",
+    "max_stall: !!bool x",
+    "max_stall: !!timestamp x",
+    "? {a: b}\n: c",
+    "<<: 5",
+    "a: &x [1]\nb: *y",
+)
+
+
+def _settings(chance: Random) -> bytes:
+    lines = SETTINGS.splitlines()
+    if chance.random() < 0.7:
+        lines = ["version: 1", *(line for line in lines if line[:1].isalpha() and chance.random() < 0.3)]
+    return "\n".join([*lines, chance.choice(TRAPS)]).encode()
+
+
+def _load_settings(data: bytes) -> object:
+    path = SCRATCH / "ckptless.yaml"
+    path.write_bytes(data)
+    return load_settings(path)
+
+
+def _load_config(kind: Any) -> Callable[[bytes], object]:
+    def feed(data: bytes) -> object:
+        path = SCRATCH / "config.json"
+        path.write_bytes(data)
+        return daemon_config.load(path, kind)
+
+    return feed
+
+
+def _step_environment(data: bytes) -> object:
+    config = base64.b64encode(data).decode()
+    return agent_config.of_this_node({agent_config.AGENT_CONFIG: config, "SLURMD_NODENAME": "localhost"}, 2)
+
+
+def texts() -> list[Target]:
+    return [
+        Target("Slurm's jobs", _jobs, _as_text(text.JobFormat(SECRET).read)),
+        Target("Slurm's nodes", _recorded("nodes.txt"), _as_text(text.read_nodes)),
+        Target("Slurm's ping", _recorded("ping.txt"), _as_text(text.read_ping)),
+        Target(
+            "Slurm's topology",
+            lambda _: (
+                b"SwitchName=s0 Level=0 LinkSpeed=1 Nodes=node[01-02]\nBlockName=b BlockIndex=0 Nodes=a,b\n"
+            ),
+            _as_text(text.read_topology),
+        ),
+        Target("hostlist", lambda _: b"node[01-04,7,9-12],b[1-2]x,c", _as_text(hostlist.expand)),
+        Target("ckptless.yaml", _settings, _load_settings),
+        Target(
+            "a local daemon's file",
+            lambda c: msgspec.json.encode(build(daemon_config.LocalConfig, c)),
+            _load_config(daemon_config.LocalConfig),
+        ),
+        Target("YAML of such a file", _settings, _load_config(daemon_config.LocalConfig)),
+        Target(
+            "a local agent's file",
+            lambda c: msgspec.json.encode(build(agent_config.AgentConfig, c)),
+            _load_config(agent_config.AgentConfig),
+        ),
+        Target(
+            "a step's environment",
+            lambda c: msgspec.json.encode(build(agent_config.SharedConfig, c)),
+            _step_environment,
+        ),
+        Target("a vote in the ledger", lambda _: msgspec.json.encode(DURABLE), _vote),
+    ]
+
+
+def covered() -> set[type]:
+    """Every struct of whose type some seed of an edge is."""
+    return {one for target in edges() if target.kind is not None for one in structs_in(target.kind)}

@@ -1,0 +1,114 @@
+"""State that is kept where nobody looks at first: after faults the losses are the same, or it is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from localrun import FAULTY_DEADLINE_S, HERE, Job, Lines, read_toy
+
+pytestmark = pytest.mark.timeout(400)
+
+Fault = tuple[int, int, str]
+
+STEPS = 40
+RANKS = 2
+QUICK: Sequence[Fault] = ((0, 3, "update"), (1, 11, "commit"), (0, 17, "forward"), (1, 25, "backward"))
+
+
+@contextmanager
+def unseen(home: Path, kind: str, faults: Sequence[Fault] = (), steps: int = STEPS) -> Iterator[Job]:
+    words = ["--nodes", RANKS, "--spares", 1, "--max-stall", 60, "--tee", "none"]
+    script = [HERE / "unseen.py", kind, steps, home / "out", json.dumps(faults)]
+    with Job(home, words, script) as job:
+        yield job
+
+
+@functools.cache
+def clean(kind: str, steps: int = STEPS) -> Lines:
+    with tempfile.TemporaryDirectory(prefix="ckptless-unseen-") as scratch:
+        with unseen(Path(scratch), kind, steps=steps) as job:
+            job.ended(0)
+        found = read_toy(Path(scratch) / "out").losses
+    assert set(found) == {(rank, step) for rank in range(RANKS) for step in range(1, steps + 1)}
+    return found
+
+
+def same(home: Path, kind: str, faults: Sequence[Fault], steps: int = STEPS) -> None:
+    """Every loss and every batch, redone ones too, is that of a run without a fault."""
+    with unseen(home, kind, faults, steps) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        found = read_toy(home / "out")
+        assert found.struck == frozenset(range(len(faults))), job.story()
+        wrong = {at: lines for at, lines in found.losses.items() if lines != clean(kind, steps)[at]}
+        assert not wrong, f"{len(wrong)} losses differ, first {sorted(wrong)[:4]}\n{job.story()}"
+        assert set(found.losses) == set(clean(kind, steps))
+
+
+KINDS = ("handwritten", "grouped", "listed", "container", "fsdp-container", "ema", "extra", "talking")
+# One of each thing that is taken another way; the others are `slow`.
+FEW = ("listed", "fsdp-container", "extra", "talking")
+
+
+@pytest.mark.parametrize("kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+def test_a_few_faults(tmp_path: Path, kind: str) -> None:
+    same(tmp_path, kind, QUICK)
+
+
+def fifteen(seed: int, steps: int) -> list[Fault]:
+    chance = random.Random(seed)
+    at = sorted(chance.sample(range(steps), 15))
+    places = ("forward", "backward", "update", "commit")
+    return [(chance.randrange(RANKS), step, chance.choice(places)) for step in at]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifteen_faults(tmp_path: Path, kind: str) -> None:
+    same(tmp_path, kind, fifteen(len(kind), 150), 150)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("diverges", 4, ("points to the script, not to a node", "run.compare()")),
+        pytest.param(
+            "compared",
+            1,
+            ("different tensors, first p:model:module.a.weight (16, 8) after the update",),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_script_that_makes_ranks_differ_is_told_so(
+    tmp_path: Path, kind: str, code: int, words: tuple[str, ...]
+) -> None:
+    with unseen(tmp_path, kind) as job:
+        job.ended(code)
+        assert all(word in job.stderr for word in words), job.story()
+        assert max(step for _rank, step in read_toy(tmp_path / "out").losses) <= 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("opaque", ("state.updates is a Opaque whose state cannot be found", "state_dict")),
+        ("cut", ("ranks 0 and 1 begin with different tensors, first p:model:a.weight", "DTensor")),
+        pytest.param("stages", ("ranks 0 and 1 begin with different tensors",), marks=pytest.mark.slow),
+    ],
+)
+def test_refused_before_the_first_step(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
+    with unseen(tmp_path, kind) as job:
+        job.ended(1)
+        assert all(word in job.stderr for word in words), job.story()
+        assert not read_toy(tmp_path / "out").losses

@@ -1,0 +1,62 @@
+"""Two nodes that live and cannot reach each other, one way or both: one gives way, and the job trains on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from .faults import LIMITS, Shape
+from .test_disks import play_world, told
+from .world import World
+
+LONG_S = 90.0
+
+
+def block(pairs: set[tuple[int, int]], for_s: float = LONG_S) -> Callable[[World], None]:
+    def cut(world: World) -> None:
+        world.faulted("cut")
+        world.network.block(pairs, for_s)
+
+    return cut
+
+
+def lost(world: World) -> set[int]:
+    pattern = r"node-lost: node-(\d+) \(leader\): it and node-[-, node0-9]* cannot reach each other.*"
+    texts = [re.fullmatch(pattern, text) for _, text in told(world, "node-lost")]
+    assert all(texts)
+    return {int(text[1]) for text in texts if text is not None}
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(("one", "other", "loses"), [(1, 2, 2), (2, 1, 2), (0, 2, 2), (2, 0, 2), (0, 1, 1)])
+def test_one_of_a_pair_gives_way(one: int, other: int, loses: int, *, both: bool) -> None:
+    ways = {(one, other), (other, one)} if both else {(one, other)}
+    world = play_world(World(3, Shape(nodes=4, without=frozenset(range(100)))), (2.0, block(ways)))
+    assert world.checks.outcome is not None
+    assert world.checks.outcome.state == "done", world.story.render()
+    assert lost(world) == {loses}
+    # Well before the deadline of a step.
+    cut_s = next(at for at, _, text in world.story.lines if text.startswith("nothing gets through"))
+    recovered = [at for at, _ in told(world, "recovered")]
+    assert recovered
+    assert recovered[0] - cut_s < LIMITS.stall_s
+    assert world.generation == 2
+
+
+def test_a_node_apart_from_two_gives_way_for_both() -> None:
+    world = play_world(
+        World(3, Shape(nodes=4, without=frozenset(range(100)))), (2.0, block({(1, 0), (1, 2)}))
+    )
+    assert world.checks.outcome is not None
+    assert world.checks.outcome.state == "done", world.story.render()
+    assert lost(world) == {1}
+
+
+def test_what_heals_soon_costs_nobody_a_node() -> None:
+    world = play_world(
+        World(3, Shape(nodes=4, without=frozenset(range(100)))), (2.0, block({(1, 2)}, for_s=1.5))
+    )
+    assert lost(world) == set()
+    assert world.generation == 1

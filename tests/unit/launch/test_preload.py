@@ -1,0 +1,48 @@
+"""What is imported before the ranks are forked: nothing that a script has not asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptless.daemon.launch.local import LocalRun
+from ckptless.daemon.launch.main import command
+from ckptless.daemon.launch.options import local_options
+from ckptless.daemon.launch.preload import ALWAYS, FOR_RUN, preloads
+
+PLAIN, OURS = "import torch\nimport xckptlessx\n", "import torch\n\nimport ckptless\n"
+
+
+@pytest.mark.parametrize(("text", "more"), [(PLAIN, ()), (OURS, FOR_RUN)])
+def test_a_script_a_folder_and_a_module(tmp_path: Path, text: str, more: tuple[str, ...]) -> None:
+    (tmp_path / "my/train").mkdir(parents=True)
+    for path in (tmp_path / "train.py", tmp_path / "my/fit.py", tmp_path / "my/train/__main__.py"):
+        path.write_text(text)
+    wanted = (*ALWAYS, *more, "numpy")
+    for argv in (str(tmp_path / "train.py"), str(tmp_path / "my/train")):
+        assert preloads((argv, "ckptless"), tmp_path, ("numpy",), module=False) == wanted
+    for module in ("train", "my.fit", "my.train"):
+        assert preloads((module,), tmp_path, ("numpy",), module=True) == wanted
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    assert preloads((str(tmp_path / "no.py"),), tmp_path, (), module=False) == ALWAYS
+    assert preloads(("torch.nothing",), tmp_path, (), module=True) == ALWAYS
+
+
+@pytest.mark.parametrize("spares", ["0", "1", "2"])
+def test_spares_change_nothing_that_a_rank_computes_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spares: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = tmp_path / "train.py"
+    script.write_text(OURS)
+    words = ["--local", "--nodes=3", f"--spares={spares}", "--state-dir", str(tmp_path / "s"), str(script)]
+    options = command.make_context("ckptless-run", words).params
+    name, arguments = options.pop("script"), options.pop("script_args")
+    run = LocalRun(local_options(name, arguments, options, {}))
+    run._prepare()
+    assert [run._agent_config(node).env["OMP_NUM_THREADS"] for node in run._nodes] == ["1"] * (
+        3 + int(spares)
+    )
