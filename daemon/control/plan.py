@@ -96,7 +96,9 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
     """Generation 1: ranks in order over the first usable nodes; see also `start_from`. Raises NoPlanError."""
     usable = sorted(node for node, view in nodes.items() if view.usable)
     if len(usable) < spec.nodes:
-        lost = ", ".join(f"{node} ({view.lost})" for node, view in sorted(nodes.items()) if not view.usable)
+        names = spec.names or tuple(f"node-{node}" for node in range(spec.nodes + spec.spares))
+        unusable = sorted((node, view.lost) for node, view in nodes.items() if not view.usable)
+        lost = ", ".join(f"{names[node]} ({why})" for node, why in unusable)
         raise NoPlanError(
             _unrecoverable(f"{len(usable)} of {spec.nodes} nodes came up; missing: {lost}", "never-formed")
         )

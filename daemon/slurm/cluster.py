@@ -16,6 +16,7 @@ from ckptless.daemon.cluster import EXPLAIN_S
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
+from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.roster import Roster
@@ -46,6 +47,8 @@ FRESH_S = 2.0
 NODES_AGE_S = 600.0
 LOOKUP_S, LOOKUP_THREADS = 10.0, 8
 RETRY_S = 5.0
+# While a job waits for its nodes: one that Slurm has down will not come.
+FORMING_POLL_S = 5.0
 RETRIES = 120
 MAX_NODES = 65_536
 _NUMBERED = re.compile(r"\bnode-(\d+)\b")
@@ -288,8 +291,15 @@ class SlurmCluster:
 
         An epilog may be missing, or have found nobody; and Slurm may know of a node what nobody else does.
         """
+        loop = asyncio.get_running_loop()
+        looked_s = loop.time()
         while True:
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(min(poll_s, FORMING_POLL_S))
+            if loop.time() - looked_s < poll_s:
+                forming = [run for run in _open(jobs()) if run.session.control.stage == "forming"]
+                await self._look_at_nodes(forming, FORMING_POLL_S)
+                continue
+            looked_s = loop.time()
             await self._look_at_jobs(_open(jobs()), poll_s)
             await self._look_at_nodes(_open(jobs()), poll_s)
             if keeper is not None:
@@ -349,7 +359,7 @@ class SlurmCluster:
 
         Slurm has taken them from the job. Its word needs no majority: the other nodes hear it from here.
         """
-        led = [run for run in runs if run.session.control.leads]
+        led = [run for run in runs if run.session.control.leads or _has_no_leader(run)]
         reading = await self._slurm.nodes(max_age_s=poll_s) if led else None
         if reading is None or reading.value is None or not reading.fresh:
             return
@@ -393,6 +403,12 @@ class SlurmCluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._lookups.shutdown(wait=False, cancel_futures=True)
         await self._slurm.aclose()
+
+
+def _has_no_leader(run: "JobRuntime") -> bool:
+    """Whether it forms, and those that there are cannot elect one: each finds out by itself who is down."""
+    control = run.session.control
+    return control.stage == "forming" and control.leader == NOBODY
 
 
 def _open(runs: Iterable["JobRuntime"]) -> "list[JobRuntime]":

@@ -60,6 +60,29 @@ def sources(job: Training) -> list[str | None]:
     return [fault.source for fault in faults]
 
 
+def reason(job: Training) -> str:
+    """What users are told of its end."""
+    outcome = job.outcome()
+    assert outcome is not None
+    return str(outcome["reason"])
+
+
+def test_a_node_that_dies_before_training_begins(site: Cluster) -> None:
+    """Slurm's word is enough to begin without it; until then the job's output says whom it waits for."""
+    job = Training(site).submit()
+    output = job.home / f"slurm-{job.job_id}.out"
+    job.wait(lambda: output.exists() and "job " in output.read_text(), "the launcher runs")
+    site.power_off("node04")
+    job.wait(lambda: "waiting for node04" in output.read_text(), "it says whom it waits for")
+    assert "4 of 5 nodes are up" in output.read_text()
+    site.run("ctl", "scontrol", "update", "nodename=node04", "state=down", "reason=power")
+    job.trains()
+    assert node_of(job, 3) == "node05"
+    assert "training begins without node04" in output.read_text()
+    job.ended()
+    job.same_bits()
+
+
 def test_a_rank_is_killed(site: Cluster) -> None:
     faults = [{"where": "backward", "kind": "kill", "rank": 2, "step": 7}]
     job = Training(site, faults).submit()
@@ -348,6 +371,7 @@ def test_scancel(site: Cluster) -> None:
     site.wait_idle()
     (row,) = {(j.state, j.exit_code) for j in job.ledger().jobs if j.job == job.run_name}
     assert row == ("stopped", 143), job.story()
+    assert reason(job) == "cancelled (scancel)"
 
 
 @pytest.mark.slow  # a minute is the least that Slurm knows of, and it looks twice a minute
@@ -359,6 +383,7 @@ def test_the_time_limit(site: Cluster) -> None:
     site.wait_idle()
     (row,) = {(j.state, j.exit_code) for j in job.ledger().jobs if j.job == job.run_name}
     assert row == ("stopped", 143), job.story()
+    assert reason(job) == "Slurm's time limit for the job"
 
 
 @pytest.mark.slow  # Slurm itself waits two minutes before it starts a job again
@@ -374,6 +399,7 @@ def test_requeue_by_the_user(site: Cluster) -> None:
     states = {j.job: j.state for j in job.ledger().jobs}
     assert states[job.run_name] == "stopped"
     assert states[f"{job.job_id}.1"] == "done"
+    assert reason(job) == "put back into Slurm's queue (scontrol requeue)"
 
 
 @pytest.mark.slow  # Slurm itself waits two minutes before it starts a job again

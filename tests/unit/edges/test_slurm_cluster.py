@@ -750,6 +750,37 @@ def test_slurm_has_a_second_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained(Silent()) == [(2, 143, "SIGTERM (Slurm does not answer)")]
 
 
+@pytest.mark.parametrize(
+    ("stage", "leads", "leader", "lost"),
+    [("forming", True, 1, True), ("forming", False, -1, True), ("forming", False, 0, False)],
+)
+def test_a_job_that_waits_for_its_nodes_hears_soon_which_are_down(
+    monkeypatch: pytest.MonkeyPatch, stage: str, leads: bool, leader: int, lost: bool
+) -> None:
+    """Long before `slurm.poll`; and by each daemon itself where none can lead."""
+    monkeypatch.setattr(module, "FORMING_POLL_S", 0.005)
+    slurm = FakeSlurm()
+    slurm.have = (Node(name="n3", address="", state="DOWN", reason="power"), *slurm.have[:2])
+    waits = FakeRuntime(stage=stage, leads=leads, leader=leader)
+    trains = FakeRuntime(job="4712")
+
+    async def work() -> None:
+        edge = cluster(slurm)
+        task = asyncio.create_task(edge.watch(lambda: [waits.it, trains.it], 3600.0))
+        if lost:
+            await until(lambda: waits.losses)
+        else:
+            await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(work)
+    assert [(loss.node, loss.reason, loss.source) for loss in waits.losses] == (
+        [(2, "Slurm has it down: power", "slurm")] if lost else []
+    )
+    assert trains.losses == []
+
+
 # --------------------------------------------------------------------------- rows that nobody has closed
 
 
