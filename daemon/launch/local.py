@@ -30,7 +30,7 @@ from ckptless.daemon.agent.config import (
 from ckptless.daemon.agent.console import rank_log_path
 from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process
-from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
+from ckptless.daemon.agent.signals import ENDING, USERS
 from ckptless.daemon.agent.socket_folder import SocketFolder
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
@@ -138,7 +138,6 @@ class LocalRun:
         set_child_subreaper()
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        ignore_others()
         for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
         for number in USERS:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.agent.console import rank_log_path
 from ckptless.daemon.agent.prctl import set_pdeathsig
-from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
+from ckptless.daemon.agent.signals import ENDING, USERS
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.api.outcome import read_outcome, write_outcome
@@ -110,7 +110,6 @@ class SlurmRun:
         """Start the agents, pass their output on, and wait for the end. The exit code."""
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        ignore_others()
         for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
         for number in USERS:

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
-from ckptless.daemon.agent.signals import ignore_others
 from ckptless.daemon.agent.socket_folder import rank_sockets
 from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.api.outcome import read_outcome
@@ -47,7 +46,6 @@ class StepRun:
                 "ckptless-run in the batch script, without srun, does not have this",
                 len(self.config.spec.names),
             )
-        ignore_others()
         if self.first:
             self._become_agent()
         return self._wait()
