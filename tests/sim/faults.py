@@ -52,11 +52,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is not left to the seed; 0: it is. `without`: faults that are left out, by their numbers."""
+    """What is not left to the seed; 0: it is. `without`: faults that are left out, by their numbers.
+
+    `others`: whether disks and cables have faults, too.
+    """
 
     nodes: int = 0
     faults: int = 0
     without: frozenset[int] = frozenset()
+    others: bool = True
 
 
 ANY = Shape()
@@ -114,7 +118,7 @@ def draw(random: Random, shape: Shape, name: str, others: Random) -> Job:
         kinds = tuple(_ACTIONS)
     count = random.randint(1, most)
     faults = tuple(_draw_fault(random, kinds) for _ in range(shape.faults or count))
-    faults += _draw_others(others)
+    faults += _draw_others(others) if shape.others else ()
     faults = tuple(fault for number, fault in enumerate(faults) if number not in shape.without)
     return Job(spec, steps, (0.01, slow), sticky, faults)
 

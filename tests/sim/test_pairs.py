@@ -23,7 +23,7 @@ def block(pairs: set[tuple[int, int]], for_s: float = LONG_S) -> Callable[[World
 
 
 def lost(world: World) -> set[int]:
-    pattern = r"node-lost: node-(\d+) \(leader\): it and node-[-, node0-9]* cannot reach each other.*"
+    pattern = r"node-lost: node-(\d+) .*it and node-[-, node0-9]* cannot reach each other.*"
     texts = [re.fullmatch(pattern, text) for _, text in told(world, "node-lost")]
     assert all(texts)
     return {int(text[1]) for text in texts if text is not None}

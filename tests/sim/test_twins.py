@@ -7,6 +7,7 @@ import pytest
 from ckptless.daemon.agent.twin_check import TwinCheck
 from ckptless.daemon.control import sources
 
+from .faults import Shape
 from .ranks import Process, trained
 from .story import Violation
 from .test_planted import Bug
@@ -21,7 +22,7 @@ class Flipping(World):
     """A world of DDP or HSDP with one rank on each node, in which values change where they lie."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+        super().__init__(seed, Shape(others=False))
         self.twins = "act"
         self.flipped: list[Process] = []
         self.restored: Counter[bool] = Counter()
