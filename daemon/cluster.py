@@ -31,6 +31,9 @@ class Cluster(Protocol):
     async def check_owner(self, run: str, uid: int) -> None:
         """Raises PeerError unless the run's job is of `uid`, and has this node."""
 
+    async def has_job(self, uid: int) -> bool:
+        """Whether a job of this user has this node."""
+
     def notice(self, notice: JobStarted | JobEnded) -> None:
         """A job has begun or ended on this node."""
 
@@ -68,6 +71,10 @@ class LocalCluster:
         """See `Cluster`."""
         if uid != os.getuid():
             raise PeerError(f"uid {uid} may not use this daemon")
+
+    async def has_job(self, uid: int) -> bool:
+        """See `Cluster`."""
+        return uid == os.getuid()
 
     def notice(self, notice: JobStarted | JobEnded) -> None:
         """See `Cluster`. Here the launcher is there from beginning to end."""

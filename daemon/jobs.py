@@ -210,7 +210,7 @@ class JobSession:
         for record in output.records:
             if isinstance(record, EventRecord):
                 level = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-                logger.log(level[record.level], "%s: %s", record.kind, record.text)
+                logger.log(level[record.level], "job %s: %s: %s", record.job, record.kind, record.text)
         self._outlets.write(output.records)
         if output.share:
             self._outlets.to_all_daemons(p.Rows(job=self.job, records=output.records))

@@ -14,16 +14,18 @@ from pathlib import Path
 
 from ckptless.daemon.api import keeping as k
 from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.fdsocket import FdSocket
 from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.config import KeepConfig
 from ckptless.daemon.control.keeping import Entry, NotKeptError, Shelf, allocation_of, is_short
+from ckptless.daemon.unix_server import Client
 
 logger = logging.getLogger(__name__)
 
 # From the first message of a transfer to its last.
 DEADLINE_S = 10.0
 LOOK_S = 1.0
+# For which the end of the daemon waits for memory to be freed.
+FREE_S = 10.0
 MEMINFO = Path("/proc/meminfo")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -35,13 +37,14 @@ class Keeper:
         self.shelf = Shelf(config.nbytes, config.ttl_s)
         self.now = now
         self._fds: dict[int, list[int]] = {}
+        self._closing: set[threading.Thread] = set()
         self._count = 0
         self._looked = 0.0
         self.on_event: Callable[[Entry, str, str], None] = lambda _entry, _kind, _text: None
 
     # -------------------------------------------------------------------------------- take, give
 
-    async def take(self, asked: k.Keep, who: tuple[int, int], link: FdSocket[k.Taken]) -> None:
+    async def take(self, asked: k.Keep, who: tuple[int, int], link: Client) -> None:
         """Keep what the agent of `who`, (uid, node of its run), hands over; it hears whether.
 
         Raises OSError, CkptlessError.
@@ -72,14 +75,15 @@ class Keeper:
         fds: list[int] = []
         try:
             async with asyncio.timeout(DEADLINE_S):
+                link.take_descriptors()
                 await link.send(k.KeepAnswer(verdict="go"))
                 for nbytes in asked.nbytes:
                     fds.append(fd := await link.receive_fd())
                     _check(fd, nbytes)
         except BaseException:
             self.shelf.drop(entry)
-            # One may be a file, and to close it may take as long as somebody wants.
-            threading.Thread(target=_close, args=(fds,), name="close", daemon=True).start()
+            # One may be anything, and to close it may take as long as somebody wants.
+            link.discard(fds)
             raise
         self._fds[entry.number] = fds
         self.shelf.settled(entry)
@@ -87,7 +91,7 @@ class Keeper:
         with contextlib.suppress(OSError):  # it is here; whoever does not wait to hear it has lost nothing
             await link.send(k.KeepAnswer(verdict="kept"))
 
-    async def give(self, asked: k.Claim, uid: int, link: FdSocket[k.Taken]) -> None:
+    async def give(self, asked: k.Claim, uid: int, link: Client) -> None:
         """Give an agent of user `uid` what its job has left here. Raises OSError, CkptlessError."""
         _check_protocol(asked.protocol)
         owner = (allocation_of(asked.run), uid, asked.program)
@@ -101,7 +105,7 @@ class Keeper:
                 await link.send(k.Claimed(nbytes=tuple(os.fstat(fd).st_size for fd in fds)))
                 for fd in fds:
                     await link.send_fd(fd)
-                await link.receive()
+                await link.receive(k.Taken)
         except BaseException:
             self.shelf.settled(entry)
             raise
@@ -133,14 +137,23 @@ class Keeper:
 
     def _free(self, entry: Entry, why: str, kind: str = "memory-dropped") -> None:
         self.shelf.drop(entry)
-        _close(self._fds.pop(entry.number, ()))
+        self._close(self._fds.pop(entry.number, ()))
         self.on_event(entry, kind, why)
+
+    def _close(self, fds: Sequence[int]) -> None:
+        """In a thread: the kernel frees a few GB of memory in a second."""
+        self._closing = {thread for thread in self._closing if thread.is_alive()}
+        thread = threading.Thread(target=_close, args=(fds,), name="free")
+        self._closing.add(thread)
+        thread.start()
 
     def close(self) -> None:
         """All of it goes."""
         for fds in self._fds.values():
             _close(fds)
         self._fds.clear()
+        for thread in self._closing:
+            thread.join(FREE_S)
 
     # -------------------------------------------------------------------------------------- show
 

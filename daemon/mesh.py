@@ -95,7 +95,7 @@ class Mesh:
                 )
             except (OSError, TimeoutError, CkptlessError) as error:
                 if not isinstance(error, OSError | GreetingCutError):
-                    logger.warning("node-%d: %s", peer.node, error)
+                    logger.warning("job %s: node-%d: %s", self._job, peer.node, error)
                 await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
                 tries += 1
                 continue
@@ -127,7 +127,7 @@ class Mesh:
         except Exception:
             # A bug of ours: it is told, there will be a new connection, and the other jobs never notice.
             why = "a message of it could not be dealt with: see this daemon's log"
-            logger.exception("node-%d: %s", node, why)
+            logger.exception("job %s: node-%d: %s", self._job, node, why)
         finally:
             link.close()
             if self._links.get(node) is link:

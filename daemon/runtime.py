@@ -8,10 +8,9 @@ import signal
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Literal, Protocol
 
+from ckptless.daemon.admission import EventQuota
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import encode
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.api.saving import Saved, SaveDone, SaveNow
 from ckptless.daemon.config import Timers
@@ -26,6 +25,7 @@ from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import new_key
 from ckptless.daemon.peers.vouch import Vouch
 from ckptless.daemon.roster import Roster
+from ckptless.daemon.unix_server import Client
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,13 @@ class JobRuntime:
         self.session = JobSession(job, roster, self, host.now, memory)
         self._mesh = Mesh(job, roster, host.vouch)
         self._peering = Peering(roster, self.session, self, host.timers, host.now)
-        self._agent: asyncio.StreamWriter | None = None
+        self._agent: Client | None = None
         self._heart: tuple[Heartbeat, AgentProcess] | None = None
         self._saves: dict[int, asyncio.Future[Saved]] = {}
         self._save_count = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._key: bytes | None = None
+        self._events = EventQuota()
         self._begun_at = host.now()
         self._ended_at: float | None = None
         self._closed = False
@@ -114,6 +115,9 @@ class JobRuntime:
         """Time has passed."""
         self.session.feed(e.Tick())
         self._peering.tick()
+        if dropped := self._events.dropped(self._host.now()):
+            text = f"{dropped} events of this node's agent are not written: it tells too many"
+            self.note("warning", "events-dropped", text)
         self._look_at_agent()
 
     @property
@@ -167,7 +171,7 @@ class JobRuntime:
         self._peering.linked(node)
 
     def _peer_down(self, node: int, why: str) -> None:
-        logger.info("%s: node-%d: %s", self.job, node, why)
+        logger.info("job %s: node-%d: %s", self.job, node, why)
         self._peering.unlinked(node, why)
 
     def _peer_message(self, node: int, message: p.DaemonMessage) -> None:
@@ -235,15 +239,17 @@ class JobRuntime:
 
     # ------------------------------------------------------------------------------------- agent
 
-    def agent_connected(self, writer: asyncio.StreamWriter) -> None:
+    def agent_connected(self, client: Client) -> None:
         """The job's agent on this node is there; an older connection of it is forgotten."""
-        self._agent = writer
+        self._agent = client
         self._forget_process()
-        pid, uid = peer_credentials(writer.get_extra_info("socket"))
-        if pid != os.getpid():
+        if client.pid != os.getpid():
             # Without its process, its end comes next; or it is in a PID namespace that is not seen from here.
             with contextlib.suppress(OSError):
-                self._heart = Heartbeat(AGENT_DEADLINE_S, self._host.now()), AgentProcess(pid, uid)
+                self._heart = (
+                    Heartbeat(AGENT_DEADLINE_S, self._host.now()),
+                    AgentProcess(client.pid, client.uid),
+                )
         self._send_agent(m.Admitted(identity=self.identity))
         if self._key is not None:
             self._send_agent(m.JobKey(key=self._key))
@@ -257,15 +263,17 @@ class JobRuntime:
         if isinstance(message, SaveDone):
             self._saved(message)
             return
+        if isinstance(message, m.AgentEvent) and not self._events.take(self._host.now()):
+            return
         self.session.feed(e.Report(self.roster.me, message))
         if not self._confessed:
             self._confessed = True
             text = f"the daemon of {self._me} does not vote in this job: {self._forgot}"
             self.note("warning", "no-vote", text)
 
-    def agent_gone(self, writer: asyncio.StreamWriter) -> None:
+    def agent_gone(self, client: Client) -> None:
         """Its process is gone (or hung up, which it does only at its end)."""
-        if self._agent is not writer:
+        if self._agent is not client:
             return
         self._agent = None
         self._forget_process()
@@ -333,7 +341,7 @@ class JobRuntime:
 
     def _send_agent(self, message: m.ToAgent | SaveNow) -> None:
         if self._agent is not None:
-            self._agent.write(encode(message))
+            self._agent.write(message)
 
     # ------------------------------------------------------------------- Outlets, for JobSession
 

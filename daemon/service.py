@@ -6,20 +6,19 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ckptless.daemon.admission import Admission
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, check_protocol, encode
+from ckptless.daemon.api.codec import AGENT_LIMIT, HELLO_LIMIT, Decoder, check_protocol
 from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, ProtocolError
 from ckptless.daemon.api.eviction import Evict
-from ckptless.daemon.api.fdsocket import FdSocket
-from ckptless.daemon.api.keeping import Claim, Keep, Taken, WhatIsKept
-from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.api.keeping import Claim, Keep, WhatIsKept
 from ckptless.daemon.api.reading import Read
-from ckptless.daemon.api.records import Record
+from ckptless.daemon.api.records import Record, printable
 from ckptless.daemon.api.saving import Save, SaveDone
-from ckptless.daemon.api.unixpath import is_abstract, unix_address
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.cluster import Cluster
 from ckptless.daemon.config import DaemonConfig, Timers
@@ -40,12 +39,18 @@ from ckptless.daemon.roster import Roster
 from ckptless.daemon.runtime import JobRuntime
 from ckptless.daemon.save import save
 from ckptless.daemon.state_dir import open_state_dir
+from ckptless.daemon.unix_server import Client, UnixServer, listen
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
-READ_NBYTES = 1 << 16
+# Whoever connects says in this time what it wants.
+SPEAK_S = 5.0
+# Of one Slurm job on this node, at a time. So many that are over are remembered, too.
+RUNS_PER_JOB = 16
+# A hello counts as so many messages: a new run is built for it, and written to the disk.
+HELLO_COST = 20
 _Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | Save | Read | WhatIsKept | Keep | Claim
 _Heard: TypeAlias = m.FromAgent | m.Pong | SaveDone | _Aside
 _ASIDE = (m.JobStarted, m.JobEnded, Evict, Save, Read, WhatIsKept, Keep, Claim)
@@ -64,6 +69,10 @@ class Service:
     ) -> None:
         self._config, self._cluster = config, cluster
         self._agents = agents
+        self._server: UnixServer | None = None
+        self._admission = Admission((0, os.getuid()))
+        # Of other nodes, by their address; those that have proved who they are do not count.
+        self._greeting = Admission()
         self.vouch = vouch
         self.timers: Timers = config.timers
         self.now: Callable[[], float] = Clock().now
@@ -85,36 +94,28 @@ class Service:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises OSError where an address is taken."""
-        servers: list[asyncio.Server] = []
+        peers: asyncio.Server | None = None
+        listening: socket.socket | None = None
         try:
             peers, _ = await serve(self._config.address, self._config.port, self._peer_connected)
-            servers.append(peers)
             await self.ledger.start()
             # Last: whoever finds the socket finds a daemon that is ready.
-            servers.append(await self._listen())
+            listening = self._agents or listen(Path(self._config.socket), self._config.socket_mode)
+            self._server = UnixServer(listening, self._admission, self.now, self._connected)
+            self._server.start()
             self._spawn(self._tick())
             self.on_ready()
             # no deadline: a daemon's life
             await stop.wait()
         finally:
-            for server in servers:
-                server.close()
+            if peers is not None:
+                peers.close()
+            if self._server is not None:
+                self._server.close()
+            if listening is not None and listening is not self._agents:
+                listening.close()
+                Path(self._config.socket).unlink(missing_ok=True)
             await self._close()
-
-    async def _listen(self) -> asyncio.Server:
-        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self._spawn(self._agent_connected(reader, writer))
-
-        if self._agents is not None:
-            return await asyncio.start_unix_server(connected, sock=self._agents)
-        name = self._config.socket
-        if is_abstract(name):
-            return await asyncio.start_unix_server(connected, unix_address(name))
-        Path(name).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        Path(name).unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(connected, name)
-        Path(name).chmod(self._config.socket_mode)
-        return server
 
     async def _close(self) -> None:
         for task in list(self._tasks):
@@ -124,8 +125,6 @@ class Service:
         self.keeper.close()
         self._reader.close()
         await self.ledger.close()
-        if self._agents is None and not is_abstract(self._config.socket):
-            Path(self._config.socket).unlink(missing_ok=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -140,6 +139,8 @@ class Service:
                     del self._jobs[name]
                     self._spawn(job.close())
             self.keeper.look()
+            if self._server is not None:
+                self._server.look()
             self.on_tick()
 
     @staticmethod
@@ -159,16 +160,29 @@ class Service:
 
     async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Another daemon has dialled, for one job; it dials again until this daemon knows that job."""
-        who = writer.get_extra_info("peername")
+        who = str((writer.get_extra_info("peername") or ("?",))[0])
         try:
-            link: Link[p.DaemonMessage] = await Link.accept(
-                (reader, writer), self._node_in, self.vouch, p.DaemonMessage
-            )
+            link = await self._greeted(who, (reader, writer))
             await self._jobs[link.job].mesh.adopt(link)
         except _UnknownJobError as error:
             logger.debug("%s: %s", who, error)
         except (OSError, TimeoutError, CkptlessError) as error:
-            logger.warning("refused a connection from %s: %s", who, error or type(error).__name__)
+            more = self._greeting.may_log(who, self.now())
+            if more is not None:
+                also = f" (and {more} since the last line like this)" if more else ""
+                logger.warning("refused a connection from %s: %s%s", who, error or type(error).__name__, also)
+
+    async def _greeted(
+        self, who: str, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    ) -> Link[p.DaemonMessage]:
+        """A connection whose other end has proved to be a daemon. Raises OSError, CkptlessError."""
+        if why := self._greeting.enter(who):
+            streams[1].close()
+            raise PeerError(why)
+        try:
+            return await Link.accept(streams, self._node_in, self.vouch, p.DaemonMessage)
+        finally:
+            self._greeting.leave(who)
 
     def _node_in(self, job: str) -> int:
         if job not in self._jobs:
@@ -177,87 +191,111 @@ class Service:
 
     # ------------------------------------------------------------------------------------ agents
 
-    async def _agent_connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """An agent, from its hello to the end of its connection."""
-        pid, uid = peer_credentials(writer.get_extra_info("socket"))
-        decoder: Decoder[_Heard] = Decoder(_Heard, CONTROL_LIMIT)
-        job: JobRuntime | None = None
+    def _connected(self, client: Client) -> None:
+        self._spawn(self._serve_client(client))
+
+    async def _serve_client(self, client: Client) -> None:
+        """A local process, from its first message to the end of its connection."""
+        decoder: Decoder[_Heard] = Decoder(_Heard, HELLO_LIMIT)
+        visit = _Visit(client, decoder)
         try:
-            while data := await reader.read(READ_NBYTES):
+            while data := await self._read(visit):
+                await self._pace(client, 0, len(data))
                 for message in decoder.feed(data):
-                    if isinstance(message, _ASIDE):
-                        await self._aside(message, uid, writer)
-                        continue
-                    if isinstance(message, m.AgentHello):
-                        job = await self._admit(message, uid)
-                        job.agent_connected(writer)
-                    if job is None:
-                        raise ProtocolError("the first message of an agent must be its hello")
-                    job.agent_says(message)
+                    await self._pace(client, HELLO_COST if isinstance(message, m.AgentHello) else 1, 0)
+                    await self._hear(message, visit)
         except (CkptlessError, ConnectionError) as error:
-            logger.warning("agent %d of uid %d: %s", pid, uid, error)
-            if job is None and isinstance(error, CkptlessError):
-                writer.write(encode(m.Denied(reason=str(error))))
+            assert self._server is not None
+            self._server.tell_refused(client.pid, client.uid, str(error))
+            if visit.job is None and isinstance(error, CkptlessError):
+                client.write(m.Denied(reason=str(error)))
         except asyncio.CancelledError:
-            job = None  # it is this daemon that ends, of which nothing follows for the agent
+            visit.job = None  # it is this daemon that ends, of which nothing follows for the agent
             raise
         finally:
-            writer.close()
-            if job is not None:
-                job.agent_gone(writer)
+            client.close()
+            if visit.job is not None:
+                visit.job.agent_gone(client)
 
-    async def _aside(self, message: _Aside, uid: int, writer: asyncio.StreamWriter) -> None:
+    async def _read(self, visit: "_Visit") -> bytes:
+        """What has come. Raises PeerError where somebody who is no agent yet takes too long."""
+        client = visit.client
+        if visit.job is not None:
+            return await client.read()
+        try:
+            async with asyncio.timeout(SPEAK_S):
+                data = await client.read()
+        except TimeoutError as error:
+            raise PeerError(f"it has not said in {SPEAK_S:.0f} s what it wants") from error
+        if not visit.begun:
+            visit.begun = True
+            if int.from_bytes(data[:4], "little") > HELLO_LIMIT and await self._has_job(client.uid):
+                visit.decoder.allow(AGENT_LIMIT)  # a job of thousands of nodes names them
+        return data
+
+    async def _pace(self, client: Client, messages: int, nbytes: int) -> None:
+        """Wait, so that no user takes more than a part of this daemon's time; others come in between."""
+        await asyncio.sleep(self._admission.pace(client.uid, messages, nbytes, self.now()))
+
+    async def _has_job(self, uid: int) -> bool:
+        return uid in (0, os.getuid()) or await self._cluster.has_job(uid)
+
+    async def _hear(self, message: _Heard, visit: "_Visit") -> None:
+        """A message of whoever has connected. Raises CkptlessError."""
+        client = visit.client
+        if isinstance(message, _ASIDE):
+            await self._aside(message, client)
+            return
+        if isinstance(message, m.AgentHello):
+            if visit.job is not None:
+                raise ProtocolError("an agent says hello once")
+            visit.job = await self._admit(message, client.uid)
+            visit.decoder.allow(AGENT_LIMIT)
+            visit.job.agent_connected(client)
+        if visit.job is None:
+            raise ProtocolError("the first message of an agent must be its hello")
+        visit.job.agent_says(message)
+
+    async def _aside(self, message: _Aside, client: Client) -> None:
         """What others than agents say, and they on a connection of its own. Raises CkptlessError."""
         if isinstance(message, Evict):
-            writer.write(encode(evict(self.jobs, message, uid)))
+            client.write(evict(self.jobs, message, client.uid))
         elif isinstance(message, Read):
-            await self._read_out(message, uid, writer)
+            await self._read_out(message, client)
         elif isinstance(message, Keep | Claim):
-            await self._move_memory(message, uid, writer)
+            await self._move_memory(message, client)
         elif isinstance(message, WhatIsKept):
-            writer.write(encode(self.keeper.shown(uid)))
+            client.write(self.keeper.shown(client.uid))
         elif isinstance(message, Save):
-            self._spawn(self._save(message, uid, writer))
+            client.write(await save(self.jobs, message, client.uid))
         else:
-            self._notice(message, uid)
+            self._notice(message, client.uid)
 
-    async def _save(self, message: Save, uid: int, writer: asyncio.StreamWriter) -> None:
-        answer = await save(self.jobs, message, uid)
-        if not writer.is_closing():
-            writer.write(encode(answer))
-
-    async def _read_out(self, message: Read, uid: int, writer: asyncio.StreamWriter) -> None:
+    async def _read_out(self, message: Read, client: Client) -> None:
         """What the ledger has of a job of the asker's. Raises CkptlessError."""
-        sees_all = eviction.sees_all(uid, os.getuid())
-        writer.write(await self._reader.answer(message, uid, sees_all=sees_all))
+        sees_all = eviction.sees_all(client.uid, os.getuid())
+        client.write_frame(await self._reader.answer(message, client.uid, sees_all=sees_all))
         try:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
-                await writer.drain()
+                await client.drain()
         except TimeoutError as error:
             raise PeerError("it does not read what it has asked for") from error
 
-    async def _move_memory(self, message: Keep | Claim, uid: int, writer: asyncio.StreamWriter) -> None:
+    async def _move_memory(self, message: Keep | Claim, client: Client) -> None:
         """An ending agent's memory comes here, or that of an earlier start goes back. Raises CkptlessError.
 
         The other end sends nothing more before it is answered, so that no descriptor is lost in the stream.
         """
-        writer.transport.pause_reading()  # type: ignore[attr-defined]  # it is a ReadTransport, too
-        try:
-            fd = os.dup(writer.get_extra_info("socket").fileno())
-        except OSError as error:
-            raise PeerError(f"run {message.run}: it has hung up already") from error
-        link: FdSocket[Taken] = FdSocket(socket.socket(fileno=fd), Taken)
         try:
             if isinstance(message, Claim):
-                await self._cluster.check_owner(message.run, uid)
-                await self.keeper.give(message, uid, link)
+                await self._cluster.check_owner(message.run, client.uid)
+                await self.keeper.give(message, client.uid, client)
             else:
-                await self.keeper.take(message, (uid, self._keeps_for(message.run, uid)), link)
-            writer.close()
+                owner = (client.uid, self._keeps_for(message.run, client.uid))
+                await self.keeper.take(message, owner, client)
+            client.close()
         except OSError as error:
             raise PeerError(f"memory of run {message.run}: {error or type(error).__name__}") from error
-        finally:
-            link.close()
 
     def _keeps_for(self, name: str, uid: int) -> int:
         """This node's number in a run whose agent may leave its memory here. Raises PeerError."""
@@ -299,15 +337,27 @@ class Service:
         name = hello.spec.job
         roster = await self._cluster.admit(hello, uid)
         if name not in self._jobs:
+            self._make_room(name)
             await self._own(name, uid, new=not hello.identity)
             memory = await self._remember(hello, roster)
             if name not in self._jobs:
+                self._make_room(name)
                 self._jobs[name] = JobRuntime(name, uid, roster, self, memory)
                 self._jobs[name].start()
         known = self._jobs[name]
         if (known.uid, known.roster) != (uid, roster):
             raise PeerError(f"job {name} is known with other nodes or another user")
         return known
+
+    def _make_room(self, name: str) -> None:
+        """Let a job have one run more; one that is over makes room for it. Raises PeerError."""
+        job = name.partition(".")[0]
+        runs = {one: run for one, run in self._jobs.items() if one.partition(".")[0] == job}
+        over = [one for one, run in runs.items() if run.session.control.outcome is not None]
+        if len(runs) - len(over) >= RUNS_PER_JOB:
+            raise PeerError(f"job {job} has {RUNS_PER_JOB} runs already, which is the most at a time")
+        if len(over) >= RUNS_PER_JOB:
+            self._spawn(self._jobs.pop(over[0]).close())
 
     async def _own(self, name: str, uid: int, *, new: bool) -> None:
         """Note whose job it is, who may read of it. Raises LedgerError for a `new` one only."""
@@ -355,7 +405,7 @@ class Service:
 
     def write(self, records: Sequence[Record]) -> None:
         """See runtime.Host."""
-        self.ledger.write(records)
+        self.ledger.write([printable(record) for record in records])
 
     def ended(self, runtime: JobRuntime, outcome: m.Outcome) -> None:
         """See runtime.Host."""
@@ -382,6 +432,16 @@ class Service:
     def explain(self, runtime: JobRuntime, node: int, cancel: m.Cancel) -> None:
         """See runtime.Host."""
         self._cluster.explain(runtime, node, cancel)
+
+
+@dataclass
+class _Visit:
+    """A connection of a local process; `job` is its agent's, once it has been let in."""
+
+    client: Client
+    decoder: Decoder[_Heard]
+    job: JobRuntime | None = None
+    begun: bool = False
 
 
 class _UnknownJobError(PeerError):

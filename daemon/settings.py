@@ -78,8 +78,8 @@ class SlurmSettings(_Part, frozen=True):
 
     `poll_s`: seconds between two looks at the jobs, and at the nodes of those that are led from here; one
     costs about 10 ms of CPU.
-    `on_node_lost`: down by default, since Slurm itself would wait for SlurmdTimeout, and since it kills what
-    might still run there.
+    `on_node_lost`: down by default (30 s after it was drained), since Slurm itself would wait for
+    SlurmdTimeout, and since it kills what might still run there.
     """
 
     backend: Backend = "auto"

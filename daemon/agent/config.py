@@ -1,7 +1,6 @@
 """What the launcher tells an agent: in a file that only the user can read, or in the step's environment."""
 
 import base64
-import os
 import re
 import socket
 from collections.abc import Mapping
@@ -76,6 +75,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an agent is told.
 
+    `rank_socket` is where it listens for its ranks; "" for one in a folder of its own.
     `env` is the ranks' environment without torchrun's variables. In a file it is only what is added to the
     agent's own: nobody's secrets lie on a disk.
     `copies_address`: where other agents reach this one, and from where it connects to them; None: at
@@ -119,15 +119,10 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         name=name,
         address=address,
         env=own,
-        rank_socket=rank_socket(shared.spec.job),
+        rank_socket="",
         copies_address=_copies_address(shared.replication.interface),
         comm_address=comm_address,
     )
-
-
-def rank_socket(job: str) -> str:
-    """Where a Slurm job's agent listens for its ranks: abstract, one per user and run."""
-    return f"@ckptless-{os.getuid()}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', job)}-ranks"
 
 
 def thread_env(env: Mapping[str, str], ranks: int) -> dict[str, str]:

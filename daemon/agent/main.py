@@ -1,22 +1,39 @@
 """The agent's program, `python -m ckptless.daemon.agent.main`; the launcher starts it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import msgspec
+from msgspec.structs import replace
 
 from ckptless.daemon import log
 from ckptless.daemon.agent.config import AgentConfig, of_this_node
 from ckptless.daemon.agent.prctl import set_process_name
 from ckptless.daemon.agent.service import Agent
 from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
+from ckptless.daemon.agent.socket_folder import RANKS, SocketFolder
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.messages import Cancel
 from ckptless.daemon.config import load
+
+
+@contextlib.contextmanager
+def _with_socket(config: AgentConfig) -> Iterator[AgentConfig]:
+    """The configuration with a socket for the ranks, which is gone afterwards."""
+    if config.rank_socket:
+        yield config
+        return
+    folder = SocketFolder(config.spec.job)
+    try:
+        yield replace(config, rank_socket=folder.socket(RANKS))
+    finally:
+        folder.close()
 
 
 async def _run(config: AgentConfig, zygote: tuple[int, int] | None, *, forwards: bool) -> int:
@@ -60,8 +77,9 @@ def command(
         set_process_name("ckptless-agent")
         zygote = (zygote_pid, zygote_fd) if zygote_pid is not None and zygote_fd is not None else None
         ignore_others()
-        # In a step Slurm has sent it to the ranks as well.
-        sys.exit(asyncio.run(_run(config, zygote, forwards=not slurm)))
+        with _with_socket(config) as ready:
+            # In a step Slurm has sent it to the ranks as well.
+            sys.exit(asyncio.run(_run(ready, zygote, forwards=not slurm)))
     except CkptlessError as error:
         click.echo(f"ckptless agent: error: {error}", err=True)
         sys.exit(error.exit_code)

@@ -19,7 +19,6 @@ from ckptless.daemon.api.messages import FromRank, ToRank
 from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.api.ring import FromRing, ToRing
 from ckptless.daemon.api.saving import FromWriter, ToWriter
-from ckptless.daemon.api.unixpath import is_abstract, unix_address
 
 logger = logging.getLogger(__name__)
 
@@ -132,11 +131,9 @@ class RankServer:
 
     def start(self) -> None:
         """Listen. Raises OSError."""
-        if not is_abstract(self._name):
-            Path(self._name).unlink(missing_ok=True)
-        self._sock.bind(unix_address(self._name))
-        if not is_abstract(self._name):
-            Path(self._name).chmod(0o600)
+        Path(self._name).unlink(missing_ok=True)
+        self._sock.bind(self._name)
+        Path(self._name).chmod(0o600)
         self._sock.listen(128)
         self._sock.setblocking(False)
         asyncio.get_running_loop().add_reader(self._sock, self._acceptable)
@@ -163,5 +160,4 @@ class RankServer:
         self._sock.close()
         for link in list(self._links):
             link.close()
-        if not is_abstract(self._name):
-            Path(self._name).unlink(missing_ok=True)
+        Path(self._name).unlink(missing_ok=True)

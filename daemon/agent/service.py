@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import StartError
+from ckptless.daemon.api.forming import mark_begun, mark_up
 from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.api.ring import FromRing
 from ckptless.daemon.api.saving import FromWriter, SaveNow, WriterHello, Written
@@ -111,6 +113,7 @@ class Agent:
             nccl_port = await self._nccl.start(config.address, config.env)
             self._ranks.start()
             brought = await self._keeping.claim()
+            logger.info("importing %s", ", ".join(config.preload) or "nothing ahead")
             await self._zygote.start(config.preload, config.env, config.zygote_deadline_s, self._own_zygote)
             info = m.NodeInfo(
                 node=config.node,
@@ -123,8 +126,10 @@ class Agent:
                 protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid(), brought=brought
             )
             self._crew.start()
+            logger.info("asking the daemon at %s to be let in", config.daemon_socket)
             daemon = asyncio.create_task(self._daemon.run())
             await self._be_admitted(cancelled)
+            self._mark(mark_up, config.name)
             lease = asyncio.create_task(self._keep_lease())
             outcome = await self._wait(cancelled)
             if config.outcome_dir is not None and not self._here_only:
@@ -135,6 +140,14 @@ class Agent:
                 lease.cancel()
                 await asyncio.gather(lease, return_exceptions=True)
             await self._close(daemon)
+
+    def _mark(self, mark: Callable[..., None], *words: str) -> None:
+        """Tell the launcher of a Slurm job how far this node is."""
+        try:
+            if self._config.outcome_dir is not None and self._config.spec.names:
+                mark(Path(self._config.outcome_dir), *words)
+        except OSError as error:
+            logger.warning("the launcher cannot be told how far the job is: %s", error)
 
     def forward(self, number: signal.Signals) -> None:
         """Pass the user's signal on to the ranks."""
@@ -318,6 +331,8 @@ class Agent:
         if self._assignment is not None and assignment.generation <= self._assignment.generation:
             self._changed()
             return
+        if assignment.generation == 1 and assignment.places[0].node == self._config.node:
+            self._mark(mark_begun)
         self._assignment, self._frozen = assignment, None
         self._vault.drop_after(assignment.restore_step)
         self._keeping.follow(assignment)

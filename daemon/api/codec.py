@@ -20,6 +20,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 PROTOCOL = 1
 CONTROL_LIMIT = 16 << 20
 RANK_LIMIT = 64 << 20
+# To a daemon: before anybody is known to have a job here, and then.
+HELLO_LIMIT, AGENT_LIMIT = 64 << 10, 1 << 20
 
 
 def encode(message: object) -> bytes:
@@ -58,6 +60,24 @@ class Decoder(Generic[T]):
         self._decode: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
         self._limit = limit
         self._buffer = bytearray()
+
+    def allow(self, limit: int) -> None:
+        """Frames of up to so many bytes from now on."""
+        self._limit = limit
+
+    @property
+    def missing(self) -> int:
+        """Bytes until the frame that has begun is whole, or until its length is known."""
+        if len(self._buffer) < _LENGTH.size:
+            return _LENGTH.size - len(self._buffer)
+        return self.length + _LENGTH.size - len(self._buffer)
+
+    @property
+    def length(self) -> int:
+        """Bytes that the frame that has begun will have; 0 where that is not known yet."""
+        if len(self._buffer) < _LENGTH.size:
+            return 0
+        return int(_LENGTH.unpack_from(self._buffer)[0])
 
     def feed(self, data: bytes) -> list[T]:
         """Messages completed by `data`, in order. Raises ProtocolError."""

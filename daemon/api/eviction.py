@@ -4,6 +4,12 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
+from ckptless.daemon.api.limits import (
+    NodeNumber,
+    Protocol,
+    Text,
+    clip_texts,
+)
 from ckptless.daemon.api.messages import Message
 
 MAX_NAME = 256
@@ -19,7 +25,7 @@ class Evict(Message, frozen=True, kw_only=True):
     `force`: also where its ranks have no spare to go to, so that the job ends.
     """
 
-    protocol: int
+    protocol: Protocol
     job: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
     node: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
     source: EvictionSource
@@ -35,5 +41,8 @@ class Evicted(Message, frozen=True, kw_only=True):
     """
 
     verdict: Literal["accepted", "already", "refused", "elsewhere", "unknown"]
-    text: str
-    node: int | None = None
+    text: Text
+    node: NodeNumber | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "text")

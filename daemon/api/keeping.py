@@ -10,6 +10,22 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
+from ckptless.daemon.api.limits import (
+    OF_RANKS,
+    Age,
+    Digest,
+    Generation,
+    Number,
+    Protocol,
+    Rank,
+    RecordBytes,
+    SlotCount,
+    Step,
+    Text,
+    TryCount,
+    Uid,
+    clip_texts,
+)
 from ckptless.daemon.api.messages import Message, TensorsAt
 from ckptless.daemon.api.model import Value
 
@@ -28,7 +44,7 @@ class Keep(Message, frozen=True, kw_only=True):
     how often Slurm has started the job again.
     """
 
-    protocol: int
+    protocol: Protocol
     run: Name
     program: Name
     restarts: Count
@@ -39,13 +55,16 @@ class KeepAnswer(Message, frozen=True, kw_only=True):
     """go: send the memfds. kept: they are here. refused: `text` says why."""
 
     verdict: Literal["go", "kept", "refused"]
-    text: str = ""
+    text: Text = ""
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "text")
 
 
 class Claim(Message, frozen=True, kw_only=True):
     """Agent to daemon: give me what an earlier start of my job has left; the fields are those of `Keep`."""
 
-    protocol: int
+    protocol: Protocol
     run: Name
     program: Name
     restarts: Count
@@ -54,7 +73,7 @@ class Claim(Message, frozen=True, kw_only=True):
 class Claimed(Message, frozen=True, kw_only=True):
     """Daemon to agent: memfds of these sizes follow; none, where nothing is kept."""
 
-    nbytes: tuple[Nbytes, ...] = ()
+    nbytes: Annotated[tuple[Nbytes, ...], Meta(max_length=MAX_PIECES)] = ()
 
 
 class Taken(Message, frozen=True, kw_only=True):
@@ -64,25 +83,25 @@ class Taken(Message, frozen=True, kw_only=True):
 class WhatIsKept(Message, frozen=True, kw_only=True):
     """ckptctl to daemon: what do you keep?"""
 
-    protocol: int
+    protocol: Protocol
 
 
 class KeptMemory(Value, frozen=True, kw_only=True):
     """What a daemon keeps of one run of user `uid`; it is dropped in `left_s` seconds."""
 
-    run: str
-    uid: int
-    restarts: int
-    nbytes: int
-    age_s: float
-    left_s: float
+    run: Name
+    uid: Uid
+    restarts: TryCount
+    nbytes: Nbytes
+    age_s: Age
+    left_s: Age
 
 
 class KeptList(Message, frozen=True, kw_only=True):
     """Answer to WhatIsKept: what the asker may see, and how many bytes may be kept on the node."""
 
-    kept: tuple[KeptMemory, ...]
-    limit_nbytes: int
+    kept: Annotated[tuple[KeptMemory, ...], OF_RANKS]
+    limit_nbytes: Number
 
 
 # ------------------------------------------------------------------------------------ the catalog
@@ -91,35 +110,35 @@ class KeptList(Message, frozen=True, kw_only=True):
 class KeptRegion(Value, frozen=True, kw_only=True):
     """A memfd behind the catalog: slots for a shard's tensors."""
 
-    shard: int
-    slot_nbytes: int
-    slots: int
+    shard: Rank
+    slot_nbytes: Nbytes
+    slots: SlotCount
 
 
 class KeptTensors(Value, frozen=True, kw_only=True):
     """A version; `at.region` is the place of its memfd, counted from 0 behind the catalog."""
 
-    shard: int
-    step: int
+    shard: Rank
+    step: Step
     at: TensorsAt
 
 
 class KeptRecord(Value, frozen=True, kw_only=True):
     """A rank's record; `digest` is its xxh3_128."""
 
-    rank: int
-    shard: int
-    step: int
-    record: bytes
-    digest: str
+    rank: Rank
+    shard: Rank
+    step: Step
+    record: RecordBytes
+    digest: Digest
 
 
 class Catalog(Value, frozen=True, kw_only=True):
     """What a node held when its agent ended: of which run, in which generation; `digests` as in Holdings."""
 
-    run: str
-    generation: int
-    regions: tuple[KeptRegion, ...]
-    tensors: tuple[KeptTensors, ...]
-    records: tuple[KeptRecord, ...]
-    digests: tuple[tuple[int, int, int, str], ...] = ()
+    run: Name
+    generation: Generation
+    regions: Annotated[tuple[KeptRegion, ...], OF_RANKS]
+    tensors: Annotated[tuple[KeptTensors, ...], OF_RANKS]
+    records: Annotated[tuple[KeptRecord, ...], OF_RANKS]
+    digests: Annotated[tuple[tuple[Rank, Step, Rank, Digest], ...], OF_RANKS] = ()

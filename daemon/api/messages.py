@@ -11,6 +11,37 @@ from msgspec import Meta, Struct
 
 from ckptless.daemon.api.codec import PROTOCOL as PROTOCOL
 from ckptless.daemon.api.feed import Feeds
+from ckptless.daemon.api.limits import (
+    OF_RANKS,
+    Digest,
+    ExitCode,
+    Generation,
+    JobId,
+    JobName,
+    Key,
+    Name,
+    Names,
+    Nbytes,
+    NodeNumber,
+    Number,
+    Pid,
+    Port,
+    Protocol,
+    Rank,
+    RankCount,
+    Ranks,
+    RecordBytes,
+    Seconds,
+    Share,
+    SlotCount,
+    SlotNumber,
+    Step,
+    Text,
+    TryCount,
+    Uid,
+    Word,
+    clip_texts,
+)
 from ckptless.daemon.api.model import Assignment as Assignment
 from ckptless.daemon.api.model import Brought as Brought
 from ckptless.daemon.api.model import Cause as Cause
@@ -45,11 +76,11 @@ class AgentHello(Message, frozen=True, kw_only=True):
     `brought` is what a daemon had kept for it.
     """
 
-    protocol: int
+    protocol: Protocol
     spec: JobSpec
     info: NodeInfo
-    pid: int
-    identity: str = ""
+    pid: Pid
+    identity: Name = ""
     brought: Brought | None = None
 
 
@@ -57,7 +88,7 @@ class Introduction(Message, frozen=True, kw_only=True):
     """What daemons tell each other of an agent's hello. What the job is, each knows from its own agent."""
 
     info: NodeInfo
-    pid: int
+    pid: Pid
     brought: Brought | None = None
 
 
@@ -71,24 +102,30 @@ class AgentState(Message, frozen=True, kw_only=True):
     for nothing.
     """
 
-    seq: int
-    slots: tuple[SlotState, ...]
-    assigned: int | None = None
-    frozen: int | None = None
+    seq: Number
+    slots: Annotated[tuple[SlotState, ...], OF_RANKS]
+    assigned: Generation | None = None
+    frozen: Generation | None = None
     holdings: Holdings | None = None
     copies: Copies | None = None
-    daemon_pid: int | None = None
-    doubts: tuple[Doubt, ...] = ()
-    nccl_unknown: str = ""
+    daemon_pid: Pid | None = None
+    doubts: Annotated[tuple[Doubt, ...], OF_RANKS] = ()
+    nccl_unknown: Text = ""
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "nccl_unknown")
 
 
 class AgentEvent(Message, frozen=True, kw_only=True):
     """Something worth a line in the ledger."""
 
     level: Literal["info", "warning", "error"]
-    kind: str
-    text: str
-    generation: int | None = None
+    kind: Word
+    text: Text
+    generation: Generation | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "text")
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -98,9 +135,12 @@ class Cancel(Message, frozen=True, kw_only=True):
     None: `reason` is all that there is to say.
     """
 
-    exit_code: int
-    reason: str
-    restarts: int | None = None
+    exit_code: ExitCode
+    reason: Text
+    restarts: TryCount | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "reason")
 
 
 class Admitted(Message, frozen=True, kw_only=True):
@@ -109,27 +149,33 @@ class Admitted(Message, frozen=True, kw_only=True):
     `identity` names what the daemon has on its disk of the job; the agent's next hello has the newest one.
     """
 
-    identity: str
+    identity: Name
 
 
 class Denied(Message, frozen=True, kw_only=True):
     """Daemon to agent: this agent may not speak for that job here. The daemon hangs up after it."""
 
-    reason: str
+    reason: Text
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "reason")
 
 
 class JobKey(Message, frozen=True, kw_only=True):
     """Daemon to agent: what the job's agents prove to each other that they hold."""
 
-    key: bytes
+    key: Key
 
 
 class Stop(Message, frozen=True, kw_only=True):
     """Leave `generation`: freeze, tell the ranks. `kill` are slots whose process must end now."""
 
-    generation: int
-    reason: str
-    kill: tuple[Place, ...] = ()
+    generation: Generation
+    reason: Text
+    kill: Annotated[tuple[Place, ...], OF_RANKS] = ()
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "reason")
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -141,19 +187,19 @@ class Assign(Message, frozen=True, kw_only=True):
 class Go(Message, frozen=True, kw_only=True):
     """Every rank has joined `generation`: make the groups, restore, train."""
 
-    generation: int
+    generation: Generation
 
 
 class Running(Message, frozen=True, kw_only=True):
     """Every rank of `generation` has made its first step."""
 
-    generation: int
+    generation: Generation
 
 
 class Release(Message, frozen=True, kw_only=True):
     """Every rank's training function has returned: the processes may go on to their end."""
 
-    generation: int
+    generation: Generation
 
 
 class End(Message, frozen=True, kw_only=True):
@@ -166,13 +212,13 @@ class End(Message, frozen=True, kw_only=True):
 class Ping(Message, frozen=True, kw_only=True):
     """Are you there?"""
 
-    seq: int
+    seq: Number
 
 
 class Pong(Message, frozen=True, kw_only=True):
     """Yes."""
 
-    seq: int
+    seq: Number
 
 
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
@@ -187,19 +233,25 @@ class Announce(Message, frozen=True, kw_only=True):
 class JobStarted(Message, frozen=True, kw_only=True):
     """Prolog to daemon: Slurm gives this node to a job that asked for ckptless. `spec` is the user's word."""
 
-    protocol: int
-    job_id: int
-    uid: int
-    spec: str = ""
+    protocol: Protocol
+    job_id: JobId
+    uid: Uid
+    spec: Text = ""
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "spec")
 
 
 class JobEnded(Message, frozen=True, kw_only=True):
     """Epilog to daemon: Slurm takes this node from the job."""
 
-    protocol: int
-    job_id: int
-    uid: int
-    spec: str = ""
+    protocol: Protocol
+    job_id: JobId
+    uid: Uid
+    spec: Text = ""
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "spec")
 
 
 Notice: TypeAlias = JobStarted | JobEnded
@@ -212,17 +264,17 @@ FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
 class Hello(Message, frozen=True, kw_only=True):
     """First message of a rank to its agent, which knows the slot by the peer's pid (SO_PEERCRED)."""
 
-    protocol: int
+    protocol: Protocol
 
 
 class Welcome(Message, frozen=True, kw_only=True):
     """Answer to Hello. `run`: JobSpec.run_id. `host` is the address this node's groups bind to."""
 
-    job: str
-    run: str
-    slot: int
-    host: str
-    pong_s: float
+    job: JobName
+    run: Name
+    slot: SlotNumber
+    host: Name
+    pong_s: Seconds
 
 
 class Assigned(Message, frozen=True, kw_only=True):
@@ -233,85 +285,88 @@ class Assigned(Message, frozen=True, kw_only=True):
     is empty where the agent does not know that yet.
     """
 
-    generation: int
-    rank: int
-    world_size: int
-    local_world_size: int
-    group_rank: int
-    restore_step: int | None
-    store: tuple[str, int]
-    peers: tuple[str, ...]
-    ranks_per_root: int = 1
-    cache_key: bytes = b""
+    generation: Generation
+    rank: Rank
+    world_size: RankCount
+    local_world_size: SlotCount
+    group_rank: NodeNumber
+    restore_step: Step | None
+    store: tuple[Name, Port]
+    peers: Names
+    ranks_per_root: RankCount = 1
+    cache_key: Key = b""
 
 
 class Left(Message, frozen=True, kw_only=True):
     """The main thread is out of the training function of `generation`."""
 
-    generation: int
+    generation: Generation
     cause: Cause
 
 
 class Broken(Message, frozen=True, kw_only=True):
     """A collective failed before anybody said STOP; the main thread may still be inside the function."""
 
-    generation: int
-    text: str
+    generation: Generation
+    text: Text
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "text")
 
 
 class Joined(Message, frozen=True, kw_only=True):
     """Ready to make the groups of `generation`."""
 
-    generation: int
+    generation: Generation
 
 
 class Restored(Message, frozen=True, kw_only=True):
     """Groups and state of `generation` are there."""
 
-    generation: int
+    generation: Generation
 
 
 class Finished(Message, frozen=True, kw_only=True):
     """The training function returned."""
 
-    generation: int
+    generation: Generation
 
 
 class Twins(Message, frozen=True, kw_only=True):
     """These ranks, this one among them, have the same tensors; none named: all ranks have."""
 
-    generation: int
-    ranks: tuple[int, ...]
+    generation: Generation
+    ranks: Ranks
 
 
 class Writes(Message, frozen=True, kw_only=True):
     """Answer to Twins: whether this rank writes the tensors that it and its twins on this node share."""
 
-    generation: int
+    generation: Generation
     writes: bool
 
 
 class Allocate(Message, frozen=True, kw_only=True):
     """Give me a memfd of `slots` x `slot_nbytes` bytes for my shard's tensors."""
 
-    generation: int
-    slot_nbytes: int
-    slots: int
+    generation: Generation
+    slot_nbytes: Nbytes
+    slots: SlotCount
 
 
 class Allocated(Message, frozen=True, kw_only=True):
     """Answer to Allocate; the memfd comes with it (SCM_RIGHTS)."""
 
-    region: int
+    region: Number
 
 
 class TensorsAt(Value, frozen=True, kw_only=True):
     """Where a version of a step's tensors lies: `nbytes` of header and payload; `digest` is the header's."""
 
-    region: int
-    offset: int
-    nbytes: int
-    digest: str
+    region: Number
+    offset: Nbytes
+    nbytes: Nbytes
+    digest: Digest
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -321,66 +376,78 @@ class Commit(Message, frozen=True, kw_only=True):
     stands in its batches, of each ring.
     """
 
-    generation: int
-    step: int
-    record: bytes
-    digest: str
+    generation: Generation
+    step: Step
+    record: RecordBytes
+    digest: Digest
     tensors: TensorsAt | None
     loss: float | None
-    every: int = 1
-    share: float | None = None
+    every: Number = 1
+    share: Share | None = None
     feeds: Feeds = ()
 
 
 class Stepped(Message, frozen=True, kw_only=True):
     """Step `step` is done, and is not to be restored. `every` and `share` as in Commit."""
 
-    generation: int
-    step: int
+    generation: Generation
+    step: Step
     loss: float | None
-    every: int
-    share: float | None
+    every: Number
+    share: Share | None
 
 
 class Acked(Message, frozen=True, kw_only=True):
     """Every holder has the record of `step`, and the tensors where they have holders of their own."""
 
-    generation: int
-    step: int
+    generation: Generation
+    step: Step
 
 
 class Fetch(Message, frozen=True, kw_only=True):
     """Give me my record and my shard's tensors of `step`; not `unsound` again, which is bad: see `why`."""
 
-    generation: int
-    step: int
+    generation: Generation
+    step: Step
     unsound: TensorsAt | None = None
-    why: str = ""
+    why: Text = ""
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "why")
 
 
 class Fetched(Message, frozen=True, kw_only=True):
     """Answer to Fetch; the memfd comes with it (SCM_RIGHTS), in slots of `slot_nbytes`. `error`: why not."""
 
-    step: int
-    record: bytes = b""
+    step: Step
+    record: RecordBytes = b""
     tensors: TensorsAt | None = None
-    slot_nbytes: int = 0
-    error: str | None = None
+    slot_nbytes: Nbytes = 0
+    error: Text | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "error")
 
 
 class Refused(Message, frozen=True, kw_only=True):
     """What you sent belongs to a generation that is over."""
 
-    generation: int
-    what: str
+    generation: Generation
+    what: Text
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "what")
 
 
 class Note(Message, frozen=True, kw_only=True):
     """A rank's line for the ledger."""
 
     level: Literal["info", "warning", "error"]
-    kind: str
-    text: str
+    kind: Word
+    text: Text
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "text")
 
 
 FromRank: TypeAlias = (

@@ -3,6 +3,42 @@
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
+
+from ckptless.daemon.api.limits import (
+    MOST_RANKS,
+    OF_NODES,
+    OF_RANKS,
+    Age,
+    Command,
+    Digest,
+    ExitCode,
+    Generation,
+    JobName,
+    Name,
+    Names,
+    Nbytes,
+    NodeCount,
+    NodeNumber,
+    NodeOrNone,
+    Nodes,
+    Number,
+    Pid,
+    Port,
+    Rank,
+    Ranks,
+    Seconds,
+    Share,
+    SlotCount,
+    SlotNumber,
+    Step,
+    Steps,
+    Text,
+    TryCount,
+    Word,
+    clip_command,
+    clip_texts,
+)
 
 
 class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -12,8 +48,8 @@ class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Place(Value, frozen=True, order=True):
     """A slot: node id and local index on it."""
 
-    node: int
-    slot: int
+    node: NodeNumber
+    slot: SlotNumber
 
 
 class Limits(Value, frozen=True, kw_only=True):
@@ -38,16 +74,16 @@ class Limits(Value, frozen=True, kw_only=True):
     spare       a node is lost, a slot given up  as many as there are              the job fails
     """
 
-    pong_s: float
-    leave_s: float
-    join_s: float
-    stall_s: float
-    lease_s: float = 3.0
-    raise_tries: int = 1
-    process_tries: int = 3
-    start_tries: int = 0
-    flap_tries: int = 5
-    flap_window_s: float = 3600.0
+    pong_s: Seconds
+    leave_s: Seconds
+    join_s: Seconds
+    stall_s: Seconds
+    lease_s: Seconds = 3.0
+    raise_tries: TryCount = 1
+    process_tries: TryCount = 3
+    start_tries: TryCount = 0
+    flap_tries: TryCount = 5
+    flap_window_s: Seconds = 3600.0
 
     @classmethod
     def from_max_stall(cls, max_stall_s: float, start_tries: int = 0) -> "Limits":
@@ -80,17 +116,22 @@ class JobSpec(Value, frozen=True, kw_only=True):
     in all of its runs and after a requeue (see launch/identity.py); in local mode each run has its own.
     """
 
-    job: str
-    command: tuple[str, ...]
-    nodes: int
-    spares: int
-    slots_per_node: int
+    job: JobName
+    command: Command
+    nodes: NodeCount
+    spares: NodeCount
+    slots_per_node: SlotCount
     limits: Limits
-    names: tuple[str, ...] = ()
-    domains: tuple[str, ...] = ()
+    names: Names = ()
+    domains: Names = ()
     run_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] = NO_RUN
-    saved_step: int | None = None
+    saved_step: Step | None = None
     recovers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"{self.world_size} ranks; a job has {MOST_RANKS} at most")
+        force_setattr(self, "command", clip_command(self.command))
 
     @property
     def world_size(self) -> int:
@@ -104,11 +145,11 @@ class NodeInfo(Value, frozen=True, kw_only=True):
     `nccl_port` is where NCCL's ranks find their roots, at `address`; 0 where there are none.
     """
 
-    node: int
-    name: str
-    address: str
-    agent_port: int
-    nccl_port: int = 0
+    node: NodeNumber
+    name: Name
+    address: Name
+    agent_port: Port
+    nccl_port: Port = 0
 
 
 # What an agent knows of the process in a slot:
@@ -125,8 +166,11 @@ Phase = Literal[
 class Cause(Value, frozen=True, kw_only=True):
     """Why a rank left or ended. kind: "stop", "raised", "no-state", "broken", "hung", "died", "renewed"."""
 
-    kind: str
-    text: str = ""
+    kind: Word
+    text: Text = ""
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "text")
 
 
 class SlotState(Value, frozen=True, kw_only=True):
@@ -138,19 +182,19 @@ class SlotState(Value, frozen=True, kw_only=True):
     (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
     """
 
-    slot: int
+    slot: SlotNumber
     phase: Phase
-    generation: int
-    pid: int | None = None
+    generation: Generation
+    pid: Pid | None = None
     hooked: bool = False
-    step: int | None = None
+    step: Step | None = None
     stepped: bool = False
     loss: float | None = None
-    every: int | None = None
-    share: float | None = None
+    every: Number | None = None
+    share: Share | None = None
     cause: Cause | None = None
-    exit_code: int | None = None
-    age_s: float = 0.0
+    exit_code: ExitCode | None = None
+    age_s: Age = 0.0
 
 
 class Holdings(Value, frozen=True, kw_only=True):
@@ -160,34 +204,34 @@ class Holdings(Value, frozen=True, kw_only=True):
     are (shard, step, the rank that wrote it, digest) of those tensors that are compared (`api.twins`).
     """
 
-    tensors: tuple[tuple[int, tuple[int, ...]], ...]
-    records: tuple[tuple[int, int, tuple[int, ...]], ...]
-    digests: tuple[tuple[int, int, int, str], ...] = ()
+    tensors: Annotated[tuple[tuple[Rank, Steps], ...], OF_RANKS]
+    records: Annotated[tuple[tuple[Rank, Rank, Steps], ...], OF_RANKS]
+    digests: Annotated[tuple[tuple[Rank, Step, Rank, Digest], ...], OF_RANKS] = ()
 
 
 class Doubt(Value, frozen=True, kw_only=True):
     """What this node's rank has of a shard's step is not what its twin, rank `other`, has."""
 
-    shard: int
-    step: int
-    rank: int
-    other: int
+    shard: Rank
+    step: Step
+    rank: Rank
+    other: Rank
 
 
 class Brought(Value, frozen=True, kw_only=True):
     """What an agent has from an earlier start of its job: what `run` held in `generation`, when it ended."""
 
-    run: str
-    generation: int
+    run: Name
+    generation: Generation
     holdings: Holdings
 
 
 class StreamState(Value, frozen=True, kw_only=True):
     """Batches of one replica on a node: how many lie there, and how many of these nobody has taken yet."""
 
-    stream: int
-    ready: int
-    ahead: int
+    stream: Number
+    ready: Number
+    ahead: Number
 
 
 class ReaderState(Value, frozen=True, kw_only=True):
@@ -197,12 +241,12 @@ class ReaderState(Value, frozen=True, kw_only=True):
     not known yet. `starved`: it has taken all that it was sent.
     """
 
-    slot: int
-    stream: int
-    taken: int
-    waits: int
-    waited_s: float
-    share: float | None = None
+    slot: SlotNumber
+    stream: Number
+    taken: Number
+    waits: Number
+    waited_s: Seconds
+    share: Share | None = None
     starved: bool = False
 
 
@@ -213,19 +257,19 @@ class RingState(Value, frozen=True, kw_only=True):
     and `borrowed` came from some.
     """
 
-    loader: str
-    manifest: str
-    nbytes: int
-    budget_nbytes: int
-    prefetch: int
-    made: int
-    given: int
-    lent: int
-    borrowed: int
-    guests: int
-    streams: tuple[StreamState, ...]
-    readers: tuple[ReaderState, ...]
-    producer: int | None = None
+    loader: Name
+    manifest: Digest
+    nbytes: Nbytes
+    budget_nbytes: Nbytes
+    prefetch: Number
+    made: Number
+    given: Number
+    lent: Number
+    borrowed: Number
+    guests: Number
+    streams: Annotated[tuple[StreamState, ...], OF_RANKS]
+    readers: Annotated[tuple[ReaderState, ...], OF_RANKS]
+    producer: Pid | None = None
     closed: bool = False
 
 
@@ -236,25 +280,25 @@ class Copies(Value, frozen=True, kw_only=True):
     training data, for which there is other memory.
     """
 
-    tensors: tuple[tuple[int, tuple[int, ...], int], ...]
-    records: tuple[tuple[int, int, tuple[int, ...], int], ...]
-    nbytes: int
-    rings: tuple[RingState, ...] = ()
+    tensors: Annotated[tuple[tuple[Rank, Steps, Nbytes], ...], OF_RANKS]
+    records: Annotated[tuple[tuple[Rank, Rank, Steps, Nbytes], ...], OF_RANKS]
+    nbytes: Nbytes
+    rings: Annotated[tuple[RingState, ...], OF_RANKS] = ()
 
 
 class Tries(Value, frozen=True, kw_only=True):
     """How often one cause has come in a row without progress; `step` is where the job stood then."""
 
-    cause: str
-    count: int
-    step: int
+    cause: Text
+    count: TryCount
+    step: Step
 
 
 class Replaced(Value, frozen=True, kw_only=True):
     """When the process of a slot was replaced lately: Unix times in seconds, at most `Limits.flap_tries`."""
 
     place: Place
-    at_s: tuple[float, ...]
+    at_s: Annotated[tuple[Age, ...], OF_NODES]
 
 
 class Assignment(Value, frozen=True, kw_only=True):
@@ -270,25 +314,28 @@ class Assignment(Value, frozen=True, kw_only=True):
     `stock_roots`: an agent does not know this job's NCCL, which makes roots of its own from now on.
     """
 
-    job: str
-    generation: int
-    term: int
-    leader: int
-    places: tuple[Place, ...]
-    nodes: tuple[NodeInfo, ...]
-    restore_step: int | None
-    shards: tuple[int, ...] = ()
-    tensor_nodes: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    record_nodes: tuple[tuple[int, ...], ...] = ()
-    renew: tuple[Place, ...] = ()
-    rung: str = "start"
-    faults: tuple[str, ...] = ()
-    tries: tuple[Tries, ...] = ()
-    bad: tuple[Place, ...] = ()
-    replaced: tuple[Replaced, ...] = ()
-    flapping: tuple[Place, ...] = ()
-    origin: str = ""
+    job: JobName
+    generation: Generation
+    term: Number
+    leader: NodeOrNone
+    places: Annotated[tuple[Place, ...], OF_RANKS]
+    nodes: Annotated[tuple[NodeInfo, ...], OF_RANKS]
+    restore_step: Step | None
+    shards: Ranks = ()
+    tensor_nodes: Annotated[tuple[tuple[Rank, Nodes], ...], OF_RANKS] = ()
+    record_nodes: Annotated[tuple[Nodes, ...], OF_RANKS] = ()
+    renew: Annotated[tuple[Place, ...], OF_RANKS] = ()
+    rung: Word = "start"
+    faults: Annotated[tuple[Name, ...], OF_RANKS] = ()
+    tries: Annotated[tuple[Tries, ...], OF_RANKS] = ()
+    bad: Annotated[tuple[Place, ...], OF_RANKS] = ()
+    replaced: Annotated[tuple[Replaced, ...], OF_RANKS] = ()
+    flapping: Annotated[tuple[Place, ...], OF_RANKS] = ()
+    origin: Text = ""
     stock_roots: bool = False
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "origin")
 
     def rank_at(self, place: Place) -> int | None:
         """The rank in a slot, or None for a spare."""
@@ -333,8 +380,11 @@ class Outcome(Value, frozen=True, kw_only=True):
     """
 
     state: Literal["done", "failed", "stopped"]
-    exit_code: int
-    reason: str
+    exit_code: ExitCode
+    reason: Text
     why: Why = ""
-    rank: int | None = None
-    node: int | None = None
+    rank: Rank | None = None
+    node: NodeNumber | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "reason")

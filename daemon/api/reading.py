@@ -4,6 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
+from ckptless.daemon.api.limits import OF_RANKS, Protocol
 from ckptless.daemon.api.messages import Message
 from ckptless.daemon.api.model import Value
 from ckptless.daemon.api.records import Record
@@ -33,7 +34,7 @@ class Read(Message, frozen=True, kw_only=True):
     named.
     """
 
-    protocol: int
+    protocol: Protocol
     job: Annotated[str, Meta(max_length=MAX_NAME)] = ""
     tables: Annotated[tuple[Table, ...], Meta(min_length=1, max_length=len(TABLES))]
     kinds: Annotated[
@@ -45,6 +46,6 @@ class Read(Message, frozen=True, kw_only=True):
 class Page(Message, frozen=True, kw_only=True):
     """Answer to Read: records, and where to go on; `more`: some are left. Of others' jobs there are none."""
 
-    records: tuple[Record, ...]
+    records: Annotated[tuple[Record, ...], OF_RANKS]
     next: Cursor
     more: bool

@@ -5,10 +5,36 @@ each other what they saw and ckptctl may merge several nodes' ledgers. Times are
 epoch by the clock of the daemon that led; phases are durations in seconds.
 """
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
+from ckptless.daemon.api.limits import (
+    OF_RANKS,
+    Age,
+    Command,
+    ExitCode,
+    Generation,
+    JobName,
+    Name,
+    Nbytes,
+    NodeCount,
+    NodeNumber,
+    NodeOrNone,
+    Number,
+    Pid,
+    Rank,
+    RankCount,
+    Share,
+    SlotNumber,
+    Step,
+    Steps,
+    Text,
+    Word,
+    clip_texts,
+    one_line,
+)
 from ckptless.daemon.api.model import RingState
 
 JobState: TypeAlias = Literal["starting", "running", "recovering", "done", "failed", "stopped"]
@@ -35,29 +61,32 @@ BY_SLURM = "over by Slurm's word"
 class JobRecord(Struct, frozen=True, kw_only=True, tag="job", forbid_unknown_fields=True):
     """A job. Key: job."""
 
-    job: str
-    command: tuple[str, ...]
-    world_size: int
-    nodes: int
-    spares: int
+    job: JobName
+    command: Command
+    world_size: RankCount
+    nodes: NodeCount
+    spares: NodeCount
     state: JobState
-    started_s: float
-    ended_s: float | None = None
-    exit_code: int | None = None
-    reason: str | None = None
+    started_s: Age
+    ended_s: Age | None = None
+    exit_code: ExitCode | None = None
+    reason: Text | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "reason")
 
 
 class NodeRecord(Struct, frozen=True, kw_only=True, tag="node", forbid_unknown_fields=True):
     """A node of a job's allocation. Key: job, node. A later `updated_s` replaces."""
 
-    job: str
-    node: int
-    name: str
-    address: str
+    job: JobName
+    node: NodeNumber
+    name: Name
+    address: Name
     state: NodeState
-    daemon_pid: int | None
-    agent_pid: int | None
-    updated_s: float
+    daemon_pid: Pid | None
+    agent_pid: Pid | None
+    updated_s: Age
 
 
 class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_fields=True):
@@ -67,18 +96,18 @@ class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_f
     committed, which takes `share` of its rank's time; None where that is not known.
     """
 
-    job: str
-    node: int
-    slot: int
-    rank: int | None
-    generation: int
-    pid: int | None
-    phase: str
-    step: int | None
+    job: JobName
+    node: NodeNumber
+    slot: SlotNumber
+    rank: Rank | None
+    generation: Generation
+    pid: Pid | None
+    phase: Word
+    step: Step | None
     loss: float | None
-    updated_s: float
-    every: int | None = None
-    share: float | None = None
+    updated_s: Age
+    every: Number | None = None
+    share: Share | None = None
 
 
 class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unknown_fields=True):
@@ -89,14 +118,14 @@ class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unk
     `rings`: what it has of training data, for which there is other memory.
     """
 
-    job: str
-    node: int
-    tensors: tuple[tuple[int, tuple[int, ...], int], ...]
-    records: tuple[tuple[int, int, tuple[int, ...], int], ...]
-    nbytes: int
-    seq: int
-    updated_s: float
-    rings: tuple[RingState, ...] = ()
+    job: JobName
+    node: NodeNumber
+    tensors: Annotated[tuple[tuple[Rank, Steps, Nbytes], ...], OF_RANKS]
+    records: Annotated[tuple[tuple[Rank, Rank, Steps, Nbytes], ...], OF_RANKS]
+    nbytes: Nbytes
+    seq: Number
+    updated_s: Age
+    rings: Annotated[tuple[RingState, ...], OF_RANKS] = ()
 
 
 class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forbid_unknown_fields=True):
@@ -106,29 +135,32 @@ class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forb
     ids of the faults that this generation answers.
     """
 
-    job: str
-    generation: int
-    places: tuple[tuple[int, int], ...]
-    restore_step: int | None
-    rung: str
-    faults: tuple[str, ...]
-    leader: int
-    agreed_s: float
+    job: JobName
+    generation: Generation
+    places: Annotated[tuple[tuple[NodeNumber, SlotNumber], ...], OF_RANKS]
+    restore_step: Step | None
+    rung: Word
+    faults: Annotated[tuple[Name, ...], OF_RANKS]
+    leader: NodeOrNone
+    agreed_s: Age
 
 
 class FaultRecord(Struct, frozen=True, kw_only=True, tag="fault", forbid_unknown_fields=True):
     """Something observed. Key: fault (its id). `source` is None in ledgers older than that field."""
 
-    fault: str
-    job: str
-    kind: str
-    node: int
-    slot: int | None
-    rank: int | None
-    generation: int
-    detail: str
-    seen_s: float
+    fault: Name
+    job: JobName
+    kind: Word
+    node: NodeNumber
+    slot: SlotNumber | None
+    rank: Rank | None
+    generation: Generation
+    detail: Text
+    seen_s: Age
     source: FaultSource | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "detail")
 
 
 class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_unknown_fields=True):
@@ -139,14 +171,14 @@ class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_u
     while it runs.
     """
 
-    job: str
-    generation: int
-    rung: str
-    faults: tuple[str, ...]
-    restore_step: int | None
-    started_s: float
-    phases: dict[str, float]
-    outcome: str | None
+    job: JobName
+    generation: Generation
+    rung: Word
+    faults: Annotated[tuple[Name, ...], OF_RANKS]
+    restore_step: Step | None
+    started_s: Age
+    phases: Annotated[dict[Word, Age], Meta(max_length=64)]
+    outcome: Word | None
 
 
 # Kinds of events that tell of something refused: it came from an older generation, or an older leader.
@@ -163,14 +195,17 @@ class Subject(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `error` is one line: what a rank raised, or why a node is out.
     """
 
-    node: int
-    name: str = ""
-    slot: int | None = None
-    rank: int | None = None
-    pid: int | None = None
-    signal: str | None = None
-    exit_code: int | None = None
-    error: str | None = None
+    node: NodeNumber
+    name: Name = ""
+    slot: SlotNumber | None = None
+    rank: Rank | None = None
+    pid: Pid | None = None
+    signal: Word | None = None
+    exit_code: ExitCode | None = None
+    error: Text | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "error")
 
 
 class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown_fields=True):
@@ -179,15 +214,18 @@ class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown
     `node` is the one whose daemon tells it; `about` is of whom, where that can be said.
     """
 
-    event: str
-    job: str
-    node: int
-    at_s: float
+    event: Name
+    job: JobName
+    node: NodeNumber
+    at_s: Age
     level: Level
-    kind: str
-    generation: int | None
-    text: str
+    kind: Word
+    generation: Generation | None
+    text: Text
     about: Subject | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "text")
 
 
 Record: TypeAlias = (
@@ -200,3 +238,23 @@ Record: TypeAlias = (
     | RecoveryRecord
     | EventRecord
 )
+
+
+def printable(record: Record) -> Record:
+    """The row with its texts in one line each, as logs and terminals can show them."""
+    match record:
+        case EventRecord():
+            about = record.about
+            if about is not None:
+                error = None if about.error is None else one_line(about.error)
+                about = replace(about, name=one_line(about.name), error=error)
+            return replace(record, kind=one_line(record.kind), text=one_line(record.text), about=about)
+        case FaultRecord():
+            return replace(record, kind=one_line(record.kind), detail=one_line(record.detail))
+        case JobRecord():
+            reason = None if record.reason is None else one_line(record.reason)
+            return replace(record, reason=reason, command=tuple(map(one_line, record.command)))
+        case NodeRecord():
+            return replace(record, name=one_line(record.name), address=one_line(record.address))
+        case _:
+            return record

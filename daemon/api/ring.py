@@ -9,6 +9,10 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
+from ckptless.daemon.api.limits import (
+    Nbytes,
+    Protocol,
+)
 from ckptless.daemon.api.messages import Message
 from ckptless.daemon.api.ring_entry import POSITION_LIMIT, SEQ_LIMIT
 
@@ -35,7 +39,7 @@ class RingOpen(Message, frozen=True, kw_only=True):
     stream so many batches are made ahead as `window` says, and all of them take `budget_nbytes`.
     """
 
-    protocol: int
+    protocol: Protocol
     loader: Annotated[str, Meta(min_length=1, max_length=256)]
     manifest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     reader: Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -78,7 +82,7 @@ class RingEntry(Message, frozen=True, kw_only=True):
 
     number: Seq
     seq: Seq
-    nbytes: int
+    nbytes: Nbytes
 
 
 class RingEnd(Message, frozen=True, kw_only=True):
@@ -108,7 +112,7 @@ class RingLease(Message, frozen=True, kw_only=True):
 class ProducerHello(Message, frozen=True, kw_only=True):
     """First message of a producer."""
 
-    protocol: int
+    protocol: Protocol
     lease: Seq
 
 

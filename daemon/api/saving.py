@@ -4,6 +4,24 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from ckptless.daemon.api.limits import (
+    Digest,
+    FilePath,
+    Generation,
+    JobName,
+    NodeNumber,
+    Nodes,
+    Number,
+    Protocol,
+    Rank,
+    RankCount,
+    RecordBytes,
+    Seconds,
+    Step,
+    Text,
+    TryCount,
+    clip_texts,
+)
 from ckptless.daemon.api.messages import Message, TensorsAt
 
 MAX_NAME = 256
@@ -17,11 +35,11 @@ class SaveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `end_s`: seconds that saving may take at the end. `resume`: the folder of the step to go on from, if any.
     """
 
-    directory: str
-    every: int = 0
-    keep: int = 3
-    end_s: float = 300.0
-    resume: str = ""
+    directory: FilePath
+    every: Number = 0
+    keep: TryCount = 3
+    end_s: Seconds = 300.0
+    resume: FilePath = ""
 
 
 # ---------------------------------------------------------------------------------- agent, writer
@@ -30,23 +48,23 @@ class SaveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class WriterHello(Message, frozen=True, kw_only=True):
     """First message of a writer to its agent, which knows it by its pid."""
 
-    protocol: int
+    protocol: Protocol
 
 
 class WriteShard(Message, frozen=True, kw_only=True):
     """A version to write; a memfd of exactly its bytes comes with it (SCM_RIGHTS)."""
 
-    shard: int
+    shard: Rank
     at: TensorsAt
 
 
 class WriteRecord(Message, frozen=True, kw_only=True):
     """A record to write."""
 
-    rank: int
-    shard: int
-    record: bytes
-    digest: str
+    rank: Rank
+    shard: Rank
+    record: RecordBytes
+    digest: Digest
 
 
 class WritePart(Message, frozen=True, kw_only=True):
@@ -56,17 +74,17 @@ class WritePart(Message, frozen=True, kw_only=True):
     `deadline_s`, puts them together, and keeps the newest `keep` steps.
     """
 
-    job: str
-    step: int
-    generation: int
-    world_size: int
-    folder: str
-    directory: str
-    node: int
-    parts: tuple[int, ...]
+    job: JobName
+    step: Step
+    generation: Generation
+    world_size: RankCount
+    folder: FilePath
+    directory: FilePath
+    node: NodeNumber
+    parts: Nodes
     finishes: bool
-    keep: int
-    deadline_s: float
+    keep: TryCount
+    deadline_s: Seconds
 
 
 class Written(Message, frozen=True, kw_only=True):
@@ -75,9 +93,12 @@ class Written(Message, frozen=True, kw_only=True):
     `left`: what could not be removed of older steps, and why.
     """
 
-    error: str = ""
-    path: str = ""
-    left: str = ""
+    error: Text = ""
+    path: FilePath = ""
+    left: Text = ""
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "error", "left")
 
 
 FromWriter: TypeAlias = WriterHello | Written
@@ -95,7 +116,7 @@ DeadlineS: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)]
 class Save(Message, frozen=True, kw_only=True):
     """ckptctl to daemon: save a job's state now. `job` is a run, or the number of a Slurm job with one."""
 
-    protocol: int
+    protocol: Protocol
     job: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
     deadline_s: DeadlineS
 
@@ -104,20 +125,23 @@ class Saved(Message, frozen=True, kw_only=True):
     """Answer to Save."""
 
     verdict: SaveVerdict
-    text: str
-    step: int | None = None
-    path: str = ""
+    text: Text
+    step: Step | None = None
+    path: FilePath = ""
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "text")
 
 
 class SaveNow(Message, frozen=True, kw_only=True):
     """Daemon to agent: save; `number` comes back in the answer."""
 
-    number: int
+    number: Number
     deadline_s: DeadlineS
 
 
 class SaveDone(Message, frozen=True, kw_only=True):
     """Agent to daemon: what came of it."""
 
-    number: int
+    number: Number
     answer: Saved

@@ -139,7 +139,7 @@ class Controller(Follower):
             loss = self.losses[node]
             self._noted.add(node)
             self._announce(telling.loss_line(loss, self.nodes[node], self.assignment), now)
-            if loss.dark:
+            if loss.dark and node not in self.agreement.dead:  # else it is marked already
                 self._dark[node] = now
                 self._out.append(NodeIsDark(node, loss.reason, "dark"))
         self._note_gone([node for node, since in self._dark.items() if now - since >= DARK_FOR_GOOD_S])

@@ -4,6 +4,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
+from ckptless.daemon.api.limits import (
+    NodeOrNone,
+    Number,
+    Voters,
+)
 from ckptless.daemon.api.messages import Message, Outcome
 from ckptless.daemon.api.model import Assignment, Value
 from ckptless.daemon.control.domains import domain_of
@@ -16,8 +21,8 @@ LEAST_VOTERS = 5
 class Ballot(Value, frozen=True, order=True):
     """A try to lead: higher numbers win, and of one number no two nodes have the same ballot."""
 
-    number: int
-    node: int
+    number: Number
+    node: NodeOrNone
 
 
 NO_BALLOT = Ballot(number=0, node=-1)
@@ -29,8 +34,8 @@ class Decree(Value, frozen=True, kw_only=True):
     `index` counts decrees from 0, the one that everybody starts with. `voters` choose the decree after this.
     """
 
-    index: int
-    voters: tuple[int, ...]
+    index: Number
+    voters: Voters
     assignment: Assignment | None = None
     outcome: Outcome | None = None
 
@@ -57,14 +62,14 @@ class Prepare(Message, frozen=True, kw_only=True):
     """Will you take no ballot below this one? And have you voted for a successor of decree `index`?"""
 
     ballot: Ballot
-    index: int
+    index: Number
 
 
 class Promise(Message, frozen=True, kw_only=True):
     """Yes to Prepare."""
 
     ballot: Ballot
-    index: int
+    index: Number
     vote: Vote | None
 
 
@@ -79,7 +84,7 @@ class Accepted(Message, frozen=True, kw_only=True):
     """Yes to Propose."""
 
     ballot: Ballot
-    index: int
+    index: Number
 
 
 class Refusal(Message, frozen=True, kw_only=True):
@@ -90,7 +95,7 @@ class Refusal(Message, frozen=True, kw_only=True):
 
     ballot: Ballot
     promised: Ballot
-    index: int
+    index: Number
     content: bool = False
 
 

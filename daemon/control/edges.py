@@ -1,9 +1,19 @@
 """What goes into the control plane and what comes out: plain values, whoever carries them."""
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.limits import (
+    OF_NODES,
+    OF_RANKS,
+    Age,
+    NodeNumber,
+    NodeOrNone,
+    Nodes,
+    Number,
+    Text,
+)
 from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decree, Durable, Say
 
@@ -24,15 +34,15 @@ class Standing:
     nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
     """
 
-    term: int
-    leader: int
+    term: Number
+    leader: NodeOrNone
     stage: Stage
     known: Decree | None
     promised: Ballot = NO_BALLOT
-    lost: tuple[tuple[int, str, FaultSource], ...] = ()
-    index: int = 0
+    lost: Annotated[tuple[tuple[NodeNumber, Text, FaultSource], ...], OF_NODES] = ()
+    index: Number = 0
     able: bool = True
-    apart: tuple[int, ...] = ()
+    apart: Nodes = ()
 
     @property
     def newest(self) -> int:
@@ -44,7 +54,7 @@ class Standing:
 class Report:
     """An agent's message, from the own node or passed on by another daemon."""
 
-    node: int
+    node: NodeNumber
     message: m.FromAgent | m.Introduction
 
 
@@ -52,14 +62,14 @@ class Report:
 class Connected:
     """A connection to a daemon is there; nothing has come over it yet."""
 
-    node: int
+    node: NodeNumber
 
 
 @dataclass(frozen=True)
 class PeerUp:
     """A daemon has told where it stands; `direct`: over a connection, whose end will be heard of."""
 
-    node: int
+    node: NodeNumber
     standing: Standing
     direct: bool = True
 
@@ -68,7 +78,7 @@ class PeerUp:
 class PeerDown:
     """A daemon cannot be reached; its node may live."""
 
-    node: int
+    node: NodeNumber
 
 
 @dataclass(frozen=True)
@@ -78,9 +88,9 @@ class NodeLost:
     `age_s`: how long ago that began. `dark`: nothing on it answers at all.
     """
 
-    node: int
-    reason: str
-    age_s: float
+    node: NodeNumber
+    reason: Text
+    age_s: Age
     dark: bool = False
     source: FaultSource = field(kw_only=True)
 
@@ -89,7 +99,7 @@ class NodeLost:
 class AgentAnswers:
     """Whether the agent of a node whose daemon is away has answered just now."""
 
-    node: int
+    node: NodeNumber
     answers: bool
 
 
@@ -111,8 +121,8 @@ class Apart:
 class OrderFrom:
     """A leader's order."""
 
-    node: int
-    term: int
+    node: NodeNumber
+    term: Number
     order: m.Order
 
 
@@ -120,7 +130,7 @@ class OrderFrom:
 class Said:
     """What a daemon says to agree with the others; the own node's, too."""
 
-    node: int
+    node: NodeNumber
     say: Say
 
 
@@ -172,7 +182,7 @@ Input: TypeAlias = (
 class Broadcast:
     """Send the order to every daemon of the job."""
 
-    term: int
+    term: Number
     order: m.Order
 
 
@@ -187,7 +197,7 @@ class ToAgent:
 class Forward:
     """Pass an agent's message on to the leader's daemon."""
 
-    node: int
+    node: NodeNumber
     report: Report
 
 
@@ -195,16 +205,16 @@ class Forward:
 class Meet:
     """Tell one daemon (or, with None, all) where this one stands, and what its agent last said."""
 
-    node: int | None
+    node: NodeNumber | None
     standing: Standing
-    reports: tuple[Report, ...]
+    reports: Annotated[tuple[Report, ...], OF_RANKS]
 
 
 @dataclass(frozen=True)
 class Write:
     """Rows for the ledger; `share`: other daemons' ledgers want them too."""
 
-    records: tuple[Record, ...]
+    records: Annotated[tuple[Record, ...], OF_RANKS]
     share: bool
 
 
@@ -216,8 +226,8 @@ class NodeIsDark:
     has ended over it; "back" where it was heard again.
     """
 
-    node: int
-    reason: str
+    node: NodeNumber
+    reason: Text
     state: DarkState
 
 
@@ -225,7 +235,7 @@ class NodeIsDark:
 class Tell:
     """Say something to agree to one daemon (this one, too), or with None to all others."""
 
-    node: int | None
+    node: NodeNumber | None
     say: Say
 
 
@@ -237,7 +247,7 @@ class Save:
     """
 
     durable: Durable
-    node: int | None = None
+    node: NodeNumber | None = None
     say: Say | None = None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.api.errors import RecoveryError
+from ckptless.daemon.api.limits import clip
 from ckptless.daemon.api.messages import (
     Assignment,
     JobSpec,
@@ -95,7 +96,9 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
     """Generation 1: ranks in order over the first usable nodes; see also `start_from`. Raises NoPlanError."""
     usable = sorted(node for node, view in nodes.items() if view.usable)
     if len(usable) < spec.nodes:
-        lost = ", ".join(f"{node} ({view.lost})" for node, view in sorted(nodes.items()) if not view.usable)
+        names = spec.names or tuple(f"node-{node}" for node in range(spec.nodes + spec.spares))
+        unusable = sorted((node, view.lost) for node, view in nodes.items() if not view.usable)
+        lost = ", ".join(f"{names[node]} ({why})" for node, why in unusable)
         raise NoPlanError(
             _unrecoverable(f"{len(usable)} of {spec.nodes} nodes came up; missing: {lost}", "never-formed")
         )
@@ -297,7 +300,7 @@ def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
         # The rank, wherever it has moved: what goes with it is no node's fault.
         where = f"@rank {finding.rank}"
     what = finding.detail if finding.kind == "raised" else ""
-    cause = f"{finding.kind}{where}:{what}"
+    cause = clip(f"{finding.kind}{where}:{what}")
     same = [old for old in now.current.tries if old.cause == cause and old.step == now.progress]
     count = 1 + (same[0].count if same else 0)
     if all(tries.cause != cause for tries in answers.tries):

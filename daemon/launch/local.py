@@ -30,7 +30,8 @@ from ckptless.daemon.agent.config import (
 from ckptless.daemon.agent.console import rank_log_path
 from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process
-from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
+from ckptless.daemon.agent.signals import ENDING, USERS
+from ckptless.daemon.agent.socket_folder import SocketFolder
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
@@ -137,12 +138,12 @@ class LocalRun:
         set_child_subreaper()
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        ignore_others()
         for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
         for number in USERS:
             loop.add_signal_handler(number, self._forward, number)
         self._scratch = tempfile.mkdtemp(prefix="ckptless-")
+        self._sockets = SocketFolder(self._spec.job)
         try:
             self._prepare()
             await self._start_all()
@@ -157,6 +158,7 @@ class LocalRun:
         finally:
             await self._end_all()
             shutil.rmtree(self._scratch, ignore_errors=True)
+            self._sockets.close()
         return self._result()
 
     def _stopped(self, number: signal.Signals) -> None:
@@ -212,7 +214,7 @@ class LocalRun:
         partial.rename(latest)
 
     def _socket(self, node: Node, what: str) -> str:
-        return f"@ckptless-{self._tag}-{node.number}-{what}"
+        return self._sockets.socket(f"{node.number}-{what}")
 
     def _agent_config(self, node: Node) -> AgentConfig:
         options = self._options

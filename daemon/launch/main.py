@@ -10,6 +10,7 @@ import click
 
 from ckptless import __version__
 from ckptless.daemon import log
+from ckptless.daemon.agent.signals import ignore_others
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S, check_torch
 from ckptless.daemon.launch.local import LocalRun
@@ -275,6 +276,7 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
 
 def main() -> None:
     """Entry point."""
+    ignore_others()
     command(prog_name="ckptless-run")
 
 

@@ -22,13 +22,14 @@ from msgspec.structs import replace
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.agent.console import rank_log_path
 from ckptless.daemon.agent.prctl import set_pdeathsig
-from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
+from ckptless.daemon.agent.signals import ENDING, USERS
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.api.outcome import read_outcome, write_outcome
 from ckptless.daemon.control.plan import EXIT_UNRECOVERABLE
 from ckptless.daemon.launch.domains import find_domains
 from ckptless.daemon.launch.follow import Follower
+from ckptless.daemon.launch.forming import Forming
 from ckptless.daemon.launch.last_words import last_words
 from ckptless.daemon.launch.preempted import stay
 from ckptless.daemon.launch.requeue import requeue, why_requeue
@@ -45,6 +46,8 @@ LEAVE_GRACE_S = 15.0
 KILL_DEADLINE_S = 5.0
 CONFIG_DEADLINE_S = 10.0
 MAX_RUNS = 10_000
+# Under load Slurm may fail to launch a step ("Socket timed out on send/recv operation").
+STEP_TRIES, STEP_PAUSE_S = 3, 2.0
 # srun takes these for options of its own.
 NOT_FOR_STEPS = frozenset(
     (
@@ -63,6 +66,17 @@ class Step:
     console: Path
     log: Path
     process: asyncio.subprocess.Process | None = None
+    tries: int = 1
+    again_s: float | None = None
+
+    @property
+    def state(self) -> str:
+        """What is known of it while its agent is not up."""
+        if self.process is not None and self.process.returncode is not None:
+            return f"its step has ended with {self.process.returncode}: {_last_line(self.log)}"
+        if not self.log.exists():
+            return "its step has not begun"
+        return f"its agent starts up: {_last_line(self.log)}"
 
     @property
     def running(self) -> bool:
@@ -96,7 +110,6 @@ class SlurmRun:
         """Start the agents, pass their output on, and wait for the end. The exit code."""
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        ignore_others()
         for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
         for number in USERS:
@@ -136,9 +149,14 @@ class SlurmRun:
 
     async def _start(self, name: str) -> Step:
         step = Step(name, self.log_dir / f"console-{name}.out", self.log_dir / f"agent-{name}.log")
+        await self._launch(step)
+        return step
+
+    async def _launch(self, step: Step) -> None:
         # Slurm writes through to the file as it comes, and the agent's own log is line by line.
         words = [
-            *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={name}", "--overlap"),
+            *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={step.name}"),
+            *("--overlap", "--open-mode=append"),
             *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=none", *self.binding),
             *(f"--output={step.console}", f"--error={step.log}", "--quiet", "--job-name=ckptless"),
             *(sys.executable, "-m", "ckptless.daemon.agent.main", "--slurm"),
@@ -155,7 +173,6 @@ class SlurmRun:
             )
         except FileNotFoundError:
             raise StartError("there is no srun in PATH: is this a node of the cluster?") from None
-        return step
 
     async def _wait(self) -> None:
         """Until every agent's step is over, or is late: after the job's end, or the user's signal."""
@@ -163,7 +180,9 @@ class SlurmRun:
         loop = asyncio.get_running_loop()
         follower = Follower([step.console for step in self._steps], sys.stdout.buffer)
         told, deadline = False, None
-        while any(step.running for step in self._steps):
+        states = {step.name: step for step in self._steps}
+        forming = Forming(self.config.spec, self.log_dir, lambda name: states[name].state, loop.time())
+        while any(step.running for step in self._steps) or self._starts_again:
             await asyncio.sleep(POLL_S)
             follower.pass_on()
             if self._stop.done() and not told:
@@ -171,7 +190,8 @@ class SlurmRun:
                 told, deadline = True, loop.time() + self._leave_s
                 self._signal(signal.SIGTERM)
             if self.outcome() is None:
-                self._check_start()
+                forming.look(loop.time())
+                await self._mend_start(forming, loop.time())
             elif deadline is None:
                 deadline = loop.time() + self._leave_s
             if deadline is not None and loop.time() > deadline:
@@ -185,11 +205,30 @@ class SlurmRun:
         save_s = self.config.save.end_s if self.config.save is not None else 0.0
         return self.config.shutdown_s + save_s + LEAVE_GRACE_S
 
-    def _check_start(self) -> None:
-        """An agent that could not start tells so by its exit code: the job would wait for it in vain."""
-        for step in self._steps:
-            if step.process is not None and step.process.returncode in CANNOT_START:
+    @property
+    def _starts_again(self) -> bool:
+        """Whether there is a step that Slurm is to launch once more, and the job is not over."""
+        return any(step.again_s is not None for step in self._steps) and self.outcome() is None
+
+    async def _mend_start(self, forming: Forming, now_s: float) -> None:
+        """Start what Slurm could not launch once more; the others would wait for it in vain.
+
+        An agent that could not start tells so by its exit code: StartError.
+        """
+        ended = [] if forming.over else [s for s in self._steps if s.process is not None and not s.running]
+        missing = forming.missing() if ended else ()
+        for step in ended:
+            assert step.process is not None
+            if step.name not in missing or (self._stop is not None and self._stop.done()):
+                step.again_s = None
+            elif step.process.returncode in CANNOT_START:
                 raise StartError(f"{step.name}: {_last_line(step.log)}")
+            elif step.again_s is None and step.tries < STEP_TRIES:
+                step.again_s = now_s + STEP_PAUSE_S * step.tries
+                logger.warning("%s: %s; it is started again", step.name, step.state)
+            elif step.again_s is not None and now_s >= step.again_s:
+                step.tries, step.again_s = step.tries + 1, None
+                await self._launch(step)
 
     def _signal(self, number: signal.Signals) -> None:
         for step in self._steps:

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, rank_socket
-from ckptless.daemon.agent.signals import ignore_others
+from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
+from ckptless.daemon.agent.socket_folder import rank_sockets
 from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.api.outcome import read_outcome
-from ckptless.daemon.api.unixpath import unix_address
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,6 @@ class StepRun:
                 "ckptless-run in the batch script, without srun, does not have this",
                 len(self.config.spec.names),
             )
-        ignore_others()
         if self.first:
             self._become_agent()
         return self._wait()
@@ -61,10 +59,9 @@ class StepRun:
 
     def _wait(self) -> int:
         """Until the node's agent hangs up."""
-        address = unix_address(rank_socket(self.config.spec.job))
         limit = time.monotonic() + AGENT_DEADLINE_S
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiter:
-            while waiter.connect_ex(address) != 0:
+            while all(waiter.connect_ex(address) != 0 for address in rank_sockets(self.config.spec.job)):
                 if time.monotonic() > limit:
                     raise StartError(f"the node's agent did not come up in {AGENT_DEADLINE_S:.0f} s")
                 time.sleep(POLL_S)

@@ -1,5 +1,14 @@
 """What daemons say to each other about who lives."""
 
+from typing import Annotated
+
+from msgspec import Meta
+
+from ckptless.daemon.api.limits import (
+    MOST_VOTERS,
+    NodeNumber,
+    Number,
+)
 from ckptless.daemon.api.messages import Message
 from ckptless.daemon.membership.pulses import Pulse
 
@@ -7,39 +16,39 @@ from ckptless.daemon.membership.pulses import Pulse
 class Beat(Message, frozen=True, kw_only=True):
     """The sender lives. `pulses`: the newest known sign of life of each voter, see `pulses`."""
 
-    pulses: tuple[Pulse, ...] = ()
+    pulses: Annotated[tuple[Pulse, ...], Meta(max_length=MOST_VOTERS)] = ()
 
 
 class Suspect(Message, frozen=True, kw_only=True):
     """The sender does not hear `node`, of which `incarnation` is the newest that it knows. Do you?"""
 
-    node: int
-    incarnation: int
+    node: NodeNumber
+    incarnation: Number
 
 
 class Saw(Message, frozen=True, kw_only=True):
     """Answer to Suspect: whether anything on the node has answered the sender just now."""
 
-    node: int
+    node: NodeNumber
     lives: bool
 
 
 class Alive(Message, frozen=True, kw_only=True):
     """The node itself says, to all: I am suspected, and live. A higher incarnation than the suspicion's."""
 
-    node: int
-    incarnation: int
+    node: NodeNumber
+    incarnation: Number
 
 
 class Have(Message, frozen=True, kw_only=True):
     """The sender has a long message for all, which `origin` has said."""
 
-    origin: int
-    serial: int
+    origin: NodeNumber
+    serial: Number
 
 
 class Want(Message, frozen=True, kw_only=True):
     """Answer to Have: send it."""
 
-    origin: int
-    serial: int
+    origin: NodeNumber
+    serial: Number

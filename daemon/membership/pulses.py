@@ -9,8 +9,13 @@ before.
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ckptless.daemon.api.limits import (
+    NodeNumber,
+    Number,
+)
+
 # (node, its clock in ms, ms since the first who saw it saw it)
-Pulse: TypeAlias = tuple[int, int, int]
+Pulse: TypeAlias = tuple[NodeNumber, Number, Number]
 
 # More than the voters of two decrees: what else a beat brings is not kept.
 MOST = 32

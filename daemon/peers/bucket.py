@@ -12,7 +12,19 @@ class TokenBucket:
 
     def take(self, count: float, now: float) -> float:
         """Seconds to wait before what `count` tokens are for; they are counted as taken from now on."""
+        self._fill(now)
+        self._level -= count
+        return max(0.0, -self._level / self._rate)
+
+    def spend(self, count: float, now: float) -> bool:
+        """Take `count` tokens where there are so many, and say whether there were."""
+        self._fill(now)
+        if self._level < count:
+            return False
+        self._level -= count
+        return True
+
+    def _fill(self, now: float) -> None:
         passed = max(0.0, now - self._at)
         self._at = max(self._at, now)
-        self._level = min(self._burst, self._level + passed * self._rate) - count
-        return max(0.0, -self._level / self._rate)
+        self._level = min(self._burst, self._level + passed * self._rate)

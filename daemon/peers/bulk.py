@@ -40,6 +40,10 @@ class CountingReader(asyncio.StreamReader):
         self.unread += len(data)
         super().feed_data(data)
 
+    def widen(self, limit: int) -> None:
+        """Take up to so many bytes from now on (twice, as asyncio counts) before somebody reads them."""
+        self._limit = limit  # asyncio gives no other way, and an end must not have its room before its proof
+
     async def read(self, n: int = -1) -> bytes:
         """Up to `n` bytes."""
         data = await super().read(n)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers.bulk import CountingReader
-from ckptless.daemon.peers.link import HANDSHAKE_DEADLINE_S, READ_BUFFER_BYTES
+from ckptless.daemon.peers.link import GREETING_BUFFER_BYTES, HANDSHAKE_DEADLINE_S
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Door:
 
     async def _give_streams(self, sock: socket.socket, came: bytes) -> None:
         loop = asyncio.get_running_loop()
-        reader = CountingReader(READ_BUFFER_BYTES, loop)
+        reader = CountingReader(GREETING_BUFFER_BYTES, loop)
         reader.feed_data(came)
         protocol = asyncio.StreamReaderProtocol(reader, self._on_streams, loop)
         try:

@@ -16,12 +16,19 @@ import hashlib
 import hmac
 import secrets
 import struct
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
 
 from ckptless.daemon.api.codec import PROTOCOL, check_protocol, undecodable
 from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.limits import (
+    Key,
+    Name,
+    NodeOrNone,
+    Protocol,
+)
 
 T = TypeVar("T")
 
@@ -40,11 +47,11 @@ HEAD_BYTES = _HEAD.size
 class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What each end says first. `store`: the dialler wants a `Channel` of the key-value store."""
 
-    protocol: int
-    job: str
-    node: int
-    nonce: bytes
-    credential: bytes = b""
+    protocol: Protocol
+    job: Name
+    node: NodeOrNone
+    nonce: Key
+    credential: Annotated[bytes, Meta(max_length=GREETING_LIMIT)] = b""
     store: bool = False
 
     def context(self, dialler: "Opening | None" = None) -> bytes:
@@ -57,13 +64,13 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The acceptor's opening and proof."""
 
     opening: Opening
-    proof: bytes
+    proof: Key
 
 
 class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The dialler's proof."""
 
-    proof: bytes
+    proof: Key
 
 
 def encode(greeting: "Opening | Answer | Proof") -> bytes:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 HANDSHAKE_DEADLINE_S = 5.0
 READ_BUFFER_BYTES = 4 << 20
+# Until the other end has proved who it is.
+GREETING_BUFFER_BYTES = 16 << 10
 UNPACED = Pace()
 
 
@@ -131,6 +133,8 @@ class Link(Generic[T]):
         self.job, self.node = pair[0].job, pair[1].node if dialled else pair[0].node
         roles = (b"dialler", b"acceptor") if dialled else (b"acceptor", b"dialler")
         self._out, self._in = (handshake.Sealer(key, role, pair) for role in roles)
+        if isinstance(self._reader, CountingReader):
+            self._reader.widen(READ_BUFFER_BYTES)
         sock = self._writer.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -309,7 +313,7 @@ async def serve(
     loop = asyncio.get_running_loop()
 
     def protocol() -> asyncio.StreamReaderProtocol:
-        return asyncio.StreamReaderProtocol(CountingReader(READ_BUFFER_BYTES, loop), handler, loop)
+        return asyncio.StreamReaderProtocol(CountingReader(GREETING_BUFFER_BYTES, loop), handler, loop)
 
     server = await loop.create_server(protocol, host, port, backlog=256)
     return server, int(server.sockets[0].getsockname()[1])

@@ -4,7 +4,28 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
+from ckptless.daemon.api.codec import CONTROL_LIMIT
 from ckptless.daemon.api.feed import LEND_LIMIT, Feed, Feeds
+from ckptless.daemon.api.limits import (
+    OF_RANKS,
+    Age,
+    Digest,
+    Generation,
+    JobName,
+    Key,
+    Nbytes,
+    NodeNumber,
+    Nodes,
+    Number,
+    Rank,
+    Ranks,
+    RecordBytes,
+    Seconds,
+    Step,
+    Text,
+    TryCount,
+    clip_texts,
+)
 from ckptless.daemon.api.messages import Message, Order
 from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.api.ring_entry import SEQ_LIMIT
@@ -16,14 +37,14 @@ from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect,
 class PeerMessage(Message, frozen=True, kw_only=True):
     """Root of what daemons say of one job."""
 
-    job: str
+    job: JobName
 
 
 class Meeting(PeerMessage, frozen=True, kw_only=True):
     """Where the sender stands, and what its agent last said."""
 
     standing: Standing
-    reports: tuple[Report, ...]
+    reports: Annotated[tuple[Report, ...], OF_RANKS]
 
 
 class Forwarded(PeerMessage, frozen=True, kw_only=True):
@@ -35,7 +56,7 @@ class Forwarded(PeerMessage, frozen=True, kw_only=True):
 class Ordered(PeerMessage, frozen=True, kw_only=True):
     """A leader's order."""
 
-    term: int
+    term: Number
     order: Order
 
 
@@ -48,24 +69,27 @@ class Agree(PeerMessage, frozen=True, kw_only=True):
 class Rows(PeerMessage, frozen=True, kw_only=True):
     """Rows that belong in every ledger of the job."""
 
-    records: tuple[Record, ...]
+    records: Annotated[tuple[Record, ...], OF_RANKS]
 
 
 class Gone(PeerMessage, frozen=True, kw_only=True):
     """The sender is sure that a node is lost; see `edges.NodeLost`."""
 
-    node: int
-    reason: str
-    age_s: float
+    node: NodeNumber
+    reason: Text
+    age_s: Age
     source: FaultSource
     dark: bool = False
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "reason")
 
 
 class JobKey(PeerMessage, frozen=True, kw_only=True):
     """The key that the job's agents know each other by, masked for this connection (`Link.mask`)."""
 
-    salt: bytes
-    masked: bytes
+    salt: Key
+    masked: Key
 
 
 Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Rows | Gone | Alive
@@ -78,18 +102,18 @@ class Relayed(PeerMessage, frozen=True, kw_only=True):
     be passed on.
     """
 
-    origin: int
-    to: int | None
-    serial: int
-    clock_ms: int
-    hops: int
+    origin: NodeNumber
+    to: NodeNumber | None
+    serial: Number
+    clock_ms: Number
+    hops: TryCount
     said: Said
 
 
 class Bundle(PeerMessage, frozen=True, kw_only=True):
     """Several that go the same way."""
 
-    relayed: tuple[Relayed, ...]
+    relayed: Annotated[tuple[Relayed, ...], OF_RANKS]
 
 
 DaemonMessage: TypeAlias = Said | Relayed | Bundle | JobKey | Beat | Suspect | Saw | Have | Want
@@ -98,20 +122,18 @@ DaemonMessage: TypeAlias = Said | Relayed | Bundle | JobKey | Beat | Suspect | S
 class PutRecord(Message, frozen=True, kw_only=True):
     """Hold this record of another node's rank; `feeds` as in Commit."""
 
-    generation: int
-    rank: int
-    shard: int
-    step: int
-    record: bytes
-    digest: str
+    generation: Generation
+    rank: Rank
+    shard: Rank
+    step: Step
+    record: RecordBytes
+    digest: Digest
     feeds: Feeds = ()
 
 
-# Bytes of one shard's tensors on one rank.
-Nbytes: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
-
-
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
+# Of what the key-value store says at once: see agent/store_wire.py.
+MOST_STORE_NBYTES = 1 << 29
 # Of a batch that another node makes.
 MOST_ENTRY_NBYTES = 1 << 30
 # So many runs of chunks are left out of a transfer at most.
@@ -121,22 +143,22 @@ MOST_RUNS = 4096
 class OfferTensors(Message, frozen=True, kw_only=True):
     """Hold a shard's tensors of a step; you may have them. `header`: where there is more than one chunk."""
 
-    generation: int
-    shard: int
-    step: int
+    generation: Generation
+    shard: Rank
+    step: Step
     nbytes: Nbytes
-    digest: str
-    header: bytes = b""
+    digest: Digest
+    header: Annotated[bytes, Meta(max_length=CONTROL_LIMIT)] = b""
 
 
 class PutTensors(Message, frozen=True, kw_only=True):
     """Hold what I have offered: its bytes follow as bulk, but for what the answer said is there."""
 
-    generation: int
-    shard: int
-    step: int
+    generation: Generation
+    shard: Rank
+    step: Step
     nbytes: Nbytes
-    digest: str
+    digest: Digest
 
 
 class TensorsAnswer(Message, frozen=True, kw_only=True):
@@ -146,8 +168,8 @@ class TensorsAnswer(Message, frozen=True, kw_only=True):
     "later" is no answer yet, and says that one will come: another node is giving them, or they are read.
     """
 
-    shard: int
-    step: int
+    shard: Rank
+    step: Step
     answer: Literal["held", "wanted", "stale", "unsound", "later"]
     have: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MOST_RUNS)] = ()
 
@@ -155,20 +177,20 @@ class TensorsAnswer(Message, frozen=True, kw_only=True):
 class Held(Message, frozen=True, kw_only=True):
     """Answer to PutRecord: the record is verified and held, or not taken."""
 
-    generation: int
-    rank: int
-    step: int
+    generation: Generation
+    rank: Rank
+    step: Step
     held: bool = True
 
 
 class TwinsMessage(Message, frozen=True, kw_only=True):
     """What `rank` here has of a shard's step, by its digest; `known`: it has agreed with twins before."""
 
-    generation: int
-    shard: int
-    step: int
-    rank: int
-    digest: str
+    generation: Generation
+    shard: Rank
+    step: Step
+    rank: Rank
+    digest: Digest
     known: bool
 
 
@@ -183,33 +205,33 @@ class TwinsCompared(TwinsMessage, frozen=True, kw_only=True):
 class GetRecord(Message, frozen=True, kw_only=True):
     """Give me a rank's record of a step."""
 
-    rank: int
-    step: int
+    rank: Rank
+    step: Step
 
 
 class RecordReply(Message, frozen=True, kw_only=True):
     """Answer to GetRecord; `record` is empty where it is not held. `shard`: see Holdings."""
 
-    shard: int
+    shard: Rank
 
-    record: bytes
-    digest: str
+    record: RecordBytes
+    digest: Digest
     feeds: Feeds = ()
 
 
 class GetTensors(Message, frozen=True, kw_only=True):
     """What have you of a shard's tensors of a step?"""
 
-    shard: int
-    step: int
+    shard: Rank
+    step: Step
 
 
 class TensorsReply(Message, frozen=True, kw_only=True):
     """Answer to GetTensors: bytes of header and payload, and the header; `nbytes` 0 where it is not held."""
 
     nbytes: Nbytes
-    digest: str
-    header: bytes = b""
+    digest: Digest
+    header: Annotated[bytes, Meta(max_length=CONTROL_LIMIT)] = b""
 
 
 class GetChunks(Message, frozen=True, kw_only=True):
@@ -218,9 +240,9 @@ class GetChunks(Message, frozen=True, kw_only=True):
     With `verify`, since what came did not, look at yours first.
     """
 
-    shard: int
-    step: int
-    digest: str
+    shard: Rank
+    step: Step
+    digest: Digest
     start: Nbytes
     nbytes: Nbytes
     verify: bool = False
@@ -235,7 +257,7 @@ class ChunksReply(Message, frozen=True, kw_only=True):
 class GetBatches(Message, frozen=True, kw_only=True):
     """Give me so many batches from this one on, or have them made: their rank has just come to my node."""
 
-    generation: int
+    generation: Generation
     feed: Feed
     count: Annotated[int, Meta(ge=1, le=LEND_LIMIT)]
 
@@ -248,37 +270,40 @@ class BatchReply(Message, frozen=True, kw_only=True):
 
     seq: Annotated[int, Meta(ge=0, lt=SEQ_LIMIT)]
     nbytes: Annotated[int, Meta(ge=0, lt=MOST_ENTRY_NBYTES)]
-    digest: str = ""
-    why: str = ""
+    digest: Digest = ""
+    why: Text = ""
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "why")
 
 
 class SaveAsk(Message, frozen=True, kw_only=True):
     """How far are your ranks? With `step`: save that one, too, when they have it."""
 
-    generation: int
-    step: int | None = None
+    generation: Generation
+    step: Step | None = None
 
 
 class SaveReply(Message, frozen=True, kw_only=True):
     """Answer to SaveAsk; None where none has committed anything, or it is another generation."""
 
-    newest: int | None
-    steps_per_s: float = 0.0
+    newest: Step | None
+    steps_per_s: Seconds = 0.0
 
 
 class WhoHolds(Message, frozen=True, kw_only=True):
     """Who has newer steps of these shards and ranks, whose home you are? Mine are wanted no more."""
 
-    generation: int
-    tensors: tuple[int, ...]
-    records: tuple[int, ...]
+    generation: Generation
+    tensors: Ranks
+    records: Ranks
 
 
 class HeldBy(Message, frozen=True, kw_only=True):
     """Answer to WhoHolds: (number, nodes) of those that older steps are not asked for any more."""
 
-    tensors: tuple[tuple[int, tuple[int, ...]], ...]
-    records: tuple[tuple[int, tuple[int, ...]], ...]
+    tensors: Annotated[tuple[tuple[Rank, Nodes], ...], OF_RANKS]
+    records: Annotated[tuple[tuple[Rank, Nodes], ...], OF_RANKS]
 
 
 class StoreReady(Message, frozen=True, kw_only=True):
@@ -292,14 +317,14 @@ class StoreYield(Message, frozen=True, kw_only=True):
 class StoreSaid(Message, frozen=True, kw_only=True):
     """What the store of that generation has to say; see `agent/store_wire.py`."""
 
-    generation: int
-    body: bytes
+    generation: Generation
+    body: Annotated[bytes, Meta(max_length=MOST_STORE_NBYTES)]
 
 
 class StoreStale(Message, frozen=True, kw_only=True):
     """Refused: what you have asked is of an older generation than this one."""
 
-    generation: int
+    generation: Generation
 
 
 class StorePing(Message, frozen=True, kw_only=True):

@@ -9,14 +9,20 @@ import hashlib
 import hmac
 import os
 import secrets
-from typing import Protocol
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.peers.munge import Munge
 
+R = TypeVar("R")
+
 SECRET_BYTES = 32
 # How old a credential may be; clocks of a cluster with MUNGE agree better than that.
 CREDENTIAL_TTL_S = 60
+# That talk to munged.
+THREADS = 8
 
 
 class Vouch(Protocol):
@@ -60,19 +66,24 @@ class MungeVouch:
     def __init__(self, munge: Munge) -> None:
         self._munge = munge
         self._uid = os.getuid()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="munge")
+
+    async def _call(self, do: Callable[[], R]) -> R:
+        """In a thread, since munged may be slow; of its own, so that nothing else holds it up."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     async def offer(self, context: bytes) -> tuple[bytes, bytes]:
-        """See `Vouch`. In a thread, since munged may be slow."""
+        """See `Vouch`."""
         secret = secrets.token_bytes(SECRET_BYTES)
         payload = hashlib.sha256(context).digest() + secret
-        credential = await asyncio.to_thread(
-            self._munge.encode, payload, restrict_uid=self._uid, ttl_s=CREDENTIAL_TTL_S
+        credential = await self._call(
+            lambda: self._munge.encode(payload, restrict_uid=self._uid, ttl_s=CREDENTIAL_TTL_S)
         )
         return credential, secret
 
     async def accept(self, credential: bytes, context: bytes) -> bytes:
         """See `Vouch`."""
-        found = await asyncio.to_thread(self._munge.decode, credential)
+        found = await self._call(lambda: self._munge.decode(credential))
         if found.uid not in (0, self._uid):
             raise PeerError(f"uid {found.uid} may not speak for a daemon")
         digest = hashlib.sha256(context).digest()

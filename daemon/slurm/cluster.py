@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, UsageError
@@ -15,6 +16,7 @@ from ckptless.daemon.cluster import EXPLAIN_S
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
+from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.roster import Roster
@@ -41,7 +43,12 @@ OnNodeLost = Literal["down", "drain", "none"]
 
 ADMIT_S = 10.0
 FRESH_S = 2.0
+# Slurm's list of nodes changes that seldom.
+NODES_AGE_S = 600.0
+LOOKUP_S, LOOKUP_THREADS = 10.0, 8
 RETRY_S = 5.0
+# While a job waits for its nodes: one that Slurm has down will not come.
+FORMING_POLL_S = 5.0
 RETRIES = 120
 MAX_NODES = 65_536
 _NUMBERED = re.compile(r"\bnode-(\d+)\b")
@@ -69,6 +76,8 @@ class SlurmCluster:
         self._addresses: dict[str, str] = {}
         self._marked_down: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        # Of its own: a name server that is slow must not hold up MUNGE.
+        self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
 
     # -------------------------------------------------------------------------- who may speak
 
@@ -107,6 +116,15 @@ class SlurmCluster:
         if owner != uid:
             raise PeerError(f"job {job_id} is not of uid {uid}")
 
+    async def has_job(self, uid: int) -> bool:
+        """See `cluster.Cluster`."""
+        if uid in self._announced.values():
+            return True
+        reading = await self._slurm.jobs(wait_s=ADMIT_S)
+        return any(
+            job.user_id == uid and job.holds_nodes and self._name in job.nodes for job in reading.value or ()
+        )
+
     async def _job(self, job_id: int) -> Job:
         reading = await self._slurm.job(job_id, wait_s=ADMIT_S)
         job = reading.value
@@ -118,13 +136,36 @@ class SlurmCluster:
 
     async def _peers(self, names: tuple[str, ...]) -> tuple[Peer, ...]:
         missing = [name for name in names if name not in self._addresses]
-        # no deadline: the resolver's own
-        found = await asyncio.gather(*(asyncio.to_thread(_look_up, name) for name in missing))
-        self._addresses.update(zip(missing, found, strict=True))
+        if missing:
+            self._addresses.update(await self._look_up(missing))
         return tuple(
             Peer(node=number, name=name, address=self._addresses[name], port=self._port)
             for number, name in enumerate(names)
         )
+
+    async def _look_up(self, names: list[str]) -> dict[str, str]:
+        """Addresses of nodes that Slurm has; the names are a user's word. Raises PeerError."""
+        for max_age_s in (NODES_AGE_S, FRESH_S):
+            reading = await self._slurm.nodes(max_age_s=max_age_s, wait_s=ADMIT_S)
+            known = {node.name for node in reading.value or ()}
+            strange = [name for name in names if name not in known]
+            if not strange:
+                break
+        else:
+            trouble = f" (it cannot be asked: {reading.trouble})" if reading.trouble else ""
+            raise PeerError(f"{strange[0]!r} is no node of Slurm's{trouble}")
+        loop = asyncio.get_running_loop()
+        answers = [loop.run_in_executor(self._lookups, _look_up, name) for name in names]
+        try:
+            async with asyncio.timeout(LOOKUP_S):
+                return dict(zip(names, await asyncio.gather(*answers), strict=True))
+        except TimeoutError as error:
+            raise PeerError(
+                f"the names of {len(names)} nodes are not resolved in {LOOKUP_S:.0f} s"
+            ) from error
+        finally:
+            for answer in answers:
+                answer.cancel()
 
     # ------------------------------------------------------------------------ what Slurm is told
 
@@ -250,8 +291,15 @@ class SlurmCluster:
 
         An epilog may be missing, or have found nobody; and Slurm may know of a node what nobody else does.
         """
+        loop = asyncio.get_running_loop()
+        looked_s = loop.time()
         while True:
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(min(poll_s, FORMING_POLL_S))
+            if loop.time() - looked_s < poll_s:
+                forming = [run for run in _open(jobs()) if run.session.control.stage == "forming"]
+                await self._look_at_nodes(forming, FORMING_POLL_S)
+                continue
+            looked_s = loop.time()
             await self._look_at_jobs(_open(jobs()), poll_s)
             await self._look_at_nodes(_open(jobs()), poll_s)
             if keeper is not None:
@@ -311,7 +359,7 @@ class SlurmCluster:
 
         Slurm has taken them from the job. Its word needs no majority: the other nodes hear it from here.
         """
-        led = [run for run in runs if run.session.control.leads]
+        led = [run for run in runs if run.session.control.leads or _has_no_leader(run)]
         reading = await self._slurm.nodes(max_age_s=poll_s) if led else None
         if reading is None or reading.value is None or not reading.fresh:
             return
@@ -353,7 +401,14 @@ class SlurmCluster:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._lookups.shutdown(wait=False, cancel_futures=True)
         await self._slurm.aclose()
+
+
+def _has_no_leader(run: "JobRuntime") -> bool:
+    """Whether it forms, and those that there are cannot elect one: each finds out by itself who is down."""
+    control = run.session.control
+    return control.stage == "forming" and control.leader == NOBODY
 
 
 def _open(runs: Iterable["JobRuntime"]) -> "list[JobRuntime]":

@@ -23,7 +23,7 @@ def play(nodes: int, *events: tuple[float, Callable[[World], None]]) -> World:
 
 def play_world(world: World, *events: tuple[float, Callable[[World], None]]) -> World:
     """The same for a world that was made otherwise."""
-    world.job = replace(world.job, steps=60)
+    world.job = replace(world.job, steps=150)
 
     def begin() -> None:
         if not world.generation:
@@ -68,7 +68,8 @@ def test_a_full_disk_is_known_before_a_node_dies(broken: int, dead: int) -> None
     """The exact schedule: of four nodes the disk of one is full for ever, and another one dies, dark."""
     if broken == dead:
         return
-    world = play(4, (2.0, full(broken, FOR_EVER_S)), (20.0, dies(dead)))
+    world = play(4, (2.0, full(broken, FOR_EVER_S)), (15.0, dies(dead)))
+    assert world.generation == (1 if dead == 3 else 2)
     assert world.checks.outcome is not None
     assert world.checks.outcome.state == "done", world.story.render()
     said = told(world, "vote-lost")
@@ -86,3 +87,15 @@ def test_both_at_once_wait_for_the_disk(dead: int) -> None:
     ((again_s, _),) = told(world, "vote-again")
     ((recovered_s, _),) = told(world, "recovered")
     assert again_s < recovered_s < again_s + 5.0
+
+
+@pytest.mark.parametrize("gap_s", [-0.1, 0.05])
+def test_the_next_to_lead_has_no_disk(gap_s: float) -> None:
+    """Three of five voters can vote: the next one but one leads, and nobody waits for a disk."""
+    world = play(5, (2.0, full(1, FOR_EVER_S)), (2.0 + gap_s, dies(0)))
+    assert world.checks.outcome is not None
+    assert world.checks.outcome.state == "done", world.story.render()
+    died_s = next(at for at, _, text in world.story.lines if text == "node-0 dies, dark")
+    ((recovered_s, _),) = told(world, "recovered")
+    assert recovered_s < died_s + 10.0
+    assert len(told(world, "vote-lost")) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster.api import Cluster
 from conftest import require_slurm
 from training import DEADLINE_S, USER, Training, make_site
+
+from ckptless.daemon.control.controller import DARK_FOR_GOOD_S
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,10 +49,38 @@ def node_of(job: Training, rank: int) -> str:
     return f"node{newest.places[rank][0] + 1:02d}"
 
 
+def is_down(site: Cluster, node: str) -> bool:
+    """Whether Slurm has it down: of one that was drained before, sinfo shows only that."""
+    return "State=DOWN" in site.run("ctl", "scontrol", "show", "node", node).stdout
+
+
 def sources(job: Training) -> list[str | None]:
     """Who told of the nodes that it lost, in the order of time."""
     faults = [f for f in job.ledger().faults if f.job == job.run_name and f.kind == "node-lost"]
     return [fault.source for fault in faults]
+
+
+def reason(job: Training) -> str:
+    """What users are told of its end."""
+    outcome = job.outcome()
+    assert outcome is not None
+    return str(outcome["reason"])
+
+
+def test_a_node_that_dies_before_training_begins(site: Cluster) -> None:
+    """Slurm's word is enough to begin without it; until then the job's output says whom it waits for."""
+    job = Training(site).submit()
+    output = job.home / f"slurm-{job.job_id}.out"
+    job.wait(lambda: output.exists() and "job " in output.read_text(), "the launcher runs")
+    site.power_off("node04")
+    job.wait(lambda: "waiting for node04" in output.read_text(), "it says whom it waits for")
+    assert "4 of 5 nodes are up" in output.read_text()
+    site.run("ctl", "scontrol", "update", "nodename=node04", "state=down", "reason=power")
+    job.trains()
+    assert node_of(job, 3) == "node05"
+    assert "training begins without node04" in output.read_text()
+    job.ended()
+    job.same_bits()
 
 
 def test_a_rank_is_killed(site: Cluster) -> None:
@@ -67,9 +98,10 @@ def test_a_node_loses_power(site: Cluster) -> None:
     site.power_off("node02")
     job.trains(2)
     assert node_of(job, 1) == "node05"
-    site.wait_state("node02", "down", "down*")
+    job.wait(lambda: is_down(site, "node02"), "Slurm has it down", DARK_FOR_GOOD_S + DEADLINE_S)
     reason = site.run("ctl", "sinfo", "-h", "-R", "-o", "%E %N").stdout
-    assert f"ckptless: job {job.job_id}" in reason
+    assert re.search(rf"ckptless: job {job.job_id}: .*node0\d has heard nothing of it for \d+\.\d s", reason)
+    assert "never met" not in reason
     job.ended()
     job.same_bits()
     recovered_to(job, 2)
@@ -102,6 +134,13 @@ def test_a_cable_is_pulled_and_put_back(site: Cluster) -> None:
         return [event.text.split(" ")[0] for event in events if event.kind == "node-returned"]
 
     job.wait(lambda: returned() == ["node-3"], "its daemon is heard again")
+
+    def told() -> bool:
+        reason = site.run("ctl", "sinfo", "-h", "-R", "-o", "%E %N").stdout
+        return f"ckptless: job {job.job_id}: nothing on it answered" in reason and "and it lives" in reason
+
+    job.wait(told, "Slurm has it drained, and why")
+    assert not is_down(site, "node04")
     job.ended()
     job.same_bits()
     fenced = [e for e in job.ledger().events if e.kind == "fenced" and e.job == job.run_name]
@@ -183,7 +222,7 @@ def test_slurmctld_is_down_during_a_recovery(site: Cluster) -> None:
         "the event that Slurm could not be told",
     )
     site.start_slurmctld()
-    site.wait_state("node02", "down", "down*")
+    job.wait(lambda: is_down(site, "node02"), "Slurm has it down", DARK_FOR_GOOD_S + DEADLINE_S)
     job.ended()
     job.same_bits()
 
@@ -332,6 +371,7 @@ def test_scancel(site: Cluster) -> None:
     site.wait_idle()
     (row,) = {(j.state, j.exit_code) for j in job.ledger().jobs if j.job == job.run_name}
     assert row == ("stopped", 143), job.story()
+    assert reason(job) == "cancelled (scancel)"
 
 
 @pytest.mark.slow  # a minute is the least that Slurm knows of, and it looks twice a minute
@@ -343,6 +383,7 @@ def test_the_time_limit(site: Cluster) -> None:
     site.wait_idle()
     (row,) = {(j.state, j.exit_code) for j in job.ledger().jobs if j.job == job.run_name}
     assert row == ("stopped", 143), job.story()
+    assert reason(job) == "Slurm's time limit for the job"
 
 
 @pytest.mark.slow  # Slurm itself waits two minutes before it starts a job again
@@ -358,6 +399,7 @@ def test_requeue_by_the_user(site: Cluster) -> None:
     states = {j.job: j.state for j in job.ledger().jobs}
     assert states[job.run_name] == "stopped"
     assert states[f"{job.job_id}.1"] == "done"
+    assert reason(job) == "put back into Slurm's queue (scontrol requeue)"
 
 
 @pytest.mark.slow  # Slurm itself waits two minutes before it starts a job again
@@ -371,7 +413,7 @@ def test_a_job_without_spares_left_goes_back_into_the_queue(site: Cluster) -> No
     assert json.loads(first.read_text())["why"] == "no-spare"
     for node in ("node02", "node03"):
         site.boot(node)
-        site.wait_state(node, "down")
+        site.wait_state(node, "down", "drained")
         site.resume(node)
     site.wait_registered()
     again = job.home / f"ckptless-{job.job_id}.1"

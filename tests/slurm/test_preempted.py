@@ -74,27 +74,9 @@ def test_a_preempted_job_is_what_the_site_makes_of_it(site: Cluster, partition: 
     assert "Slurm preempts the job: waiting for it" in job.story()
 
 
-@pytest.mark.slow  # that of scancel is looked at in test_saving, too
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        (("scontrol", "requeue"), "put back into Slurm's queue (scontrol requeue)"),
-        (("scancel",), "cancelled (scancel)"),
-        (("scancel", "--signal=TERM"), "SIGTERM from the user (scancel --signal or sbatch --signal)"),
-    ],
-)
-def test_the_reason_is_slurms(site: Cluster, command: tuple[str, ...], why: str) -> None:
+@pytest.mark.slow  # other reasons are looked at in test_failures
+def test_a_signal_that_is_the_users(site: Cluster) -> None:
     job = train(site)
-    site.run("ctl", *command, str(job.job_id), user=USER)
-    assert reason(job) == why
-    site.run("ctl", "scancel", str(job.job_id), user=USER, check=False)
+    site.run("ctl", "scancel", "--signal=TERM", str(job.job_id), user=USER)
+    assert reason(job) == "SIGTERM from the user (scancel --signal or sbatch --signal)"
     job.nothing_left()
-
-
-@pytest.mark.slow  # Slurm has no shorter time limit than a minute, and looks every half
-def test_a_time_limit_is_called_so(site: Cluster) -> None:
-    job = Training(
-        site, nodes=NODES, spares=0, options=("--ntasks-per-node=2", "--time=1"), steps=4000
-    ).submit()
-    job.wait(lambda: job.slurm("JobState") in ("COMPLETING", "TIMEOUT"), "Slurm ends it", 150.0)
-    assert reason(job) == "Slurm's time limit for the job"

@@ -28,9 +28,6 @@ def test_scancel_and_another_job_goes_on(site: Cluster) -> None:
     job.trains()
     site.run("ctl", "scancel", str(job.job_id), user=USER)
     job.wait(lambda: job.slurm("JobState") == "CANCELLED", "Slurm has ended it", 60.0)
-    outcome = job.outcome()
-    assert outcome is not None
-    assert outcome["reason"] == "cancelled (scancel)"
     job.nothing_left()
     newest = job.newest()
     ((step, folder),) = saved.steps_in(site.shared / "saved")

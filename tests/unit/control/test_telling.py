@@ -130,4 +130,5 @@ def test_ranks_that_return_before_others() -> None:
 def test_a_line_stays_one() -> None:
     assert telling.one_line("\n  a \nb") == "a"
     assert telling.one_line("") == ""
+    assert telling.one_line("\x1b[2Jforged") == "\\x1b[2Jforged"
     assert len(telling.one_line("x" * 9999)) == telling.TEXT_LIMIT

@@ -33,10 +33,11 @@ from ckptless.daemon.api.records import (
     SlotRecord,
 )
 from ckptless.daemon.api.ring import STREAMS
-from ckptless.daemon.ckptctl import render
+from ckptless.daemon.ckptctl import render, source
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ckptctl.timeline import p99
 from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.settings import load_settings
 
 Run = Callable[..., Result]
 
@@ -663,6 +664,33 @@ def test_the_default_is_the_newest_local_run(
     (tmp_path / "xdg" / "ckptless").mkdir(parents=True)
     (tmp_path / "xdg" / "ckptless" / "latest").symlink_to(state_dir)
     assert len(lines(invoke("jobs"))) == 3
+
+
+def test_without_a_daemon_root_reads_what_it_has_left_and_others_are_told_where_to_ask(
+    state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPTLESS_STATE_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    site = structs.replace(
+        load_settings().daemon, socket=str(tmp_path / "none.sock"), state_dir=str(tmp_path / "site")
+    )
+    settings = structs.replace(load_settings(), daemon=site)
+    monkeypatch.setattr(source, "load_settings", lambda: settings)
+    nothing = invoke("jobs")
+    assert (nothing.exit_code, nothing.stdout) == (3, "")
+    assert f"no ckptlessd answers at {tmp_path / 'none.sock'}" in nothing.stderr
+    assert "ask on a node of the job, or give --state-dir for a local run" in nothing.stderr
+    (tmp_path / "site").mkdir()
+    write(tmp_path / "site" / "ledger.db", OLD)
+    left = invoke("jobs")
+    assert [line.split()[0] for line in lines(left)] == ["job", "6"]
+    assert f"reading {tmp_path / 'site' / 'ledger.db'} as it was left" in left.stderr
+    (tmp_path / "site" / "ledger.db").unlink()
+    # A laptop has no daemon, and nobody misses it.
+    (tmp_path / "xdg" / "ckptless").mkdir(parents=True)
+    (tmp_path / "xdg" / "ckptless" / "latest").symlink_to(state_dir)
+    own = invoke("status")
+    assert (own.exit_code, own.stderr) == (0, "")
 
 
 def test_help_teaches_and_version_tells() -> None:

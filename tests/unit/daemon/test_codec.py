@@ -21,7 +21,7 @@ from ckptless.daemon.peers import messages as p
 LIMIT = 1 << 16
 
 texts = st.text(max_size=20)
-numbers = st.integers(0, 2**40)
+numbers = st.integers(0, 2**31 - 1)
 causes = st.builds(m.Cause, kind=texts, text=texts)
 tensors = st.builds(m.TensorsAt, region=numbers, offset=numbers, nbytes=numbers, digest=texts)
 from_rank = st.one_of(

@@ -330,7 +330,7 @@ def test_a_first_assignment_takes_the_lowest_usable_nodes() -> None:
     job = spec(nodes=2, spares=1, slots=1)
     nodes = {0: view(0, lost="gone"), 1: view(1), 2: view(2)}
     assert [p.node for p in plan.first_assignment(job, nodes, 1, 1).places] == [1, 2]
-    with pytest.raises(plan.NoPlanError, match="1 of 2 nodes came up; missing: 0") as error:
+    with pytest.raises(plan.NoPlanError, match="1 of 2 nodes came up; missing: node-0 ") as error:
         plan.first_assignment(job, {**nodes, 2: view(2, known=False)}, 1, 1)
     assert error.value.outcome.why == "never-formed"
 

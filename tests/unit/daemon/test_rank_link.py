@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import struct
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from ckptless.daemon.agent.rank_link import Heard, RankLink, RankServer
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.unixpath import unix_address
 
 DEADLINE_S = 20.0
 
@@ -43,7 +43,7 @@ class Rig:
 
     def client(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect(unix_address(self.name))
+        sock.connect(self.name)
         sock.setblocking(False)
         self._clients.append(sock)
         return sock
@@ -68,7 +68,7 @@ class Rig:
 
 def run(scenario: Callable[[Rig], Awaitable[None]], name: str = "") -> Rig:
     async def main() -> Rig:
-        rig = Rig(name or f"@ckptless-test-{secrets.token_hex(6)}")
+        rig = Rig(name or f"{tempfile.gettempdir()}/ckptless-test-{secrets.token_hex(6)}")
         rig.server.start()
         try:
             await scenario(rig)

@@ -103,6 +103,8 @@ class FakeRuntime:
     lost: Sequence[int] = ()
     evicted: Sequence[int] = ()
     outcome: object = None
+    stage: str = "running"
+    leader: int = 1
     age_s: float = 60.0
     notes: list[tuple[str, str, str]] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
@@ -119,7 +121,10 @@ class FakeRuntime:
         nodes = {n: NodeView(n, lost="x" if n in self.lost else None) for n in range(len(self.names))}
         for node in self.evicted:
             nodes[node] = NodeView(node, lost="x", lost_source="operator")
-        return SimpleNamespace(control=SimpleNamespace(leads=self.leads, nodes=nodes, outcome=self.outcome))
+        control = SimpleNamespace(
+            leads=self.leads, nodes=nodes, outcome=self.outcome, stage=self.stage, leader=self.leader
+        )
+        return SimpleNamespace(control=control)
 
     def note(self, level: str, kind: str, text: str) -> None:
         self.notes.append((level, kind, text))

@@ -199,6 +199,8 @@ def test_what_was_not_used_goes_back_as_it_is(tmp_path: Path) -> None:
         await Start(site, RUN, 0).holds(5).ends()
         again = Start(site, RUN, 1)
         assert await again.keeping.claim() is not None
+        # The daemon has heard that it was taken.
+        await until(lambda: not site.service.keeper.shelf.entries)
         never = m.Outcome(state="failed", exit_code=4, reason="1 of 2 came up", why="never-formed")
         await again.ends(never)
         last = Start(site, NEXT, 2)

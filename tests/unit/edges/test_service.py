@@ -66,6 +66,7 @@ class FakeCluster:
     def __init__(self) -> None:
         self.peers: tuple[Peer, ...] = (Peer(node=0, name="n0", address="127.0.0.1", port=1),)
         self.notices: list[m.Notice] = []
+        self.users: set[int] = {os.getuid()}
         self.outcomes: dict[str, m.Outcome] = {}
 
     async def check_owner(self, run: str, uid: int) -> None:
@@ -75,6 +76,9 @@ class FakeCluster:
     async def admit(self, hello: m.AgentHello, uid: int) -> Roster:
         await self.check_owner(hello.spec.job, uid)
         return Roster(hello.info.node, self.peers)
+
+    async def has_job(self, uid: int) -> bool:
+        return uid in self.users
 
     def notice(self, notice: m.Notice) -> None:
         self.notices.append(notice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -252,8 +253,48 @@ def test_addresses_that_break_the_socket_module(address: str) -> None:
 def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_look_up", LOOK_UP)
     strange = ("n1.invalid", "n2", "x y")
-    said = refused(FakeSlurm(job(nodes=strange)), hello(names=strange))
-    assert "has no address here" in said
+    slurm = FakeSlurm(job(nodes=strange))
+    slurm.have = tuple(Node(name=name, address="", state="MIXED") for name in strange)
+    assert "has no address here" in refused(slurm, hello(names=strange))
+
+
+def test_only_slurms_own_nodes_are_looked_up(names: list[str]) -> None:
+    """A user could have anything looked up, else, and as much of it as he likes."""
+    many = ("n1", "n2", *(f"www{number}.example.org" for number in range(1000)))
+    slurm = FakeSlurm(job())
+    assert "'www0.example.org' is no node of Slurm's" in refused(slurm, hello(names=many))
+    assert names == []
+    slurm.trouble, slurm.have = "slurmctld is away", ()
+    assert "slurmctld is away" in refused(slurm, hello())
+
+
+def test_a_name_server_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one that fails ends it for all, and MUNGE has threads of its own."""
+    nodes = ("n1", "n2", *(f"slow{number}" for number in range(100)))
+    asked: list[str] = []
+    go_on = threading.Event()
+
+    def look_up(name: str) -> str:
+        asked.append(name)
+        if name == "n1":
+            raise PeerError("the node 'n1' of the job has no address here")
+        assert go_on.wait(DEADLINE_S)
+        return "10.0.0.9"
+
+    monkeypatch.setattr(module, "_look_up", look_up)
+
+    async def work() -> None:
+        slurm = FakeSlurm(job(nodes=nodes))
+        slurm.have = tuple(Node(name=name, address="", state="MIXED") for name in nodes)
+        edge = cluster(slurm)
+        with pytest.raises(PeerError, match="'n1' of the job has no address"):
+            await edge.admit(hello(names=nodes), OWNER)
+        assert await asyncio.to_thread(lambda: "at once") == "at once"
+        go_on.set()
+        await edge.aclose()
+
+    run(work)
+    assert len(asked) <= 2 * module.LOOKUP_THREADS
 
 
 # ---------------------------------------------------------------------------------- what Slurm is told
@@ -707,6 +748,37 @@ def test_slurm_has_a_second_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "EXPLAIN_S", 0.05)
     assert explained(Silent()) == [(2, 143, "SIGTERM (Slurm does not answer)")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "leads", "leader", "lost"),
+    [("forming", True, 1, True), ("forming", False, -1, True), ("forming", False, 0, False)],
+)
+def test_a_job_that_waits_for_its_nodes_hears_soon_which_are_down(
+    monkeypatch: pytest.MonkeyPatch, stage: str, leads: bool, leader: int, lost: bool
+) -> None:
+    """Long before `slurm.poll`; and by each daemon itself where none can lead."""
+    monkeypatch.setattr(module, "FORMING_POLL_S", 0.005)
+    slurm = FakeSlurm()
+    slurm.have = (Node(name="n3", address="", state="DOWN", reason="power"), *slurm.have[:2])
+    waits = FakeRuntime(stage=stage, leads=leads, leader=leader)
+    trains = FakeRuntime(job="4712")
+
+    async def work() -> None:
+        edge = cluster(slurm)
+        task = asyncio.create_task(edge.watch(lambda: [waits.it, trains.it], 3600.0))
+        if lost:
+            await until(lambda: waits.losses)
+        else:
+            await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(work)
+    assert [(loss.node, loss.reason, loss.source) for loss in waits.losses] == (
+        [(2, "Slurm has it down: power", "slurm")] if lost else []
+    )
+    assert trains.losses == []
 
 
 # --------------------------------------------------------------------------- rows that nobody has closed

@@ -42,6 +42,8 @@ def test_people_can_read_it(tmp_path: Path) -> None:
         "exit_code": 0,
         "reason": "every rank ended by itself",
         "why": "done",
+        "rank": None,
+        "node": None,
     }
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, rank_socket
+from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
+from ckptless.daemon.agent.socket_folder import RANKS, SocketFolder
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import write_outcome
-from ckptless.daemon.api.unixpath import unix_address
 from ckptless.daemon.launch import slurm, step
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_env, step_log_dir
 from ckptless.daemon.launch.step import StepRun
@@ -150,11 +152,12 @@ def test_without_an_outcome_it_says_where_to_look(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> socket.socket:
+def agent(tmp_path: Path) -> Iterator[socket.socket]:
     """Where the node's agent will listen."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(unix_address(rank_socket(f"{os.getpid()}-{tmp_path.name}")))
-    return listener
+    with contextlib.closing(SocketFolder(f"{os.getpid()}-{tmp_path.name}")) as folder:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(folder.socket(RANKS))
+        yield listener
 
 
 def _waiter(tmp_path: Path) -> StepRun:

@@ -1,0 +1,98 @@
+"""Whom the daemon hears, and how much of each: connections, messages, log lines. Pure.
+
+Of local processes by their user (uid), of other nodes by their address.
+
+No clock is in it: `now` is in seconds of the daemon's.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import TypeAlias
+
+from ckptless.daemon.peers.bucket import TokenBucket
+
+Who: TypeAlias = int | str
+
+# Connections of one user (one address), and of all but the trusted ones.
+CONNECTIONS_PER_UID, CONNECTIONS = 64, 512
+# Messages of one user in a second, and at once. Agents send four a second each, and some at every recovery.
+MESSAGES_PER_S, MESSAGES_AT_ONCE = 200.0, 1000.0
+# A message counts once more for each so many bytes.
+MESSAGE_NBYTES = 4096
+# What is refused of one user is logged once in so many seconds.
+LOG_AGAIN_S = 60.0
+# Events of one job's agent that are written in a second, and at once.
+EVENTS_PER_S, EVENTS_AT_ONCE = 0.5, 100.0
+# Users that have no connection and are still remembered for the log.
+MOST_KEPT = 4096
+
+
+class Admission:
+    """`trusted` users (root, the daemon's own) are neither limited nor slowed down."""
+
+    def __init__(self, trusted: Collection[Who] = ()) -> None:
+        self._trusted = frozenset(trusted)
+        self._open: Counter[Who] = Counter()
+        self._buckets: dict[Who, TokenBucket] = {}
+        self._logged: dict[Who, tuple[float, int]] = {}
+
+    def enter(self, who: Who) -> str:
+        """Count a new connection of `who`; why it is refused, or "": then `leave` is called at its end."""
+        if who not in self._trusted:
+            if self._open[who] >= CONNECTIONS_PER_UID:
+                return f"{CONNECTIONS_PER_UID} connections of it are there already"
+            if sum(count for one, count in self._open.items() if one not in self._trusted) >= CONNECTIONS:
+                return f"{CONNECTIONS} connections are there already"
+        self._open[who] += 1
+        return ""
+
+    def leave(self, who: Who) -> None:
+        """A connection of `who` that was let in is closed."""
+        self._open[who] -= 1
+        if not self._open[who]:
+            del self._open[who]
+
+    def pace(self, who: Who, messages: int, nbytes: int, now: float) -> float:
+        """Seconds to wait before so many messages and bytes of `who` are dealt with."""
+        if who in self._trusted:
+            return 0.0
+        if len(self._buckets) > MOST_KEPT:
+            self._buckets = {one: bucket for one, bucket in self._buckets.items() if one in self._open}
+        bucket = self._buckets.setdefault(who, TokenBucket(MESSAGES_PER_S, MESSAGES_AT_ONCE))
+        return bucket.take(messages + nbytes / MESSAGE_NBYTES, now)
+
+    def may_log(self, who: Who, now: float) -> int | None:
+        """Whether a refusal of `who` gets a line now: how many since the last one got none, or None."""
+        if who in self._trusted:
+            return 0
+        at, silent = self._logged.get(who, (float("-inf"), 0))
+        if now - at < LOG_AGAIN_S:
+            self._logged[who] = (at, silent + 1)
+            return None
+        if len(self._logged) > MOST_KEPT:
+            self._logged.clear()
+        self._logged[who] = (now, 0)
+        return silent
+
+
+class EventQuota:
+    """How many events of one job's agent are written; those beyond are counted, and that is told."""
+
+    def __init__(self) -> None:
+        self._bucket = TokenBucket(EVENTS_PER_S, EVENTS_AT_ONCE)
+        self._dropped = 0
+        self._told_at = float("-inf")
+
+    def take(self, now: float) -> bool:
+        """Whether an event that has come is written."""
+        if self._bucket.spend(1, now):
+            return True
+        self._dropped += 1
+        return False
+
+    def dropped(self, now: float) -> int:
+        """How many were not written since this was told last, where it is to be told now; else 0."""
+        if not self._dropped or now - self._told_at < LOG_AGAIN_S:
+            return 0
+        count, self._dropped, self._told_at = self._dropped, 0, now
+        return count

@@ -1,0 +1,79 @@
+"""A folder of Unix sockets that no other user can connect to, and whose name nobody can take before.
+
+Not in the abstract namespace, which is everybody's, and not in a state directory: a socket's path has room
+for 107 bytes. Not in XDG_RUNTIME_DIR either: that goes with its user's last login session, a job does not.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/tmp")  # the folder itself is 0700, and has a random name
+RANKS = "ranks"
+_LABEL_CHARACTERS = 40
+
+
+class SocketFolder:
+    """A new folder of mode 0700; `close` removes it.
+
+    Its lock (flock(2)) lives as long as the process: so it is known whether a folder that is found is used,
+    and systemd-tmpfiles leaves it alone.
+    """
+
+    def __init__(self, label: str) -> None:
+        _sweep()
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_prefix(label), dir=ROOT))
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            if self.path.exists():
+                return
+            os.close(self._fd)  # another start has taken it for one that is not used
+
+    def socket(self, name: str) -> str:
+        """The path of a socket in it."""
+        return str(self.path / name)
+
+    def close(self) -> None:
+        """Remove it, and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._fd)
+
+
+def rank_sockets(job: str) -> list[str]:
+    """Where an agent of this user may listen for ranks of a job on this node."""
+    return [str(path / RANKS) for path in _ours(_prefix(job))]
+
+
+def _prefix(label: str) -> str:
+    word = re.sub(r"[^a-zA-Z0-9_.-]", "_", label)[:_LABEL_CHARACTERS]
+    return f"ckptless-{os.getuid()}-{word}-"
+
+
+def _ours(prefix: str) -> Iterator[Path]:
+    """Folders of this user that begin so; whoever may have made others of that name."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith(prefix):
+            continue
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+                yield path
+
+
+def _sweep() -> None:
+    """Remove those of processes that were killed."""
+    for path in _ours(f"ckptless-{os.getuid()}-"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)

@@ -1,0 +1,141 @@
+"""What a job's output says while its nodes are not all there, and what is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptless.daemon.agent.config import SharedConfig
+from ckptless.daemon.api.errors import StartError
+from ckptless.daemon.api.forming import has_begun, mark_begun, mark_up, nodes_up
+from ckptless.daemon.api.messages import JobSpec, Limits
+from ckptless.daemon.launch import slurm
+from ckptless.daemon.launch.forming import Forming, waiting_text
+from ckptless.daemon.launch.slurm import SlurmRun
+
+NAMES = ("n01", "n02", "n03", "n04")
+
+
+def spec(spares: int = 1, names: tuple[str, ...] = NAMES) -> JobSpec:
+    nodes, limits = len(names) - spares, Limits.from_max_stall(60)
+    return JobSpec(
+        job="4711", command=("t",), nodes=nodes, spares=spares, slots_per_node=1, limits=limits, names=names
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        (
+            {"n03": "its agent starts up"},
+            "waiting for n03 (its agent starts up); 3 of 4 nodes are up after 7 s. "
+            "After 120 s, or when Slurm has them down, the job begins without, as its 1 spare allow",
+        ),
+        (
+            {"n02": "its step has not begun", "n04": "x", "n03": "its step has not begun"},
+            "waiting for n[02-03] (its step has not begun); n04 (x); 1 of 4 nodes are up after 7 s. "
+            "After 120 s, or when Slurm has them down, the job ends (never-formed)",
+        ),
+    ],
+)
+def test_whom_it_waits_for_and_what_ends_it(missing: dict[str, str], text: str) -> None:
+    assert waiting_text(spec(), missing, 7.2) == text
+
+
+def test_it_says_so_after_five_seconds_and_then_less_and_less_often(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    forming = Forming(spec(), tmp_path, lambda name: f"{name} sleeps", 100.0)
+    mark_up(tmp_path, "n01")
+    said = []
+    for now_s in range(101, 240):
+        if now_s == 230:
+            mark_begun(tmp_path)
+        with caplog.at_level(logging.INFO):
+            forming.look(float(now_s))
+        said += [(now_s - 100, record.message) for record in caplog.records]
+        caplog.clear()
+    assert [at for at, _ in said] == [5, 15, 35, 75, 130]
+    assert "n02 (n02 sleeps); n03 (n03 sleeps); n04 (n04 sleeps)" in said[0][1]
+    assert said[-1][1] == "training begins without n[02-04]"
+    # Nothing of it stays in the user's folder.
+    assert forming.over
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_all_are_there_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forming = Forming(spec(), tmp_path, str, 0.0)
+    for name in NAMES:
+        mark_up(tmp_path, name)
+    assert nodes_up(tmp_path) == set(NAMES)
+    forming.look(60.0)
+    mark_begun(tmp_path)
+    assert has_begun(tmp_path)
+    forming.look(61.0)
+    assert forming.over
+    assert caplog.messages == []
+
+
+# ------------------------------------------------------------------------- steps that Slurm cannot launch
+
+SRUN = """#!/bin/sh
+for word; do
+    case $word in --nodelist=*) node=${word#*=};; --error=*) log=${word#*=};; esac
+done
+echo $node >> TRIED
+if [ $(grep -c $node TRIED) -le $FAIL ]; then
+    echo "srun: error: Task launch failed on $node: Socket timed out on send/recv operation" >> $log
+    exit 1
+fi
+touch FOLDER/.up-$node
+echo '{"job":"4711","state":"done","exit_code":0,"reason":"x","why":"done"}' > FOLDER/outcome.json
+"""
+
+
+def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, fail: int) -> tuple[int, list[str]]:
+    """Run a job of one node, whose first `fail` steps fail; (exit code, the nodes as they were tried)."""
+    program = folder / "bin" / "srun"
+    program.parent.mkdir()
+    program.write_text(SRUN.replace("FOLDER", str(folder)).replace("TRIED", str(folder / "tried")))
+    program.chmod(0o755)
+
+    async def binding() -> tuple[str, ...]:
+        return ()
+
+    monkeypatch.setattr(slurm, "cpu_binding", binding)
+    monkeypatch.setattr(slurm, "STEP_PAUSE_S", 0.05)
+    config = SharedConfig(
+        spec=spec(0, ("n01",)),
+        argv=("t",),
+        module=False,
+        cwd="/",
+        daemon_socket="/s",
+        log_dir=str(folder),
+        preload=(),
+    )
+    path = f"{program.parent}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    run = SlurmRun(config, {"FAIL": str(fail), "PATH": path}, domains={})
+    try:
+        return asyncio.run(run.run()), (folder / "tried").read_text().split()
+    except StartError:
+        return StartError.exit_code, (folder / "tried").read_text().split()
+
+
+@pytest.mark.parametrize(("fail", "tried", "code"), [(0, 1, 0), (2, 3, 0), (3, 3, StartError.exit_code)])
+def test_a_step_that_slurm_could_not_launch_is_tried_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fail: int,
+    tried: int,
+    code: int,
+) -> None:
+    assert launched(tmp_path, monkeypatch, fail) == (code, ["n01"] * tried)
+    told = [message for message in caplog.messages if message.endswith("it is started again")]
+    assert len(told) == min(fail, 2)
+    assert all("n01: its step has ended with 1: srun: error: Task launch failed" in text for text in told)
