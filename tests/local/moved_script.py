@@ -223,7 +223,8 @@ def train(run: Any) -> None:
 def digest(state: Any) -> str:
     found = hashlib.sha256()
     optimizer = getattr(state, "optimizer", None)
-    moments = optimizer.state_dict()["state"].values() if optimizer is not None else ()
+    state_of = optimizer.state_dict()["state"] if optimizer is not None else {}
+    moments = [state_of[index] for index in sorted(state_of)]  # not as they came
     tensors = [*state.model.state_dict().values(), *state.target.state_dict().values()]
     for tensor in [*tensors, *(value for entry in moments for value in entry.values())]:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
