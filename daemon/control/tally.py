@@ -32,7 +32,7 @@ class Tally:
 
     `counts`: of how many ranks the slot is of this generation ("here"), and has come as far as "joined",
     "restored", "stepped" (a step since then), "exited" or "ended" (for good). `moving`: nodes that have not
-    stopped this generation. `progress`: the newest step that any rank of it has committed; `newest`:
+    stopped this generation, or not said who they are. `progress`: the newest step that any rank of it has committed; `newest`:
     that anybody has, in whatever generation.
     """
 
@@ -91,7 +91,9 @@ class Tally:
             self.counts.subtract(old.counts)
         self.counts.update(new.counts)
         self._works[node] = new
-        frozen = view.state is not None and view.state.frozen == self.assignment.generation
+        # Without its hello it is not usable, and what it holds would not be looked at.
+        state = view.state if view.hello is not None else None
+        frozen = state is not None and state.frozen == self.assignment.generation
         (self.moving.discard if frozen or view.lost is not None else self.moving.add)(node)
         for kept, value in ((self._findings, new.findings), (self._inside, new.inside)):
             kept.pop(node, None)

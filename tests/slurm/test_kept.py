@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
 
 from cluster.api import Cluster
 from conftest import require_slurm
-from training import USER, Training, make_site
+from training import USER, Training, kept, make_site
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -29,13 +28,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     place = tmp_path_factory.mktemp("site") / "cluster"
     with make_site(place, tmp_path_factory.mktemp("spank"), NODES) as up:
         yield up
-
-
-def kept(site: Cluster, node: str, user: str = "root") -> list[dict[str, Any]]:
-    """What `ckptctl kept` shows a user there."""
-    done = site.run(node, "ckptctl", "--json", "kept", user=user)
-    found: list[dict[str, Any]] = json.loads(done.stdout)["kept"]
-    return found
 
 
 def nodes_that_keep(site: Cluster) -> list[str]:

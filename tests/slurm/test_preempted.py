@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
 
 from cluster.api import Cluster
 from conftest import require_slurm
-from test_kept import kept
-from training import USER, Training, make_site
+from training import USER, Training, kept, make_site
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -198,3 +198,10 @@ class Training:
         assert not wrong, f"other losses: {sorted(wrong.items())[:6]}\n{self.story()}"
         assert set(found.losses) == set(clean.losses), "losses are missing"
         assert found.finals == clean.finals
+
+
+def kept(site: Cluster, node: str, user: str = "root") -> list[dict[str, Any]]:
+    """Give what `ckptctl kept` shows a user there."""
+    done = site.run(node, "ckptctl", "--json", "kept", user=user)
+    found: list[dict[str, Any]] = json.loads(done.stdout)["kept"]
+    return found
