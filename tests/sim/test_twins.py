@@ -132,6 +132,11 @@ def test_what_is_wrong_is_never_restored() -> None:
     assert all(not world.restored[False] or world.excused for world in worlds)
 
 
+def test_a_new_leader_hears_out_a_node_that_has_not_said_who_it_is() -> None:
+    """Its report came in a storm without its hello, and with it its word that step 6 is in dispute."""
+    assert flipping(9095) is not None
+
+
 def test_a_job_whose_twins_differ_each_time_ends() -> None:
     """The same rank computes wrongly after the same step, whatever process it is in: four times in a row."""
     worlds = [world for world in map(Stubborn, range(40)) if world.fits]
