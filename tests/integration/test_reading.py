@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -44,11 +45,18 @@ class AnyUsers(LocalCluster):
 
 @contextlib.asynccontextmanager
 async def daemon(folder: Path) -> AsyncIterator[tuple[Service, str]]:
-    """A daemon at an abstract socket, which any user reaches."""
-    name = f"@ckptless-test-{secrets.token_hex(6)}"
+    """A daemon at a socket which any user reaches, as pytest's own folders are not."""
     (folder / "state").mkdir(parents=True)
+    place = Path(tempfile.mkdtemp(prefix="ckptless-test-"))
+    place.chmod(0o755)
+    name = str(place / "daemon")
     config = DaemonConfig(
-        name="n0", address="127.0.0.1", port=0, state_dir=str(folder / "state"), socket=name
+        name="n0",
+        address="127.0.0.1",
+        port=0,
+        state_dir=str(folder / "state"),
+        socket=name,
+        socket_mode=0o666,
     )
     peers = [Peer(node=0, name="n0", address="127.0.0.1", port=1)]
     service = Service(config, AnyUsers(0, peers, folder / "state"), KeyVouch(b"0123456789abcdef"))
@@ -61,6 +69,7 @@ async def daemon(folder: Path) -> AsyncIterator[tuple[Service, str]]:
     finally:
         stop.set()
         await asyncio.wait_for(running, DEADLINE_S)
+        shutil.rmtree(place)
 
 
 def job(name: str, started_s: float) -> JobRecord:
@@ -188,7 +197,7 @@ def test_whose_a_job_is_the_daemon_knows_from_its_agents_hello(tmp_path: Path) -
     info = m.NodeInfo(node=0, name="n0", address="127.0.0.1", agent_port=1)
     hello = encode(m.AgentHello(protocol=m.PROTOCOL, spec=spec, info=info, pid=1)).hex()
     code = (
-        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + sys.argv[1][1:]);"
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
         f"s.sendall(bytes.fromhex({hello!r})); print(s.recv(100) != b'', flush=True); sys.stdin.read()"
     )
 
