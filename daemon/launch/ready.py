@@ -13,6 +13,8 @@ from ckptless.daemon.api.unixpath import unix_address
 POLL_S = 0.05
 LAST_LINES = 3
 DEFAULT_START_S = 30.0
+# One that works, and does not listen after so many times as long, will not.
+MOST_TIMES = 20
 
 
 @dataclass
@@ -34,10 +36,11 @@ async def wait_ready(
 ) -> None:
     """Return when the socket `listens` takes connections, or when `stop` says so.
 
-    Raises StartError for a daemon that has ended, or that has used no CPU time for `patience_s`: with
-    everything else on a busy machine it may take as long as it needs.
+    Raises StartError for a daemon that has ended, or that has used no CPU time for `patience_s`; on a busy
+    machine one that works may take MOST_TIMES as long.
     """
     loop, progress = asyncio.get_running_loop(), Progress()
+    began = loop.time()
     while not stop():
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(OSError):
             probe.connect(unix_address(listens))
@@ -45,6 +48,11 @@ async def wait_ready(
         if daemon.returncode is not None:
             raise StartError(f"{name}'s daemon did not start: it has ended with code {daemon.returncode}")
         ticks, state = _cpu(daemon.pid)
+        if loop.time() - began > MOST_TIMES * patience_s:
+            raise StartError(
+                f"{name}'s daemon (process {daemon.pid}, state {state}) is not ready after "
+                f"{MOST_TIMES * patience_s:.0f} s, though it works: see its log"
+            )
         if progress.stuck_s(ticks, loop.time()) > patience_s:
             raise StartError(
                 f"{name}'s daemon (process {daemon.pid}, state {state}) is not ready, and has done nothing "

@@ -14,11 +14,19 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ckptless.daemon.agent.socket_folder import SocketFolder
 from ckptless.daemon.config import KeepConfig, LocalConfig
 from ckptless.daemon.launch import local, main, nest
 from ckptless.daemon.launch.saving import newest
 
 POLL_S = 0.05
+
+
+class Shared(SocketFolder):
+    """The folder of both starts, since the daemons are."""
+
+    def close(self) -> None:
+        """It is the second start that removes it, see `Both`."""
 
 
 class Start(local.LocalRun):
@@ -76,6 +84,15 @@ class Both:
         self._options = options
 
     async def run(self) -> int:
+        folder = Shared(self._options.job)
+        stand_in: Any = lambda _job: folder  # noqa: E731
+        local.SocketFolder = stand_in  # type: ignore[attr-defined]
+        try:
+            return await self._run()
+        finally:
+            SocketFolder.close(folder)
+
+    async def _run(self) -> int:
         first = Start(self._options)
         (HOME / "first").write_text(str(await first.run()))
         while not (HOME / "again").exists():  # noqa: ASYNC110  # it is another process that makes it

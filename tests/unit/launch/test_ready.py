@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.api.errors import StartError
+from ckptless.daemon.launch import ready as module
 from ckptless.daemon.launch.ready import Progress, last_lines, wait_ready
 
 LISTEN = "import socket; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + {0!r}); s.listen(); "
@@ -38,6 +39,12 @@ def test_one_that_works_for_long_is_waited_for() -> None:
 def test_one_that_does_nothing_is_named() -> None:
     with pytest.raises(StartError, match=r"node-3's daemon \(process \d+, state S\) .* --start-timeout"):
         asyncio.run(ready("import time; time.sleep(60)", patience_s=2.0))
+
+
+def test_one_that_works_for_ever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_TIMES", 1)
+    with pytest.raises(StartError, match=r"is not ready after 3 s, though it works"):
+        asyncio.run(ready("while True: pass", patience_s=3.0))
 
 
 def test_one_that_is_stopped_is_named() -> None:
