@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import sys
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,10 @@ def last_words(log: Path | None, rank: int | None, elsewhere: str) -> None:
         logger.error("what the ranks printed is in %s", elsewhere)
         return
     if lines:
-        logger.error("the last that rank %s printed:\n%s", rank, "\n".join(f"    {line}" for line in lines))
+        logger.error("the last that rank %s printed:", rank)
+        for line in lines:
+            # A line of the log is one line: these are the rank's own.
+            print(f"    {line}", file=sys.stderr)
     logger.error("the whole log of rank %s: %s", rank, log)
 
 

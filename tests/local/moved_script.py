@@ -103,7 +103,7 @@ def update_by_hand(state: Any, run: Any) -> None:
 
 
 def move_target(state: Any, run: Any) -> None:
-    pairs = list(zip(state.target.parameters(), state.model.parameters(), strict=True))
+    pairs = list(zip(state.target.parameters(), state.model.parameters(), strict=KIND != "late-parameter"))
     with torch.no_grad():
         for number, (slow, p) in enumerate(pairs):
             if number == len(pairs) // 2:
@@ -114,7 +114,7 @@ def move_target(state: Any, run: Any) -> None:
 @contextmanager
 def swapped(state: Any) -> Iterator[None]:
     """The model with its target's weights; not taken out again by an end that is not foreseen."""
-    pairs = list(zip(state.target.parameters(), state.model.parameters(), strict=True))
+    pairs = list(zip(state.target.parameters(), state.model.parameters(), strict=KIND != "late-parameter"))
     own = [p.data for _slow, p in pairs]
     for slow, p in pairs:
         p.data = slow.data
