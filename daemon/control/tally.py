@@ -32,8 +32,8 @@ class Tally:
 
     `counts`: of how many ranks the slot is of this generation ("here"), and has come as far as "joined",
     "restored", "stepped" (a step since then), "exited" or "ended" (for good). `moving`: nodes that have not
-    stopped this generation, or not said who they are. `progress`: the newest step that any rank of it has committed; `newest`:
-    that anybody has, in whatever generation.
+    stopped this generation, or not said who they are. `progress`: the newest step that any rank of it has
+    committed; `newest`: that anybody has, in whatever generation.
     """
 
     assignment: Assignment
