@@ -68,7 +68,7 @@ def test_the_prolog_and_epilog_tell_the_daemon(site: Cluster) -> None:
         assert f"job {job.job_id} ends here" in wait_for_epilog(site, node, job.job_id)
     assert job.outcome() == {
         "job": str(job.job_id), "state": "done", "exit_code": 0, "reason": "every rank ended by itself",
-        "why": "done",
+        "why": "done", "rank": None, "node": None,
     }  # fmt: skip
     # What rank 0 prints is in the batch job's own output, what all print in files.
     assert (job.log_dir / "rank-00001.log").exists()
