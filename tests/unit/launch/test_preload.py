@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
+from ckptless.daemon.agent.socket_folder import SocketFolder
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.main import command
 from ckptless.daemon.launch.options import local_options
@@ -42,7 +44,8 @@ def test_spares_change_nothing_that_a_rank_computes_with(
     options = command.make_context("ckptless-run", words).params
     name, arguments = options.pop("script"), options.pop("script_args")
     run = LocalRun(local_options(name, arguments, options, {}))
-    run._prepare()
-    assert [run._agent_config(node).env["OMP_NUM_THREADS"] for node in run._nodes] == ["1"] * (
-        3 + int(spares)
-    )
+    run._sockets = SocketFolder("preload")
+    with contextlib.closing(run._sockets):
+        run._prepare()
+        configs = [run._agent_config(node) for node in run._nodes]
+    assert [config.env["OMP_NUM_THREADS"] for config in configs] == ["1"] * (3 + int(spares))
