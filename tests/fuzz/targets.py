@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import io
 import os
 import re
+import shutil
 import struct
 import tempfile
 import zlib
@@ -52,6 +54,7 @@ from ckptless.pytorch_hooks.state import catalog, codec, layout, record
 
 REPOSITORY = Path(__file__).parents[2]
 SCRATCH = Path(tempfile.mkdtemp(prefix="ckptless-fuzz-"))
+atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 
 @dataclass(frozen=True)
