@@ -156,9 +156,11 @@ class LocalRun:
             )
             await self._wait()
         finally:
-            await self._end_all()
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._sockets.close()
+            try:
+                await self._end_all()
+            finally:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+                self._sockets.close()
         return self._result()
 
     def _stopped(self, number: signal.Signals) -> None:
