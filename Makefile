@@ -8,10 +8,10 @@ STAMP  := $(VENV)/.ready
 
 # Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
 CHECKED := tests/conftest.py $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
-	tests/fuzz tests/nccl tests/gpu tests/sim tests/local tests/slurm docs/demo
+	tests/fuzz tests/nccl tests/gpu tests/sim tests/mutants tests/local tests/slurm docs/demo
 
 .PHONY: setup demo test test-slow test-gpu test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix
-.PHONY: fuzz scale bench bench-slurm bench-store lint types imports check format clean
+.PHONY: fuzz mutants scale bench bench-slurm bench-store lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check
 .PHONY: install uninstall install-job-submit uninstall-job-submit
 setup: $(STAMP)
@@ -32,9 +32,14 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 # The tests that stand on torch, on other torches: environments of 7 GB each in .torch/, one after the other.
-VERSIONS ?= 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1
+VERSIONS ?= 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 test-torch-matrix: $(STAMP)
 	$(BIN)/python tests/torch/matrix.py $(ARGS) $(VERSIONS)
+
+# Every night: the newest one. Its wheels take longer to install (4 to 5 minutes, 5.5 GB) than CI has for it.
+.PHONY: test-newest-torch
+test-newest-torch: VERSIONS := 2.15.0
+test-newest-torch: test-torch-matrix
 
 # What needs a CUDA device; without one all of it is skipped.
 test-gpu: $(STAMP)
@@ -72,10 +77,15 @@ simulate: $(STAMP)
 simulate-night: $(STAMP)
 	$(BIN)/python -m tests.sim $(SEED) --until 1000000
 
+# Small mistakes in the pure rooms: COUNT of them, drawn by SEED, each of which some test has to notice. An hour.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(SEED) $(ARGS)
+
 # Thousands of simulated nodes: what they say to each other, and how long a recovery takes. Ten minutes.
 SIZES ?= 16 64 256 1024 4096 12500
 scale: $(STAMP)
 	$(BIN)/python -m tests.sim.scale $(SIZES) --json docs/scale.json --plot docs/scale.png
+	$(BIN)/python -m tests.sim.scale_parts $(SIZES) --json docs/scale_parts.json
 
 bench: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal
@@ -95,7 +105,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	set -e; export MYPYPATH=tests/local:tests/slurm; for folder in $(CHECKED); do $(BIN)/mypy $$folder; done
+	set -e; export MYPYPATH=tests/local:tests/slurm:tests/unit/edges; for folder in $(CHECKED); do $(BIN)/mypy $$folder; done
 
 imports: $(STAMP)
 	$(BIN)/lint-imports

@@ -52,6 +52,9 @@ class Cluster(Protocol):
     def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
         """Find out why `node`'s agent was signalled, and call `runtime.explained`, within EXPLAIN_S."""
 
+    def ask_suspended(self, runtime: "JobRuntime", seconds: float) -> None:
+        """All is stopped here since so long: call `runtime.suspended` if it is so of the whole job."""
+
 
 class LocalCluster:
     """Local mode: one roster, for any job of the user who started the daemon."""
@@ -81,14 +84,14 @@ class LocalCluster:
 
     def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
         """See `Cluster`. The launcher reads it from a file."""
-        write_outcome(self._state_dir, runtime.job, outcome)
+        write_outcome(self._state_dir, runtime.job, outcome, runtime.launch)
 
     def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
         """See `Cluster`. There is nobody to tell."""
 
     def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See `Cluster`. All nodes are on one machine: the witness is a file."""
-        path = self._state_dir.parent / f"{WITNESS_FILE}-{runtime.job}"
+        path = self._state_dir.parent / f"{WITNESS_FILE}-{runtime.job}-{runtime.launch}"
         with path.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.writelines(f"{node}\n" for node in nodes)
@@ -101,3 +104,6 @@ class LocalCluster:
     def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
         """See `Cluster`. Here only the user signals."""
         runtime.explained(node, cancel, cancel.reason)
+
+    def ask_suspended(self, runtime: "JobRuntime", seconds: float) -> None:
+        """See `Cluster`. Here nobody suspends a job as a whole."""

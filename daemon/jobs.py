@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.api.records import EventRecord, Record
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
@@ -29,14 +30,14 @@ class Outlets(Protocol):
     def to_all_daemons(self, message: p.Said) -> None:
         """Send to every other daemon."""
 
-    def to_agent(self, order: m.Order | m.Announce) -> None:
+    def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
         """Hand an order, or words, to this node's agent of the job."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue rows for the ledger."""
 
     def ended(self, outcome: m.Outcome) -> None:
-        """The job is over."""
+        """The job is over; said again where an end is agreed on after this node has ended by itself."""
 
     def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         """This daemon leads, and a node does not answer any more at all; see edges.NodeIsDark."""
@@ -57,13 +58,14 @@ class Memory:
 
     `life`, of LIFE_BITS random bits, is this life's alone (by its clock it could not be told from an earlier
     one: clocks are set back). `identity` is the same as long as it remembers, but for a count of what was
-    promised, see `next_identity`.
+    promised, see `next_identity`. `launch` is JobSpec.launch: of another run of the name nothing is known.
     """
 
     life: int
     identity: str = ""
     durable: Durable | None = None
     lost: str = ""
+    launch: str = NO_RUN
 
 
 def next_identity(identity: str) -> str:
@@ -111,12 +113,16 @@ class JobSession:
 
     def feed(self, *events: e.Input) -> None:
         """Inputs, and everything that follows from them."""
-        before = self.control.outcome
+        before = self._ends
         events = tuple(event for event in events if not self._is_to_be_explained(event))
         for output in self.control.handle_all(events, self._now()):
             self._carry(output)
-        if before is None and self.control.outcome is not None:
+        if self._ends != before and self.control.outcome is not None:
             self._outlets.ended(self.control.outcome)
+
+    @property
+    def _ends(self) -> tuple[m.Outcome | None, m.Outcome | None]:
+        return self.control.outcome, self.control.known.outcome
 
     def _is_to_be_explained(self, event: e.Input) -> bool:
         """Whether it is a signal whose cause this daemon, as the leader, is to ask for first; once."""
@@ -159,7 +165,7 @@ class JobSession:
                 )
             case p.Rows():
                 self._outlets.write(message.records)
-            case p.Gone() | Alive():
+            case p.Gone() | Alive() | p.Packed():
                 pass  # of a node that is lost itself, or not the control plane's business
         return ()
 

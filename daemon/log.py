@@ -1,9 +1,13 @@
 """Logging of the daemon, agent and launcher: one line per event on standard error."""
 
 import logging
+import re
 import sys
 
 from ckptless.daemon.api.limits import one_line
+
+# What each line begins with, see `configure`.
+LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \S+ [A-Z]+ ")
 
 
 class OneLine(logging.Formatter):

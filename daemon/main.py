@@ -1,6 +1,7 @@
 """`ckptlessd`: the per-node daemon."""
 
 import asyncio
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from ckptless.daemon.cluster import LocalCluster
 from ckptless.daemon.config import LocalConfig, load, read_key
 from ckptless.daemon.peers.vouch import KeyVouch
 from ckptless.daemon.service import Service, serve_forever
+
+GC_THRESHOLD = (50_000, 10, 10)
 
 
 async def _run_local(config: LocalConfig) -> int:
@@ -52,6 +55,8 @@ def command(path: Path | None, local: Path | None, verbose: bool) -> None:
 
 def main() -> None:
     """Entry point."""
+    # Of a large job it keeps a million values in no cycle: looking for one took longer than to plan.
+    gc.set_threshold(*GC_THRESHOLD)
     command(prog_name="ckptlessd")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from ckptless.daemon.api.errors import CkptlessError, ProtocolError
 from ckptless.daemon.config import Peer
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.link import GreetingCutError, Link
+from ckptless.daemon.peers.link import GreetingCutError, Link, Route
 from ckptless.daemon.peers.vouch import Vouch
 from ckptless.daemon.roster import Roster
 
@@ -25,7 +25,9 @@ SALT_BYTES = 16
 class Mesh:
     """This daemon's links to others of the roster. Owned by the daemon's event loop."""
 
-    def __init__(self, job: str, roster: Roster, vouch: Vouch) -> None:
+    def __init__(self, job: str, launch: str, roster: Roster, vouch: Vouch) -> None:
+        # `name` is what a connection is for: this run of that name, and no other.
+        self.name = f"{job}/{launch}"
         self._job, self._roster, self._vouch = job, roster, vouch
         self._links: dict[int, Link[p.DaemonMessage]] = {}
         self._why: dict[int, str] = {}
@@ -82,24 +84,25 @@ class Mesh:
         return link.unmask(message.salt, message.masked)
 
     async def _keep_dialling(self, peer: Peer) -> None:
-        tries = 0
+        tries, said = 0, ""
         while peer.node in self._wanted:
             if peer.node in self._links:
                 # It has dialled, or an earlier connection is still there.
                 await asyncio.sleep(REDIAL_S[-1])
                 continue
             try:
-                address, me = (peer.address, peer.port), (self._job, self._roster.me)
+                route, me = Route((peer.address, peer.port), node=peer.node), (self.name, self._roster.me)
                 link: Link[p.DaemonMessage] = await Link.dial(
-                    address, me, self._vouch, p.DaemonMessage, DIAL_DEADLINE_S
+                    route, me, self._vouch, p.DaemonMessage, DIAL_DEADLINE_S
                 )
             except (OSError, TimeoutError, CkptlessError) as error:
-                if not isinstance(error, OSError | GreetingCutError):
-                    logger.warning("job %s: node-%d: %s", self._job, peer.node, error)
+                if not isinstance(error, OSError | GreetingCutError) and str(error) != said:
+                    said = str(error)
+                    logger.warning("job %s: node-%d: %s", self._job, peer.node, said)
                 await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
                 tries += 1
                 continue
-            tries = 0
+            tries, said = 0, ""
             await self._run(link)
 
     async def adopt(self, link: Link[p.DaemonMessage]) -> None:

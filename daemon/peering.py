@@ -5,13 +5,14 @@ neighbours, and by way of them to everybody else; watches the neighbours.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
 
 from ckptless.daemon.api.messages import AgentEvent
 from ckptless.daemon.control import edges as e
+from ckptless.daemon.decrees import Decrees
 from ckptless.daemon.jobs import JobSession
 from ckptless.daemon.membership import watch as w
 from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
@@ -20,6 +21,7 @@ from ckptless.daemon.membership.overlay import overlay
 from ckptless.daemon.membership.pulses import Pulses
 from ckptless.daemon.membership.router import MOST_HOPS, Router
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.bundles import bundles, unbundle
 from ckptless.daemon.peers.checks import check_nodes
 from ckptless.daemon.roster import Roster
 
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # A pulse that is passed on waits for the next beat of everybody on its way.
 PULSE_HOPS = 4
+# Where so long no step is made here, the way to a node that is no neighbour may be why. So many of them are
+# looked at at a time, for so long that two that are apart both find it out.
+STILL_S, AROUND, TURN_S = 5.0, 64, 12.0
 
 
 class Wires(Protocol):
@@ -67,10 +72,12 @@ class Peering:
         self._pulses = Pulses(self._me)
         self._offers: Offers[p.Relayed] = Offers()
         self._queued: dict[int, list[p.Relayed]] = {}
+        self._decrees = Decrees(session.control.agreement, roster.by_node)
         self._voters: tuple[int, ...] = ()
         self._away: set[int] = set()
         self._fresh: frozenset[int] = frozenset()
         self._apart: frozenset[int] = frozenset()
+        self._strangers: frozenset[int] = frozenset()
 
     # ------------------------------------------------------------------------------ what happens
 
@@ -87,6 +94,8 @@ class Peering:
     def unlinked(self, node: int, why: str) -> None:
         """There is none any more."""
         self._router.forget(node)
+        self._pulses.doubt(node, 2 * self._times.beat_s)
+        self._feel(self._now())
         self._session.feed(e.PeerDown(node))
         self._member.unlinked(node, why, self._now())
         self._carry()
@@ -98,7 +107,9 @@ class Peering:
 
     def hear(self, node: int, message: p.DaemonMessage) -> None:
         """A message of the daemon at the other end of a connection. Raises ProtocolError."""
-        check_nodes(message, self._roster.by_node)
+        relayed = unbundle(message) if isinstance(message, p.Bundle) else ()
+        for one in relayed or (message,):
+            check_nodes(one, self._roster.by_node)
         self._member.heard(node, self._now())
         match message:
             case Beat():
@@ -111,7 +122,7 @@ class Peering:
             case p.Relayed():
                 self._pass_on(node, (message,))
             case p.Bundle():
-                self._pass_on(node, message.relayed)
+                self._pass_on(node, relayed)
             case p.JobKey():
                 raise TypeError("a key is the runtime's business")
             case _:
@@ -121,7 +132,10 @@ class Peering:
     def tick(self) -> None:
         """Time has passed."""
         now, control = self._now(), self._session.control
-        if control.known.voters != self._voters or self._member.away(now) != self._away:
+        strangers = self._look_around(now)
+        moved = control.known.voters != self._voters or self._member.away(now) != self._away
+        if moved or strangers != self._strangers:
+            self._strangers = strangers
             self._choose(now)
         for node in self._lost_links():
             self._member.known_gone(node)
@@ -129,10 +143,7 @@ class Peering:
             beat = Beat(pulses=self._pulses.beat(self._voters, now))
             for node in tuple(self._wires.up):
                 self._wires.send(node, beat)
-            fresh = self._pulses.fresh(now, self._times.dark_s + PULSE_HOPS * self._times.beat_s)
-            if fresh != self._fresh:
-                self._fresh = fresh
-                self._session.feed(e.Pulsing(fresh))
+            self._feel(now)
             apart = self._member.apart(now)
             if apart != self._apart:
                 self._apart = apart
@@ -141,20 +152,25 @@ class Peering:
                 self._wires.send(node, Want(origin=origin, serial=serial))
         self._carry()
 
+    def _feel(self, now: float) -> None:
+        fresh = self._pulses.fresh(now, self._times.dark_s + PULSE_HOPS * self._times.beat_s)
+        if fresh != self._fresh:
+            self._fresh = fresh
+            self._session.feed(e.Pulsing(fresh))
+
     def flush(self) -> None:
         """Send what was kept for a moment, to go together."""
         queued, self._queued = self._queued, {}
         for node, relayed in queued.items():
-            message = (
-                relayed[0] if len(relayed) == 1 else p.Bundle(job=self._session.job, relayed=tuple(relayed))
-            )
-            self._wires.send(node, message)
+            for message in bundles(self._session.job, relayed):
+                self._wires.send(node, message)
 
     # ------------------------------------------------------------------------------------ sending
 
     def to_daemon(self, node: int, message: p.Said) -> None:
         """To one daemon; dropped where no way is known (states and orders are repeated)."""
-        if self._wires.send(node, message) or self.overlay.complete:
+        message = self._decrees.pack(message, node)
+        if self._wires.send(node, message):
             return
         way = self._router.toward(node)
         if way is not None:
@@ -162,15 +178,23 @@ class Peering:
 
     def to_all(self, message: p.Said) -> None:
         """To every other daemon."""
+        message = self._decrees.pack(message, None)
         if isinstance(message, p.Rows) and not self.overlay.complete:
             # As many ledgers as there are voters are enough.
             for node in self._keepers():
                 self.to_daemon(node, message)
             return
-        if self.overlay.complete:
+        if self._reaches_all:
             self._send_all(message)
         else:
             self._spread(self._relayed(None, message))
+
+    @property
+    def _reaches_all(self) -> bool:
+        """Whether there is a connection to each other daemon, but for those of lost nodes."""
+        up, losses = self._wires.up, self._session.control.losses
+        few = len(up) + len(losses) + 1 >= len(self.overlay.nodes)
+        return few and all(node in up or node in losses or node == self._me for node in self.overlay.nodes)
 
     def _send_all(self, message: p.DaemonMessage, but: Collection[int] = ()) -> None:
         for node in tuple(self._wires.up):
@@ -178,8 +202,8 @@ class Peering:
                 self._wires.send(node, message)
 
     def _spread(self, message: p.Relayed, but: Collection[int] = ()) -> None:
-        """To all neighbours, but to those. A decree is long: it is offered, and each takes it once."""
-        if isinstance(message.said, p.Agree):
+        """To all neighbours, but to those. A decree may be long: it is offered, and each takes it once."""
+        if isinstance(message.said, p.Agree | p.Packed):
             self._offers.keep((message.origin, message.serial), message)
             self._send_all(Have(origin=message.origin, serial=message.serial), but)
         else:
@@ -223,7 +247,7 @@ class Peering:
                 batch.append((one.origin, one.said))
             if one.to != self._me and 0 < one.hops <= MOST_HOPS:
                 self._forward(sender, one)
-        self._session.hear_all(batch)
+        self._session.hear_all(self._unpacked(batch))
         for origin, said in batch:
             if isinstance(said, Alive):
                 self._said(origin, said, direct=False)
@@ -237,8 +261,25 @@ class Peering:
         if way is not None and way != sender:
             self._queue(way, onward)
 
+    def _unpacked(self, said: Sequence[tuple[int, p.Said]]) -> list[tuple[int, p.Said]]:
+        """The same with whole decrees; who does not know the one before asks for all of it."""
+        found: list[tuple[int, p.Said]] = []
+        for node, message in said:
+            if not isinstance(message, p.Packed):
+                found.append((node, message))
+            elif self._decrees.is_old(message):
+                continue
+            elif (whole := self._decrees.unpack(message)) is not None:
+                found.append((node, whole))
+            else:
+                standing = self._session.control.short_standing
+                self.to_daemon(node, p.Meeting(job=self._session.job, standing=standing, reports=()))
+        return found
+
     def _said(self, node: int, message: p.Said, *, direct: bool) -> None:
-        if isinstance(message, Alive):
+        if isinstance(message, p.Packed):
+            self._session.hear_all(self._unpacked([(node, message)]))
+        elif isinstance(message, Alive):
             if message.node == node:
                 self._member.hear(node, message, self._now())
         else:
@@ -250,21 +291,29 @@ class Peering:
         """Whom to be connected to: neighbours, those in place of neighbours that are away, other voters."""
         self._voters = self._session.control.known.voters
         self._away = self._member.away(now)
-        campaigns = self._session.control.agreement.ballot is not None
-        mine = set(self._voters) if self._me in self._voters or campaigns else set()
+        agreement = self._session.control.agreement
+        asks = self._me in self._voters or agreement.elected or agreement.campaigns
+        mine = set(self._voters) if asks else set()
         around = self.overlay.neighbours(self._me) | self.overlay.neighbours(self._me, self._away)
         wanted = frozenset((around | mine) - {self._me})
-        self._member.watch(wanted, self._wires.up, now)
+        self._member.watch(wanted, self._wires.up, now, self._strangers)
         self._wires.want(wanted)
+
+    def _look_around(self, now: float) -> frozenset[int]:
+        """Who is no neighbour, and looked at in its turn; two nodes look at each other at the same time."""
+        still_s = self._session.control.still_s(now)
+        if self.overlay.complete or still_s < STILL_S:
+            return frozenset()
+        nodes = self.overlay.nodes
+        turns = -(-len(nodes) // AROUND)
+        turn = int(still_s / TURN_S) % turns
+        return frozenset(nodes[(turn - self._me) % turns :: turns]) - {self._me}
 
     def _may_judge(self, when: float) -> bool:
         control = self._session.control
         if not control.decides or control.outcome is not None:
             return False
-        heard = self._member.lived_since(when)
-        if not self.overlay.complete:
-            heard |= self._pulses.seen_since(when)
-        return control.is_quorum(heard)
+        return control.is_quorum(self._member.lived_since(when) | self._pulses.seen_since(when))
 
     def _lost_links(self) -> list[int]:
         nodes = self._session.control.nodes

@@ -74,19 +74,22 @@ class Host(Protocol):
     def explain(self, runtime: "JobRuntime", node: int, cancel: m.Cancel) -> None:
         """See cluster.Cluster."""
 
+    def ask_suspended(self, runtime: "JobRuntime", seconds: float) -> None:
+        """See cluster.Cluster."""
+
 
 class JobRuntime:
     """Owned by the daemon's event loop."""
 
     def __init__(self, job: str, uid: int, roster: Roster, host: Host, memory: Memory) -> None:
-        self.job, self.uid, self.roster = job, uid, roster
+        self.job, self.uid, self.roster, self.launch = job, uid, roster, memory.launch
         # What is on the disk, and what is on its way there.
         self.identity = self.next_identity = memory.identity
         self._forgot = memory.lost
         self._confessed = not memory.lost
         self._host = host
         self.session = JobSession(job, roster, self, host.now, memory)
-        self._mesh = Mesh(job, roster, host.vouch)
+        self._mesh = Mesh(job, memory.launch, roster, host.vouch)
         self._peering = Peering(roster, self.session, self, host.timers, host.now)
         self._agent: Client | None = None
         self._heart: tuple[Heartbeat, AgentProcess] | None = None
@@ -124,6 +127,11 @@ class JobRuntime:
     def forgettable(self) -> bool:
         """Whether the job has been over for long enough that everybody has heard of it."""
         return self._ended_at is not None and self._host.now() - self._ended_at > LINGER_S
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job is not over, and its agent is here."""
+        return self._agent is not None and self.session.control.outcome is None
 
     @property
     def age_s(self) -> float:
@@ -297,7 +305,9 @@ class JobRuntime:
         if not heartbeat.silent(now):
             return
         if process.suspended:
-            # What it gets to answer begins when it goes on.
+            # What it gets to answer begins when it goes on. One daemon asks whether all the job is stopped.
+            if self.session.control.leads:
+                self._host.ask_suspended(self, now - heartbeat.heard_at)
             heartbeat.heard(now)
             return
         text = f"its agent does not answer for {heartbeat.deadline_s:.0f} s"
@@ -356,9 +366,10 @@ class JobRuntime:
             self._learn_key(new_key())
         self._peering.to_all(message)
 
-    def to_agent(self, order: m.Order | m.Announce) -> None:
-        """See jobs.Outlets."""
-        self._send_agent(order)
+    def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
+        """See jobs.Outlets. A suspended one is not hung up on for days of unread renewals."""
+        if self._agent is not None and not (isinstance(order, m.Renewed) and self._agent.has_unsent):
+            self._agent.write(order)
 
     def write(self, records: Sequence[Record]) -> None:
         """See jobs.Outlets."""
@@ -403,6 +414,11 @@ class JobRuntime:
     def explained(self, node: int, cancel: m.Cancel, reason: str) -> None:
         """The job of `node`'s agent is cancelled, for this reason; see `cluster.Cluster.explain`."""
         self.session.feed(e.Report(node, m.Cancel(exit_code=cancel.exit_code, reason=reason)))
+
+    def suspended(self, seconds: float) -> None:
+        """The job has been suspended for so long; see `cluster.Cluster.ask_suspended`."""
+        if not self._closed:
+            self.session.feed(e.Suspended(seconds))
 
     def witnessed(self, nodes: Sequence[int]) -> None:
         """The cluster's manager holds these nodes for dead; see `cluster.Cluster.witness`."""

@@ -13,7 +13,14 @@ from typing import Any, Literal, TypeAlias
 from ckptless.daemon.admission import Admission
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import AGENT_LIMIT, HELLO_LIMIT, Decoder, check_protocol
-from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, ProtocolError
+from ckptless.daemon.api.errors import (
+    CkptlessError,
+    LedgerError,
+    NewerLedgerError,
+    PeerError,
+    ProtocolError,
+    StateDirError,
+)
 from ckptless.daemon.api.eviction import Evict
 from ckptless.daemon.api.keeping import Claim, Keep, WhatIsKept
 from ckptless.daemon.api.reading import Read
@@ -31,9 +38,11 @@ from ckptless.daemon.evict import evict
 from ckptless.daemon.jobs import LIFE_BITS, Memory, is_as_new
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.reader import LedgerReader
+from ckptless.daemon.ledger.store import Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.peers.door import Door
+from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.vouch import Vouch
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.runtime import JobRuntime
@@ -45,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 LEDGER_FILE = "ledger.db"
+# EX_CONFIG of sysexits(3): it would end like this again, so the unit has it as RestartPreventExitStatus=.
+NOT_AGAIN = 78
 # Whoever connects says in this time what it wants.
 SPEAK_S = 5.0
 # Of one Slurm job on this node, at a time. So many that are over are remembered, too.
@@ -71,8 +82,9 @@ class Service:
         self._agents = agents
         self._server: UnixServer | None = None
         self._admission = Admission((0, os.getuid()))
-        # Of other nodes, by their address; those that have proved who they are do not count.
+        # Of other nodes, by their address: what is logged of them.
         self._greeting = Admission()
+        self._door = Door(self._peer_connected, on_refused=self._peer_refused)
         self.vouch = vouch
         self.timers: Timers = config.timers
         self.now: Callable[[], float] = Clock().now
@@ -83,6 +95,7 @@ class Service:
         self.keeper = Keeper(config.keep, self.now)
         self.keeper.on_event = self._kept
         self._jobs: dict[str, JobRuntime] = {}
+        self._admitting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_tick: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
@@ -94,10 +107,9 @@ class Service:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises OSError where an address is taken."""
-        peers: asyncio.Server | None = None
         listening: socket.socket | None = None
         try:
-            peers, _ = await serve(self._config.address, self._config.port, self._peer_connected)
+            self._door.open(self._config.address, self._config.port)
             await self.ledger.start()
             # Last: whoever finds the socket finds a daemon that is ready.
             listening = self._agents or listen(Path(self._config.socket), self._config.socket_mode)
@@ -108,8 +120,7 @@ class Service:
             # no deadline: a daemon's life
             await stop.wait()
         finally:
-            if peers is not None:
-                peers.close()
+            await self._door.close()
             if self._server is not None:
                 self._server.close()
             if listening is not None and listening is not self._agents:
@@ -138,10 +149,17 @@ class Service:
                 if not self._ticked(job) or job.forgettable:
                     del self._jobs[name]
                     self._spawn(job.close())
+                    self._spawn(self._prune())
             self.keeper.look()
             if self._server is not None:
                 self._server.look()
             self.on_tick()
+
+    async def _prune(self) -> None:
+        try:
+            await self.ledger.prune(self.now())
+        except LedgerError as error:
+            logger.warning("nothing of older jobs could be removed: %s", error)
 
     @staticmethod
     def _ticked(job: JobRuntime) -> bool:
@@ -162,32 +180,30 @@ class Service:
         """Another daemon has dialled, for one job; it dials again until this daemon knows that job."""
         who = str((writer.get_extra_info("peername") or ("?",))[0])
         try:
-            link = await self._greeted(who, (reader, writer))
-            await self._jobs[link.job].mesh.adopt(link)
+            link: Link[p.DaemonMessage] = await Link.accept(
+                (reader, writer), self._node_in, self.vouch, p.DaemonMessage
+            )
+            await self._linked(link.job).mesh.adopt(link)
         except _UnknownJobError as error:
             logger.debug("%s: %s", who, error)
         except (OSError, TimeoutError, CkptlessError) as error:
-            more = self._greeting.may_log(who, self.now())
-            if more is not None:
-                also = f" (and {more} since the last line like this)" if more else ""
-                logger.warning("refused a connection from %s: %s%s", who, error or type(error).__name__, also)
+            self._peer_refused(who, str(error) or type(error).__name__)
 
-    async def _greeted(
-        self, who: str, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]
-    ) -> Link[p.DaemonMessage]:
-        """A connection whose other end has proved to be a daemon. Raises OSError, CkptlessError."""
-        if why := self._greeting.enter(who):
-            streams[1].close()
-            raise PeerError(why)
-        try:
-            return await Link.accept(streams, self._node_in, self.vouch, p.DaemonMessage)
-        finally:
-            self._greeting.leave(who)
+    def _peer_refused(self, who: str, why: str) -> None:
+        more = self._greeting.may_log(who, self.now())
+        if more is not None:
+            also = f" (and {more} since the last line like this)" if more else ""
+            logger.warning("refused a connection from %s: %s%s", who, why, also)
 
-    def _node_in(self, job: str) -> int:
-        if job not in self._jobs:
-            raise _UnknownJobError(f"job {job!r} is not known here (yet)")
-        return self._jobs[job].roster.me
+    def _node_in(self, link: str) -> int:
+        return self._linked(link).roster.me
+
+    def _linked(self, link: str) -> JobRuntime:
+        """The run that a connection is for; see Mesh.name. Raises _UnknownJobError."""
+        for job in self._jobs.values():
+            if job.mesh.name == link:
+                return job
+        raise _UnknownJobError(f"job {link!r} is not known here (yet)")
 
     # ------------------------------------------------------------------------------------ agents
 
@@ -203,7 +219,9 @@ class Service:
                 await self._pace(client, 0, len(data))
                 for message in decoder.feed(data):
                     await self._pace(client, HELLO_COST if isinstance(message, m.AgentHello) else 1, 0)
+                    client.stays = True
                     await self._hear(message, visit)
+                    client.stays = visit.job is not None
         except (CkptlessError, ConnectionError) as error:
             assert self._server is not None
             self._server.tell_refused(client.pid, client.uid, str(error))
@@ -318,7 +336,7 @@ class Service:
     def _set_aside(self, text: str) -> None:
         for job in self._jobs.values():
             job.set_aside(text)
-            self._spawn(self._own(job.job, job.uid, new=False))
+            self._spawn(self._own(job.job, Owner(job.uid, job.launch), anew=False))
 
     def _notice(self, message: m.JobStarted | m.JobEnded, uid: int) -> None:
         """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""
@@ -336,18 +354,29 @@ class Service:
         check_protocol(hello.protocol, "the agent")
         name = hello.spec.job
         roster = await self._cluster.admit(hello, uid)
-        if name not in self._jobs:
-            self._make_room(name)
-            await self._own(name, uid, new=not hello.identity)
-            memory = await self._remember(hello, roster)
+        # One after the other: two runs of one name must not have their records mixed.
+        async with self._admitting:
+            await self._let_go(name, hello.spec.launch)
             if name not in self._jobs:
                 self._make_room(name)
+                await self._own(name, Owner(uid, hello.spec.launch), anew=not hello.identity)
+                memory = await self._remember(hello, roster)
                 self._jobs[name] = JobRuntime(name, uid, roster, self, memory)
                 self._jobs[name].start()
         known = self._jobs[name]
         if (known.uid, known.roster) != (uid, roster):
             raise PeerError(f"job {name} is known with other nodes or another user")
         return known
+
+    async def _let_go(self, name: str, launch: str) -> None:
+        """Forget another run of this name. Raises PeerError where that one goes on here."""
+        known = self._jobs.get(name)
+        if known is None or known.launch == launch:
+            return
+        if known.goes_on:
+            raise PeerError(f"another run called {name} goes on here: give all runs of a job one --log-dir")
+        del self._jobs[name]
+        await known.close()
 
     def _make_room(self, name: str) -> None:
         """Let a job have one run more; one that is over makes room for it. Raises PeerError."""
@@ -359,19 +388,23 @@ class Service:
         if len(over) >= RUNS_PER_JOB:
             self._spawn(self._jobs.pop(over[0]).close())
 
-    async def _own(self, name: str, uid: int, *, new: bool) -> None:
-        """Note whose job it is, who may read of it. Raises LedgerError for a `new` one only."""
+    async def _own(self, name: str, owner: Owner, *, anew: bool) -> None:
+        """Note whose run it is. Raises PeerError; LedgerError where it begins `anew`."""
         try:
-            if await self.ledger.own(name, uid):
-                logger.warning("job %s: another user's job had this name; its records are removed", name)
+            before = await self.ledger.own(name, owner, anew=anew)
         except LedgerError as error:
-            if new:
+            if anew:
                 raise
-            logger.warning("job %s: uid %d cannot read of it here: %s", name, uid, error)
+            logger.warning("job %s: uid %d cannot read of it here: %s", name, owner.uid, error)
+            return
+        if before is not None and not anew:
+            raise PeerError(f"a later run has the name {name} here")
+        if before is not None:
+            logger.warning("job %s: an earlier run had this name; its records are removed", name)
 
     async def _remember(self, hello: m.AgentHello, roster: Roster) -> Memory:
         """What is on the disk of what this daemon has promised the others. Raises LedgerError."""
-        name = hello.spec.job
+        name, launch = hello.spec.job, hello.spec.launch
         # The same for every daemon of the job, as its agents all have their spec from one launcher.
         first = first_decree(roster.nodes, hello.spec.domains)
         nothing = Durable(promised=NO_BALLOT, vote=None, known=first)
@@ -382,24 +415,27 @@ class Service:
             if not hello.identity:
                 raise
             return self._forgotten(hello, nothing, f"its ledger cannot be read: {error}")
+        if kept is not None and not kept[0].startswith(launch):
+            kept = None  # of another run of this name
         if kept is not None and is_as_new(kept[0], hello.identity):
-            return Memory(life, *kept)
+            return Memory(life, *kept, launch=launch)
         if hello.identity:
             what = "nothing is left of" if kept is None else "its agent knows of something later than"
             return self._forgotten(hello, nothing, f"{what} what it knew of it")
-        identity = secrets.token_hex(8)
+        identity = launch + secrets.token_hex(8)
         # Before the agent hears of it: whoever knows the identity knows that there was something to forget.
         # And a job that this daemon could not vote for does not begin here.
         await self.ledger.save_now(name, identity, nothing)
         if self.ledger.trouble:
             raise LedgerError(self.ledger.trouble)
-        return Memory(life, identity, nothing)
+        return Memory(life, identity, nothing, launch=launch)
 
     @staticmethod
     def _forgotten(hello: m.AgentHello, nothing: Durable, why: str) -> Memory:
         """It may have promised anything: it follows, and neither votes nor leads."""
         logger.warning("job %s: this daemon does not vote: %s", hello.spec.job, why)
-        return Memory(secrets.randbits(LIFE_BITS), hello.identity, nothing, lost=why)
+        life = secrets.randbits(LIFE_BITS)
+        return Memory(life, hello.identity, nothing, lost=why, launch=hello.spec.launch)
 
     # ---------------------------------------------------------------------- Host, for JobRuntime
 
@@ -433,6 +469,10 @@ class Service:
         """See runtime.Host."""
         self._cluster.explain(runtime, node, cancel)
 
+    def ask_suspended(self, runtime: JobRuntime, seconds: float) -> None:
+        """See runtime.Host."""
+        self._cluster.ask_suspended(runtime, seconds)
+
 
 @dataclass
 class _Visit:
@@ -452,6 +492,9 @@ async def serve_forever(service: Service, stop: asyncio.Event) -> int:
     """Run a daemon; its exit code. An error of the tree is logged in one line."""
     try:
         await service.run(stop)
+    except (NewerLedgerError, StateDirError) as error:
+        logger.error("%s; then start ckptlessd again", error)  # noqa: TRY400  # see below
+        return NOT_AGAIN
     except CkptlessError as error:
         logger.error("%s", error)  # noqa: TRY400  # one sentence; the traceback says nothing more
         return error.exit_code

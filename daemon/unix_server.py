@@ -129,6 +129,8 @@ class Client:
         self._unsent = bytearray()
         self._waiting: asyncio.Future[None] | None = None
         self.open = True
+        # It is an agent, or waits for an answer: it gives way to nobody.
+        self.stays = False
 
     async def read(self, nbytes: int = READ_NBYTES) -> bytes:
         """What has come, at most so many bytes; b"" at the end of the connection."""
@@ -157,6 +159,11 @@ class Client:
         self._unsent += data
         if len(self._unsent) == len(data):
             self._flush()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether it has left so much unread that the kernel takes no more for it."""
+        return bool(self._unsent)
 
     def _flush(self) -> None:
         try:
@@ -301,7 +308,8 @@ class UnixServer:
         on_client: Callable[[Client], None],
     ) -> None:
         self._sock, self._admission, self._now, self._on_client = sock, admission, now, on_client
-        self._clients: set[Client] = set()
+        # Of each user, in the order in which they came.
+        self._clients: dict[int, dict[Client, None]] = {}
         # One for each user that has a connection, and how many it has; those beyond the limits share one.
         self._workers: dict[int | None, Worker] = {}
         self._uses: dict[int | None, int] = {}
@@ -350,12 +358,28 @@ class UnixServer:
             worker.call(sock.close).add_done_callback(lambda _: self._unuse(key))
             worker.look()
             return
+        if self._admission.crowded:
+            self._make_room()
         client = Client(sock, worker, self._left)
-        self._clients.add(client)
+        self._clients.setdefault(uid, {})[client] = None
         self._on_client(client)
 
+    def _make_room(self) -> None:
+        """Of whoever has most connections, the one that has been here longest for nothing gives way."""
+        for uid in sorted(self._clients, key=lambda uid: len(self._clients[uid]), reverse=True):
+            if self._admission.may_stay(uid):
+                continue
+            for one in self._clients[uid]:
+                if one.open and not one.stays:
+                    self.tell_refused(one.pid, uid, "it says nothing, and many others want to")
+                    one.close()
+                    return
+
     def _left(self, client: Client) -> None:
-        self._clients.discard(client)
+        mine = self._clients[client.uid]
+        del mine[client]
+        if not mine:
+            del self._clients[client.uid]
         self._admission.leave(client.uid)
         self._unuse(client.uid)
 
@@ -371,7 +395,7 @@ class UnixServer:
         """Log that a process is refused, or what it said is; of each user once in a while."""
         more = self._admission.may_log(uid, self._now())
         if more is not None:
-            also = f" (and {more} of this user since the last line like this)" if more else ""
+            also = f" (and {more} more since the last line like this)" if more else ""
             logger.warning("refused: process %d of uid %d: %s%s", pid, uid, why, also)
 
     def look(self) -> None:
@@ -384,7 +408,7 @@ class UnixServer:
         if self._again is not None:
             self._again.cancel()
         asyncio.get_running_loop().remove_reader(self._sock)
-        for client in list(self._clients):
+        for client in [client for mine in self._clients.values() for client in mine]:
             client.close()
         for worker in self._workers.values():
             worker.end()
@@ -399,8 +423,12 @@ def listen(path: Path, mode: int) -> socket.socket:
     new.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        sock.bind(str(new))
-        new.chmod(mode)
+        # chmod(2) would follow a link that somebody has put there meanwhile.
+        before = os.umask(0o777 & ~mode)
+        try:
+            sock.bind(str(new))
+        finally:
+            os.umask(before)
         refuse_descriptors(sock)
         sock.listen(BACKLOG)
         new.rename(path)

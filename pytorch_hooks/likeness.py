@@ -1,4 +1,4 @@
-"""Whether ranks that take each other for twins have the same: before the first step, and when a script asks.
+"""Whether ranks that take each other for twins have the same: at first, at commits, when a script asks.
 
 A model that is cut by hand has no DTensors, and its State looks as if every rank had a copy of all others';
 a process that takes a rank's place would get another rank's part.
@@ -15,6 +15,11 @@ from ckptless.pytorch_hooks.state.objects import parts_of, watch_of
 
 # Of so many tensors it is told which differ: the same for all ranks, some 16 KB in the store for each.
 TOLD = 2048
+_SHOULD = (
+    "nothing in the State says that they should: build and train the same on every rank (the same seed, or "
+    "DistributedDataParallel), or shard by DTensors (fully_shard, parallelize_module, distribute_tensor); "
+    "what each rank has for itself can be buffers, or plain data in the State"
+)
 
 
 class Digests(msgspec.Struct, frozen=True):
@@ -30,18 +35,18 @@ class Digests(msgspec.Struct, frozen=True):
 
 
 def compare(
-    fabric: Fabric, rank: int, twins: tuple[int, ...], tensors: TensorSet, when: str, number: int
+    fabric: Fabric, rank: int, twins: tuple[int, ...], tensors: TensorSet, when: str, which: str
 ) -> None:
-    """Raise UsageError where the twin before this one has something else; each time has another `number`.
+    """Raise UsageError where the twin before this one has something else.
 
-    If all are as the one before, all are alike; and no rank's node is asked by all others. Every rank calls
-    it. Raises GenerationEnded, CollectiveFailed.
+    If all are as the one before, all are alike; and no rank's node is asked by all others. Each of `twins`
+    calls it, for another comparison with another `which`. Raises GenerationEnded, CollectiveFailed.
     """
     mine = _digests(twins, tensors)
 
     def key(of: int) -> str:
         # A key that is kept on that rank's node: see store_home.py.
-        return f"ckptless/{fabric.generation or 0}/rank/{of}/same/{number}"
+        return f"ckptless/{fabric.generation or 0}/rank/{of}/same/{which}"
 
     data = msgspec.json.encode(mine).decode()
     fabric.in_store(lambda store: store.set(key(rank), data))
@@ -49,14 +54,14 @@ def compare(
         return
     before = twins[twins.index(rank) - 1]
     found = fabric.in_store(lambda store: torch_private.store_get(store, key(before)))
+    # Nobody else reads it, and a long run makes many.
+    fabric.in_store(lambda store: store.delete_key(key(before)))
     theirs = msgspec.json.decode(found, type=Digests)
     if mine.twins == theirs.twins and mine.whole == theirs.whole:
         return
     one, other = sorted((rank, before))
     raise UsageError(
-        f"ranks {one} and {other} have different {_where(mine, theirs, tensors)} {when}, and nothing in the "
-        "State says that they should: build the same on every rank (the same seed, or "
-        "DistributedDataParallel), or shard by DTensors (fully_shard, parallelize_module, distribute_tensor)"
+        f"ranks {one} and {other} have different {_where(mine, theirs, tensors)} {when}, and {_SHOULD}"
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.feed import FEEDS_LIMIT, Feed
@@ -18,9 +21,15 @@ if TYPE_CHECKING:
 class Loaders:
     """All loaders of one process, by name, over all generations. Main thread only, but for `stop`."""
 
-    def __init__(self, session: Session, calls: Callable[[], int] = lambda: 0) -> None:
-        self._session, self._calls = session, calls
-        self._cursors = Cursors(calls)
+    def __init__(
+        self,
+        session: Session,
+        calls: Callable[[], int] = lambda: 0,
+        shared: Callable[[], Container[int]] = tuple,
+    ) -> None:
+        self._session = session
+        self._new = partial(Cursors, calls, shared, partial(self._tell, "outside-state"))
+        self._cursors = self._new()
         self._rank = self._generation = self._stopped = 0
         # Where they stood in the node's ring at the last commit.
         self.feeds: tuple[Feed, ...] = ()
@@ -38,7 +47,7 @@ class Loaders:
         """A generation begins; where nothing is restored in it, so do the loaders."""
         self._rank, self._generation = part.rank, part.generation
         if part.restore_step is None:
-            self._cursors = Cursors(self._calls)
+            self._cursors = self._new()
         self.feeds = ()
         for _loader, feed in self._fed.values():
             feed.enter(part.generation)
@@ -47,6 +56,10 @@ class Loaders:
         """See Run.batches."""
         if hasattr(loader, "on_event"):
             loader.on_event = self._tell
+        if isinstance(loader, DataLoader) and loader.num_workers and loader.persistent_workers:
+            # Its workers' random numbers would go on from epoch to epoch: nobody could give them to new ones.
+            object.__setattr__(loader, "persistent_workers", False)
+            self._tell("workers-anew", "persistent_workers is ignored: each epoch begins with new workers")
         if hasattr(loader, "feed_from"):
             self._feed(loader, name)
         return self._cursors.batches(loader, epochs, name)

@@ -76,6 +76,7 @@ class _Worker:
             else Agreed(self._fabric, meter, commit_budget)
         )
         self._run = Run(self._session, self._fabric, cadence, meter, overlap)
+        self._run.watch_outside(train)
         self._session.on_stop = self._stop
 
     def _stop(self, generation: int) -> None:
@@ -138,7 +139,8 @@ class _Worker:
             return m.Cause(kind="broken", text=_shorten(self._fabric.broken))
         traceback.print_exc()
         kind = "no-state" if isinstance(error, StateUnavailableError) else "raised"
-        return m.Cause(kind=kind, text=_shorten(f"{type(error).__name__}: {error}"))
+        # MemoryError and others say nothing more.
+        return m.Cause(kind=kind, text=_shorten(": ".join(filter(None, (type(error).__name__, str(error))))))
 
     def _left(self, cause: m.Cause, error: BaseException) -> m.Cause:
         """Out of the training function: let go of its frames, which hold activations and graphs."""

@@ -9,12 +9,20 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ckptless.pytorch_hooks.torch_private import refuse_moved
+from ckptless.pytorch_hooks.torch_names import Name, refuse_moved
 
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _DTENSOR = "torch.distributed.tensor._utils"
-_NEEDED_DCP = ((f"{_FILESYSTEM}:_StorageInfo.__init__", "relative_path offset length"),)
-_NEEDED_DTENSOR = ((f"{_DTENSOR}:compute_local_shape_and_global_offset", "global_shape mesh placements"),)
+_NEEDED_DCP = (
+    Name(f"{_FILESYSTEM}:_StorageInfo.__init__", "where an item lies", "relative_path offset length"),
+)
+_NEEDED_DTENSOR = (
+    Name(
+        f"{_DTENSOR}:compute_local_shape_and_global_offset",
+        "where a part lies in the whole",
+        "global_shape mesh placements",
+    ),
+)
 # What wraps a module and is left out of the names of a state_dict: torch.compile, activation checkpointing.
 _WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),

@@ -1,4 +1,4 @@
-"""Every private part of FSDP2 and DTensor that recovery stands on, each behind one function.
+"""What recovery does inside FSDP2 and DTensor that they have no public call for, each behind one function.
 
 Apart from `torch_private`, since it is looked at only where a model uses it: importing it takes a second.
 """
@@ -7,58 +7,55 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ckptless.pytorch_hooks.torch_private import refuse, refuse_moved
+from ckptless.pytorch_hooks.comm.older import fsdp as older
+from ckptless.pytorch_hooks.torch_names import FSDP, MESHES, refuse, refuse_missing, refuse_moved, version
 
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_NEEDED_FSDP: tuple[tuple[str, str], ...] = (
-    ("torch.distributed._composable_state:_get_module_state", "module"),
-    (f"{_FSDP}._fsdp_collectives:AllGatherResult.all_gather_work", ""),
-    (f"{_FSDP}._fsdp_common:TrainingState.IDLE", ""),
-    (f"{_FSDP}._fsdp_param_group:FSDPParamGroup.reshard", "self"),
-    (f"{_FSDP}._fsdp_state:FSDPState", ""),
-)
-# What its objects must hold. A param group's switches are what a script turns between micro-batches.
+# Groups of parameters, and roots, can be given up by a public call; before, by hand.
+_HAS_RESET = version() >= (2, 15)
+# What a script turns between micro-batches. The second of a root is new in 2.15.
 _SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
-_STATE_HOLDS = (
-    "_is_root",
-    "_modules",
-    "_state_ctx",
-    "_comm_ctx",
-    "_modules_to_run_forward",
-    "_training_state",
-)
-_GROUP_HOLDS = ("_all_gather_result", "fsdp_params", "_post_forward_indices", *_SWITCHES)
-_PARAM_HOLDS = ("sharded_param", "unsharded_accumulated_grad", "grad_offload_event")
+_ROOT_SWITCHES = ("is_last_backward", "manual_backward_finalization")[: 2 if _HAS_RESET else 1]
 
 # ------------------------------------------------------------------------------------- FSDP2
 
 
 def check() -> None:
     """Raise `TorchMismatch` where this torch's FSDP2 is not one that recovery can stand on."""
-    refuse_moved(_NEEDED_FSDP)
+    refuse_moved(FSDP)
 
 
-def states(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """What `fully_shard` has attached to modules, each once; TorchMismatch if it is not what we know."""
+def states(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, Any]]:
+    """What `fully_shard` has attached to modules, each once, with the (first) module that has it.
+
+    Raises `TorchMismatch` if it is not what we know.
+    """
     if "torch.distributed.fsdp" not in sys.modules:
         return []
-    refuse_moved(_NEEDED_FSDP)
+    refuse_moved(FSDP)
     state_of = importlib.import_module("torch.distributed._composable_state")._get_module_state
-    kind = importlib.import_module(f"{_FSDP}._fsdp_state").FSDPState
-    found = {id(state): state for module in modules if isinstance(state := state_of(module), kind)}
-    all_states = list(found.values())
-    groups = [group for state in all_states for group in _groups(state)]
-    params = [param for group in groups for param in group.fsdp_params]
-    for things, names in ((all_states, _STATE_HOLDS), (groups, _GROUP_HOLDS), (params, _PARAM_HOLDS)):
-        for thing in things[:1]:
-            kind_name = type(thing).__name__
-            refuse([f"{kind_name}.{name} is gone" for name in names if not hasattr(thing, name)])
-    return all_states
+    kind = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state").FSDPState
+    found: dict[int, tuple[Any, Any]] = {}
+    for module in modules:
+        if isinstance(state := state_of(module), kind):
+            found.setdefault(id(state), (state, module))
+    pairs = list(found.values())
+    for state, _module in pairs[:1]:
+        _check_held(state)
+    return pairs
+
+
+def _check_held(state: Any) -> None:
+    for thing in (state, state._state_ctx, *_groups(state)):
+        refuse_missing(thing, FSDP)
+    for param in (param for group in _groups(state) for param in group.fsdp_params):
+        refuse_missing(param, FSDP)
+    if not _HAS_RESET:
+        older.check(state, _groups(state))
 
 
 def _groups(state: Any) -> list[Any]:
@@ -68,64 +65,82 @@ def _groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def switches(state: Any) -> tuple[bool, list[dict[str, bool]]]:
-    """What a script turns between micro-batches: whether to reduce, to reshard, and if this is the last."""
+def switches(state: Any) -> tuple[dict[str, bool], list[dict[str, bool]]]:
+    """What a script turns between micro-batches: of the root, and of each group of parameters."""
+    root = {name: getattr(state._state_ctx, name) for name in _ROOT_SWITCHES}
     groups = [{name: getattr(group, name) for name in _SWITCHES} for group in _groups(state)]
-    return state._state_ctx.is_last_backward, groups
+    refuse(
+        [
+            f"{name} is no switch"
+            for one in (root, *groups)
+            for name, on in one.items()
+            if type(on) is not bool
+        ]
+    )
+    return root, groups
 
 
-def switch(state: Any, values: tuple[bool, list[dict[str, bool]]]) -> None:
+def switch(state: Any, values: tuple[dict[str, bool], list[dict[str, bool]]]) -> None:
     """Turn them to what `switches` gave."""
-    last, per_group = values
+    root, per_group = values
     if state._is_root is not False:  # all states under a root share the root's context
-        state._state_ctx.is_last_backward = last
+        for name, value in root.items():
+            setattr(state._state_ctx, name, value)
     for group, own in zip(_groups(state), per_group, strict=True):
         for name, value in own.items():
             setattr(group, name, value)
 
 
-def reset(state: Any) -> None:
+def reset(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Give up a half-done iteration: nothing gathered, nothing pending, no hook's state left over.
 
-    Nothing is waited for: works of an ended generation would raise. A state that is no root does nothing.
+    Nothing is waited for: works of an ended generation would raise. Gradients are gone.
     """
-    if state._is_root is False:
-        return
-    for each in state._state_ctx.all_states or [state]:
-        for group in _groups(each):
-            if group._all_gather_result is not None:
-                group._all_gather_result = group._all_gather_result._replace(all_gather_work=None)
-    if state._is_root is None:
-        for group in _groups(state):  # it has run no forward, but unshard() may have been called
-            group._all_gather_result = None
-            group.reshard()
-    elif hasattr(state._modules[0], "reset_iter_state"):
-        state._modules[0].reset_iter_state()
+    known = list(pairs)
+    for group in (group for state, _module in known for group in _groups(state)):
+        if group._all_gather_result is not None:
+            group._all_gather_result = group._all_gather_result._replace(all_gather_work=None)
+    for state, module in known:
+        if state._is_root is None:  # it has run no forward, but unshard() may have been called
+            for group in _groups(state):
+                group._all_gather_result = None
+            module.reshard()
+    roots = [(state, module) for state, module in known if state._is_root]
+    if _HAS_RESET:
+        _reset([module for _state, module in roots])
     else:
-        _reset_by_hand(state)
+        for state, _module in roots:
+            older.reset(state, _groups)
+        older.drop_gradients(group for state, _module in known for group in _groups(state))
+    for parameter in (parameter for _state, module in known for parameter in module.parameters()):
+        parameter.grad = None
 
 
-def _reset_by_hand(root: Any) -> None:
-    """What `reset_iter_state` does, for torches before it."""
-    idle = importlib.import_module(f"{_FSDP}._fsdp_common").TrainingState.IDLE
-    shared, comm = root._state_ctx, root._comm_ctx
-    stream = comm.device_handle.current_stream()
-    for name in ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"):
-        stream.wait_stream(getattr(comm, f"{name}_stream"))
-    comm.all_gather_state = comm.reduce_scatter_state = None
-    for name in ("reduce_scatter_states", "_last_post_reduce_events", "post_forward_order"):
-        getattr(comm, name, []).clear()
-    shared.iter_forward_root = None
-    shared.post_backward_final_callback_queued = False
-    for state in shared.all_states:
-        state._training_state = idle
-        state._modules_to_run_forward.clear()
-        for group in _groups(state):
-            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-            group._reshard_after_forward_event = group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = idle
-            group.reshard()
+def _reset(roots: list[Any]) -> None:
+    later = []
+    for module in roots:
+        try:
+            module.reset_iter_state()
+        except RuntimeError:  # it shares streams with one that has begun a reduction by hand: that one first
+            later.append(module)
+    for module in later:
+        module.reset_iter_state()
+
+
+def parameters(state: Any) -> list[torch.Tensor]:
+    """The parameters that `fully_shard` has cut up for this module: DTensors, each with its `grad`."""
+    return [param.sharded_param for group in _groups(state) for param in group.fsdp_params]
+
+
+def before_backward(state: Any, call: Callable[[], object]) -> None:
+    """Have `call()` made before a backward pass adds to gradients of these parameters."""
+    inner = state._pre_backward
+
+    def looked(grad: torch.Tensor) -> Any:
+        call()
+        return inner(grad)
+
+    state._pre_backward = looked
 
 
 def holds_gradients(state: Any) -> bool:
@@ -134,50 +149,28 @@ def holds_gradients(state: Any) -> bool:
         if getattr(group, "_partial_reduce_output", None) is not None:
             return True
         for param in group.fsdp_params:
-            whole = getattr(param, "_unsharded_param", None)
-            if param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            whole = getattr(param, "_unsharded_param", None)  # there is none before the first gathering
+            if whole is not None and whole.grad is not None:
+                return True
+            if not _HAS_RESET and param.unsharded_accumulated_grad is not None:
                 return True
     return False
-
-
-def drop_gradients(state: Any) -> None:
-    """Forget gradients: of the shards, and those of whole parameters that are not yet reduced."""
-    for group in _groups(state):
-        for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = param.grad_offload_event = None
-            param.sharded_param.grad = None
-            whole = getattr(param, "_unsharded_param", None)  # there is none before the first gathering
-            if whole is not None:
-                whole.grad = None
 
 
 # ------------------------------------------------------------------------------------- DTensor
 
 
 def forget_meshes() -> None:
-    """Empty the caches in which DTensor remembers the meshes of groups that are gone.
+    """Empty the cache in which DTensor remembers the meshes of groups that are gone.
 
-    They are keyed by what a mesh looks like: an equal mesh, made anew, would get results that hold the old
-    one, and through it groups that no longer exist.
+    It is keyed by what a mesh looks like: an equal mesh, made anew, would get results that hold the old one,
+    and through it groups that no longer exist. (Others keep such a mesh alive, which does no harm.)
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    dispatcher = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher
-    dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-    # The others are of newer torches only, or have moved about.
+    refuse_moved(MESHES)
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
         clear()
-    base = "torch.distributed.tensor"
-    for module, name, method in (
-        (f"{base}._redistribute", "_gen_transform_infos", "cache_clear"),
-        (f"{base}._redistribute", "_planner_cache", "clear"),
-        (f"{base}._collective_utils", "MeshTopoInfo.build_from_mesh", "cache_clear"),
-        (f"{base}._sharding_prop", "ShardingPropagator._propagate_tensor_meta_cached", "cache_clear"),
-    ):
-        cache: Any = sys.modules.get(module)
-        for part in name.split("."):
-            cache = getattr(cache, part, None)
-        empty = getattr(cache, method, None)
-        if empty is not None:
-            empty()
+    else:
+        older.forget_meshes()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,134 +11,59 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     Backend,
+    DebugLevel,
     FakeProcessGroup,
     HashStore,
     PrefixStore,
     Store,
     TCPStore,
     Work,
+    get_debug_level,
 )
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.pytorch_hooks.errors import TorchMismatch
-from ckptless.torch_versions import NEWEST, OLDEST
+from ckptless.pytorch_hooks.torch_names import DDP, GROUPS, refuse_moved, span, version
+from ckptless.torch_versions import NEWEST, OLDEST, OLDEST_PYTHON_BACKEND
 
 # torch.distributed has these under the same names, but its types do not say so.
 __all__ = ["Backend", "HashStore", "PrefixStore", "Store", "TCPStore", "Work", "check"]
 
 _log = logging.getLogger(__name__)
 
-_SPAN = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-
-_C10D = "torch._C._distributed_c10d"
-_DDP = "torch.nn.parallel:DistributedDataParallel"
-
-# Where each thing is, and words that its signature must hold ("" asks for nothing more than that it exists).
-# Compiled functions have no inspectable signature: pybind11 writes it into the first lines of the docstring.
-_NEEDED: tuple[tuple[str, str], ...] = (
-    (f"{_C10D}:FakeProcessGroup", ""),
-    (f"{_C10D}:Work.get_future", ""),
-    (f"{_C10D}:Work.wait", "timeout"),
-    (f"{_C10D}:Work._source_rank", ""),
-    (f"{_C10D}:Store.clone", ""),
-    (f"{_C10D}:ProcessGroup.BackendType.GLOO", ""),
-    (f"{_C10D}:ProcessGroup.BackendType.CUSTOM", ""),
-    (f"{_C10D}:ProcessGroup._register_backend", "device backend_type backend"),
-    (f"{_C10D}:ProcessGroup._set_default_backend", "backend_type"),
-    (f"{_C10D}:ProcessGroup._get_backend", "device"),
-    (f"{_C10D}:ProcessGroup._device_types", ""),
-    (f"{_C10D}:ProcessGroupGloo.__init__", "store rank size options"),
-    (f"{_C10D}:ProcessGroupGloo._Options", ""),
-    (f"{_C10D}:ProcessGroupGloo._set_sequence_number_for_group", ""),
-    (f"{_C10D}:ProcessGroupGloo.create_device", "hostname interface lazy_init"),
-    (f"{_C10D}:ProcessGroupGloo.create_default_device", "lazy_init"),
-    (f"{_C10D}:Reducer._get_zeros_like_grad_buckets", ""),
-    (f"{_C10D}:Reducer._push_all_rebuilt_params", ""),
-    (f"{_C10D}:Reducer._rebuild_buckets", "bool"),
-    (f"{_C10D}:Reducer._remove_autograd_hooks", ""),
-    (f"{_C10D}:Reducer._set_static_graph", ""),
-    (f"{_C10D}:Reducer._update_process_group", "ProcessGroup"),
-    (f"{_C10D}:GradBucket.parameters", ""),
-    ("torch.distributed.distributed_c10d:_world.group_count", ""),
-    ("torch.distributed.distributed_c10d:_world.pg_names", ""),
-    ("torch.distributed.distributed_c10d:default_pg_timeout", ""),
-    ("torch.distributed:_register_comm_hook", ""),
-    ("torch.distributed:Backend.backend_list", ""),
-    (f"{_DDP}._build_params_for_reducer", "self"),
-    (f"{_DDP}._build_debug_param_to_name_mapping", "parameters"),
-    (f"{_DDP}._ddp_init_helper", "parameters expect_sparse_gradient param_to_name_mapping static_graph"),
-)
-
-
-def _signature(thing: object) -> str:
-    if inspect.isfunction(thing):
-        return " ".join(inspect.signature(thing).parameters)
-    return inspect.getdoc(thing) or ""
-
-
-def _moved(where: str, words: str) -> str | None:
-    """What is wrong with one needed thing, or None."""
-    module, _, path = where.partition(":")
-    name = f"{module}.{path}"
-    try:
-        thing: object = importlib.import_module(module)
-        for part in path.split("."):
-            thing = getattr(thing, part)
-    except (ImportError, AttributeError):
-        return f"{name} is gone"
-    signature = _signature(thing)
-    missing = [word for word in words.split() if word not in signature]
-    return f"{name} no longer takes or gives {', '.join(missing)}" if missing else None
-
-
-def refuse_moved(needed: Iterable[tuple[str, str]]) -> None:
-    """Raise `TorchMismatch` if one of these things (where, words of its signature) is not what it was."""
-    refuse([text for where, words in needed if (text := _moved(where, words)) is not None])
-
-
-def refuse(moved: list[str]) -> None:
-    """Raise `TorchMismatch` if anything has moved."""
-    if moved:
-        raise TorchMismatch(
-            f"torch {torch.__version__} has moved what ckptless (made for {_SPAN}) uses inside it: "
-            f"{'; '.join(moved)}."
-        )
-
 
 def check() -> None:
     """Raise `TorchMismatch`, in one sentence, if this torch is not one that recovery can stand on."""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST:
-        raise TorchMismatch(f"torch {torch.__version__} is too old for ckptless, which supports {_SPAN}.")
-    refuse_moved(_NEEDED)
-    if version > NEWEST:
+    if version() < OLDEST:
+        raise TorchMismatch(f"torch {torch.__version__} is too old for ckptless, which supports {span()}.")
+    refuse_moved((*GROUPS, *DDP))
+    if version() > NEWEST:
         # What is compiled says nothing of what it does: only tests tell, and nobody has run them.
         _log.warning(
-            "torch %s is newer than what ckptless was tested with (%s): all that recovery uses inside it is "
-            "there, so it is used; where a recovery goes wrong, take one of those",
+            "torch %s is newer than what ckptless was tested with (%s): what recovery uses inside it was "
+            "looked for by name here; ckptless-run (once) and ckptless-doctor try what it does",
             torch.__version__,
-            _SPAN,
+            span(),
         )
 
 
 # ------------------------------------------------------------------------------------- process groups
 
 
-def untraced(kind: type[Any]) -> None:
-    """Keep torch.compile out of a class's methods and of what they call.
+def register_backend(name: str, create: Callable[..., object]) -> None:
+    """Let torch make groups of backend `name` by `create(options, backend_options)`, once in a process."""
+    if name in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(name, cast("Any", create), extended_api=True, devices=["cpu"])
 
-    C++ calls them in the middle of a compiled model (DDP's buffers do), and Dynamo would try to compile each.
-    Told to the interpreter's hook itself, since `torch.compiler.disable` imports all of Dynamo.
+
+def takes_backends() -> bool:
+    """Whether a stock group can have a backend that is written in Python.
+
+    Not where TORCH_DISTRIBUTED_DEBUG is DETAIL: torch wraps every backend then, and connects one of its own.
     """
-    hook = getattr(torch._C, "_dynamo", None) and torch._C._dynamo.eval_frame
-    if hook is None or not hasattr(hook, "set_code_exec_strategy"):
-        return  # a torch that has it elsewhere: compiled DDP may then refuse to trace, and says so
-    skip = hook._FrameExecStrategy(hook._FrameAction.SKIP, hook._FrameAction.SKIP)
-    for member in vars(kind).values():
-        function = member.fget if isinstance(member, property) else member
-        if inspect.isfunction(function):
-            hook.set_code_exec_strategy(function.__code__, skip)
+    return version() >= OLDEST_PYTHON_BACKEND and get_debug_level() != DebugLevel.DETAIL
 
 
 class GroupBase(dist.ProcessGroup):
@@ -177,28 +100,14 @@ def gloo_backend(store: Store, rank: int, size: int, *, timeout: timedelta, devi
     options._timeout = timeout
     options._devices = devices
     backend = dist.ProcessGroupGloo(store, rank, size, options)
-    backend._set_sequence_number_for_group()
+    if version() < (2, 14):  # since then it does nothing but warn
+        backend._set_sequence_number_for_group()
     return backend
-
-
-def plain_group(backend: Backend, rank: int, size: int) -> dist.ProcessGroup:
-    """A stock ProcessGroup over one backend, known to nobody but its owner."""
-    kinds = dist.ProcessGroup.BackendType
-    kind = kinds.GLOO if isinstance(backend, dist.ProcessGroupGloo) else kinds.CUSTOM
-    group = dist.ProcessGroup(HashStore(), rank, size)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, backend)
-    return group
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
     """The backend that a group uses for a device."""
     return group._get_backend(device)
-
-
-def device_types(group: dist.ProcessGroup) -> list[torch.device]:
-    """The devices that a group has a backend for."""
-    return group._device_types
 
 
 def store_clone(store: Store) -> Store:
@@ -260,8 +169,8 @@ def ddp_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
 
 
 def ddp_reduces(ddp: DistributedDataParallel) -> bool:
-    """Whether the C++ Reducer is at work (not compiled DDP, not a DDP with every reduction delayed)."""
-    return getattr(ddp, "reducer", None) is not None and not getattr(ddp, "_use_python_reducer", False)
+    """Whether there is a C++ Reducer (not in a DDP with every reduction delayed)."""
+    return getattr(ddp, "reducer", None) is not None
 
 
 def ddp_rebuilds(ddp: DistributedDataParallel) -> bool:
@@ -311,16 +220,14 @@ def ddp_new_reducer(ddp: DistributedDataParallel) -> None:
     wrapped.reducer = None
     parameters, sparse = wrapped._build_params_for_reducer()
     names = wrapped._build_debug_param_to_name_mapping(parameters)
-    wrapped._ddp_init_helper(parameters, sparse, names, wrapped.static_graph)
-    if wrapped.static_graph:
-        wrapped._static_graph_delay_allreduce_enqueued = False
-        wrapped.reducer._set_static_graph()
-        wrapped.logger._set_static_graph()
-    for hook, state in wrapped._comm_hooks:
-        wrapped.logger._set_comm_hook_name(hook.__qualname__)
-        dist._register_comm_hook(wrapped.reducer, state, hook)  # type: ignore[attr-defined]
-    if wrapped.mixed_precision is not None:
-        wrapped.reducer._set_mixed_precision_param_dtype(wrapped.mixed_precision.param_dtype)
+    static, hooks = wrapped.static_graph, wrapped._comm_hooks
+    wrapped._ddp_init_helper(parameters, sparse, names, static)
+    if static:
+        wrapped.static_graph = False  # else it does nothing
+        wrapped._set_static_graph()
+    wrapped._comm_hooks = []
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
     wrapped._has_rebuilt_buckets = False
     # An abort may have fallen between a forward under no_sync() and the next one.
     wrapped.require_backward_grad_sync = True

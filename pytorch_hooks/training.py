@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,20 @@ from ckptless.pytorch_hooks.durable.load import load
 from ckptless.pytorch_hooks.loaders import Loaders
 from ckptless.pytorch_hooks.overlap import Policy
 from ckptless.pytorch_hooks.session import Session
-from ckptless.pytorch_hooks.state import RecordView, State, TensorSet, capture, gradients, read, restore
-from ckptless.pytorch_hooks.state.objects import tree_of, watch_of
-from ckptless.pytorch_hooks.state.second_look import SecondLook
+from ckptless.pytorch_hooks.state import (
+    RecordView,
+    State,
+    TensorSet,
+    capture,
+    gradients,
+    read,
+    readback,
+    restore,
+)
+from ckptless.pytorch_hooks.state.attributes import MANY
+from ckptless.pytorch_hooks.state.objects import parts_of, tree_of, watch_of
+from ckptless.pytorch_hooks.state.reach import Outside
+from ckptless.pytorch_hooks.state.second_look import SecondLook, is_due
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.versions import Versions, record_digest
 
@@ -54,22 +65,26 @@ class Run:
         self._cadence: Cadence = cadence or Fixed(fabric, 1)
         self._meter = meter or Meter()
         self._told_at = 0.0
+        self._told_many = False
         self._versions = Versions(session)
         self._copying = Copying(self._versions, overlap or Policy("off"), self._tell_overlap)
         self._part: m.Assigned | None = None
         self._state: State | None = None
         self._tensors: TensorSet | None = None
         self._second_look: SecondLook | None = None
-        self.loaders = Loaders(session, lambda: fabric.calls)
+        self._outside: Outside | None = None
+        # Whether what this process writes has been read back.
+        self._read_back = False
+        self.loaders = Loaders(session, lambda: fabric.calls, self._shared)
         self._kept = False
         # The ranks that have the same tensors as this one (none named: all), and which of those on this node
         # writes them.
         self._twins: tuple[int, ...] = ()
         self._writes = False
         self._alike: tuple[int, ...] = ()
-        self._compared = 0
-        # The newest step that is done, and the newest that is committed.
-        self._step = self._saved = 0
+        self._compared = self._commits = 0
+        # The newest step that is done, the newest that is committed, and the one that the process began with.
+        self._step = self._saved = self._built_at = 0
         self._buckets = Buckets()
         self._fsdp = Sharded(())
         self._on_recovery: list[Callable[[Run], None]] = []
@@ -85,6 +100,32 @@ class Run:
         began = time.monotonic()
         self._copying.before_update()
         self._meter.held_up(time.monotonic() - began)
+
+    def watch_outside(self, train: Callable[["Run"], object]) -> None:
+        """Tell where what `train` has beside its State changes, once; rank 0 does."""
+        self._outside = Outside(train, self._tell_outside)
+
+    def _tell_outside(self, text: str) -> None:
+        if self.rank == 0:
+            logger.warning("%s", text)
+            self._session.send(m.Note(level="warning", kind="outside-state", text=text))
+
+    def _tell_many(self, look: SecondLook, took_s: float, nbytes: int) -> None:
+        """Tell, once, of plain data that makes each commit slow, and how slow this one was."""
+        name = look.many() if look.is_whole and self.rank == 0 and not self._told_many else None
+        if name is not None:
+            self._told_many = True
+            text = (
+                f"state.{name} has more than {MANY} numbers or other items in lists and dicts, which each "
+                f"commit writes out one by one: this record took {took_s * 1000:.0f} ms and has {nbytes} "
+                "bytes. In a tensor or an array they would take no time"
+            )
+            logger.warning("%s", text)
+            self._session.send(m.Note(level="warning", kind="state-slow", text=text))
+
+    def _shared(self) -> Container[int]:
+        """By id what the State has as plain data."""
+        return parts_of(self._state).own if self._state is not None else ()
 
     def _tell_overlap(self, why_not: str) -> None:
         self._session.send(m.Note(level="warning", kind="overlap-off", text=why_not))
@@ -150,7 +191,7 @@ class Run:
         """Begin a generation: what `ckptless.run` does before it calls the training function."""
         if self._part is None:
             self._was_spare = env.read().rank < 0
-        self._part, self._kept, self._compared = part, False, 0
+        self._part, self._kept, self._compared, self._commits = part, False, 0, 0
         self._on_recovery.clear()
         job_key.learn(part.cache_key)
         self.loaders.enter(part)
@@ -201,7 +242,7 @@ class Run:
             refuse(state)
             self._fabric.mark()
             self._state, self._tensors = state, TensorSet(state)
-            self._second_look = SecondLook(state)
+            self._second_look = SecondLook(state, self._tensors.names)
             gradients.watch_steps(state)
             self._buckets = Buckets(state)
             self._alike = twins(state, self.rank, self.world_size)
@@ -215,6 +256,7 @@ class Run:
             self._session.send(m.Restored(generation=part.generation))
             self._writes = self._session.wait_writes(part.generation)
             self._kept = True
+            self._built_at = self._step
             self._check()
             self._put(self._step)
             self._begin(self._step)
@@ -233,7 +275,7 @@ class Run:
         assert self._tensors is not None
         self._compared += 1
         when = where or f"at step {self._step}, comparison {self._compared}"
-        likeness.compare(self._fabric, self.rank, self._alike, self._tensors, when, self._compared)
+        likeness.compare(self._fabric, self.rank, self._alike, self._tensors, when, str(self._compared))
 
     def _resume(self, folder: Path) -> None:
         """Memory has nothing: go on from a step on the disk, into what was built just now."""
@@ -270,6 +312,8 @@ class Run:
         self._fsdp.renew()
         # What came in the step that was cut off a new process does not have.
         self._tensors.check_built()
+        assert self._second_look is not None
+        self._second_look.at_modules()
         self._join()
         self._fabric.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
@@ -282,6 +326,7 @@ class Run:
         self._tensors.unpack(found.payload, view.layout)
         self._take(record, view)
         self._step, self._aftermath = step, True
+        self._built_at = step
         self._begin(step)
         self._session.send(m.Restored(generation=self.generation))
         # Its copies on other nodes may have gone with them: commit it again.
@@ -354,6 +399,7 @@ class Run:
         # Before the buckets: gradients may lie in them.
         self._check()
         self._buckets.settle()
+        self._compare_here()
         self._wait_for_copies()
         self._put(step, loss)
 
@@ -365,19 +411,46 @@ class Run:
         self._tensors.check_shared()
         gradients.check_used(self._state, pending=self._fsdp.holds_gradients())
 
+    def _compare_here(self) -> None:
+        """Of twins on this node one writes: others are compared with it now and then."""
+        self._commits += 1
+        here = tuple(rank for rank in self._alike if rank in self._assigned.local_ranks)
+        if len(here) < 2 or not is_due(self._commits):
+            return
+        assert self._tensors is not None
+        when = f"after step {self._step + 1}"
+        likeness.compare(self._fabric, self.rank, here, self._tensors, when, f"commit-{self._commits}")
+
     def _put(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         """Commit a step, of which nothing is to be waited for."""
         assert self._state is not None
         assert self._tensors is not None
-        if self._second_look is not None:
-            self._second_look.look(self._tensors)
+        assert self._second_look is not None
+        self._second_look.look(self._tensors)
+        if self._outside is not None:
+            self._outside.look(self._second_look)
         written = None
         if self._writes:
             written = self._copying.write(self._tensors, step, self.generation, self._shard, self.rank)
+        began = time.monotonic()
         record = capture(self._state, step, self.loaders.committed(), self._buckets.layouts, self._tensors)
+        self._tell_many(self._second_look, time.monotonic() - began, len(record))
         own = self._tensors.spans(watch_of(self._state).recorded) if self._writes else ()
         self._versions.send(self._commit_of(step, record, None, _number(loss)), written, own)
         self._step = self._saved = step
+        # The first step that was trained: what is made lazily is there.
+        if self._writes and not self._read_back and step > self._built_at:
+            self._read_back = True
+            self._check_written(step)
+
+    def _check_written(self, step: int) -> None:
+        """Read the version back, as a recovery would, and compare. Raises UsageError."""
+        assert self._state is not None
+        assert self._tensors is not None
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
+        self._copying.wait()
+        found = self._versions.fetch(self.generation, step, self._shard, self._tensors)
+        readback.check_written(self._state, found.record, found.payload)
 
     def _commit_of(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> m.Commit:
         return m.Commit(

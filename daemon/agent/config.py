@@ -48,7 +48,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     copies of the state go to the other nodes. `twins`: what is done when ranks that should have the same
     tensors do not. `restarts`: how often Slurm has started the job again; None where it never does.
     `comm_interface`: the interface or network that ranks talk over; None leaves that to torch. `data`: what
-    training data may take in memory. `shutdown_s`: from SIGTERM until a rank gets SIGKILL.
+    training data may take in memory. `shutdown_s`: from SIGTERM until a rank gets SIGKILL. `in_step`: the
+    agents are the job's step, beside which there is no launcher.
     """
 
     spec: JobSpec
@@ -70,6 +71,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     comm_interface: str | None = None
     data: DataConfig = DataConfig()
     shutdown_s: float = DEFAULT_SHUTDOWN_S
+    in_step: bool = False
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +83,6 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     `copies_address`: where other agents reach this one, and from where it connects to them; None: at
     `address`, and from wherever the kernel likes.
     `comm_address`: where ranks of other nodes reach those of this one; None: at `address`.
-    `scratch`: a folder for short-lived ones, which the launcher removes; None: the agent makes one.
     """
 
     node: int
@@ -91,7 +92,6 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     rank_socket: str
     copies_address: str | None = None
     comm_address: str | None = None
-    scratch: str | None = None
 
 
 def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:

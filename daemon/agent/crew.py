@@ -4,7 +4,9 @@ Decides nothing: what a slot should hold comes from the assignment, what has hap
 """
 
 import asyncio
+import contextlib
 import logging
+import re
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -24,6 +26,7 @@ from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.scratch import Scratch
 from ckptless.daemon.agent.slots import Slot, Tenant
+from ckptless.daemon.agent.socket_folder import scratch_path
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import CkptlessError
 
@@ -46,8 +49,10 @@ class Crew:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._resume = config.save.resume if config.save is not None else ""
+        # Those of which a rank's end was told, and those before.
+        self._oom_kills = oom_kills()
         self.store = ("", 0)
-        self._scratch = Scratch(config.env, config.scratch)
+        self._scratch = Scratch(scratch_path(config.rank_socket))
         self.on_change: Callable[[], None] = lambda: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_hello: Callable[[Slot], None] = lambda _slot: None
@@ -208,9 +213,15 @@ class Crew:
         elif tenant.hung:
             cause = m.Cause(kind="hung", text=tenant.hung)
         else:
-            cause = m.Cause(kind="died", text=describe_exit(code))
+            cause = m.Cause(kind="died", text=describe_exit(code) + self._why_killed(code))
         slot.exit_code = code
         slot.enter("exited", slot.generation, cause)
+
+    def _why_killed(self, code: int) -> str:
+        if code != -signal.SIGKILL or oom_kills() <= self._oom_kills:
+            return ""
+        self._oom_kills += 1
+        return ", out of memory (OOM): the kernel has ended a process of this cgroup for that"
 
     def retire(self, slot: Slot, tenant: Tenant) -> None:
         """End a process whose time is over; its death is no fault."""
@@ -293,6 +304,20 @@ async def _end(processes: list[Process], number: signal.Signals, deadline_s: flo
     except TimeoutError:
         return False
     return True
+
+
+def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many processes of its cgroup the kernel has ended for want of memory; 0 where nothing tells."""
+    kills = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _number, controllers, path = line.split(":", 2)
+            name = {"": "memory.events", "memory": "memory.oom_control"}.get(controllers)
+            file = cgroups / controllers / path.lstrip("/") / (name or "")
+            if name is not None and file.exists():
+                found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+                kills += int(found.group(1)) if found else 0
+    return kills
 
 
 def describe_exit(code: int) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from ckptless.daemon.agent.vault import Vault
 from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.api.messages import Assignment, NodeInfo
-from ckptless.daemon.control.remaking import Copies
+from ckptless.daemon.api.messages import NodeInfo
+from ckptless.daemon.control.remaking import Holders
 from ckptless.daemon.control.surplus import Item, Settled, home_of, may_go, surplus
 from ckptless.daemon.peers import messages as p
 
@@ -26,20 +26,20 @@ class GivingBack:
     `may`: not while this node's agent is frozen, since what it has told of its holdings must stay true.
     """
 
-    def __init__(self, node: int, vault: Vault, copies: Copies, ask: Ask, may: Callable[[], bool]) -> None:
-        self._me, self._vault, self._copies, self._ask, self._may = node, vault, copies, ask, may
+    def __init__(self, node: int, vault: Vault, ask: Ask, may: Callable[[], bool]) -> None:
+        self._me, self._vault, self._ask, self._may = node, vault, ask, may
         self._generation = 0
         self._task: asyncio.Task[None] | None = None
         self.settled = Settled()
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
 
-    def follow(self, assignment: Assignment) -> None:
+    def follow(self, to: Holders) -> None:
         """A new generation: other holders."""
         self.stop()
-        self._generation = assignment.generation
-        self.settled = Settled(assignment.restore_step)
-        if self._surplus(assignment):
-            self._task = asyncio.create_task(self._give_all(assignment))
+        self._generation = to.assignment.generation
+        self.settled = Settled(to.assignment.restore_step)
+        if self._surplus(to):
+            self._task = asyncio.create_task(self._give_all(to))
 
     def answer(self, ask: p.WhoHolds) -> p.HeldBy:
         """To a node that holds what it need not."""
@@ -52,26 +52,26 @@ class GivingBack:
             records=tuple((n, tuple(sorted(nodes))) for n, nodes in ranks if nodes is not None),
         )
 
-    def _surplus(self, assignment: Assignment) -> tuple[Item, ...]:
-        return surplus(assignment, self._copies, self._me, self._vault.items())
+    def _surplus(self, to: Holders) -> tuple[Item, ...]:
+        return surplus(to, self._me, self._vault.items())
 
-    async def _give_all(self, assignment: Assignment) -> None:
+    async def _give_all(self, to: Holders) -> None:
         """Until nothing is left to give back."""
         pause_s = FIRST_S
-        infos = {info.node: info for info in assignment.nodes}
-        while items := self._surplus(assignment):
+        infos = {info.node: info for info in to.assignment.nodes}
+        while items := self._surplus(to):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_S)
             by_home: dict[int, list[Item]] = defaultdict(list)
             for item in items:
-                by_home[home_of(assignment, item)].append(item)
+                by_home[home_of(to.assignment, item)].append(item)
             for home, of_home in by_home.items():
                 if home in infos:
-                    await self._ask_home(assignment, infos[home], of_home)
+                    await self._ask_home(to, infos[home], of_home)
 
-    async def _ask_home(self, assignment: Assignment, home: NodeInfo, items: list[Item]) -> None:
+    async def _ask_home(self, to: Holders, home: NodeInfo, items: list[Item]) -> None:
         ask = p.WhoHolds(
-            generation=assignment.generation,
+            generation=to.assignment.generation,
             tensors=tuple(number for what, number in items if what == "tensors"),
             records=tuple(number for what, number in items if what == "record"),
         )
@@ -83,12 +83,12 @@ class GivingBack:
         found: dict[Item, tuple[int, ...]] = {("tensors", n): nodes for n, nodes in reply.tensors}
         found |= {("record", n): nodes for n, nodes in reply.records}
         if self._may():
-            self._give(assignment, {item: found.get(item) for item in items})
+            self._give(to, {item: found.get(item) for item in items})
 
-    def _give(self, assignment: Assignment, found: dict[Item, tuple[int, ...] | None]) -> None:
+    def _give(self, to: Holders, found: dict[Item, tuple[int, ...] | None]) -> None:
         before, given = self._vault.nbytes, list[str]()
         for item, holders in found.items():
-            if may_go(assignment, self._copies, self._me, item, self._vault.newest(item), holders):
+            if may_go(to, self._me, item, self._vault.newest(item), holders):
                 self._vault.give_back(item)
                 given.append(f"{item[0]} {item[1]}")
         if given:

@@ -21,6 +21,8 @@ from ckptless.daemon.agent.socket_folder import RANKS, SocketFolder
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.messages import Cancel
 from ckptless.daemon.config import load
+from ckptless.daemon.launch.preempted import stay
+from ckptless.daemon.slurm.run_name import slurm_job_id
 
 
 @contextlib.contextmanager
@@ -50,7 +52,11 @@ async def _run(config: AgentConfig, zygote: tuple[int, int] | None, *, forwards:
     agent = Agent(config, zygote)
     for number in USERS if forwards else ():
         loop.add_signal_handler(number, agent.forward, number)
-    return await agent.run(cancelled)
+    code = await agent.run(cancelled)
+    if config.in_step and code == 128 + signal.SIGTERM and agent.first:
+        # The batch script is waiting in srun: what is true of a launcher is true of this step.
+        await stay(slurm_job_id(config.spec.job))
+    return code
 
 
 def _of_file(path: Path) -> AgentConfig:

@@ -10,6 +10,7 @@ from ckptless.daemon.agent.nccl_ids import StaleError, admitted
 from ckptless.daemon.agent.nccl_root import Answer, Dropped, Roots
 from ckptless.daemon.agent.nccl_wire import CheckIn, CheckInReader, UnknownLayoutError, encode_message
 from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.daemon.peers.listening import serve
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,6 @@ ANSWER_DEADLINE_S = 20.0
 RETRY_S = 0.1
 # Of these the oldest gives way: a rank is through in no time, and whoever stays does not mean well.
 MAX_CONNECTIONS = 512
-BACKLOG = 256
 MAX_ANSWERING = 128
 # Events of one kind are told once in so many seconds.
 TELL_EVERY_S = 5.0
@@ -57,9 +57,7 @@ class NcclServer:
             ipaddress.ip_address(host)
         except ValueError as error:
             raise UsageError(f"NCCL's roots listen at a numeric address, not at {host!r}") from error
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Rank(self._heard), host, 0, backlog=BACKLOG)
-        port: int = self._server.sockets[0].getsockname()[1]
+        self._server, port = await serve(host, lambda: _Rank(self._heard))
         return port
 
     def learn_key(self, key: bytes) -> None:

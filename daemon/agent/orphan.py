@@ -1,24 +1,29 @@
-"""An agent whose daemon is away goes on only while it hears enough of the job's other agents.
+"""An agent whose daemon is silent goes on only while it hears enough of the job's other agents.
 
-The lease of a node is held by its daemon (control.lease). While that is away nobody else would end the ranks
-of a node that is cut off, so the agent asks the other agents itself, and keeps the lease by the same rule.
+The lease of a node is held by its daemon (control.lease), which says so again and again. One that is away,
+stopped or stuck says nothing, and would end no ranks of a node that is cut off; so the agent asks the other
+agents itself, by the same rule. Where it hears them its daemon may be away for as long as it likes.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.api.messages import NodeInfo
-from ckptless.daemon.control.lease import Lease
+from ckptless.daemon.control.decree import is_quorum
 
 logger = logging.getLogger(__name__)
 
 # As many as there are voters: an agent does not know who these are.
 ASKED = 7
 INTERVAL_S = 0.5
-# A round of questions takes at most so much of the lease: one that goes wrong is never the only one.
-ROUND = 0.4
+# A daemon may say nothing for so much of the lease before the agents are asked. Where these do not answer
+# the ranks end so much later than the lease: a daemon that runs comes first, and knows why.
+SILENT = 0.25
+# A round of questions takes at most so much of the lease; one that goes wrong is never the only one.
+ROUND, LEAST_ROUNDS = 0.4, 2
 
 
 def to_ask(nodes: Sequence[int]) -> tuple[int, ...]:
@@ -28,37 +33,73 @@ def to_ask(nodes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(nodes)[number * len(nodes) // ASKED] for number in range(ASKED))
 
 
+@dataclass
+class AgentLease:
+    """Pure: when somebody last knew that this node hears enough of the others. Times in s, of one clock.
+
+    The daemon's word counts from when it comes: it was said a moment before, or this agent was late itself.
+    """
+
+    lease_s: float
+    daemon_at: float
+    agents_at: float = float("-inf")
+    _failed: int = 0
+
+    def renew(self, now: float) -> None:
+        """The daemon says so."""
+        self.daemon_at, self._failed = now, 0
+
+    def daemon_is_silent(self, now: float) -> bool:
+        """Whether the daemon is away, stopped, stuck or cut off."""
+        return now - self.daemon_at > SILENT * self.lease_s
+
+    def must_ask(self, now: float) -> bool:
+        """Whether the other agents are to be asked."""
+        return self._unknown_s(now) > SILENT * self.lease_s
+
+    def asked(self, asked: tuple[int, ...], heard: set[int], began: float) -> None:
+        """Note who of the agents that were asked at `began` has answered; none to ask is no job yet."""
+        if not asked or is_quorum(asked, heard, set()):
+            self.agents_at, self._failed = began, 0
+        else:
+            self._failed += 1
+
+    def over(self, now: float) -> bool:
+        """Whether this node must end its ranks."""
+        return self._failed >= LEAST_ROUNDS and self._unknown_s(now) > (1 + SILENT) * self.lease_s
+
+    def _unknown_s(self, now: float) -> float:
+        return now - max(self.daemon_at, self.agents_at)
+
+
 class Orphan:
-    """`has_daemon` and `nodes` (of the newest assignment) are asked each time; `knock` talks to an agent."""
+    """Keeps `lease`; `nodes` (of the newest assignment) is asked each time, `knock` talks to an agent."""
 
     def __init__(
         self,
         me: int,
-        lease_s: float,
-        has_daemon: Callable[[], bool],
+        lease: AgentLease,
         nodes: Callable[[], Sequence[NodeInfo]],
         knock: Callable[[NodeInfo], Awaitable[None]],
     ) -> None:
-        self._me, self._lease_s = me, lease_s
-        self._has_daemon, self._nodes, self._knock = has_daemon, nodes, knock
+        self._me, self._lease, self._nodes, self._knock = me, lease, nodes, knock
 
     async def over(self) -> str:
         """Returns once this node must end its ranks, with the reason."""
-        lease, loop = Lease(), asyncio.get_running_loop()
+        lease, loop = self._lease, asyncio.get_running_loop()
         while True:
-            infos = {info.node: info for info in self._nodes()}
-            asked = to_ask(tuple(infos))
-            if self._has_daemon() or not asked:
-                lease = Lease()
-            else:
+            began = loop.time()
+            if lease.must_ask(began):
+                infos = {info.node: info for info in self._nodes()}
+                asked = to_ask(tuple(infos))
                 heard = await self._heard([infos[node] for node in asked])
-                lease.renew(asked, heard, set(), loop.time())
-                if lease.away_s(loop.time()) > self._lease_s:
+                lease.asked(asked, heard, began)
+                if lease.over(loop.time()):
                     return (
-                        f"its daemon is away, and of {len(asked)} agents of the job it heard {len(heard)} for"
-                        f" {self._lease_s:.1f} s"
+                        f"its daemon does not say that it hears the others, and of {len(asked)} agents of"
+                        f" the job it heard {len(heard)} for {lease.lease_s:.1f} s"
                     )
-            await asyncio.sleep(min(INTERVAL_S, self._lease_s / 4))
+            await asyncio.sleep(min(INTERVAL_S, lease.lease_s / 8))
 
     async def _heard(self, infos: Sequence[NodeInfo]) -> set[int]:
         # no deadline: each has its own
@@ -69,7 +110,7 @@ class Orphan:
         if info.node == self._me:
             return True
         try:
-            async with asyncio.timeout(ROUND * self._lease_s):
+            async with asyncio.timeout(ROUND * self._lease.lease_s):
                 await self._knock(info)
         except (OSError, TimeoutError, CkptlessError) as error:
             logger.debug("node-%d does not answer: %s", info.node, error)

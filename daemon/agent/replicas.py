@@ -22,8 +22,7 @@ from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.api.errors import CkptlessError, PeerError
 from ckptless.daemon.api.messages import Assignment, NodeInfo
 from ckptless.daemon.api.version import Origin
-from ckptless.daemon.control.placement import holders, shard_holders
-from ckptless.daemon.control.remaking import Copies, Remake, remakes
+from ckptless.daemon.control.remaking import Copies, Holders, Remake, remakes
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.door import Door
@@ -53,17 +52,17 @@ class Replicas:
         network: Network = ANY_NETWORK,
     ) -> None:
         self._me, self.origin, self._vault = node, origin, vault
-        self._copies, self._domains = Copies(copies, domains), domains
+        self._copies = Copies(copies, domains)
+        self._to: Holders | None = None
         self.vouch: KeyVouch | None = None
         self._source, self._pace = network.source, Pace(network.send_rate)
         self.serving = Serving(node, origin, vault, self._pace)
         self.soundness = self.serving.soundness
         ask = lambda info, message: self._ask(info, message, p.HeldBy)  # noqa: E731
-        self._giving_back = GivingBack(node, vault, self._copies, ask, lambda: self.serving.accepting)
+        self._giving_back = GivingBack(node, vault, ask, lambda: self.serving.accepting)
         self.serving.on_who_holds = self._giving_back.answer
         self._nodes: tuple[NodeInfo, ...] = ()
         self._generation = 0
-        self._ranked: frozenset[int] = frozenset()
         self._unreachable: set[int] = set()
         self._records: dict[int, RecordHolder] = {}
         self._tensors: dict[int, TensorHolder] = {}
@@ -104,7 +103,7 @@ class Replicas:
         self._nodes, self._generation = assignment.nodes, assignment.generation
         self._unreachable.clear()
         self._forget_pushed()
-        self._ranked = frozenset(place.node for place in assignment.places)
+        to = self._to = Holders(assignment, self._copies)
         self._spawn(self.serving.follow(assignment.generation))
         here = {info.node for info in self._nodes}
         for known in self._links():
@@ -112,17 +111,16 @@ class Replicas:
                 known.pop(node).close()
         for holder in self._tensors.values():
             holder.forget()
-        for lost in remakes(assignment, self._copies):
-            if lost.giver == self._me:
-                self._remake(assignment, lost)
-        self._giving_back.follow(assignment)
+        for lost in remakes(to, self._me):
+            self._remake(to, lost)
+        self._giving_back.follow(to)
 
     def _links(self) -> tuple[dict[int, Any], ...]:
         return self._records, self._tensors
 
     def release(self) -> None:
         """Training is over: nobody has to hold anything any more, and may hang up."""
-        self._nodes = ()
+        self._nodes, self._to = (), None
         self._forget_pushed()
         self._giving_back.stop()
 
@@ -131,16 +129,17 @@ class Replicas:
         self._newest.clear()
         self._lost_copies.clear()
 
-    def _remake(self, assignment: Assignment, lost: Remake) -> None:
+    def _remake(self, to: Holders, lost: Remake) -> None:
         """Give to others what this node holds of the restored step, without a rank that commits it."""
+        assignment = to.assignment
         assert assignment.restore_step is not None
         number, step = lost.number, assignment.restore_step
         key: Key = (lost.what, number, step)
         self._lost_copies.begin(key)
-        pushed = self._remade_record(assignment, key) if lost.what == "record" else None
+        pushed = self._remade_record(to, key) if lost.what == "record" else None
         if lost.what == "tensors" and (found := self._vault.tensors(number, step)) is not None:
             version = Version(assignment.generation, number, step, *found)
-            targets = lambda: self._copies.of_tensors(assignment, number, self._unreachable)  # noqa: E731
+            targets = lambda: to.of_tensors(number, self._unreachable)  # noqa: E731
             pushed = Pushed(version, targets, lambda: self._lost_copies.end(key))
         if pushed is None:
             self._lost_copies.fail(key, "this node has lost it, too")
@@ -149,13 +148,13 @@ class Replicas:
         pushed.held = {info.node for info in pushed.targets()} - set(lost.takers)
         self._push(key, pushed)
 
-    def _remade_record(self, assignment: Assignment, key: Key) -> Pushed | None:
+    def _remade_record(self, to: Holders, key: Key) -> Pushed | None:
         _, rank, step = key
         held = self._vault.record(rank, step)
         if held is None:
             return None
         record = p.PutRecord(
-            generation=assignment.generation,
+            generation=to.assignment.generation,
             rank=rank,
             shard=held.shard,
             step=step,
@@ -163,7 +162,7 @@ class Replicas:
             digest=held.digest,
             feeds=held.feeds,
         )
-        targets = lambda: self._copies.of_record(assignment, rank, self._unreachable)  # noqa: E731
+        targets = lambda: to.of_record(rank, self._unreachable)  # noqa: E731
         return Pushed(record, targets, lambda: self._lost_copies.end(key))
 
     def push(self, record: p.PutRecord) -> None:
@@ -172,14 +171,13 @@ class Replicas:
         self._push(("record", record.rank, record.step), Pushed(record, self._holders, acked))
 
     def _holders(self) -> tuple[NodeInfo, ...]:
-        return holders(self._nodes, self._me, self._copies.count, self._unreachable, self._domains)
+        return self._to.of_node(self._me, self._unreachable) if self._to is not None else ()
 
     def push_tensors(self, version: Version, twins: frozenset[int], acked: Callable[[], None]) -> None:
         """Send a shard's tensors to so many others that, with its twins' nodes, there are enough of them."""
-        count = self._copies.beside(twins, self._ranked)
 
         def targets() -> tuple[NodeInfo, ...]:
-            return shard_holders(self._nodes, self._me, count, twins, self._unreachable, self._domains)
+            return self._to.of_shared(self._me, twins, self._unreachable) if self._to is not None else ()
 
         self._push(("tensors", version.shard, version.step), Pushed(version, targets, acked))
 
@@ -341,7 +339,7 @@ class Replicas:
         """A connection to another agent. Raises OSError, TimeoutError, CkptlessError."""
         if self.vouch is None:
             raise PeerError("the daemon has not given the job's key yet")
-        route = Route((info.address, info.agent_port), self._source)
+        route = Route((info.address, info.agent_port), self._source, info.node)
         return await Link.dial(
             route, (self.origin.job, self._me), self.vouch, p.AgentMessage, DIAL_DEADLINE_S
         )

@@ -5,8 +5,6 @@ process's regular end only, which few of ours come to.
 """
 
 import shutil
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 # A Unix socket's path has 107 bytes; Python's names in there are shorter than this.
@@ -15,26 +13,20 @@ MOST_NBYTES = 107
 
 
 class Scratch:
-    """The folders of one agent. Owned by its event loop."""
+    """The folders of one agent, beside its sockets (`socket_folder`): that goes after a SIGKILL, too."""
 
-    def __init__(self, env: Mapping[str, str], parent: str | None) -> None:
-        """`parent` is removed by whoever has made it, if all else fails; None makes one, by `env`."""
-        self._env, self._parent = env, parent
-        self._root: Path | None = None
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._count = 0
 
     def make(self) -> Path | None:
         """A new one; None where there is no place for it, and Python's own way has to do."""
         try:
-            if self._root is None:
-                self._root = Path(
-                    tempfile.mkdtemp(prefix="pymp-", dir=self._parent or self._env.get("TMPDIR"))
-                )
             folder = self._root / str(self._count)
             if len(bytes(folder)) + NAME_NBYTES > MOST_NBYTES:
                 return None
             self._count += 1
-            folder.mkdir(mode=0o700)
+            folder.mkdir(mode=0o700, parents=True)
         except OSError:
             return None
         return folder
@@ -48,4 +40,3 @@ class Scratch:
     def close(self) -> None:
         """Remove all."""
         self.remove(self._root)
-        self._root = None

@@ -18,7 +18,7 @@ from ckptless.daemon.agent.daemon_link import DaemonLink
 from ckptless.daemon.agent.holders import Network
 from ckptless.daemon.agent.keeping import KeepService
 from ckptless.daemon.agent.nccl_service import NcclService
-from ckptless.daemon.agent.orphan import Orphan
+from ckptless.daemon.agent.orphan import AgentLease, Orphan
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
 from ckptless.daemon.agent.replicas import Replicas
@@ -83,6 +83,7 @@ class Agent:
         self._assignment: m.Assignment | None = None
         self._frozen: int | None = None
         loop = asyncio.get_running_loop()
+        self._lease = AgentLease(config.spec.limits.lease_s, loop.time())
         self._outcome: asyncio.Future[m.Outcome] = loop.create_future()
         self._answer: asyncio.Future[m.Admitted | m.Denied] = loop.create_future()
         self._here_only = False
@@ -129,11 +130,12 @@ class Agent:
             logger.info("asking the daemon at %s to be let in", config.daemon_socket)
             daemon = asyncio.create_task(self._daemon.run())
             await self._be_admitted(cancelled)
+            self._lease.renew(asyncio.get_running_loop().time())
             self._mark(mark_up, config.name)
             lease = asyncio.create_task(self._keep_lease())
             outcome = await self._wait(cancelled)
             if config.outcome_dir is not None and not self._here_only:
-                write_outcome(Path(config.outcome_dir), config.spec.job, outcome)
+                write_outcome(Path(config.outcome_dir), config.spec.job, outcome, config.spec.launch)
             return outcome.exit_code
         finally:
             if lease is not None:
@@ -149,20 +151,21 @@ class Agent:
         except OSError as error:
             logger.warning("the launcher cannot be told how far the job is: %s", error)
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of the nodes that the job has now."""
+        nodes = [info.node for info in self._assignment.nodes] if self._assignment is not None else [0]
+        return self._config.node == min(nodes)
+
     def forward(self, number: signal.Signals) -> None:
         """Pass the user's signal on to the ranks."""
         self._crew.forward(number)
 
     async def _keep_lease(self) -> None:
-        """While the daemon is away: see `orphan`. Who is cut off ends, and the others go on without it."""
+        """While the daemon is silent: see `orphan`. Who is cut off ends, and the others go on without it."""
         me = self._config.node
-        orphan = Orphan(
-            me,
-            self._config.spec.limits.lease_s,
-            has_daemon=lambda: self._daemon.connected,
-            nodes=lambda: self._assignment.nodes if self._assignment is not None else (),
-            knock=self._replicas.knock,
-        )
+        nodes = lambda: self._assignment.nodes if self._assignment is not None else ()  # noqa: E731
+        orphan = Orphan(me, self._lease, nodes, self._replicas.knock)
         reason = f"node-{me} ends its ranks: {await orphan.over()}"
         logger.error("fenced: %s", reason)
         if not self._outcome.done():
@@ -187,16 +190,21 @@ class Agent:
         # no deadline: the job's life; its end is the daemon's word, or the user's
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._outcome.done():
-            # Ask for an orderly end of the whole job; without a daemon, end this node.
+            # Ask for an orderly end of the whole job; without a daemon that is heard, end this node.
             self._daemon.send(cancelled.result())
             loop = asyncio.get_running_loop()
             deadline = loop.time() + CANCEL_DEADLINE_S
-            while self._daemon.connected and loop.time() < deadline and not self._outcome.done():
+            while self._has_daemon and loop.time() < deadline and not self._outcome.done():
                 await asyncio.wait({self._outcome}, timeout=0.1)
         if self._outcome.done():
             return self._outcome.result()
         cancel = cancelled.result()
         return m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason, why="cancelled")
+
+    @property
+    def _has_daemon(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        return self._daemon.connected and not self._lease.daemon_is_silent(now)
 
     async def _close(self, daemon: "asyncio.Task[None] | None") -> None:
         await self._crew.close()
@@ -276,6 +284,8 @@ class Agent:
     def _hear(self, message: m.ToAgent | SaveNow) -> None:
         if isinstance(message, m.Announce):
             self._console.write(f"[ckptless] {message.text}\n".encode())
+        elif isinstance(message, m.Renewed):
+            self._lease.renew(asyncio.get_running_loop().time())
         elif isinstance(message, m.JobKey):
             self._replicas.vouch = KeyVouch(message.key)
             self._saving.learn_key(message.key)

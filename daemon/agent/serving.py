@@ -16,6 +16,7 @@ from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, CkptlessError, MismatchError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.bucket import TokenBucket
 from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.vouch import Vouch
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 CATCH_UP_DEADLINE_S = 10.0
 # How often an agent that has offered something hears that its answer takes time; see ANSWER_DEADLINE_S.
 LATER_S = 3.0
+# Events of connections that have not proved who they are.
+REFUSALS_PER_S, REFUSALS_AT_ONCE = 1 / 60, 5
 
 
 async def receive_tensors(
@@ -67,6 +70,7 @@ class Serving:
         self._generation = 0
         self._followed = asyncio.Condition()
         self._claims = Claims()
+        self._refusals = TokenBucket(REFUSALS_PER_S, REFUSALS_AT_ONCE)
         # What each connection has been told of in the answer to its last offer.
         self._bases: dict[Peer, Base] = {}
         # Connections that records came over, and of which generation the newest one was.
@@ -95,7 +99,9 @@ class Serving:
         try:
             link: Peer = await Link.accept(streams, self._node_in, vouch, p.AgentMessage)
         except MismatchError as error:
-            self.on_event("peer-refused", str(error))
+            # Anybody may say so: one event for each, and the job's own would not be written any more.
+            if self._refusals.spend(1, asyncio.get_running_loop().time()):
+                self.on_event("peer-refused", str(error))
             return
         except (OSError, TimeoutError, CkptlessError) as error:
             # A daemon that asks whether we live connects and hangs up: no reason for a warning.

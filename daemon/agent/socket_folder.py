@@ -1,5 +1,7 @@
 """A folder of Unix sockets that no other user can connect to, and whose name nobody can take before.
 
+What else is short-lived lies in it, too, so that all goes with it.
+
 Not in the abstract namespace, which is everybody's, and not in a state directory: a socket's path has room
 for 107 bytes. Not in XDG_RUNTIME_DIR either: that goes with its user's last login session, a job does not.
 """
@@ -16,7 +18,9 @@ from pathlib import Path
 
 ROOT = Path("/tmp")  # the folder itself is 0700, and has a random name
 RANKS = "ranks"
-_LABEL_CHARACTERS = 40
+_SCRATCH = "tmp"
+# With a uid of ten digits there is room left for what multiprocessing makes in here.
+_LABEL_CHARACTERS = 20
 
 
 class SocketFolder:
@@ -32,7 +36,7 @@ class SocketFolder:
             self.path = Path(tempfile.mkdtemp(prefix=_prefix(label), dir=ROOT))
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            if self.path.exists():
+            if _is_at(self._fd, self.path):
                 return
             os.close(self._fd)  # another start has taken it for one that is not used
 
@@ -46,9 +50,22 @@ class SocketFolder:
         os.close(self._fd)
 
 
+def scratch_path(rank_socket: str) -> Path:
+    """Where an agent that listens there may make folders."""
+    return Path(rank_socket).with_name(Path(rank_socket).name.removesuffix(RANKS) + _SCRATCH)
+
+
 def rank_sockets(job: str) -> list[str]:
     """Where an agent of this user may listen for ranks of a job on this node."""
     return [str(path / RANKS) for path in _ours(_prefix(job))]
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open folder is still there under its name: whoever finds that free may make another one."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
 
 
 def _prefix(label: str) -> str:
@@ -74,6 +91,7 @@ def _sweep() -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                if _is_at(fd, path):
+                    shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(fd)

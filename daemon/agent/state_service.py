@@ -69,7 +69,7 @@ class StateService:
     def assigned(self, assignment: m.Assignment, rank: int) -> m.Assigned:
         """A rank's part of the assignment."""
         mine = assignment.ranks_on(self._node)
-        nodes = sorted({place.node for place in assignment.places})
+        nodes = sorted(assignment.ranks_by_node)
         return m.Assigned(
             generation=assignment.generation,
             rank=rank,
@@ -81,6 +81,7 @@ class StateService:
             peers=tuple(info.address for info in assignment.nodes),
             ranks_per_root=self._crew.ranks_per_root(assignment),
             cache_key=self._cache_key,
+            local_ranks=tuple(mine),
         )
 
     # ----------------------------------------------------------------------------------- commits
@@ -110,7 +111,7 @@ class StateService:
         else:
             task = asyncio.create_task(self._give(slot, link, message))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda done: self._given(done, link, message.step))
 
     def _share(self, slot: Slot, link: RankLink, message: m.Twins) -> None:
         """Of the twins on this node the first to come writes for all of them."""
@@ -266,14 +267,20 @@ class StateService:
         if request.unsound is not None:
             why = f"{request.why} (says rank {rank})"
             self._replicas.soundness.drop(shard, request.step, request.unsound, why)
-        try:
-            self._check_shard(rank, shard)
-            for task in (self._fetch_record(rank, request.step), self._fetch_tensors(shard, request.step)):
-                if task is not None:
-                    await asyncio.shield(task)
-        except CkptlessError as error:
-            link.send(m.Fetched(step=request.step, error=str(error)))
-            return
+        assert self._assignment is not None
+        # Any other step is one that this rank has committed itself: it is here, or nowhere.
+        if request.step == self._assignment.restore_step:
+            try:
+                self._check_shard(rank, shard)
+                for task in (
+                    self._fetch_record(rank, request.step),
+                    self._fetch_tensors(shard, request.step),
+                ):
+                    if task is not None:
+                        await asyncio.shield(task)
+            except CkptlessError as error:
+                link.send(m.Fetched(step=request.step, error=str(error)))
+                return
         held, found = self._vault.record(rank, request.step), self._vault.tensors(shard, request.step)
         if held is None or found is None:
             link.send(m.Fetched(step=request.step, error=f"step {request.step} is not held here any more"))
@@ -281,6 +288,13 @@ class StateService:
         at, region = found
         reply = m.Fetched(step=request.step, record=held.record, tensors=at, slot_nbytes=region.slot_nbytes)
         link.send(reply, region.fd)
+
+    def _given(self, done: asyncio.Task[None], link: RankLink, step: int) -> None:
+        """Answer a rank also where this agent has failed: it waits for nothing else."""
+        self._tasks.discard(done)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            logger.error("the state of step %d could not be given", step, exc_info=error)
+            link.send(m.Fetched(step=step, error=f"its agent failed: {type(error).__name__}: {error}"))
 
     def _check_shard(self, rank: int, shard: int) -> None:
         """Raises PeerError where a rank was built to hold another part of the model than it had."""

@@ -24,6 +24,7 @@ from ckptless.daemon.api.errors import CkptlessError, ProtocolError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.channel import Handler
+from ckptless.daemon.peers.door import most_unproved
 from ckptless.daemon.peers.link import GreetingCutError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ class StoreExchange:
         self._queue: deque[int] = deque()
         self._reaching = 0
         # Others have made them; what comes of them is not known yet.
-        self._coming: set[StoreChannel] = set()
+        # In the order in which they came; of these, too, the oldest gives way.
+        self._coming: dict[StoreChannel, None] = {}
+        self._most_coming = most_unproved()
         self._talking: set[int] = set()
         self._flushing: asyncio.Handle | None = None
         self._looking: asyncio.TimerHandle | None = None
@@ -224,8 +227,12 @@ class StoreExchange:
         """Another agent has connected; it has not proved yet which one."""
         if self._closed:
             channel.close()
-        else:
-            self._coming.add(channel)
+            return
+        if len(self._coming) >= self._most_coming:
+            oldest = next(iter(self._coming))
+            del self._coming[oldest]
+            oldest.close()
+        self._coming[channel] = None
 
     def proved(self, channel: StoreChannel) -> None:
         """See `Handler`."""
@@ -248,7 +255,7 @@ class StoreExchange:
         if other is None or (self._me < number and (other.reaching or other.link is not None)):
             channel.refuse(p.StoreYield())
             return
-        self._coming.discard(channel)
+        self._coming.pop(channel, None)
         if other.link is not None:
             self._lose(number, other, "has connected anew")
         if other.reaching and not other.is_unsure:
@@ -268,7 +275,7 @@ class StoreExchange:
 
     def ended(self, channel: StoreChannel, error: Exception) -> None:
         """See `Handler`."""
-        self._coming.discard(channel)
+        self._coming.pop(channel, None)
         number = channel.node
         other = self._others.get(number)
         if other is None or channel not in (other.link, other.dialled):

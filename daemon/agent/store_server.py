@@ -20,11 +20,10 @@ from ckptless.daemon.agent.store_sharing import Memo
 from ckptless.daemon.agent.store_state import StoreState
 from ckptless.daemon.agent.store_wire import Item
 from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.daemon.peers.listening import serve
 
 logger = logging.getLogger(__name__)
 
-# All ranks of a job connect in the same moment.
-BACKLOG = 4096
 # Answers that several ranks get alike are made once, up to this size.
 MAX_ENCODED_NBYTES = 256 << 10
 
@@ -70,9 +69,7 @@ class StoreServer:
             raise UsageError(f"the store listens at a numeric address, not at {host!r}") from error
         if self._server is not None:
             raise RuntimeError("the store is started already")
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._make_client, host, 0, backlog=BACKLOG)
-        port: int = self._server.sockets[0].getsockname()[1]
+        self._server, port = await serve(host, self._make_client)
         return port
 
     def cut(self, ids: NcclIds | None = None, node: StoreNode | None = None) -> int:
@@ -143,8 +140,12 @@ class _Client(asyncio.Protocol):
         self._server.clients.add(self)
         if self._server.refuses is not None:
             own, peer = (transport.get_extra_info(name) for name in ("sockname", "peername"))
-            if (why := self._server.refuses(own[:2], peer[:2])) is not None:
-                self._refuse(Refusal(why, hostile=True))
+            # Who has reset the connection already has no address any more.
+            why = self._server.refuses(own[:2], peer[:2]) if own and peer else "it is gone already"
+            if why is not None:
+                self._server.refused += 1
+                logger.debug("store: hung up on %s: %s", peer, why)  # `refuses` tells of it, within limits
+                self.hang_up()
 
     def connection_lost(self, error: Exception | None) -> None:
         if error is not None:

@@ -2,6 +2,7 @@
 
 CkptlessError
  +- UsageError          the user can mend it: one sentence that says what to change
+ |   +- StateDirError          a state directory that is somebody else's, or of another format
  +- ProtocolError       a message or file that breaks its format, version or limits
  |   +- MismatchError          the other end is a ckptless that speaks another protocol
  |   +- BadVersionError        a version of the state that does not verify
@@ -30,6 +31,10 @@ class UsageError(CkptlessError):
     """A mistake of the user's: the message is one sentence that says what to change."""
 
     exit_code = 2
+
+
+class StateDirError(UsageError):
+    """A state directory that must not be used until somebody has looked at it."""
 
 
 class ProtocolError(CkptlessError):

@@ -48,6 +48,8 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 
 JobName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+# Of a job and a run.
+LinkName: TypeAlias = Annotated[str, Meta(max_length=300)]
 Word: TypeAlias = Annotated[str, Meta(max_length=64)]
 Digest: TypeAlias = Annotated[str, Meta(max_length=64)]
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_LIMIT)]

@@ -63,7 +63,7 @@ from ckptless.daemon.api.model import Why as Why
 MAX_ANNOUNCED = 4096
 
 
-class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, gc=False):
     """Root of every message; the tag is the class's name."""
 
 
@@ -161,6 +161,10 @@ class Denied(Message, frozen=True, kw_only=True):
         clip_texts(self, "reason")
 
 
+class Renewed(Message, frozen=True, kw_only=True):
+    """Daemon to agent: this node hears enough of the job's voters. Said again and again, while it is so."""
+
+
 class JobKey(Message, frozen=True, kw_only=True):
     """Daemon to agent: what the job's agents prove to each other that they hold."""
 
@@ -255,7 +259,7 @@ class JobEnded(Message, frozen=True, kw_only=True):
 
 
 Notice: TypeAlias = JobStarted | JobEnded
-ToAgent: TypeAlias = Order | Announce | JobKey | Admitted | Denied | Ping
+ToAgent: TypeAlias = Order | Announce | Renewed | JobKey | Admitted | Denied | Ping
 FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
 
 # ---------------------------------------------------------------------------------- rank and agent
@@ -280,9 +284,9 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Assigned(Message, frozen=True, kw_only=True):
     """A rank's part of an assignment.
 
-    `store` is (host, port); `peers` are the addresses of the job's nodes. `ranks_per_root`: what
-    torch is to be told of NCCL's roots. `cache_key` is made of the job's key, to encrypt cached data with; it
-    is empty where the agent does not know that yet.
+    `store` is (host, port); `peers` are the addresses of the job's nodes; `local_ranks` this one's ranks.
+    `ranks_per_root`: what torch is to be told of NCCL's roots. `cache_key` is made of the job's key, to
+    encrypt cached data with; it is empty where the agent does not know that yet.
     """
 
     generation: Generation
@@ -295,6 +299,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     peers: Names
     ranks_per_root: RankCount = 1
     cache_key: Key = b""
+    local_ranks: Ranks = ()
 
 
 class Left(Message, frozen=True, kw_only=True):

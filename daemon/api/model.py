@@ -1,6 +1,8 @@
 """What the control plane speaks about: jobs, slots, limits, assignments, outcomes."""
 
-from typing import Annotated, Literal
+from bisect import bisect_left
+from functools import cached_property
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
@@ -41,8 +43,8 @@ from ckptless.daemon.api.limits import (
 )
 
 
-class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Root of what messages are made of; frozen and without a tag."""
+class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Root of what messages are made of; frozen, without a tag, and in no cycle that Python had to find."""
 
 
 class Place(Value, frozen=True, order=True):
@@ -98,8 +100,9 @@ class Limits(Value, frozen=True, kw_only=True):
         )
 
 
+RunId: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 NO_RUN = "0" * 32
-"""JobSpec.run_id where nobody gave one."""
+"""JobSpec.run_id, or JobSpec.launch, where nobody gave one."""
 
 
 class JobSpec(Value, frozen=True, kw_only=True):
@@ -114,6 +117,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
     `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
     in all of its runs and after a requeue (see launch/identity.py); in local mode each run has its own.
+    `launch` tells runs of one name apart: this run has it alone, and nothing of another one counts here.
     """
 
     job: JobName
@@ -124,7 +128,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
     limits: Limits
     names: Names = ()
     domains: Names = ()
-    run_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] = NO_RUN
+    run_id: RunId = NO_RUN
+    launch: RunId = NO_RUN
     saved_step: Step | None = None
     recovers: bool = True
 
@@ -301,12 +306,12 @@ class Replaced(Value, frozen=True, kw_only=True):
     at_s: Annotated[tuple[Age, ...], OF_NODES]
 
 
-class Assignment(Value, frozen=True, kw_only=True):
+class Assignment(Value, frozen=True, kw_only=True, dict=True, gc=True):
     """One generation: who has which rank, and where the state comes from.
 
     `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
     `shards[rank]` is what the rank has tensors of (see Holdings); `tensor_nodes` are (shard, nodes that hold
-    its tensors of that step), `record_nodes[rank]` those that hold the rank's record, nearest first.
+    its tensors of that step) by shard, `record_nodes[rank]` those that hold the rank's record, nearest first.
     `renew` are slots whose process is replaced although it lives. `tries`, `replaced` and `bad` (slots that
     may hold no rank any more) are the memory of the ladder. `flapping` are the slots of the generation before
     whose process was replaced too often.
@@ -337,17 +342,32 @@ class Assignment(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         clip_texts(self, "origin")
 
+    @cached_property
+    def ranks_by_node(self) -> dict[int, tuple[int, ...]]:
+        """Ranks of each node that has any, ascending."""
+        found: dict[int, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            found.setdefault(place.node, []).append(rank)
+        return {node: tuple(ranks) for node, ranks in found.items()}
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The nodes of this generation, spares too."""
+        return frozenset(info.node for info in self.nodes)
+
     def rank_at(self, place: Place) -> int | None:
         """The rank in a slot, or None for a spare."""
-        return self.places.index(place) if place in self.places else None
+        return next((rank for rank in self.ranks_on(place.node) if self.places[rank] == place), None)
 
     def holders_of(self, shard: int) -> tuple[int, ...]:
         """Nodes that hold a shard's tensors of the step that is restored."""
-        return next((nodes for number, nodes in self.tensor_nodes if number == shard), ())
+        at = bisect_left(self.tensor_nodes, shard, key=lambda known: known[0])
+        found = self.tensor_nodes[at : at + 1]
+        return found[0][1] if found and found[0][0] == shard else ()
 
     def ranks_on(self, node: int) -> tuple[int, ...]:
         """Ranks of one node, ascending."""
-        return tuple(rank for rank, place in enumerate(self.places) if place.node == node)
+        return self.ranks_by_node.get(node, ())
 
 
 # Why a job ended, for scripts: these words stay, whatever the sentence beside them says.

@@ -37,7 +37,7 @@ from ckptless.daemon.api.limits import (
 )
 from ckptless.daemon.api.model import RingState
 
-JobState: TypeAlias = Literal["starting", "running", "recovering", "done", "failed", "stopped"]
+JobState: TypeAlias = Literal["forming", "running", "recovering", "done", "failed", "stopped"]
 NodeState: TypeAlias = Literal["up", "daemon-away", "lost"]
 Level: TypeAlias = Literal["info", "warning", "error"]
 

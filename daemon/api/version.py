@@ -84,6 +84,12 @@ class Header:
         theirs = (other.origin, other.shard, other.step, other.layout, other.nbytes, other.chunk_nbytes)
         return mine == (*theirs, other.chunks)
 
+    def is_twin_of(self, other: "Header") -> bool:
+        """Whether it is the same but for what each rank has for itself, such as batch norm's statistics."""
+        mine = (self.origin, self.shard, self.step, self.layout, self.nbytes, self.twins)
+        theirs = (other.origin, other.shard, other.step, other.layout, other.nbytes, other.twins)
+        return self.twins != "" and mine == theirs
+
     def check(self, origin: Origin, shard: int, step: int, newest: int) -> None:
         """Raise BadVersionError unless it is this step of this shard, of generation `newest` at most."""
         if (self.origin, self.shard, self.step) != (origin, shard, step):

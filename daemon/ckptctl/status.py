@@ -37,7 +37,7 @@ def status(asked: Asked) -> None:
     often what came from an older generation or leader was refused.
 
     A slot without a rank is a spare; "-" marks one whose rank now lives elsewhere. The age tells how long ago
-    the slot was last heard of.
+    the slot was last heard of. Of a job that is forming, the nodes that it waits for.
 
     \b
     Example:
@@ -128,7 +128,11 @@ _COLUMNS = ("node", "name", "state", "slot", "rank", "pid", "phase", "step", "lo
 
 
 def _headline(job: JobRecord, generation: object, step: int | None, spares: int) -> str:
-    parts = [f"job {job.job}: {job.state}", f"generation {generation}"]
+    parts = [f"job {job.job}: {job.state}"]
+    if job.state == "forming":
+        parts += [job.reason or "every node is there", f"world {job.world_size}"]
+        return render.harmless(", ".join(parts))
+    parts.append(f"generation {generation}")
     parts.append("no step yet" if step is None else f"step {step}")
     parts.append(f"world {job.world_size}")
     parts.append(f"{spares} {'spare' if spares == 1 else 'spares'} left")

@@ -7,7 +7,9 @@ once a quorum has accepted it in one ballot. While the voters stay the same, the
 decrees after it, too; where a decree names others, these are asked before the next.
 
 Each decree holds the whole agreed state: whoever has missed some needs only the newest. (Lamport, Paxos made
-simple, 2001; that the voters of an instance are named by the one before: section 3 there.)
+simple, 2001; that the voters of an instance are named by the one before: section 3 there. That whoever would
+lead asks first whether it would be elected, so that a try which fails changes nothing: pre-vote, section 9.6
+of Ongaro, Consensus: bridging theory and practice, 2014.)
 """
 
 from collections.abc import Iterable
@@ -17,6 +19,7 @@ from ckptless.daemon.control.decree import (
     NO_BALLOT,
     Accepted,
     Ballot,
+    Canvass,
     Decided,
     Decree,
     Durable,
@@ -25,6 +28,7 @@ from ckptless.daemon.control.decree import (
     Propose,
     Refusal,
     Say,
+    Support,
     Vote,
     is_quorum,
 )
@@ -44,6 +48,7 @@ class Agreement:
 
     `may_vote`: not for a daemon that has forgotten what it had promised. `dead`: voters that can never again
     be part of another quorum, by a witness. `trouble`: why the disk takes nothing, None while it does.
+    `sought`: the ballot for which it asks whether a quorum would promise it; then it is `ballot`.
     """
 
     me: int
@@ -51,6 +56,7 @@ class Agreement:
     may_vote: bool = True
     dead: set[int] = field(default_factory=set)
     out: list[Output] = field(default_factory=list)
+    sought: Ballot | None = None
     ballot: Ballot | None = None
     elected: bool = False
     highest: Ballot = NO_BALLOT
@@ -60,6 +66,7 @@ class Agreement:
     _pause_s: float = RETRY_S
     _disk_due: float | None = None
     _index: int = 0
+    _supporters: set[int] = field(default_factory=set)
     _promises: dict[int, Vote | None] = field(default_factory=dict)
     _accepted: set[int] = field(default_factory=set)
     _said: float = 0.0
@@ -73,6 +80,11 @@ class Agreement:
     def ready(self) -> bool:
         """Whether it may propose: elected, by the voters of the newest decree, and nothing is open."""
         return self.elected and self.prepared and self.proposal is None
+
+    @property
+    def campaigns(self) -> bool:
+        """Whether it tries to be elected."""
+        return not self.elected and (self.sought is not None or self.ballot is not None)
 
     @property
     def able(self) -> bool:
@@ -107,17 +119,25 @@ class Agreement:
     # ------------------------------------------------------------------------------ for the leader
 
     def campaign(self, now: float) -> None:
-        """Try to be elected, with a ballot higher than any known."""
+        """Try to be elected, with a ballot above all known: ask first whether a quorum would promise it."""
         self.resign()
+        if not self.able:
+            return
         highest = max(self.highest, self.durable.promised)
-        self.ballot = self.highest = Ballot(number=highest.number + 1, node=self.me)
-        self._index, self._promises, self.prepared, self._said = self.known.index, {}, False, now
+        self.sought = self.highest = Ballot(number=highest.number + 1, node=self.me)
+        self._index, self._supporters = self.known.index, {self.me}
+        self._ask(Canvass(ballot=self.sought, index=self._index), self._supporters, now)
+        self._count(now)
+
+    def _stand(self, ballot: Ballot, now: float) -> None:
+        """A quorum would promise it, a moment ago."""
+        self.sought, self.ballot, self._promises, self._said = None, ballot, {}, now
         # The others are asked once this is on the disk: no ballot is used twice, also not in another life.
-        self._answer(self.me, Prepare(ballot=self.ballot, index=self._index), content=False)
+        self._answer(self.me, Prepare(ballot=ballot, index=self._index), content=False)
 
     def resign(self) -> None:
         """Lead no more, and try no more."""
-        self.ballot, self.elected, self.proposal, self.prepared = None, False, None, False
+        self.sought, self.ballot, self.elected, self.proposal, self.prepared = None, None, False, None, False
 
     def propose(self, decree: Decree, now: float) -> None:
         """Have the voters choose it. Only where `ready`."""
@@ -128,9 +148,13 @@ class Agreement:
     def repeat(self, now: float) -> None:
         """Ask again whoever has not answered; at most every `REPEAT_S`. Also the disk, see `not_saved`."""
         self._try_disk(now)
-        if self.ballot is None or now - self._said < REPEAT_S:
+        if now - self._said < REPEAT_S:
             return
-        if self.proposal is not None:
+        if self.sought is not None:
+            self._ask(Canvass(ballot=self.sought, index=self._index), self._supporters, now)
+        elif self.ballot is None:
+            return
+        elif self.proposal is not None:
             self._ask(Propose(ballot=self.ballot, decree=self.proposal), self._accepted, now)
         elif not self.prepared and self.me in self._promises:
             self._ask(Prepare(ballot=self.ballot, index=self._index), self._promises, now)
@@ -142,19 +166,22 @@ class Agreement:
         self.proposal, self._accepted = decree, set()
         self._ask(Propose(ballot=self.ballot, decree=decree), (), now)
 
-    def _ask(self, say: Prepare | Propose, answered: Iterable[int], now: float) -> None:
+    def _ask(self, say: Canvass | Prepare | Propose, answered: Iterable[int], now: float) -> None:
         self._said = now
         missing = sorted(set(self.known.voters).difference(answered))
         self.out += [Tell(node, say) for node in missing if node != self.me]
-        if self.me in missing:
+        if self.me in missing and not isinstance(say, Canvass):
             self._answer(self.me, say, content=False)
 
     def _has(self, answers: Iterable[int]) -> bool:
         return is_quorum(self.known.voters, set(answers), self.dead)
 
     def _count(self, now: float) -> None:
-        """Elected? Chosen?"""
-        if self.proposal is not None:
+        """Would it be elected? Is it? Is something chosen?"""
+        if self.sought is not None:
+            if self._has(self._supporters):
+                self._stand(self.sought, now)
+        elif self.proposal is not None:
             if self._has(self._accepted):
                 self._choose(self.proposal, now)
         elif not self.prepared and self.me in self._promises and self._has(self._promises):
@@ -181,6 +208,12 @@ class Agreement:
     def hear(self, node: int, say: Say, now: float, *, content: bool) -> None:
         """What another daemon says, or this one to itself. `content`: this one has a leader that it hears."""
         match say:
+            case Canvass():
+                self.highest = max(self.highest, say.ballot)
+                self._answer(node, say, content=content)
+            case Support() if say.ballot == self.sought and say.index == self._index:
+                self._supporters.add(node)
+                self._count(now)
             case Prepare() | Propose():
                 self.highest = max(self.highest, say.ballot)
                 self._answer(node, say, content=content and isinstance(say, Prepare))
@@ -189,8 +222,8 @@ class Agreement:
             case Accepted() if say.ballot == self.ballot and self._is_open(say.index):
                 self._accepted.add(node)
                 self._count(now)
-            case Refusal() if say.ballot == self.ballot:
-                self._refused(node, say)
+            case Refusal() if say.ballot in (self.ballot, self.sought):
+                self._refused(node, say, now)
             case Decided():
                 self.learn(say.decree)
             case _:
@@ -209,10 +242,10 @@ class Agreement:
             self.resign()
 
     def _learn(self, decree: Decree) -> None:
+        """It need not be on this disk: it is on those of a quorum, and goes with any promise after it."""
         vote = self.durable.vote
         kept = vote if vote is not None and vote.decree.index > decree.index else None
         self.durable = Durable(promised=self.durable.promised, vote=kept, known=decree)
-        self.out.append(Save(self.durable))
 
     def _promised(self, node: int, say: Promise, now: float) -> None:
         begins = node == self.me and not self._promises
@@ -224,15 +257,17 @@ class Agreement:
     def _is_open(self, index: int) -> bool:
         return self.proposal is not None and self.proposal.index == index
 
-    def _refused(self, node: int, say: Refusal) -> None:
+    def _refused(self, node: int, say: Refusal, now: float) -> None:
         self.highest = max(self.highest, say.promised)
         if say.index < self.known.index:
             self.out.append(Tell(node, Decided(decree=self.known)))
-        if self.ballot is not None and say.promised > self.ballot:
+        if self.sought is not None and say.promised > self.sought:
+            self.campaign(now)  # above that: nobody was asked for a promise yet
+        elif self.ballot is not None and say.promised > self.ballot:
             self.resign()
 
-    def _answer(self, node: int, say: Prepare | Propose, *, content: bool) -> None:
-        base = say.index if isinstance(say, Prepare) else say.decree.index - 1
+    def _answer(self, node: int, say: Canvass | Prepare | Propose, *, content: bool) -> None:
+        base = say.decree.index - 1 if isinstance(say, Propose) else say.index
         if base < self.known.index:
             self.out.append(Tell(node, Decided(decree=self.known)))
             return
@@ -241,11 +276,15 @@ class Agreement:
             refusal = Refusal(ballot=say.ballot, promised=promised, index=self.known.index, content=content)
             self.out.append(Tell(node, refusal))
             return
+        if isinstance(say, Canvass):
+            self.out.append(Tell(node, Support(ballot=say.ballot, index=base)))
+            return
         answer: Promise | Accepted = Promise(ballot=say.ballot, index=base, vote=vote)
         if isinstance(say, Propose):
             vote = Vote(ballot=say.ballot, decree=say.decree)
             answer = Accepted(ballot=say.ballot, index=say.decree.index)
         self.durable = Durable(promised=say.ballot, vote=vote, known=self.known)
         self.out.append(Save(self.durable, node, answer))
-        if self.ballot is not None and say.ballot > self.ballot:
+        mine = self.ballot or self.sought
+        if mine is not None and say.ballot > mine:
             self.resign()

@@ -18,8 +18,8 @@ from typing import Literal
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import pairs, plan, story, telling, twins_agree
 from ckptless.daemon.control.decree import Decree, choose_voters
-from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost
-from ckptless.daemon.control.elector import FORMING_DEADLINE_S, MEETING_GRACE_S
+from ckptless.daemon.control.edges import Broadcast, Meet, NodeIsDark, NodeLost, ToAgent, Write
+from ckptless.daemon.control.elector import FORMING_DEADLINE_S
 from ckptless.daemon.control.faults import SECONDARY, FaultLog, Finding
 from ckptless.daemon.control.follower import Follower
 from ckptless.daemon.control.knowledge import NOBODY
@@ -27,6 +27,8 @@ from ckptless.daemon.control.tally import Tally
 from ckptless.daemon.control.timeline import Timeline
 
 REPEAT_S = 1.0
+# So long after training an agent may be gone because the job has ended, which the leader is about to hear.
+ENDING_S = 2.0
 # So long a voter's daemon may be away while its node lives; restarts and upgrades are shorter.
 VOTER_AWAY_S = 30.0
 # A voter that cannot vote is left out, also where there is nobody else, while so many others can.
@@ -35,6 +37,9 @@ LEAST_ABLE = 2
 DARK_FOR_GOOD_S = 30.0
 # Without a step for so long, two nodes that cannot reach each other are why.
 APART_S = 3.0
+# Many find out about one bad port, one after the other: so long after the last one it is said who gives way,
+# but before the longest stall is over.
+SETTLED_S = 1.0
 
 
 @dataclass
@@ -49,8 +54,14 @@ class Controller(Follower):
     _cut: Timeline | None = None
     # Since when some of this generation's ranks are done and others not; told once.
     _early: tuple[int, float, bool] = (0, 0.0, False)
+    _told_early: str = ""
+    # What the job's output is still to hear of ranks that were ended by SIGTERM.
+    _ended_so: list[str] = field(default_factory=list)
     _tally: Tally | None = None
     _mended: tuple[int, int, frozenset[int], frozenset[int], frozenset[int]] | None = None
+    # Nodes that cannot reach each other, by what was said last, and since when it is these.
+    _pairs: set[tuple[int, int]] = field(default_factory=set)
+    _paired: float = 0.0
     # Since when the leader has not reached a voter's daemon, whose node lives.
     _away: dict[int, float] = field(default_factory=dict)
 
@@ -226,6 +237,10 @@ class Controller(Follower):
         hosts = {place.node for place in self.assignment.places} - self.losses.keys()
         usable = {node for node, view in self.nodes.items() if view.usable}
         found = pairs.pairs(self._apart.fresh(now - 3 * self._remind_s), usable, hosts)
+        if found != self._pairs:
+            self._pairs, self._paired = found, now
+        if now - self._paired < SETTLED_S < self.spec.limits.stall_s - still_s:
+            return
         if not found or (usable <= hosts and still_s < self.spec.limits.stall_s):
             return
         node = pairs.gives_way(found, hosts, self.me)
@@ -241,8 +256,7 @@ class Controller(Follower):
         assert self._tally is not None
         findings = twins_agree.ripe(self._tally.findings, self._tally.assignment, self.nodes, now)
         findings += self._overdue(now)
-        if self.stage == "releasing" and now - self._since < MEETING_GRACE_S:
-            # An agent may be gone because the job has ended, which this daemon is about to hear.
+        if self.stage == "releasing" and now - self._since < ENDING_S:
             findings = [finding for finding in findings if finding.kind != "node-lost"]
         fresh = [finding for finding in findings if self._log_fault(finding, now)]
         if not fresh:
@@ -303,6 +317,8 @@ class Controller(Follower):
         if self.stage in ("restoring", "running") and training and stalled:
             node = self.assignment.places[0].node
             text = f"no step in {limits.stall_s:.0f} s"
+            if (early := telling.returned_early(self.assignment, self.nodes)) is not None:
+                text += f": {early.text}"
             return [Finding("stall", node, None, None, text, source="leader")]
         return []
 
@@ -338,7 +354,7 @@ class Controller(Follower):
         if self._timeline is not None:
             self._share(story.recovery(self.assignment, self._timeline, "recovered"))
             took_s = self._timeline.total_s(now)
-            text = f"generation {self.assignment.generation} trains, {took_s:.3f} s after"
+            text = f"generation {self.assignment.generation} trains, {took_s:.3f} s after the fault"
             self._announce(telling.Line("info", "recovered", text), now)
             self._timeline = None
         self._broadcast(m.Running(generation=self.assignment.generation), now)
@@ -419,7 +435,9 @@ class Controller(Follower):
         elif not told and now - since >= telling.EARLY_S:
             self._early = generation, since, True
             line = telling.returned_early(self.assignment, self.nodes)
-            if line is not None:
+            # Where it comes again in every generation, it is told once.
+            if line is not None and line.text != self._told_early:
+                self._told_early = line.text
                 self._announce(line, now)
 
     def _kill(self, places: list[m.Place], now: float) -> None:
@@ -435,6 +453,10 @@ class Controller(Follower):
 
     def _decided_generation(self, assignment: m.Assignment, now: float) -> None:
         if not self.leads:
+            if self._row is not None and self.spec is not None:
+                # It forms no more; the leader's word of it may be lost on its way.
+                self._row = None
+                self._out.append(Write((story.job(self.spec, "running", self._started),), share=False))
             return
         self._mark("agree", now)
         self._share(story.generation(assignment, now))
@@ -442,6 +464,8 @@ class Controller(Follower):
             self._share(story.job(self.spec, "running", self._started))
         if self._timeline is not None:
             self._share(story.recovery(assignment, self._timeline, None))
+        self._out += [ToAgent(m.Announce(text=text[: m.MAX_ANNOUNCED])) for text in self._ended_so]
+        self._ended_so.clear()
         self._note(now, "info", "generation", story.describe(assignment))
         if assignment.origin:
             self._note(now, "info", "start", assignment.origin)
@@ -449,6 +473,7 @@ class Controller(Follower):
         self._said = now
 
     def _decided_end(self, outcome: m.Outcome, now: float) -> None:
+        super()._decided_end(outcome, now)
         if not self.leads:
             return
         # Slurm waits for what it takes to run there.
@@ -480,5 +505,14 @@ class Controller(Follower):
         if fault is not None:
             self._share(story.fault(self.assignment, fault, now))
             if finding.kind not in SECONDARY and finding.kind != "node-lost":
-                self._announce(telling.fault_line(finding, self.nodes), now)
+                self._tell_of(finding, now)
         return fault is not None
+
+    def _tell_of(self, finding: Finding, now: float) -> None:
+        line = telling.fault_line(finding, self.nodes)
+        if finding.exit_code == telling.BY_SIGTERM:
+            # Most likely the whole job is told to end, and its output says so; else the next generation does.
+            self._tell(line, now)
+            self._ended_so.append(line.text)
+        else:
+            self._announce(line, now)

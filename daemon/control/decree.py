@@ -58,6 +58,20 @@ class Durable(Value, frozen=True, kw_only=True):
     known: Decree
 
 
+class Canvass(Message, frozen=True, kw_only=True):
+    """Would you promise this ballot? Nobody is bound by the answer, and nothing is written for it."""
+
+    ballot: Ballot
+    index: Number
+
+
+class Support(Message, frozen=True, kw_only=True):
+    """Yes to Canvass."""
+
+    ballot: Ballot
+    index: Number
+
+
 class Prepare(Message, frozen=True, kw_only=True):
     """Will you take no ballot below this one? And have you voted for a successor of decree `index`?"""
 
@@ -88,9 +102,10 @@ class Accepted(Message, frozen=True, kw_only=True):
 
 
 class Refusal(Message, frozen=True, kw_only=True):
-    """No to Prepare or Propose of `ballot`: `promised` is higher, or `index` is all the sender knows of.
+    """No to Canvass, Prepare or Propose of `ballot`.
 
-    `content`: it hears its leader well, and wants no other one.
+    `promised` is higher, or `index` is all the sender knows of, or its disk takes nothing. `content`: it
+    hears its leader well, and wants no other one.
     """
 
     ballot: Ballot
@@ -105,7 +120,7 @@ class Decided(Message, frozen=True, kw_only=True):
     decree: Decree
 
 
-Say: TypeAlias = Prepare | Promise | Propose | Accepted | Refusal | Decided
+Say: TypeAlias = Canvass | Support | Prepare | Promise | Propose | Accepted | Refusal | Decided
 
 
 def first_decree(nodes: Sequence[int], domains: Sequence[str] = ()) -> Decree:

@@ -32,6 +32,7 @@ class Standing:
     the one below which it accepts nothing. What is said often leaves the decree out, and has its `index`.
     `lost` has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
     nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
+    `dead`: voters that are dead by the witness's word, whoever asked it.
     """
 
     term: Number
@@ -43,6 +44,7 @@ class Standing:
     index: Number = 0
     able: bool = True
     apart: Nodes = ()
+    dead: Nodes = ()
 
     @property
     def newest(self) -> int:
@@ -154,6 +156,16 @@ class NotSaved:
 
 
 @dataclass(frozen=True)
+class Suspended:
+    """The whole job was suspended for so long, by the word of the cluster's manager: no time for the job.
+
+    But for the lease: by then others may have given this node's ranks to another.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
@@ -172,6 +184,7 @@ Input: TypeAlias = (
     | Witnessed
     | Saved
     | NotSaved
+    | Suspended
     | Tick
 )
 
@@ -190,7 +203,7 @@ class Broadcast:
 class ToAgent:
     """Give the order, or the words, to this node's agent."""
 
-    order: m.Order | m.Announce
+    order: m.Order | m.Announce | m.Renewed
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Pure: who leads, as one daemon sees it; and whether it hears enough of the others to go on."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.decree import Prepare
+from ckptless.daemon.control.decree import Ballot, Canvass, Prepare
 from ckptless.daemon.control.edges import (
     AskWitness,
     Forward,
@@ -21,12 +22,15 @@ FORMING_DEADLINE_S = 120.0
 AGREEING_S = 10.0
 # Before generation 1 the others may just not have started yet.
 FORMING_GRACE_S = 10.0
-# A daemon that was started again has not met the others yet: somebody leads already, most likely.
-MEETING_GRACE_S = 2.0
-# A ballot that was not won: somebody else may be trying, too.
-BACKOFF_S = 0.3
-# A job that is to end, and cannot agree on it, ends here by itself.
+# Without a leader the first in the order tries at once, each other one so much later than the one before it,
+# and up to twice as long: an election takes two round trips, and a write on a quorum's disks between them.
+TURN_S = 0.5
+# A try that somebody else has ended: again after so long, and up to twice as long.
+AGAIN_S = 0.3
+# A job that is to end ends here by itself where too few are heard to agree on it; or after AGREEING_S.
 CANCEL_S = 2.0
+# So often in a lease the agent hears that the node holds it: some that are late do not matter.
+RENEWALS = 10
 
 
 def _names(nodes: set[int]) -> str:
@@ -35,48 +39,67 @@ def _names(nodes: set[int]) -> str:
 
 @dataclass
 class Elector(Knowledge):
-    """Takes part in the agreement: campaigns where it is due, follows what is decided, holds its lease."""
+    """Takes part in the agreement: campaigns where it is due, follows what is decided, holds its lease.
+
+    E1, whoever hears its leader supports no other, so a bad link deposes nobody. E2, a try that fails changes
+    nothing, since it asks first. E3, a reign that is older than the newest one known is not followed. E4,
+    each tries after a time of its own, whatever the others do: nobody waits for one that cannot be elected.
+    """
 
     def _on_said(self, event: Said, now: float) -> None:
         content = self._content(event)
-        if content and isinstance(event.say, Prepare):
-            # It does not know who leads.
+        if content and isinstance(event.say, Canvass | Prepare):
+            # It does not know who leads; or has noticed before this daemon that nobody does.
             self._out.append(Meet(event.node, self.short_standing, ()))
+            if isinstance(event.say, Canvass):
+                self._refused[event.node] = event
         self.agreement.hear(event.node, event.say, now, content=content)
 
     def _content(self, said: Said) -> bool:
         """Whether this daemon has a leader that it hears, and that is not the one who asks."""
         if self.leads:
             return said.node != self.me and self._lease.held
-        living = self.leader in self.reachable and self.nodes[self.leader].lost is None
-        return self.leader != NOBODY and self.leader not in (self.me, said.node) and living
+        return said.node != self.leader and self._hears_leader
+
+    @property
+    def _hears_leader(self) -> bool:
+        """Whether it is there, by whatever way. A pulse is newer than the end of its connection to here."""
+        leader = self.leader
+        heard = leader in self.reachable or leader in self.pulsing
+        return leader not in (NOBODY, self.me) and heard and self.nodes[leader].lost is None
+
+    def _support_late(self, now: float) -> None:
+        """Who was refused for a leader that is heard no more need not ask again."""
+        if self._refused and not self.leads and not self._hears_leader:
+            for event in self._refused.values():
+                self.agreement.hear(event.node, event.say, now, content=False)
+            self._refused.clear()
 
     def _follow(self, now: float) -> None:
         """What has been agreed since the last look, and whether this daemon was elected by it, or deposed."""
-        if self.agreement.elected and not self._led and self.agreement.ballot is not None:
-            self._led, self._wanted = True, False
-            former, self.leader = self.leader, self.me
-            self.term = self.agreement.ballot.number
-            if self._reign != self.me:
-                self._reign = self.me
+        ballot = self.agreement.ballot
+        if self.agreement.elected and not self._led and ballot is not None:
+            former, again = self.leader, self._continues
+            self._led = self._continues = True
+            self._reign, self.leader = ballot, self.me
+            if not again:
                 self._elected(former, now)
             self._out.append(Meet(None, self.short_standing, ()))
         elif self._led and not self.agreement.elected:
             self._led = False
             if self.leader == self.me:
-                # Refused, for a promise to somebody who may never lead: then this one does again.
-                self.leader, self._wanted = NOBODY, True
+                self.leader = NOBODY
                 self._out.append(Meet(None, self.short_standing, ()))
         if self.known.index == self._followed:
             return
         self._followed = self.known.index
         if not self.leads:
-            self._reign = NOBODY
+            self._continues = False
         if self.known.outcome is not None:
-            if self.stage != "ended":
-                self._decided_end(self.known.outcome, now)
-                self._enter("ended", now)
-                self._out.append(ToAgent(m.End(outcome=self.known.outcome)))
+            # It holds also where this node has ended by itself before.
+            self._decided_end(self.known.outcome, now)
+            self._enter("ended", now)
+            self._out.append(ToAgent(m.End(outcome=self.known.outcome)))
         elif self.assignment is not None and self.assignment.generation > self._generation:
             self._generation = self.assignment.generation
             self._enter("joining", now)
@@ -84,39 +107,52 @@ class Elector(Knowledge):
             self._out.append(ToAgent(m.Assign(assignment=self.assignment)))
 
     def _campaign_if_due(self, now: float) -> None:
-        """The lowest voter that can be reached tries to lead when nobody leads."""
-        if self.stage == "ended" or self.leads or self.nodes[self.me].lost is not None:
+        """Try to lead, where nobody does and this daemon's time has come."""
+        turn = self._order
+        if self.stage == "ended" or self.leads or self.spec is None or self._hears_leader or turn is None:
+            self._alone, self._tried = None, False
+            if not self.agreement.elected:
+                self.agreement.resign()
             return
-        gone = self.leader not in self.reachable or self.nodes[self.leader].lost is not None
-        mine = self.agreement.able and (self._is_first() or self._wanted)
-        if not gone or self.spec is None or not mine:
-            self.agreement.resign()
+        if self.agreement.campaigns:
             return
-        grace_s = MEETING_GRACE_S
-        if self.stage == "forming":
-            grace_s = 0.0 if self.me == min(self.nodes) else FORMING_GRACE_S
-        early = now - self._started < grace_s and not self._wanted
-        if early or self.agreement.ballot is not None or now - self._campaigned < BACKOFF_S:
-            return
-        self._campaigned = now
-        self.agreement.campaign(now)
+        if self._alone is None:
+            self._alone = now
+        elif self._tried:
+            self._alone = now + AGAIN_S * self._jitter
+        self._tried = False
+        # Of the beginning the lowest is the first, also where it comes late.
+        late = self.stage == "forming" and self.me != min(self.nodes)
+        from_s = max(self._alone, self._started + (FORMING_GRACE_S if late else 0.0))
+        if now >= from_s + turn * TURN_S * self._jitter:
+            self._campaigns += 1
+            self._tried = True
+            self.agreement.campaign(now)
 
-    def _is_first(self) -> bool:
-        """Whether it is this daemon's turn: of the voters; or of all, where the voters' nodes are lost.
+    @property
+    def _order(self) -> int | None:
+        """How many others it lets try before it; None where it cannot be elected.
 
-        Who cannot vote cannot be elected, either.
+        Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where the
+        voters' nodes are lost, whose daemons may vote on, any node.
         """
-        there = self.reachable - self.unable
-        living = [v for v in self.known.voters if v in there and self.nodes[v].lost is None]
-        if not living and all(v in self.losses for v in self.known.voters):
-            living = [node for node in there if node not in self.losses]
-        return min(living, default=NOBODY) == self.me
+        there = self.reachable - self.unable - self.losses.keys()
+        voters = there.intersection(self.known.voters)
+        if not voters and self.losses.keys() >= set(self.known.voters):
+            voters = there
+        order = sorted(voters, key=lambda node: (node != self._reign.node, node))
+        return order.index(self.me) if self.me in order else None
+
+    @property
+    def _jitter(self) -> float:
+        """From 1 to 2, another one for each try of each life of a daemon, which its session is drawn for."""
+        seed = f"{self.me}.{self.session}.{self._campaigns}".encode()
+        return 1.0 + int.from_bytes(blake2b(seed, digest_size=4).digest()) / 2**32
 
     def _end_by_itself(self, now: float) -> None:
         """Cancelled, or never begun, and not enough of the others are there to agree on it."""
         # Another one that leads decides it, and may have begun to wait later than this daemon.
-        led = self.leader in self.reachable - {self.me} and self.nodes[self.leader].lost is None
-        limit_s = AGREEING_S + FORMING_DEADLINE_S * (1 + led)
+        limit_s = AGREEING_S + FORMING_DEADLINE_S * (1 + self._hears_leader)
         if self.stage == "forming" and now - self._since > limit_s:
             text = f"{len(self.reachable)} of {len(self.nodes)} daemons have met, too few to begin"
             self._lose(NodeLost(self.me, text, now - self._since, source="lease"))
@@ -124,7 +160,9 @@ class Elector(Knowledge):
             return
         self._cancelled_at = self._cancelled_at or now
         nobody = all(self.nodes[node].lost is not None for node in self.reachable)
-        if nobody or now - self._cancelled_at > CANCEL_S:
+        # Who hears a quorum waits for what it agrees on, which may be another end.
+        limit_s = CANCEL_S if self.stage == "forming" or not self._lease.held else AGREEING_S
+        if nobody or now - self._cancelled_at > limit_s:
             cancel = self._cancelled
             self._ended_here = m.Outcome(
                 state="stopped", exit_code=cancel.exit_code, reason=cancel.reason, why="cancelled"
@@ -133,15 +171,19 @@ class Elector(Knowledge):
             self._out.append(ToAgent(m.End(outcome=self._ended_here)))
 
     def _settle_leader(self, node: int, theirs: Standing, now: float) -> None:
-        """Two daemons agree on who leads: whoever has the higher ballot does."""
-        before, mine = self.leader, (self.term, self.leader)
-        if theirs.leader == self.me:
-            self._taken_for_leader(node, theirs.term)
-        elif node == self.leader and theirs.leader == NOBODY:
+        """Two daemons agree on who leads: who has the higher ballot, until it says that it leads no more."""
+        before, reign = self.leader, Ballot(number=theirs.term, node=theirs.leader)
+        if theirs.leader == self.me and not self.leads:
+            # They mean a former reign of this daemon. How far the job is, they know.
+            self._reign = max(self._reign, reign)
+            if self.leader == self.me:
+                self.leader = NOBODY
+            self._out.append(Meet(node, self.standing, ()))
+        elif node == self.leader and theirs.leader == NOBODY and theirs.term >= self.term:
             self.leader = NOBODY
-        elif theirs.leader != NOBODY and (theirs.term, theirs.leader) > mine:
-            self._obey_leader(theirs.term, theirs.leader)
-        elif (theirs.term, theirs.leader) < mine and self.leader != NOBODY:
+        elif theirs.leader != NOBODY and (reign, theirs.leader == node) > (self._reign, False):
+            self._obey_leader(reign)
+        elif reign < self._reign and self.leader != NOBODY:
             self._out.append(Meet(node, self.standing, ()))
         told = node == self.leader or self.leader != before
         knows = (told and self.leader not in (NOBODY, self.me)) or (
@@ -153,20 +195,10 @@ class Elector(Knowledge):
         if told and self.leader not in (NOBODY, self.me):
             self._introduce()
 
-    def _taken_for_leader(self, node: int, term: int) -> None:
-        """They mean a former life of this daemon. How far the job is, they know."""
-        if self.leads:
-            return
-        if (term, self.me) < (self.term, self.leader) and self.leader != NOBODY:
-            self._out.append(Meet(node, self.standing, ()))
-        elif self.leader not in (NOBODY, self.me) or not self._wanted:
-            # Whom this one followed led before it did. Said once: whoever hears it introduces itself, which
-            # would be an answer without an end.
-            self.term, self.leader, self._wanted = max(term, self.term), NOBODY, True
-            self._out.append(Meet(node, self.standing, ()))
-
-    def _obey_leader(self, term: int, leader: int) -> None:
-        self.term, self.leader, self._wanted, self._reign = term, leader, False, leader
+    def _obey_leader(self, reign: Ballot) -> None:
+        if reign != self._reign:
+            self._refused.clear()
+        self._reign, self.leader, self._continues = reign, reign.node, False
         self.agreement.resign()
 
     def _introduce(self) -> None:
@@ -175,7 +207,10 @@ class Elector(Knowledge):
         self._out.extend(Forward(self.leader, report) for report in self._own_reports())
 
     def _hold_lease(self, now: float) -> None:
-        """Without a quorum of the voters this node decides nothing, and after a while ends its ranks."""
+        """Without a quorum of the voters this node decides nothing, and after a while ends its ranks.
+
+        As long as it has one its agent is told so: else that asks others (`agent.orphan`).
+        """
         if self.stage == "ended":
             return
         heard = self.heard_voters
@@ -183,25 +218,48 @@ class Elector(Knowledge):
             # Whoever was not met yet may just not have started.
             heard = set(self.known.voters) - self.losses.keys()
         self._lease.renew(self.known.voters, heard, self.agreement.dead, now)
-        mine = self.nodes[self.me]
-        limit_s = self.spec.limits.lease_s if self.spec is not None else None
-        if limit_s is None or mine.lost is not None or self._lease.away_s(now) <= limit_s:
+        if self.spec is None or self.nodes[self.me].lost is not None:
+            return
+        limit_s = self.spec.limits.lease_s
+        if self._lease.held and now - self._renewed >= limit_s / RENEWALS and not self._is_behind:
+            self._renewed = now
+            self._out.append(ToAgent(m.Renewed()))
+        if self._lease.away_s(now) <= limit_s:
             return
         voters = self.known.voters
         text = f"it heard {len(heard)} of {len(voters)} voters for {limit_s:.1f} s"
         self._note(now, "error", "fenced", f"node-{self.me} ends its ranks: {text}")
         self._lose(NodeLost(self.me, text, self._lease.away_s(now), source="lease"))
 
+    @property
+    def _is_behind(self) -> bool:
+        """Whether its agent is, or may be, in a generation that this daemon has not heard of in this life."""
+        state = self.nodes[self.me].state
+        return self.assignment is None and (state is None or state.assigned is not None)
+
     def _ask_witness(self, now: float) -> None:
-        """Half of the voters is silent: whether it is dead, the cluster's manager may know."""
+        """Half of the voters is silent: whether it is dead, the cluster's manager may know.
+
+        One of those left asks, the others in their turn where no word has come by then.
+        """
         heard = self.heard_voters
-        speaks = min((node for node in heard if self.nodes[node].lost is None), default=None) == self.me
+        living = sorted(node for node in heard if self.nodes[node].lost is None)
         silent = set(self.known.voters) - heard
-        if speaks and self._lease.witness_due(now):
+        if self.me in living and self._lease.witness_due(now, living.index(self.me)):
             self._note(now, "warning", "witness", f"half of the voters is silent: {_names(silent)}")
             self._out.append(AskWitness(tuple(sorted(silent)), tuple(sorted(heard))))
 
     def _witnessed(self, event: Witnessed, now: float) -> None:
         """They can be in no other quorum any more: the witness never says the same of this half."""
-        self._note(now, "warning", "witness", f"{_names(set(event.nodes))} are dead by the cluster's word")
-        self.agreement.dead.update(event.nodes)
+        nodes = set(event.nodes)
+        if not nodes <= self.agreement.dead:
+            self._note(now, "warning", "witness", f"{_names(nodes)} are dead by the cluster's word")
+            self.agreement.dead |= nodes
+            self._out.append(Meet(None, self.short_standing, ()))
+
+    def _hear_of_dead(self, node: int, dead: set[int]) -> None:
+        """The word is true for all, whoever asked: without it a survivor would end its ranks."""
+        if not dead <= self.agreement.dead:
+            self.agreement.dead |= dead
+        elif not self.agreement.dead <= dead:
+            self._out.append(Meet(node, self.short_standing, ()))

@@ -53,8 +53,11 @@ class NodeView:
         return True
 
     def slot(self, index: int) -> SlotState | None:
-        """State of a slot, if its agent has told."""
-        return next((slot for slot in self.slots() if slot.slot == index), None)
+        """State of a slot, if its agent has told; agents tell of them in order."""
+        slots = self.slots()
+        if index < len(slots) and slots[index].slot == index:
+            return slots[index]
+        return next((slot for slot in slots if slot.slot == index), None)
 
     @property
     def usable(self) -> bool:

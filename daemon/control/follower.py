@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import VOTE_AGAIN, VOTE_LOST, Record
+from ckptless.daemon.api.records import VOTE_AGAIN, VOTE_LOST, JobRecord, Record
 from ckptless.daemon.control import story
-from ckptless.daemon.control.decree import Decided
+from ckptless.daemon.control.decree import Ballot, Decided
 from ckptless.daemon.control.edges import (
     AgentAnswers,
     Apart,
@@ -31,6 +31,7 @@ from ckptless.daemon.control.edges import (
     Report,
     Said,
     Saved,
+    Suspended,
     Tell,
     Tick,
     ToAgent,
@@ -41,9 +42,10 @@ from ckptless.daemon.control.elector import Elector
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.control.protection import FEW_NODES as FEW
-from ckptless.daemon.membership.overlay import DEGREE
 
 REPORT_INTERVAL_S = 1.0
+# Of so many nodes' reports that only tell of new steps the leader hears in a second, and writes rows.
+NODES_A_SECOND = 256
 
 
 @dataclass
@@ -51,13 +53,20 @@ class Follower(Elector):
     """Hears everything, and obeys whoever leads."""
 
     _obeyed: type[m.Order] | None = None
-    _news: set[int] = field(default_factory=set)
+    # Nodes of which rows are to be written, the oldest news first.
+    _news: dict[int, None] = field(default_factory=dict)
     # Lost nodes of which the story tells that they are heard again.
     _returned: set[int] = field(default_factory=set)
     # Since when nodes are dark of which the cluster's manager does not know yet that they stay so.
     _dark: dict[int, float] = field(default_factory=dict)
+    # What the leader was last told of this node's agent, but for its steps; and in which turn.
+    _told: m.AgentState | None = None
+    _told_in: int = 0
     # Of each node, what was last written of what it holds.
     _written: dict[int, m.Copies] = field(default_factory=dict)
+    # The job's row while there is no generation, and when it was looked at last.
+    _row: JobRecord | None = None
+    _row_at: float = 0.0
 
     def handle(self, event: Input, now: float) -> list[Output]:
         """One input in, all outputs out."""
@@ -70,6 +79,7 @@ class Follower(Elector):
         for event in events:
             self._take(event, now)
         self._follow(now)
+        self._support_late(now)
         self._hold_lease(now)
         if self._lease.held:
             self._campaign_if_due(now)
@@ -77,6 +87,7 @@ class Follower(Elector):
         self._end_by_itself(now)
         self.agreement.repeat(now)
         self._follow(now)
+        self._tell_of_forming(now)
         out = self._out.copy()
         self._out.clear()
         return out
@@ -86,7 +97,7 @@ class Follower(Elector):
             case Report():
                 self._on_report(event, now)
             case Connected():
-                self._out.append(Meet(event.node, self.standing, self._own_reports(short=False)))
+                self._out.append(Meet(event.node, self.short_standing, self._own_reports(short=False)))
             case PeerUp():
                 self._on_peer_up(event, now)
             case PeerDown():
@@ -112,6 +123,9 @@ class Follower(Elector):
                 self._witnessed(event, now)
             case Saved() | NotSaved():
                 self._on_disk(event, now)
+            case Suspended():
+                self._since = min(now, self._since + event.seconds)
+                self._moved = min(now, self._moved + event.seconds)
             case Tick():
                 self._periodic(now)
 
@@ -138,29 +152,47 @@ class Follower(Elector):
             self._on_hello(view, message, now)
         elif isinstance(message, m.AgentState):
             if view.take_copies(message, now):
-                self._news.add(report.node)
+                self._news[report.node] = None
             if view.state is not None and message.seq <= view.state.seq:
                 return
             view.state, view.told_s = message, now
-            self._news.add(report.node)
+            self._news[report.node] = None
             if report.node == self.me:
+                newest = max((slot.step or 0 for slot in message.slots), default=0)
+                self._stepped = self._stepped if newest == self._stepped[0] else (newest, now)
                 self._tend()
         elif isinstance(message, m.Cancel):
             self._cancelled = message
         elif report.node == self.me:
             self._note(now, message.level, message.kind, message.text, message.generation)
         if report.node == self.me and self.leader not in (NOBODY, self.me):
-            self._pass_on(report)
+            self._pass_on(report, now)
 
-    def _pass_on(self, report: Report) -> None:
+    def still_s(self, now: float) -> float:
+        """How long this node's ranks have made no step; 0 where none is due, or there are none."""
+        here = self.assignment.ranks_on(self.me) if self.assignment is not None else ()
+        due = here and self.stage in ("joining", "restoring", "running")
+        return now - max(self._since, self._stepped[1]) if due else 0.0
+
+    def _pass_on(self, report: Report, now: float) -> None:
         message = report.message
         if isinstance(message, m.AgentHello):
             hello = m.Introduction(info=message.info, pid=message.pid, brought=message.brought)
             report = Report(self.me, hello)
         elif isinstance(message, m.AgentState) and len(self.nodes) > FEW:
-            # What is held changes with every step: one ear hears that of many when it is reminded.
+            # What is held changes with every step: one ear hears that of many when it is reminded. That of
+            # steps alone each tells in its turn; the leader learns from any of them how far the job is.
+            told, turn = _but_for_steps(message), self._turn(now)
+            if told == self._told and turn == self._told_in:
+                return
+            self._told, self._told_in = told, turn
             report = Report(self.me, structs.replace(message, copies=None))
         self._out.append(Forward(self.leader, report))
+
+    def _turn(self, now: float) -> int:
+        """A number that is another one each time that it is this node's turn to tell of its steps."""
+        count = len(self.nodes)
+        return int(now * NODES_A_SECOND / count + self.me / count)
 
     def _on_hello(self, view: NodeView, hello: m.AgentHello | m.Introduction, now: float) -> None:
         if isinstance(hello, m.AgentHello):
@@ -193,6 +225,7 @@ class Follower(Elector):
         theirs = event.standing
         (self.unable.discard if theirs.able else self.unable.add)(event.node)
         self._apart.say(event.node, theirs.apart, now)
+        self._hear_of_dead(event.node, set(theirs.dead))
         if self.has_a_say(event.node):
             for node, reason, source in theirs.lost:
                 self._lose(NodeLost(node, reason, 0.0, source=source))
@@ -216,7 +249,8 @@ class Follower(Elector):
             self._out.append(NodeIsDark(node, text, "back"))
 
     def _on_order(self, event: OrderFrom, now: float) -> None:
-        if (event.term, event.node) < (self.term, self.leader) or self.outcome is not None:
+        reign = Ballot(number=event.term, node=event.node)
+        if reign < self._reign or self.outcome is not None:
             name = type(event.order).__name__
             text = (
                 f"{name} of node-{event.node}, term {event.term}; node-{self.leader} leads term {self.term}"
@@ -225,7 +259,7 @@ class Follower(Elector):
             self._out.append(Meet(event.node, self.standing, ()))
             return
         before = self.leader
-        self._obey_leader(event.term, event.node)
+        self._obey_leader(reign)
         if self.leader != before:
             self._introduce()
         self._obey(event.order, now)
@@ -263,11 +297,8 @@ class Follower(Elector):
     def _remind(self) -> None:
         """Say all again to whoever leads, or will: something may have been lost on the way."""
         living = [node for node in self.reachable if self.nodes[node].lost is None and node != self.me]
-        # Where all are connected to all, nobody passes on what is said to one of them.
-        passed_on = self.leader in self.pulsing and len(self.nodes) > DEGREE + 1
-        heard = self.leader in self.reachable or passed_on
         # Whoever is there may know how it ended, where the leader has died over it.
-        ear = self.leader if heard and self.leader not in self.losses else min(living, default=self.me)
+        ear = self.leader if self._hears_leader else min(living, default=self.me)
         if ear != self.me and self.stage != "ended":
             self._out.append(Meet(ear, self.short_standing, self._own_reports()))
 
@@ -281,15 +312,59 @@ class Follower(Elector):
         if self.spec is not None and now - self._reported >= REPORT_INTERVAL_S:
             self._reported = now
             self._tend()
-            self._out.append(Write(tuple(self._snapshot(self.spec.job, now)), share=False))
+            self._write_snapshot(self.spec.job, now)
+
+    def _decided_end(self, outcome: m.Outcome, now: float) -> None:
+        """Write down what this daemon's node had at last: the next snapshot would come too late."""
+        if self.spec is not None:
+            self._write_snapshot(self.spec.job, now)
+
+    def _tell_of_forming(self, now: float) -> None:
+        """Until there is a generation, of which its leader tells, each daemon has a row of the job's own.
+
+        What it has forgotten of a job it does not take for the beginning.
+        """
+        if self.assignment is not None or self.spec is None or not self.may_vote:
+            return
+        outcome, loss = self.outcome, self.losses.get(self.me)
+        if outcome is None and loss is not None and loss.source == "lease":
+            outcome = m.Outcome(state="failed", exit_code=4, reason=loss.reason, why="no-quorum")
+        if outcome is None and self._row is not None and now - self._row_at < REPORT_INTERVAL_S:
+            return
+        self._row_at = now
+        if outcome is None:
+            row = story.forming(self.spec, self._started, self._waits_for)
+        elif self._row is None or self._row.ended_s is None:
+            row = story.job(self.spec, outcome.state, self._started, outcome, now)
+        else:
+            return
+        if row != self._row:
+            self._row = row
+            self._out.append(Write((row,), share=False))
+
+    @property
+    def _waits_for(self) -> list[int]:
+        """Before the first generation: nodes whose agents are not up, as far as this daemon knows."""
+        there = set() if self.leads else self.reachable | self.pulsing
+        views = sorted(self.nodes.items())
+        return [n for n, view in views if view.hello is None and view.lost is None and n not in there]
+
+    def _write_snapshot(self, job: str, now: float) -> None:
+        self._out.append(Write(tuple(self._snapshot(job, now)), share=False))
 
     def _snapshot(self, job: str, now: float) -> list[Record]:
-        """The nodes as this daemon sees them; of many, its own, and where it leads those with news."""
+        """The nodes as this daemon sees them; of many its own, and where it leads some with news."""
         views: Mapping[int, NodeView] = self.nodes
         if len(views) > FEW:
-            views = {node: views[node] for node in {self.me} | (self._news if self.leads else set())}
-        self._news = set()
-        rows = story.snapshot((job, self.me), views, self.assignment, self.reachable, now)
+            news = [*self._news][:NODES_A_SECOND] if self.leads else []
+            views = {node: self.nodes[node] for node in {self.me, *news}}
+        if self.leads:
+            self._news = {node: None for node in self._news if node not in views}
+        else:
+            self._news.clear()
+        # A daemon that ends with its job is not away.
+        there = self.reachable if self.known.outcome is None else set(self.nodes)
+        rows = story.snapshot((job, self.me), views, self.assignment, there, now)
         # What is held elsewhere only the leader is told of all the time.
         for node in sorted(views) if self.leads else (self.me,):
             held = views[node].copies
@@ -297,3 +372,12 @@ class Follower(Elector):
                 self._written[node] = held[0]
                 rows.append(story.holding(job, node, held))
         return rows
+
+
+def _but_for_steps(state: m.AgentState) -> m.AgentState:
+    """What of an agent's state the leader has to hear of at once: all but how far ranks are in training."""
+    if state.frozen is not None:
+        return state
+    blank = {"step": None, "loss": None, "every": None, "share": None, "age_s": 0.0}
+    slots = tuple(structs.replace(slot, **blank) for slot in state.slots)
+    return structs.replace(state, seq=0, slots=slots, copies=None)

@@ -8,8 +8,8 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control import story
 from ckptless.daemon.control.agreement import Agreement
-from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree, is_quorum
-from ckptless.daemon.control.edges import NodeLost, Output, Report, Stage, Standing, ToAgent, Write
+from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decree, Durable, first_decree, is_quorum
+from ckptless.daemon.control.edges import NodeLost, Output, Report, Said, Stage, Standing, ToAgent, Write
 from ckptless.daemon.control.faults import FaultLog, NodeView
 from ckptless.daemon.control.lease import Lease
 from ckptless.daemon.control.pairs import Apart
@@ -34,7 +34,6 @@ class Knowledge:
     may_vote: bool = True
     spec: m.JobSpec | None = None
     stage: Stage = "forming"
-    term: int = 0
     leader: int = NOBODY
     reachable: set[int] = field(default_factory=set)
     answering: set[int] = field(default_factory=set)
@@ -53,18 +52,26 @@ class Knowledge:
     _timeline: Timeline | None = None
     _since: float = 0.0
     _moved: float = 0.0
+    # The newest step of this node's ranks, and since when.
+    _stepped: tuple[int, float] = (0, 0.0)
     _reported: float = 0.0
     _reminded: float = 0.0
     _started: float = 0.0
-    _campaigned: float = 0.0
-    _wanted: bool = False
+    # The newest reign that this daemon knows of, over or not; whether it was its own, with no other since.
+    _reign: Ballot = NO_BALLOT
+    _continues: bool = False
     _led: bool = False
-    _reign: int = NOBODY
+    # Since when it hears no leader, and its own tries.
+    _alone: float | None = None
+    _tried: bool = False
+    _campaigns: int = 0
+    # Who has asked for this daemon's support while it heard its leader.
+    _refused: dict[int, Said] = field(default_factory=dict)
     _followed: int = 0
     _generation: int = 0
-    _members_of: tuple[int, frozenset[int]] = (0, frozenset())
     _touched: set[int] = field(default_factory=set)
     _lease: Lease = field(default_factory=Lease)
+    _renewed: float = 0.0
     _events: int = 0
     _out: list[Output] = field(default_factory=list)
 
@@ -81,6 +88,11 @@ class Knowledge:
     def known(self) -> Decree:
         """The newest decree."""
         return self.agreement.known
+
+    @property
+    def term(self) -> int:
+        """The number of the ballot by which somebody leads, or led last."""
+        return self._reign.number
 
     @property
     def assignment(self) -> m.Assignment | None:
@@ -110,7 +122,7 @@ class Knowledge:
         """Whether it may say that another is lost. Who is out of the generation may have been cut off."""
         if self.nodes[node].lost is not None:
             return False
-        return self.assignment is None or node in self._members
+        return self.assignment is None or node in self.assignment.members
 
     @property
     def standing(self) -> Standing:
@@ -122,7 +134,8 @@ class Knowledge:
         """What to tell again and again, or to many; whoever lacks the decree will ask for it."""
         promised, lost = self.agreement.durable.promised, self._told_losses
         index, able, apart = self.known.index, self.agreement.able, tuple(sorted(self.apart))
-        return Standing(self.term, self.leader, self.stage, None, promised, lost, index, able, apart)
+        dead = tuple(sorted(self.agreement.dead))
+        return Standing(self.term, self.leader, self.stage, None, promised, lost, index, able, apart, dead)
 
     @property
     def _told_losses(self) -> tuple[tuple[int, str, FaultSource], ...]:
@@ -141,19 +154,11 @@ class Knowledge:
             hello = m.Introduction(info=hello.info, pid=hello.pid, brought=hello.brought)
         return tuple(Report(self.me, part) for part in (hello, mine.state) if part is not None)
 
-    @property
-    def _members(self) -> frozenset[int]:
-        """The nodes of the generation that there is, spares too."""
-        assert self.assignment is not None
-        if self._members_of[0] != self.assignment.generation:
-            members = frozenset(info.node for info in self.assignment.nodes)
-            self._members_of = (self.assignment.generation, members)
-        return self._members_of[1]
-
     def _lose(self, loss: NodeLost) -> None:
         """Whoever says it first is believed; what others say of the same node is no news."""
         view = self.nodes[loss.node]
-        if view.lost is not None:
+        # With the job's end its agents and, in local mode, its daemons go: nothing is lost by that.
+        if view.lost is not None or self.known.outcome is not None:
             return
         view.lost, view.lost_age_s, view.dark = loss.reason, loss.age_s, loss.dark
         view.lost_source = loss.source

@@ -23,7 +23,7 @@ from ckptless.daemon.control.faults import SECONDARY, Fault, Finding, NodeView
 from ckptless.daemon.control.seats import Seats, remove
 from ckptless.daemon.control.sources import NoCommonStepError, state_sources
 from ckptless.daemon.control.start import start_from
-from ckptless.daemon.control.telling import one_line
+from ckptless.daemon.control.telling import cause_text, one_line
 
 RUNGS = ("start", "in-process", "process", "spare")
 
@@ -176,7 +176,7 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
     """One fault's rung: the first whose budget is not used up. Raises NoPlanError past the last one."""
     finding, limits = fault.finding, now.spec.limits
     if finding.kind == "node-lost":
-        answers.bad.update(place for place in now.current.places if place.node == finding.node)
+        answers.bad.update(now.current.places[rank] for rank in now.current.ranks_on(finding.node))
         answers.raise_to("spare")
         return
     count = _count(now, fault, answers)
@@ -248,7 +248,7 @@ def _first_failure(now: Situation) -> Outcome:
     failed = [fault.finding for fault in now.causes if fault.finding.exit_code is not None]
     if not failed:
         finding = now.causes[0].finding
-        text = f"{finding.kind} {_name(now, finding.node)}: {finding.detail}, and nothing answers faults"
+        text = f"{cause_text(finding, now.nodes)}, and nothing answers faults"
         return _unrecoverable(text, "no-spare")
     first = min(failed, key=lambda finding: _began_s(now, finding))
     code = first.exit_code or EXIT_SCRIPT
@@ -317,19 +317,19 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
     Ranks of one node stay together where a node has room for them. Free slots that were flapping lately
     themselves are taken only by the homeless, and last.
     """
-    homeless = {rank: place for rank, place in enumerate(now.current.places) if place in answers.bad}
-    shaken = {r: p for r, p in enumerate(now.current.places) if p in answers.flapping and r not in homeless}
-    moving = {r: p for r, p in enumerate(now.current.places) if p in answers.suspect and r not in homeless}
+    homeless = _ranks_in(now, answers.bad)
+    shaken = _ranks_in(now, answers.flapping - answers.bad)
+    moving = _ranks_in(now, answers.suspect - answers.bad)
     if not homeless and not shaken and not moving:
         return now.current.places
     places = list(now.current.places)
     lost = [info.node for info in now.current.nodes if not now.nodes[info.node].usable]
     seats = Seats(now.nodes, now.spec.slots_per_node, now.spec.domains, lost)
-    taken = {*places, *now.current.bad, *answers.bad}
+    worse = seats.free({*places, *now.current.bad, *answers.bad})
     shaky = {
         p.place for p in now.current.replaced if len(_lately(now, p.place)) >= now.spec.limits.flap_tries
     }
-    sound, worse = seats.free({*taken, *shaky}), seats.free(taken)
+    sound = {n: free for n in worse if (free := [s for s in worse[n] if Place(node=n, slot=s) not in shaky])}
     for node in sorted({place.node for place in homeless.values()}):
         ranks = [rank for rank, place in homeless.items() if place.node == node]
         slots = seats.choose(sound, node, len(ranks))
@@ -339,7 +339,7 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
             slots += (more := seats.choose(worse, node, len(ranks) - len(slots)))
             remove(worse, more)
         if len(slots) < len(ranks):
-            text = f"no spare left for rank {ranks[len(slots)]} ({_causes(now)})"
+            text = f"no spare left for rank {ranks[len(slots)]}: {_causes(now)}"
             raise NoPlanError(_unrecoverable(text, "no-spare", now.causes[0].finding))
         for rank, place in zip(ranks, slots, strict=True):
             places[rank] = place
@@ -351,13 +351,14 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
     return tuple(places)
 
 
+def _ranks_in(now: Situation, places: set[Place]) -> dict[int, Place]:
+    """The ranks that have these slots."""
+    found = {place: now.current.rank_at(place) for place in places}
+    return dict(sorted((rank, place) for place, rank in found.items() if rank is not None))
+
+
 def _causes(now: Situation) -> str:
-    return "; ".join(f"{f.finding.kind} {_name(now, f.finding.node)}: {f.finding.detail}" for f in now.causes)
-
-
-def _name(now: Situation, node: int) -> str:
-    hello = now.nodes[node].hello
-    return hello.info.name if hello is not None else f"node-{node}"
+    return "; ".join(cause_text(fault.finding, now.nodes) for fault in now.causes)
 
 
 def _has_unknown_nccl(nodes: Mapping[int, NodeView]) -> bool:

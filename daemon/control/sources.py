@@ -1,15 +1,20 @@
 """Pure: which step to go on from, and who can give each rank its record and its shard's tensors."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptless.daemon.api.messages import Holdings, Place
 from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.twins_agree import disputes, sound_holders
+from ckptless.daemon.control.twins_agree import Comparison
 
 # A node, and what it holds.
 Told: TypeAlias = tuple[int, Holdings]
+# Of each node what it has: the rank or shard first, the steps last.
+_Steps: TypeAlias = Sequence[
+    tuple[int, Sequence[tuple[int, Sequence[int]]] | Sequence[tuple[int, int, Sequence[int]]]]
+]
 
 
 class NoCommonStepError(Exception):
@@ -26,20 +31,34 @@ class Sources:
     record_nodes: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Held:
-    """Who holds what: by rank, or by shard, and step."""
+    """What may be restored, by node in their order; `shards`: of each rank that has any record."""
 
-    shards: dict[int, int] = field(default_factory=dict)
-    records: dict[int, dict[int, list[int]]] = field(default_factory=dict)
-    tensors: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    shards: Mapping[int, int]
+    records: _Steps
+    tensors: _Steps
 
-    def steps_of(self, rank: int) -> set[int]:
-        """Steps of which somebody has the rank's record, and somebody its shard's tensors."""
-        shard = self.shards.get(rank)
-        if shard is None:
-            return set()
-        return self.records[rank].keys() & self.tensors.get(shard, {}).keys()
+    def newest(self) -> "_Common | None":
+        """The newest step of which somebody has each rank's record, and somebody its shard's tensors."""
+        wanted = set(self.shards.values())
+        every = {one[-1] for _, some in self.tensors for one in some}
+        for step in sorted({step for steps in every for step in steps}, reverse=True):
+            tensors = _holders(self.tensors, step)
+            if wanted <= tensors.keys():
+                records = _holders(self.records, step)
+                if self.shards.keys() <= records.keys():
+                    return _Common(step, records, tensors)
+        return None
+
+
+@dataclass(frozen=True)
+class _Common:
+    """A step that every rank can go on from, and the nodes that have each record and each shard of it."""
+
+    step: int
+    records: Mapping[int, list[int]]
+    tensors: Mapping[int, list[int]]
 
 
 def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
@@ -47,7 +66,8 @@ def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
 
     One at which twins differ only where there is no other.
     """
-    return _newest_held(_told(nodes), world_size)[1]
+    _, common = _newest_held(_told(nodes), world_size)
+    return common.step if common is not None else None
 
 
 def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progress: int) -> Sources:
@@ -55,27 +75,34 @@ def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progre
 
     `progress` is the newest step that any rank is known to have committed.
     """
-    return sources_of(_told(nodes[node] for node in sorted(nodes)), places, progress)
+    return sources_of(_told(nodes.values()), places, progress)
 
 
 def sources_of(told: Sequence[Told], places: Sequence[Place], progress: int = 0) -> Sources:
     """The same, from what these nodes hold. Raises NoCommonStepError."""
-    held, step = _newest_held(told, len(places))
-    if step is None:
+    held, common = _newest_held(told, len(places))
+    if common is None:
         newest = max((s for _, holdings in told for s in _all_steps(holdings)), default=progress)
         if max(newest, progress) > 0:
             raise NoCommonStepError(_missing(held, len(places)))
         return Sources()
     shards = tuple(held.shards[rank] for rank in range(len(places)))
+    # The ranks of a node are held by the same nodes as a rule: what is equal is kept once.
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}
+    nearest = (_nearest_first(common.records[rank], place.node) for rank, place in enumerate(places))
+    by_shard = ((shard, tuple(common.tensors[shard])) for shard in sorted(set(shards)))
     return Sources(
-        step=step,
+        step=common.step,
         shards=shards,
-        tensor_nodes=tuple((shard, tuple(held.tensors[shard][step])) for shard in sorted(set(shards))),
-        record_nodes=tuple(
-            tuple(sorted(held.records[rank][step], key=lambda node, home=place.node: (node != home, node)))  # type: ignore[misc]
-            for rank, place in enumerate(places)
-        ),
+        tensor_nodes=tuple((shard, same.setdefault(nodes, nodes)) for shard, nodes in by_shard),
+        record_nodes=tuple(same.setdefault(nodes, nodes) for nodes in nearest),
     )
+
+
+def _nearest_first(nodes: list[int], home: int) -> tuple[int, ...]:
+    if home not in nodes or nodes[0] == home:
+        return tuple(nodes)
+    return (home, *(node for node in nodes if node != home))
 
 
 def _told(nodes: Iterable[NodeView]) -> list[Told]:
@@ -84,28 +111,35 @@ def _told(nodes: Iterable[NodeView]) -> list[Told]:
     return [(node, holdings) for node, holdings in states if holdings is not None]
 
 
-def _newest_held(told: Sequence[Told], world_size: int) -> tuple[_Held, int | None]:
+def _newest_held(told: Sequence[Told], world_size: int) -> tuple[_Held, _Common | None]:
     """What is held, and the step to go on from: one at which twins differ only where there is no other."""
-    held = _held(told, world_size, disputed=False)
-    step = _newest_common(held, world_size)
-    if step is None and any(holdings.digests for _, holdings in told):
-        held = _held(told, world_size, disputed=True)
-        step = _newest_common(held, world_size)
-    return held, step
+    compared = Comparison([holdings for _, holdings in told])
+    held = _held(told, world_size, compared, disputed=False)
+    complete = len(held.shards) == world_size
+    common = held.newest() if complete else None
+    if common is None and compared.any:
+        held = _held(told, world_size, compared, disputed=True)
+        common = held.newest() if complete else None
+    return held, common
 
 
-def _held(told: Sequence[Told], world_size: int, *, disputed: bool) -> _Held:
-    held = _Held()
-    found = disputes(holdings for _, holdings in told)
-    for (shard, step), givers in sound_holders(dict(told), found, disputed=disputed).items():
-        held.tensors.setdefault(shard, {})[step] = givers
-    for node, holdings in told:
-        for rank, shard, steps in holdings.records:
-            if rank < world_size and steps:
-                held.shards[rank] = shard
-                for step in steps:
-                    held.records.setdefault(rank, {}).setdefault(step, []).append(node)
-    return held
+def _held(told: Sequence[Told], world_size: int, compared: Comparison, *, disputed: bool) -> _Held:
+    told = sorted(told, key=lambda one: one[0])
+    return _Held(
+        {rank: shard for _, of in told for rank, shard, steps in of.records if steps and rank < world_size},
+        [(node, of.records) for node, of in told],
+        [(node, compared.sound(of, disputed=disputed)) for node, of in told],
+    )
+
+
+def _holders(held: _Steps, step: int) -> dict[int, list[int]]:
+    """Of each the nodes that have this step, ascending."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for node, some in held:
+        for one in some:
+            if step in one[-1]:
+                found[one[0]].append(node)
+    return found
 
 
 def _all_steps(holdings: Holdings) -> list[int]:
@@ -113,23 +147,24 @@ def _all_steps(holdings: Holdings) -> list[int]:
     return [*tensors, *(step for _, _, steps in holdings.records for step in steps)]
 
 
-def _newest_common(held: _Held, world_size: int) -> int | None:
-    common: set[int] | None = None
-    for rank in range(world_size):
-        steps = held.steps_of(rank)
-        common = steps if common is None else common & steps
-        if not common:
-            return None
-    return max(common) if common else None
-
-
 def _missing(held: _Held, world_size: int) -> str:
     """Names the rank that is worst off, and the steps that there are of what it needs."""
-    poorest = min(range(world_size), key=lambda rank: max(held.steps_of(rank), default=-1))
-    records = sorted(held.records.get(poorest, ()))
-    shard = held.shards.get(poorest)
-    tensors = sorted(held.tensors.get(shard, ())) if shard is not None else []
+    records, tensors = _steps_of(held.records), _steps_of(held.tensors)
+
+    def common(rank: int) -> set[int]:
+        return records.get(rank, set()) & tensors.get(held.shards.get(rank, -1), set())
+
+    poorest = min(range(world_size), key=lambda rank: max(common(rank), default=-1))
     return (
-        f"no step that every rank can give: rank {poorest}'s records are held for steps {records}, "
-        f"its tensors for steps {tensors}"
+        f"no step that every rank can give: rank {poorest}'s records are held for steps "
+        f"{sorted(records.get(poorest, ()))}, its tensors for steps "
+        f"{sorted(tensors.get(held.shards.get(poorest, -1), ()))}"
     )
+
+
+def _steps_of(held: _Steps) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for _, some in held:
+        for one in some:
+            found.setdefault(one[0], set()).update(one[-1])
+    return found

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import structs
+
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import (
     EventRecord,
@@ -20,6 +22,9 @@ from ckptless.daemon.control.faults import Fault, NodeView
 from ckptless.daemon.control.telling import Line
 from ckptless.daemon.control.timeline import Timeline
 
+# So many nodes are called by their names in a row.
+NAMED = 8
+
 
 def job(
     spec: m.JobSpec, state: JobState, started_s: float, outcome: m.Outcome | None = None, now: float = 0.0
@@ -37,6 +42,19 @@ def job(
         exit_code=outcome.exit_code if outcome is not None else None,
         reason=outcome.reason if outcome is not None else None,
     )
+
+
+def forming(spec: m.JobSpec, started_s: float, waits_for: Sequence[int]) -> JobRecord:
+    """The row of a job that has no generation yet, with the nodes that it still waits for."""
+    names = [name_in(spec, node) for node in waits_for[:NAMED]]
+    more = f" and {len(waits_for) - NAMED} more" if len(waits_for) > NAMED else ""
+    reason = f"waiting for {', '.join(names)}{more}" if names else None
+    return structs.replace(job(spec, "forming", started_s), reason=reason)
+
+
+def name_in(spec: m.JobSpec, node: int) -> str:
+    """What the launcher calls a node."""
+    return spec.names[node] if node < len(spec.names) else f"node-{node}"
 
 
 def generation(assignment: m.Assignment, now: float) -> GenerationRecord:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ckptless.daemon.api.messages import Assignment
-from ckptless.daemon.control.remaking import Copies, twin_nodes
+from ckptless.daemon.control.remaking import Holders
 
 # "record" of a rank or "tensors" of a shard, and its number.
 Item: TypeAlias = tuple[Literal["record", "tensors"], int]
@@ -24,28 +24,28 @@ def home_of(assignment: Assignment, item: Item) -> int:
     return assignment.places[item[1]].node
 
 
-def targets_of(assignment: Assignment, copies: Copies, item: Item) -> frozenset[int]:
+def targets_of(to: Holders, item: Item) -> frozenset[int]:
     """The nodes that are to hold an item beside those whose ranks have it."""
     what, number = item
-    of = copies.of_record if what == "record" else copies.of_tensors
-    return frozenset(info.node for info in of(assignment, number))
+    of = to.of_record if what == "record" else to.of_tensors
+    return frozenset(info.node for info in of(number))
 
 
-def surplus(assignment: Assignment, copies: Copies, node: int, here: Collection[Item]) -> tuple[Item, ...]:
+def surplus(to: Holders, node: int, here: Collection[Item]) -> tuple[Item, ...]:
     """What of all that is `here`, on `node`, has another place in this generation."""
-    if assignment.restore_step is None:
+    if to.assignment.restore_step is None:
         return ()
-    return tuple(item for item in sorted(here) if not _belongs(assignment, copies, node, item))
+    return tuple(item for item in sorted(here) if not _belongs(to, node, item))
 
 
-def _belongs(assignment: Assignment, copies: Copies, node: int, item: Item) -> bool:
+def _belongs(to: Holders, node: int, item: Item) -> bool:
     what, number = item
-    if number >= len(assignment.places):
+    if number >= len(to.assignment.places):
         return True  # nobody knows of it, so nobody can tell that it is held elsewhere
-    own = {home_of(assignment, item)}
+    own = {home_of(to.assignment, item)}
     if what == "tensors":
-        own |= twin_nodes(assignment, number)
-    return node in own or node in targets_of(assignment, copies, item)
+        own |= to.twins(number)
+    return node in own or node in targets_of(to, item)
 
 
 @dataclass
@@ -75,8 +75,7 @@ class Settled:
 
 
 def may_go(
-    assignment: Assignment,
-    copies: Copies,
+    to: Holders,
     node: int,
     item: Item,
     newest: int | None,
@@ -86,6 +85,6 @@ def may_go(
     if holders is None or node in holders:
         return False
     # Its home gives it to this node after all, since another cannot be reached.
-    if newest is not None and newest > (assignment.restore_step or 0):
+    if newest is not None and newest > (to.assignment.restore_step or 0):
         return False
-    return len(holders) >= len(targets_of(assignment, copies, item))
+    return len(holders) >= len(targets_of(to, item))

@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
-from ckptless.daemon.api.messages import Assignment, Place, SlotState
+from ckptless.daemon.api.messages import Assignment, Phase, Place
 from ckptless.daemon.control.faults import Finding, NodeView, observe_node
 
 INSIDE = ("assigned", "joined", "restored", "finished")
@@ -17,11 +18,27 @@ REACHED = {
 }
 
 
+def _reached(phase: Phase, *, stepped: bool, well: bool) -> tuple[str, ...]:
+    """How far a slot of the generation has come; `well`: there is no cause for why it left or ended."""
+    more = ("stepped",) if stepped and phase != "finished" else ()
+    # Its training function has returned; where the leader that released it is gone, it may have ended.
+    ended = ("ended",) if phase == "finished" or (phase == "exited" and well) else ()
+    return ("here", *REACHED.get(phase, ()), *more, *ended)
+
+
+_REACHED = {
+    (phase, stepped, well): _reached(phase, stepped=stepped, well=well)
+    for phase in get_args(Phase)
+    for stepped in (False, True)
+    for well in (False, True)
+}
+
+
 @dataclass
 class _Work:
     """What is counted of one node."""
 
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, int] = field(default_factory=dict)
     inside: list[tuple[int, Place]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -41,7 +58,6 @@ class Tally:
     moving: set[int] = field(default_factory=set)
     progress: int = 0
     newest: int = 0
-    _ranks: dict[int, list[tuple[int, Place]]] = field(default_factory=dict)
     _works: dict[int, _Work] = field(default_factory=dict)
     _findings: dict[int, list[Finding]] = field(default_factory=dict)
     _inside: dict[int, list[tuple[int, Place]]] = field(default_factory=dict)
@@ -51,8 +67,6 @@ class Tally:
     def of(cls, assignment: Assignment, nodes: Mapping[int, NodeView]) -> "Tally":
         """All nodes are looked at, once."""
         tally = cls(assignment)
-        for rank, place in enumerate(assignment.places):
-            tally._ranks.setdefault(place.node, []).append((rank, place))
         tally.look(nodes, nodes)
         return tally
 
@@ -87,9 +101,10 @@ class Tally:
 
     def _look(self, node: int, view: NodeView) -> None:
         old, new = self._works.get(node), self._work(node, view)
-        if old is not None:
-            self.counts.subtract(old.counts)
-        self.counts.update(new.counts)
+        for reached, count in old.counts.items() if old is not None else ():
+            self.counts[reached] -= count
+        for reached, count in new.counts.items():
+            self.counts[reached] += count
         self._works[node] = new
         # Without its hello it is not usable, and what it holds would not be looked at.
         state = view.state if view.hello is not None else None
@@ -100,33 +115,29 @@ class Tally:
             if value:
                 kept[node] = value  # type: ignore[assignment]  # each list into its own dict
         self._news += new.findings
-        self.newest = max([self.newest, *(slot.step or 0 for slot in view.slots())])
+        self.newest = max(self.newest, *(slot.step or 0 for slot in view.slots()), 0)
 
     def _work(self, node: int, view: NodeView) -> _Work:
         work, generation = _Work(), self.assignment.generation
         if view.usable and view.state is not None and view.state.frozen == generation:
             work.counts["frozen"] = 1
-        ranks = self._ranks.get(node, [])
+        ranks, usable, counts = self._ranks(node), view.usable, work.counts
         for rank, place in ranks:
             slot = view.slot(place.slot)
             if slot is None:
                 continue
             if slot.generation == generation:
-                work.counts.update(self._reached(slot))
-                self.progress = max(self.progress, slot.step or 0)
-            if view.usable and slot.hooked and slot.phase in INSIDE:
+                for reached in _REACHED[slot.phase, slot.stepped, slot.cause is None]:
+                    counts[reached] = counts.get(reached, 0) + 1
+                if slot.step is not None and slot.step > self.progress:
+                    self.progress = slot.step
+            if usable and slot.hooked and slot.phase in INSIDE:
                 work.inside.append((rank, place))
         work.findings = observe_node(self.assignment, view, ranks)
         return work
 
-    def _reached(self, slot: SlotState) -> list[str]:
-        reached = ["here", *REACHED.get(slot.phase, ())]
-        if slot.stepped and slot.phase != "finished":
-            reached.append("stepped")
-        # Its training function has returned; where the leader that released it is gone, it may have ended.
-        if slot.phase == "finished" or (slot.phase == "exited" and slot.cause is None):
-            reached.append("ended")
-        return reached
+    def _ranks(self, node: int) -> list[tuple[int, Place]]:
+        return [(rank, self.assignment.places[rank]) for rank in self.assignment.ranks_on(node)]
 
 
 def _ordered(findings: Iterable[Finding]) -> list[Finding]:

@@ -17,6 +17,7 @@ SIGNALS = {
     **{8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE"},
     **{14: "SIGALRM", 15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ", 31: "SIGSYS"},
 }
+BY_SIGTERM = -15
 # Where the kind of an event is another word than that of its fault.
 KINDS = {"silent-corruption": "corrupt"}
 TEXT_LIMIT = 500
@@ -50,8 +51,16 @@ def fault_line(fault: Finding, nodes: Mapping[int, NodeView]) -> Line:
     place += [] if fault.pid is None else [f"pid {fault.pid}"]
     who = name if fault.rank is None else f"rank {fault.rank} on {name}"
     where = f" ({', '.join(place)})" if place else ""
-    text = f"{who}{where} {_what(fault)}"
+    # Nobody knows whose it is that there is no step.
+    text = _what(fault) if fault.kind == "stall" else f"{who}{where} {_what(fault)}"
     return Line("warning", KINDS.get(fault.kind, fault.kind), text, about)
+
+
+def cause_text(fault: Finding, nodes: Mapping[int, NodeView]) -> str:
+    """The same as a part of a sentence, for a lost node as well."""
+    if fault.kind == "node-lost":
+        return f"{name_of(nodes, fault.node)} is lost: {one_line(fault.detail)}"
+    return fault_line(fault, nodes).text
 
 
 def _what(fault: Finding) -> str:
@@ -67,6 +76,8 @@ def _what(fault: Finding) -> str:
             return f"has other tensors than its twins: {detail}"
         case "no-state":
             return f"did not get its state: {detail}"
+        case "stall":
+            return detail
         case "broken":
             return f"says that a collective failed, and no rank is known to be the cause: {detail}"
     return f"{fault.kind}: {detail}"

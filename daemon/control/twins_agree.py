@@ -5,7 +5,7 @@ computed wrongly may be in everybody's gradients since. Where most of at least t
 odd ones out; else nobody can say who is wrong.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -62,27 +62,34 @@ def _dispute(said: Mapping[int, str]) -> Dispute:
     return Dispute(tuple(tuple(side) for _, side in ordered), most if decided else None)
 
 
-def sound_holders(
-    nodes: Mapping[int, Holdings], found: Mapping[Key, Dispute], *, disputed: bool
-) -> dict[Key, list[int]]:
-    """Who could give which version: none of a step that is disputed; or with `disputed`, what most have.
+class Comparison:
+    """Which versions may be restored, by what these nodes hold."""
 
-    Where some say by which digest theirs is compared, only theirs is.
-    """
-    given: dict[Key, list[int]] = {}
-    compared = {(shard, step) for held in nodes.values() for shard, step, _, _ in held.digests}
-    for node, held in nodes.items():
+    def __init__(self, told: Sequence[Holdings]) -> None:
+        self._disputes = disputes(told)
+        self._compared = {(shard, step) for held in told for shard, step, _, _ in held.digests}
+
+    @property
+    def any(self) -> bool:
+        """Whether versions were compared at all."""
+        return bool(self._compared)
+
+    def sound(self, held: Holdings, *, disputed: bool) -> Sequence[tuple[int, Sequence[int]]]:
+        """What a node could give: no step that is disputed; or with `disputed`, of those what most have.
+
+        Where some say by which digest theirs is compared, only theirs is.
+        """
+        if not self._compared:
+            return held.tensors
         digests = {(shard, step): digest for shard, step, _, digest in held.digests}
-        for shard, steps in held.tensors:
-            for key in ((shard, step) for step in steps):
-                dispute = found.get(key)
-                if dispute is None:
-                    sound = key in digests or key not in compared
-                else:
-                    sound = disputed and dispute.digest is not None and digests.get(key) == dispute.digest
-                if sound:
-                    given.setdefault(key, []).append(node)
-    return given
+
+        def is_sound(key: Key) -> bool:
+            dispute = self._disputes.get(key)
+            if dispute is None:
+                return key in digests or key not in self._compared
+            return disputed and dispute.digest is not None and digests.get(key) == dispute.digest
+
+        return [(shard, tuple(s for s in steps if is_sound((shard, s)))) for shard, steps in held.tensors]
 
 
 def ripe(

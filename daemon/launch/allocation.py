@@ -124,7 +124,7 @@ def shape(
         nodes = total - spares
     if nodes + spares > total:
         raise UsageError(
-            f"{nodes} nodes and {spares} spares are more than the {total} of the allocation: "
+            f"--nodes {nodes} and --spares {spares} are more than the {total} of the allocation: "
             f"ask sbatch for --nodes={nodes + spares}"
         )
     return Shape(nodes=nodes, spares=spares, slots=slots or allocation.tasks or allocation.gpus or 1)

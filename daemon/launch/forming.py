@@ -25,7 +25,8 @@ def waiting_text(spec: JobSpec, missing: Mapping[str, str], waited_s: float) -> 
     who = "; ".join(f"{compress(names)} ({reason})" for reason, names in reasons.items())
     total = spec.nodes + spec.spares
     if len(missing) <= spec.spares:
-        end = f"the job begins without, as its {spec.spares} spare{'s'[: spec.spares != 1]} allow"
+        allowed = "1 spare allows" if spec.spares == 1 else f"{spec.spares} spares allow"
+        end = f"the job begins without, as its {allowed}"
     else:
         end = "the job ends (never-formed)"
     return (

@@ -11,10 +11,8 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +33,7 @@ from ckptless.daemon.agent.socket_folder import SocketFolder
 from ckptless.daemon.agent.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
-from ckptless.daemon.api.outcome import outcome_path, read_outcome
+from ckptless.daemon.api.outcome import outcome_path, read_outcome, which_holds
 from ckptless.daemon.api.saving import SaveConfig
 from ckptless.daemon.config import LocalConfig, Peer
 from ckptless.daemon.launch.last_words import last_words
@@ -120,13 +118,13 @@ class LocalRun:
             limits=Limits.from_max_stall(options.max_stall_s, options.start_tries),
             domains=options.domains,
             run_id=secrets.token_hex(16),
+            launch=secrets.token_hex(16),
             saved_step=saved_step(options.save),
             recovers=options.recovers,
         )
         root = options.state_dir or default_state_dir().parent / options.job
         self.state_dir = root.absolute()
         self._tag = secrets.token_hex(4)
-        self._scratch: str | None = None
         self._nodes: list[Node] = []
         self._nest = Nest()
         self._stop: asyncio.Future[signal.Signals] | None = None
@@ -142,7 +140,6 @@ class LocalRun:
             loop.add_signal_handler(number, self._stopped, number)
         for number in USERS:
             loop.add_signal_handler(number, self._forward, number)
-        self._scratch = tempfile.mkdtemp(prefix="ckptless-")
         self._sockets = SocketFolder(self._spec.job)
         try:
             self._prepare()
@@ -159,7 +156,6 @@ class LocalRun:
             try:
                 await self._end_all()
             finally:
-                shutil.rmtree(self._scratch, ignore_errors=True)
                 self._sockets.close()
         return self._result()
 
@@ -245,7 +241,6 @@ class LocalRun:
             shutdown_s=options.shutdown_s,
             start_s=options.start_s,
             copies_address=node.peer.address,
-            scratch=self._scratch,
         )
 
     # ------------------------------------------------------------------------------------- start
@@ -342,7 +337,9 @@ class LocalRun:
             assert node.agent is not None
             send(node.agent, self._stop.result())
             # One that is stopped could not act on it.
-            send(node.agent, signal.SIGCONT)
+            for child in (node.agent, node.daemon):
+                if child is not None:
+                    send(child, signal.SIGCONT)
 
     async def _revive_daemon(self, node: Node) -> None:
         """What systemd does on a cluster (Restart=always)."""
@@ -384,9 +381,9 @@ class LocalRun:
             await asyncio.sleep(POLL_S)
 
     def outcome(self) -> Outcome | None:
-        """What any daemon wrote of the job's end."""
-        outcomes = (read_outcome(node.dir, self._spec.job) for node in self._nodes)
-        return next((outcome for outcome in outcomes if outcome is not None), None)
+        """What the daemons wrote of the job's end."""
+        spec = self._spec
+        return which_holds(read_outcome(node.dir, spec.job, spec.launch) for node in self._nodes)
 
     def _result(self) -> int:
         outcome = self.outcome()

@@ -15,9 +15,12 @@ from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S, check_torch
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.options import local_options, slurm_run
+from ckptless.daemon.launch.preload import names_ckptless
 from ckptless.daemon.launch.slurm import SlurmRun
 from ckptless.daemon.launch.step import StepRun
+from ckptless.daemon.launch.tier import recovers
 from ckptless.daemon.launch.torchrun import NOT_NEEDED, NOT_OF_THE_ENVIRONMENT, REFUSED, check
+from ckptless.daemon.launch.untested import try_untested
 
 EPILOG = """\b
 Examples:
@@ -261,6 +264,10 @@ def command(script: str, script_args: tuple[str, ...], **options: object) -> Non
     log.configure("ckptless-run", verbose=bool(options["verbose"]))
     try:
         check_torch()
+        if recovers(options, os.environ) and names_ckptless(
+            script, Path.cwd(), module=bool(options["module"])
+        ):
+            try_untested()
         for name in check(options):
             click.echo(f"ckptless-run: {name} is not needed and has no effect", err=True)
         run: LocalRun | SlurmRun | StepRun

@@ -16,7 +16,7 @@ from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_STALL_S, MIN_STALL_S, check_alike, check_range
 from ckptless.daemon.launch.data import data_config
-from ckptless.daemon.launch.identity import run_id
+from ckptless.daemon.launch.identity import launch_id, run_id
 from ckptless.daemon.launch.local import LocalOptions
 from ckptless.daemon.launch.preload import ALWAYS, preloads
 from ckptless.daemon.launch.ready import DEFAULT_START_S
@@ -87,9 +87,9 @@ def slurm_run(
     script: str, script_args: tuple[str, ...], options: Options, env: Mapping[str, str]
 ) -> SlurmRun | StepRun:
     """A run on the nodes of the allocation around this process, or this task's part. Raises UsageError."""
+    check_alike(env)  # first: beside salloc such a job has its lists of nodes under other names
     if not slurm.inside_slurm(env):
         raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
-    check_alike(env)
     for name in ("job", "state_dir", "port", "domains"):
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} is for --local: leave it out in a Slurm job")
@@ -115,6 +115,7 @@ def slurm_run(
         limits=limits,
         names=found.names[: shape.nodes + shape.spares],
         run_id=run_id(env),
+        launch=launch_id(env, in_step=found.step is not None),
         saved_step=saved_step(save),
         recovers=answers_faults,
     )
@@ -137,6 +138,7 @@ def slurm_run(
         data=data,
         shutdown_s=shutdown_s(options, env),
         start_s=float(_number(options, "start_timeout") or DEFAULT_START_S),
+        in_step=found.step is not None,
     )
     if found.step is not None:
         return _step_run(config, env, options, found.step)

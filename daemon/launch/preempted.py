@@ -2,7 +2,7 @@
 
 At the begin of the grace time Slurm signals the steps and lets the batch script run. Only at its end is the
 job requeued, or called PREEMPTED, as the site has it; a batch script that ends before decides that itself, by
-its exit code.
+its exit code. So whoever it waits for stays: the launcher, or under srun the first node's agent.
 """
 
 import asyncio

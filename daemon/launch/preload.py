@@ -17,8 +17,12 @@ READ_NBYTES = 1 << 20
 
 def preloads(argv: Sequence[str], cwd: Path, given: Sequence[str], *, module: bool) -> tuple[str, ...]:
     """Modules to import, with the user's own; what `ckptless.run` needs where the script names ckptless."""
-    names = any(_names_ckptless(path) for path in _sources(argv[0], cwd, module=module))
-    return (*ALWAYS, *(FOR_RUN if names else ()), *given)
+    return (*ALWAYS, *(FOR_RUN if names_ckptless(argv[0], cwd, module=module) else ()), *given)
+
+
+def names_ckptless(target: str, cwd: Path, *, module: bool) -> bool:
+    """Whether the script names ckptless, and so may use `ckptless.run`."""
+    return any(_names_ckptless(path) for path in _sources(target, cwd, module=module))
 
 
 def _sources(target: str, cwd: Path, *, module: bool) -> tuple[Path, ...]:

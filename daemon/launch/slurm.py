@@ -33,6 +33,7 @@ from ckptless.daemon.launch.forming import Forming
 from ckptless.daemon.launch.last_words import last_words
 from ckptless.daemon.launch.preempted import stay
 from ckptless.daemon.launch.requeue import requeue, why_requeue
+from ckptless.daemon.log import LOG_PREFIX
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ LEAVE_GRACE_S = 15.0
 KILL_DEADLINE_S = 5.0
 CONFIG_DEADLINE_S = 10.0
 MAX_RUNS = 10_000
+# Slurm starts a task with the default for all signals: one may come before an agent can say what it ignores.
+DEAF = ("/bin/sh", "-c", 'trap "" USR1 USR2; exec "$@"', "sh")
 # Under load Slurm may fail to launch a step ("Socket timed out on send/recv operation").
 STEP_TRIES, STEP_PAUSE_S = 3, 2.0
 # srun takes these for options of its own.
@@ -76,7 +79,8 @@ class Step:
             return f"its step has ended with {self.process.returncode}: {_last_line(self.log)}"
         if not self.log.exists():
             return "its step has not begun"
-        return f"its agent starts up: {_last_line(self.log)}"
+        # Without time and name: nodes that say the same are told of together.
+        return f"its agent starts up: {LOG_PREFIX.sub('', _last_line(self.log))}"
 
     @property
     def running(self) -> bool:
@@ -159,7 +163,7 @@ class SlurmRun:
             *("--overlap", "--open-mode=append"),
             *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=none", *self.binding),
             *(f"--output={step.console}", f"--error={step.log}", "--quiet", "--job-name=ckptless"),
-            *(sys.executable, "-m", "ckptless.daemon.agent.main", "--slurm"),
+            *(*DEAF, sys.executable, "-m", "ckptless.daemon.agent.main", "--slurm"),
         ]
         if self.verbose:
             words.append("--verbose")
@@ -252,17 +256,17 @@ class SlurmRun:
     async def _requeue(self) -> None:
         """The last rung. Where nobody is left who knows better, this process says how this start ended."""
         assert self._stop is not None
-        outcome, job = self.outcome(), self.config.spec.job
+        outcome, spec = self.outcome(), self.config.spec
         why = None if self._stop.done() else why_requeue(outcome, self.requeue, self.env)
-        if why is None or not await requeue(slurm_job_id(job), why):
+        if why is None or not await requeue(slurm_job_id(spec.job), why):
             return
         if outcome is None:
             failed = Outcome(state="failed", exit_code=EXIT_UNRECOVERABLE, reason=why, why="no-quorum")
-            write_outcome(self.log_dir, job, failed)
+            write_outcome(self.log_dir, spec.job, failed, spec.launch)
 
     def outcome(self) -> Outcome | None:
         """What the agents wrote down, in the log directory that they share with this process."""
-        return read_outcome(self.log_dir, self.config.spec.job)
+        return read_outcome(self.log_dir, self.config.spec.job, self.config.spec.launch)
 
     def _result(self) -> int:
         outcome = self.outcome()
@@ -279,8 +283,10 @@ class SlurmRun:
 
 
 def _tie() -> None:
-    """Runs in the child before exec: srun is to end when this process does."""
+    """Runs in the child before exec: srun is to end when this process does, and by no signal of a user's."""
     set_pdeathsig(signal.SIGKILL)
+    for number in USERS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def cpu_binding() -> tuple[str, ...]:

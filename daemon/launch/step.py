@@ -73,7 +73,8 @@ class StepRun:
     def _exit_code(self) -> int:
         """The agent's own, once it can be read."""
         limit = time.monotonic() + OUTCOME_DEADLINE_S
-        while (outcome := read_outcome(Path(self.config.log_dir), self.config.spec.job)) is None:
+        spec, folder = self.config.spec, Path(self.config.log_dir)
+        while (outcome := read_outcome(folder, spec.job, spec.launch)) is None:
             if time.monotonic() > limit:
                 return StartError.exit_code
             time.sleep(POLL_S)

@@ -84,6 +84,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
     # Over the rest of the row: SQLite has no checksums, and a vote with a flipped bit is a broken promise.
     # A vote without one is not believed.
     ("ALTER TABLE votes ADD COLUMN digest TEXT NOT NULL DEFAULT ''",),
+    # Which run of that name it is of which rows are there; of older ones nobody knows.
+    ("ALTER TABLE owners ADD COLUMN launch TEXT NOT NULL DEFAULT ''",),
 )
 
 

@@ -181,12 +181,13 @@ votes = Table(
     Column("digest", Text),
 )
 
-# Nor this: each daemon has asked for itself whose the job is.
+# Nor this: each daemon has asked for itself whose the job is. `launch` is JobSpec.launch.
 owners = Table(
     "owners",
     _metadata,
     Column("job", Text, primary_key=True),
     Column("uid", Integer),
+    Column("launch", Text),
 )
 
 TABLES: dict[type[Record], Table] = {

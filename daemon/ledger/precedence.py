@@ -49,9 +49,11 @@ def precedence(record: Record, freshness: Freshness = (0, 0.0)) -> tuple[Any, ..
     match record:
         case JobRecord():
             if record.state in ENDED:
-                decided = not (record.reason or "").startswith(BY_SLURM)
-                return (True, (int(decided), 0.0), record.ended_s or 0.0, text)
-            return (False, freshness, record.started_s, text)
+                # A node that its user stops may know no better than that; and Slurm knows least.
+                rank = 0 if (record.reason or "").startswith(BY_SLURM) else 1 + (record.state != "stopped")
+                return (True, (rank, 0.0), record.ended_s or 0.0, text)
+            # A ledger whose daemon missed the beginning knows less than any other.
+            return (False, record.state != "forming", freshness, record.started_s, text)
         case NodeRecord() | SlotRecord():
             return (record.updated_s, text)
         case HoldingRecord():

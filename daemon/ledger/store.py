@@ -55,6 +55,9 @@ R = TypeVar("R", bound=Record)
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 _BAD_ROW = (sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG)
 
+# So long after a job's end nobody asks any more what was promised in it; nor how it went.
+VOTE_S, HISTORY_S = 60.0, 90 * 86400.0
+
 # Lost with the node's power, these could let two worlds come to be, or the story of a recovery lose its end.
 _DECISIONS = (GenerationRecord, FaultRecord, RecoveryRecord)
 
@@ -71,6 +74,13 @@ class EventPage(NamedTuple):
 
     records: tuple[EventRecord, ...]
     last: int
+
+
+class Owner(NamedTuple):
+    """Whose the run of a name is: its user's, and JobSpec.launch, as a name comes again."""
+
+    uid: int
+    launch: str
 
 
 class Ledger:
@@ -156,24 +166,40 @@ class Ledger:
                 raise DamagedLedgerError(f"the vote of job {job} is not as it was written")
             return row.identity, msgspec.json.decode(row.state, type=Durable)
 
-    def own(self, job: str, uid: int) -> bool:
-        """Note whose job it is; on the disk when this returns. Says whether another user's went for it.
+    def own(self, job: str, owner: Owner, *, anew: bool) -> Owner | None:
+        """Note whose run has this name; on the disk when this returns. Return whose it was until now.
 
-        Numbers of jobs come again, after years or with a new cluster: nobody reads of another's then.
+        Numbers of jobs come again, after years or with a new cluster. All that is recorded of another run
+        goes where this one begins `anew`, and nobody reads of it any more. Else nothing changes.
         """
         owners = models.owners
         with _sentences(self.path, "written"), self._engine.connect() as connection:
             durable_commit(connection, full=True)
             with connection.begin():
-                query = select(owners.c.uid).where(owners.c.job == job)
-                known = connection.execute(query).scalar_one_or_none()
-                if known == uid:
-                    return False
+                query = select(owners.c.uid, owners.c.launch).where(owners.c.job == job)
+                row = connection.execute(query).one_or_none()
+                known = None if row is None else Owner(*row)
+                if known == owner:
+                    return None
+                if known is not None and not anew:
+                    return known
                 if known is not None:
                     for table in (*models.TABLES.values(), models.votes, owners):
                         connection.execute(table.delete().where(table.c.job == job))
-                connection.execute(owners.insert().values(job=job, uid=uid))
-        return known is not None
+                connection.execute(owners.insert().values(job=job, **owner._asdict()))
+        return known
+
+    def prune(self, now_s: float) -> None:
+        """Remove votes of jobs that have been over for VOTE_S, and all of those that are so for HISTORY_S."""
+        jobs, others = models.jobs.c, [table for table in models.TABLES.values() if table is not models.jobs]
+        long_over = {
+            age_s: select(jobs.job).where(_ended(jobs.state), jobs.ended_s < now_s - age_s)
+            for age_s in (VOTE_S, HISTORY_S)
+        }
+        with _sentences(self.path, "written"), self._engine.begin() as connection:
+            for table in (models.votes, *others, models.owners, models.jobs):
+                age_s = VOTE_S if table is models.votes else HISTORY_S
+                connection.execute(table.delete().where(table.c.job.in_(long_over[age_s])))
 
     def page(self, wanted: Read, uid: int | None, rows: int, nbytes: int) -> Page:
         """Answer a Read as of one moment, with about so much at most; None for `uid` may read of all jobs."""

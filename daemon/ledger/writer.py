@@ -24,7 +24,7 @@ from ckptless.daemon.api.errors import (
 from ckptless.daemon.api.records import JobRecord, Record
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.ledger.aside import set_aside
-from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.ledger.store import Ledger, Owner
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +93,16 @@ class LedgerWriter:
             raise
         self._worked()
 
-    async def own(self, job: str, uid: int) -> bool:
-        """See `Ledger.own`. Raises LedgerError."""
-        return await self._call(lambda ledger: ledger.own(job, uid))
+    async def own(self, job: str, owner: Owner, *, anew: bool) -> Owner | None:
+        """See `Ledger.own`; what waits to be written of another run goes, too. Raises LedgerError."""
+        before = await self._call(lambda ledger: ledger.own(job, owner, anew=anew))
+        if before is not None and anew:
+            self._rows = deque(row for row in self._rows if row.job != job)
+        return before
+
+    async def prune(self, now_s: float) -> None:
+        """See `Ledger.prune`. Raises LedgerError."""
+        await self._call(lambda ledger: ledger.prune(now_s))
 
     async def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
         """See `Ledger.close_jobs`. Raises LedgerError."""

@@ -28,6 +28,7 @@ class Pulses:
     me: int
     _newest: dict[int, int] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
+    _doubted: dict[int, int] = field(default_factory=dict)
 
     def beat(self, voters: tuple[int, ...], now: float) -> tuple[Pulse, ...]:
         """What the next beat carries; `now` in seconds of a clock that also grows from life to life."""
@@ -54,10 +55,19 @@ class Pulses:
             self._seen[node] = max(now - max(0, age_ms) / 1000, self._seen.get(node, float("-inf")))
         return news
 
+    def doubt(self, node: int, margin_s: float) -> None:
+        """A connection to it has ended: a sign of life is only what it does so long after what is known."""
+        if node in self._newest:
+            self._doubted[node] = self._newest[node] + int(margin_s * 1000)
+
+    def _is_sure(self, node: int) -> bool:
+        return self._newest.get(node, 0) > self._doubted.get(node, -1)
+
     def seen_since(self, when: float) -> set[int]:
         """Voters that have given a new sign of life since then."""
-        return {node for node, seen in self._seen.items() if seen > when}
+        return {node for node, seen in self._seen.items() if seen > when and self._is_sure(node)}
 
     def fresh(self, now: float, within_s: float) -> frozenset[int]:
         """Voters that have given a new sign of life within so many seconds."""
-        return frozenset(node for node, seen in self._seen.items() if now - seen <= within_s)
+        recent = (node for node, seen in self._seen.items() if now - seen <= within_s)
+        return frozenset(node for node in recent if self._is_sure(node))

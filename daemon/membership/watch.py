@@ -139,6 +139,7 @@ class Membership:
     _askers: dict[int, set[int]] = field(default_factory=dict)
     _incarnations: dict[int, int] = field(default_factory=dict)
     _due: float = 0.0
+    _seldom: frozenset[int] = frozenset()
     _out: list[Output] = field(default_factory=list)
 
     def take(self) -> list[Output]:
@@ -174,15 +175,32 @@ class Membership:
     def away(self, now: float) -> set[int]:
         """Those to whose daemon there has been no connection for some time."""
         long_s = 2 * self.times.dark_s
-        return {node for node, one in self._watched.items() if not one.linked and now - one.heard > long_s}
+        return {
+            node
+            for node, one in self._watched.items()
+            if not one.linked and now - one.heard > long_s and node not in self._seldom
+        }
 
     # ------------------------------------------------------------------------------ what happens
 
-    def watch(self, nodes: Collection[int], links: Collection[int], now: float) -> None:
-        """These, and no others, from now on; to some of them there are connections already."""
-        for node in [node for node in self._watched if node not in nodes]:
-            del self._watched[node]
-        for node in nodes:
+    def watch(
+        self,
+        nodes: Collection[int],
+        links: Collection[int],
+        now: float,
+        seldom: Collection[int] = (),
+    ) -> None:
+        """These, and no others, from now on; to some of them there are connections already.
+
+        To those that are looked at `seldom` nobody here wants one: their agents are enough.
+        """
+        self._seldom = frozenset(seldom) - frozenset(nodes)
+        wanted = frozenset(nodes) | self._seldom
+        for node in self._watched.keys() - wanted:
+            if not self._watched.pop(node).linked:
+                # Nobody looks any more: that it answered once must not stand for ever.
+                self._out.append(Answers(node, answers=False))
+        for node in sorted(wanted):
             if node not in self._watched:
                 here = node in links
                 self._watched[node] = _Watched(heard=now, lived=now, linked=here, met=here)
@@ -323,7 +341,9 @@ class Membership:
         return frozenset((sound[start:] + sound[:start])[:ASKED])
 
     def _look(self, node: int, one: _Watched, now: float) -> None:
-        if node not in self._looking and now - one.looked >= LOOK_EVERY_S and not one.gone:
+        rests = node in self._seldom and one.suspicion is None
+        every_s = self.times.dark_s if rests else LOOK_EVERY_S
+        if node not in self._looking and now - one.looked >= every_s and not one.gone:
             one.looked = now
             self._looking.add(node)
             self._out.append(Look(node))

@@ -31,9 +31,10 @@ CHUNK_MIN_NBYTES, CHUNK_MAX_NBYTES = 16 << 10, 4 << 20
 
 
 class CountingReader(asyncio.StreamReader):
-    """Knows how many bytes have come that nobody has read: `unread`."""
+    """Knows how many bytes have come that nobody has read: `unread`. `on_wide` hears of `widen`."""
 
     unread = 0
+    on_wide: Callable[[], None] | None = None
 
     def feed_data(self, data: Any) -> None:
         """Bytes have come."""
@@ -43,6 +44,8 @@ class CountingReader(asyncio.StreamReader):
     def widen(self, limit: int) -> None:
         """Take up to so many bytes from now on (twice, as asyncio counts) before somebody reads them."""
         self._limit = limit  # asyncio gives no other way, and an end must not have its room before its proof
+        if self.on_wide is not None:
+            self.on_wide()
 
     async def read(self, n: int = -1) -> bytes:
         """Up to `n` bytes."""

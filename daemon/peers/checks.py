@@ -35,9 +35,6 @@ def _named(message: p.DaemonMessage) -> Iterator[int]:
         case p.Relayed():
             yield message.origin
             yield from _named(message.said)
-        case p.Bundle():
-            for relayed in message.relayed:
-                yield from _named(relayed)
         case _:
             return
 

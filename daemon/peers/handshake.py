@@ -25,7 +25,7 @@ from ckptless.daemon.api.codec import PROTOCOL, check_protocol, undecodable
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.limits import (
     Key,
-    Name,
+    LinkName,
     NodeOrNone,
     Protocol,
 )
@@ -48,7 +48,7 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """What each end says first. `store`: the dialler wants a `Channel` of the key-value store."""
 
     protocol: Protocol
-    job: Name
+    job: LinkName
     node: NodeOrNone
     nonce: Key
     credential: Annotated[bytes, Meta(max_length=GREETING_LIMIT)] = b""

@@ -33,10 +33,15 @@ class GreetingCutError(PeerError):
 
 
 class Route(NamedTuple):
-    """Where to connect to, and from which address of this node; None: as the kernel likes."""
+    """Where to connect to, and from which address of this node; None: as the kernel likes.
+
+    `node` is who has to answer there, and `Link.dial` takes nobody else: whoever listens on a port that
+    another has left, or sits on the wire, may pass everything on to a sound end of the job. None: any node.
+    """
 
     address: tuple[str, int]
     source: str | None = None
+    node: int | None = None
 
 
 @functools.cache
@@ -71,7 +76,8 @@ class Link(Generic[T]):
     ) -> Self:
         """Connect and prove who is who; `me`: (job, node). Raises OSError, TimeoutError, CkptlessError."""
         async with asyncio.timeout(deadline_s):
-            reader, writer = await _connect(to if isinstance(to, Route) else Route(to))
+            route = to if isinstance(to, Route) else Route(to)
+            reader, writer = await _connect(route)
             link = cls(reader, writer, kind, CONTROL_LIMIT)
             try:
                 mine, secret = await _vouched(handshake.opening(*me), vouch)
@@ -84,6 +90,8 @@ class Link(Generic[T]):
                 theirs_secret = await vouch.accept(theirs.credential, theirs.context(mine))
                 key, pair = handshake.join_secrets(secret, theirs_secret), (mine, theirs)
                 handshake.verify(key, b"acceptor", answer.proof, pair)
+                if route.node not in (None, theirs.node):
+                    raise PeerError(f"node-{theirs.node} answers in place of node-{route.node}")
                 await link._greet(handshake.Proof(handshake.prove(key, b"dialler", *pair)))
                 link._arm(key, pair, dialled=True)
             except BaseException:

@@ -29,7 +29,7 @@ from ckptless.daemon.api.limits import (
 from ckptless.daemon.api.messages import Message, Order
 from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.api.ring_entry import SEQ_LIMIT
-from ckptless.daemon.control.decree import Say
+from ckptless.daemon.control.decree import Ballot, Say
 from ckptless.daemon.control.edges import Report, Standing
 from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
 
@@ -66,6 +66,18 @@ class Agree(PeerMessage, frozen=True, kw_only=True):
     say: Say
 
 
+class Packed(PeerMessage, frozen=True, kw_only=True):
+    """Agree(Propose) of `ballot`, or without one Agree(Decided), for whoever knows decree `base`.
+
+    `body` and `digest`: see `control.packing`.
+    """
+
+    base: Number
+    digest: Digest
+    body: Annotated[bytes, Meta(max_length=CONTROL_LIMIT)]
+    ballot: Ballot | None = None
+
+
 class Rows(PeerMessage, frozen=True, kw_only=True):
     """Rows that belong in every ledger of the job."""
 
@@ -92,7 +104,7 @@ class JobKey(PeerMessage, frozen=True, kw_only=True):
     masked: Key
 
 
-Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Rows | Gone | Alive
+Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Packed | Rows | Gone | Alive
 
 
 class Relayed(PeerMessage, frozen=True, kw_only=True):
@@ -111,9 +123,9 @@ class Relayed(PeerMessage, frozen=True, kw_only=True):
 
 
 class Bundle(PeerMessage, frozen=True, kw_only=True):
-    """Several that go the same way."""
+    """Several `Relayed` that go the same way, see `bundles`."""
 
-    relayed: Annotated[tuple[Relayed, ...], OF_RANKS]
+    body: Annotated[bytes, Meta(max_length=CONTROL_LIMIT)]
 
 
 DaemonMessage: TypeAlias = Said | Relayed | Bundle | JobKey | Beat | Suspect | Saw | Have | Want

@@ -13,6 +13,8 @@ from ckptless.daemon.api.records import BY_SLURM, JobRecord, JobState
 from ckptless.daemon.slurm.adapter import Job
 from ckptless.daemon.slurm.run_name import restarts_of, slurm_job_id
 
+# More than clocks of nodes differ by: MUNGE takes no credential of such a one.
+CLOCKS_S = 60.0
 _ENDS: dict[str, JobState] = {
     "COMPLETED": "done",
     **dict.fromkeys(("CANCELLED", "DEADLINE", "PREEMPTED", "REVOKED", "TIMEOUT"), "stopped"),
@@ -38,6 +40,8 @@ def close(
         return _closed(row, "stopped", "it knows the job no more (see sacct)", asked_s)
     if job.restarts > restarts:
         return _closed(row, "stopped", "it has started the job again", job.start_s or asked_s)
+    if job.start_s is not None and row.started_s < job.start_s - CLOCKS_S:
+        return _closed(row, "stopped", "another job has its number", asked_s)
     if not job.over:
         return None
     return _closed(row, _ENDS.get(job.state, "failed"), job.state, job.end_s or asked_s)

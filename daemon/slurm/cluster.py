@@ -214,19 +214,27 @@ class SlurmCluster:
         self._spawn(ask())
 
     async def _are_down(self, run: str, theirs: list[str], ours: list[str]) -> bool:
-        """Mark, where the site allows it, then look; whether they are down and none of ours is."""
-        job_id = slurm_job_id(run)
+        """Mark, where the site allows it, then look; whether they are down and none of ours is.
+
+        With ReturnToService=2 a node that lives is not down for long. That it is drained stays, and why.
+        """
+        job_id, mark = slurm_job_id(run), reason_text(f"job {run}: ")
         if self.on_node_lost == "down":
             allocated = (await self._now(job_id)).nodes
             for name in theirs:
                 if name in allocated:
-                    reason = f"job {run}: silent, as is half of its nodes"
-                    await self._slurm.mark_down(name, reason_text(reason))
+                    reason = f"{mark}silent, as is half of its nodes"
+                    await self._slurm.drain(name, reason)
+                    await self._slurm.mark_down(name, reason)
         reading = await self._slurm.nodes(max_age_s=0.0, wait_s=ADMIT_S)
         if reading.value is None or not reading.fresh:
             raise SlurmUnreachableError(reading.trouble or "no answer")
-        down = {node.name for node in reading.value if node.down}
-        return down.issuperset(theirs) and down.isdisjoint(ours)
+        marked = {
+            node.name
+            for node in reading.value
+            if node.down or (self.on_node_lost == "down" and node.draining and node.reason.startswith(mark))
+        }
+        return marked.issuperset(theirs) and marked.isdisjoint(ours)
 
     def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
         """See `cluster.Cluster`: by the one node's daemon that leads, not by each of the job's."""
@@ -242,11 +250,27 @@ class SlurmCluster:
 
         self._spawn(ask())
 
+    def ask_suspended(self, runtime: "JobRuntime", seconds: float) -> None:
+        """See `cluster.Cluster`: by one daemon of the job. Where Slurm does not answer, time goes on."""
+
+        async def ask() -> None:
+            try:
+                async with asyncio.timeout(EXPLAIN_S):
+                    found = await self._slurm.ending(slurm_job_id(runtime.job), deadline_s=EXPLAIN_S)
+            except (TimeoutError, CkptlessError) as error:
+                why = str(error) or "Slurm does not answer"
+                logger.info("job %s is stopped, perhaps by scontrol suspend: %s", runtime.job, why)
+                return
+            if found.state == "SUSPENDED":
+                runtime.suspended(seconds)
+
+        self._spawn(ask())
+
     def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
         """See `cluster.Cluster`: a job whose batch host is lost is ended by nobody else."""
         control = runtime.session.control
-        if not control.leads:
-            return
+        if not control.leads or control.known.outcome is None:
+            return  # it is for whoever leads to tell, once it is agreed on
         job_id = slurm_job_id(runtime.job)
         text = reason_text(f"{outcome.state}, exit code {outcome.exit_code}: {outcome.reason}")
         self._spawn(self._tell(runtime, "comment", lambda: self._slurm.comment(job_id, text)))

@@ -17,9 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckptless.pytorch_hooks import torch_fsdp, torch_private
+from ckptless.pytorch_hooks.comm.exchange import NAME, Exchange, Way
 from ckptless.pytorch_hooks.comm.graveyard import Graveyard
-from ckptless.pytorch_hooks.comm.group import NAME, Group
+from ckptless.pytorch_hooks.comm.older.group import Older
 from ckptless.pytorch_hooks.comm.sockets import Opened
+from ckptless.pytorch_hooks.comm.stock import Stock
 from ckptless.pytorch_hooks.comm.work import Scope
 from ckptless.pytorch_hooks.errors import GenerationEnded
 
@@ -48,7 +50,7 @@ class _Member:
     rank: int
     size: int
     timeout: timedelta
-    group: Group
+    exchange: Exchange
 
 
 class Fabric:
@@ -64,6 +66,7 @@ class Fabric:
         self, timeout: timedelta, host: str | None = None, on_broken: Callable[[str], None] | None = None
     ) -> None:
         self.on_broken = on_broken
+        self._way: Way = Stock() if torch_private.takes_backends() else Older()
         self._timeout = timeout
         self._host = host
         # Reentrant, since abort() may come in a signal handler of the thread that holds it.
@@ -91,8 +94,7 @@ class Fabric:
         if store is not None:
             self._connect_store(scope, store)
         Fabric._current = self
-        if NAME not in dist.Backend.backend_list:
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        torch_private.register_backend(NAME, _create)
         atexit.register(self.close)
         # torch asks for a store. Not ours: it would be that of the first generation for good.
         dist.init_process_group(
@@ -106,8 +108,8 @@ class Fabric:
             self._scope = Scope(generation, self._on_scope_broken)
             return self._scope
 
-    def create(self, options: Any) -> Group:
-        """A group, as torch's registered backends are made (`dist.Backend.register_backend`, extended)."""
+    def create(self, options: Any) -> Exchange:
+        """What serves a group, as torch asks for it (`dist.Backend.register_backend`, extended)."""
         scope = self._scope
         if scope is None:
             raise RuntimeError("the fabric is not open")
@@ -118,12 +120,12 @@ class Fabric:
             size=options.group_size,
             # torch fills in 30 minutes where the user said nothing, for DeviceMesh's groups always.
             timeout=self._timeout if default else options.timeout,
-            group=Group(options.group_rank, options.group_size),
+            exchange=self._way.make(options.group_rank, options.group_size),
         )
         if self._fake:
             fake = torch_private.fake_backend(member.rank, member.size)
-            inner = torch_private.plain_group(fake, member.rank, member.size)
-            member.group.attach(inner, scope, fake=True)
+            inner = self._way.inner(fake, member.rank, member.size)
+            member.exchange.attach(inner, scope, fake=True)
         else:
             link = self._link
             if link is None:
@@ -131,7 +133,7 @@ class Fabric:
                 raise RuntimeError("the fabric has no store")
             self._connect(scope, [member], link)
         self._members[member.name] = member
-        return member.group
+        return member.exchange
 
     # -- connecting
 
@@ -192,7 +194,7 @@ class Fabric:
                 if scope.ended:
                     self._graveyard.bury(scope, inner)
                 else:
-                    member.group.attach(inner, scope, fake=False)
+                    member.exchange.attach(inner, scope, fake=False)
         except GenerationEnded:
             return  # whoever waits for this thread raises it
         except RuntimeError as error:
@@ -202,7 +204,7 @@ class Fabric:
             if scope.ended:
                 scope.end()  # once more, for what has been connected since
 
-    def _backend(self, scope: Scope, store: torch_private.Store, member: _Member) -> dist.ProcessGroup:
+    def _backend(self, scope: Scope, store: torch_private.Store, member: _Member) -> Any:
         opened = Opened()
         with scope.lock:
             scope.opened.append(opened)
@@ -215,7 +217,7 @@ class Fabric:
             devices=torch_private.gloo_devices(self._host, interfaces),
         )
         opened.freeze()
-        return torch_private.plain_group(backend, member.rank, member.size)
+        return self._way.inner(backend, member.rank, member.size)
 
     def configure(self, generation: int, store: torch_private.Store) -> None:
         """Put a new backend under every group; every rank of the world does this, in its main thread.
@@ -247,10 +249,11 @@ class Fabric:
 
     def _forget_unmarked(self) -> None:
         for name, member in list(self._members.items()):
-            if torch_private.group_named(name) is not member.group:
+            group = torch_private.group_named(name)
+            if group is None or not self._way.serves(member.exchange, group):
                 del self._members[name]  # the user has destroyed it, or its making failed
             elif self._marked is not None and name not in self._marked[0]:
-                dist.destroy_process_group(member.group)
+                dist.destroy_process_group(group)
                 del self._members[name]
         if self._marked is not None:
             torch_private.set_group_count(self._marked[1])
@@ -312,7 +315,7 @@ class Fabric:
 
     def _retire(self, scope: Scope, members: Any) -> None:
         for member in members:
-            inner = member.group.detach()
+            inner = member.exchange.detach()
             if inner is not None:
                 self._graveyard.bury(scope, inner)
 
@@ -347,7 +350,7 @@ class Fabric:
         self._graveyard.seal(_CLOSE_S)
 
 
-def _create(options: Any, _backend_options: Any = None) -> Group:
+def _create(options: Any, _backend_options: Any = None) -> Exchange:
     """What torch calls for each new group of backend "ckptless"."""
     fabric = Fabric._current
     if fabric is None:

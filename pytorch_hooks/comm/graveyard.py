@@ -6,8 +6,7 @@ import ctypes
 import threading
 import time
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import Any
 
 from ckptless.pytorch_hooks.comm.work import Scope
 
@@ -20,7 +19,7 @@ _LAST_S = 0.05  # the same at the end of the process, when nobody else wants the
 class _Grave:
     since: float
     scope: Scope
-    group: dist.ProcessGroup
+    backend: Any
 
 
 class Graveyard:
@@ -33,10 +32,10 @@ class Graveyard:
     def __len__(self) -> int:
         return len(self._graves)
 
-    def bury(self, scope: Scope, group: dist.ProcessGroup) -> None:
-        """Keep this group for now."""
+    def bury(self, scope: Scope, backend: Any) -> None:
+        """Keep this backend, or the group that it is in, for now."""
         with self._lock:
-            self._graves.append(_Grave(time.monotonic(), scope, group))
+            self._graves.append(_Grave(time.monotonic(), scope, backend))
 
     def sweep(self) -> int:
         """Take down those with no operation left in them; how many stay."""
@@ -61,4 +60,4 @@ class Graveyard:
         for grave in graves:
             if grave.scope.unsettled:
                 # One reference too many, on purpose: Python's own clean-up must not join a stuck thread.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(grave.group))
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(grave.backend))

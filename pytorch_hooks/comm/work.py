@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -19,6 +20,34 @@ T = TypeVar("T")
 
 _IDLE_S = 5.0
 _NO_TIMEOUT = timedelta(0)
+
+
+class _Asked(threading.local):
+    """The works that were asked for a future in this thread, while somebody looks."""
+
+    works: list[torch_private.Work] | None = None
+
+
+_asked = _Asked()
+
+
+def behind(work: torch_private.Work) -> torch_private.Work | None:
+    """The work of ours for which torch has handed out another that passes little on, or None.
+
+    It passes the question for a future on.
+    """
+    _asked.works = []
+    try:
+        with contextlib.suppress(RuntimeError):  # Gloo's have none for messages
+            work.get_future()
+        return _asked.works[0] if _asked.works else None
+    finally:
+        _asked.works = None
+
+
+def _shows(work: torch_private.Work) -> None:
+    if _asked.works is not None:
+        _asked.works.append(work)
 
 
 class Pending(Protocol):
@@ -288,6 +317,7 @@ class AbortableWork(torch_private.Work):
 
     def get_future(self) -> torch.futures.Future[object]:
         """A future that completes with the tensors, reduced or not: see the class."""
+        _shows(self)
         with self._scope.lock:
             fresh = self._future is None
             if self._future is None:
@@ -345,6 +375,7 @@ class FinishedWork(torch_private.Work):
 
     def get_future(self) -> torch.futures.Future[object]:
         """A completed future."""
+        _shows(self)
         future: torch.futures.Future[object] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
@@ -352,7 +383,3 @@ class FinishedWork(torch_private.Work):
     def result(self) -> list[torch.Tensor]:
         """The tensors."""
         return self._tensors
-
-
-for _kind in (AbortableWork, FinishedWork):
-    torch_private.untraced(_kind)

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ckptless.daemon.api.errors import DataError, UsageError
+from ckptless.daemon.api.errors import BadRecordError, DataError, UsageError
 from ckptless.pytorch_hooks.data.arrow_sealed import ROWS as SEALED_ROWS
 from ckptless.pytorch_hooks.data.arrow_sealed import SealedBatch, SealedBatches
 from ckptless.pytorch_hooks.data.cache import Cache, key
@@ -45,6 +45,7 @@ class Arrow(FileSource[tuple[DataFile, Any]]):
     ) -> None:
         super().__init__(paths, cache)
         self._columns = list(columns) if columns is not None else None
+        self._checked: set[int] = set()
 
     def _open(self, given: DataFile) -> Iterator[tuple[tuple[DataFile, Any], int]]:
         arrow = _pyarrow()
@@ -54,10 +55,12 @@ class Arrow(FileSource[tuple[DataFile, Any]]):
             if head.startswith(PARQUET):
                 mapped, head = self._hold(self._as_arrow(given)), FILE
             batches = self._batches_of(mapped, stream=head != FILE)
-        except (arrow.ArrowException, OSError) as error:
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{given.path} is no sound Arrow or Parquet file: {error}") from error
         for batch in batches:
             if batch.num_rows:
+                if not isinstance(batch, SealedBatch):
+                    _check(given, batch)
                 yield (given, self._chosen(given.path, batch)), batch.num_rows
 
     def _batches_of(self, file: DataFile, *, stream: bool) -> list[Any]:
@@ -114,9 +117,35 @@ class Arrow(FileSource[tuple[DataFile, Any]]):
         (file, batch), row = self._find(index)
         # What is cut off a mapped file is a SIGBUS away.
         file.check()
-        return {
-            name: _value(column, row) for name, column in zip(batch.schema.names, batch.columns, strict=True)
-        }
+        arrow = _pyarrow()
+        try:
+            if not isinstance(batch, SealedBatch):  # what was encrypted here nobody has changed
+                batch, row = self._sound(batch, row)
+            return {
+                name: _value(column, row)
+                for name, column in zip(batch.schema.names, batch.columns, strict=True)
+            }
+        except (arrow.ArrowException, UnicodeDecodeError) as error:
+            raise BadRecordError(f"{self.where(index)}: {error}") from error
+
+    def _sound(self, batch: Any, row: int) -> tuple[Any, int]:
+        """A batch in which this row is sound, and the row's number there. Raises ArrowException.
+
+        Arrow checks of columns in columns all there is, however little is asked for: once for each batch.
+        """
+        if not any(_is_deep(_pyarrow(), column.type) for column in batch.columns):
+            one = batch.slice(row, 1)
+            one.validate(full=True)
+            return one, 0
+        if id(batch) not in self._checked:
+            batch.validate(full=True)
+            self._checked.add(id(batch))  # it lives as long as its file is open
+        return batch, row
+
+    def close(self) -> None:
+        """See Source."""
+        super().close()
+        self._checked.clear()
 
     def where(self, index: int) -> str:
         """See Source."""
@@ -129,6 +158,14 @@ class Arrow(FileSource[tuple[DataFile, Any]]):
         return [*super().describe(strict=strict), self._columns]
 
 
+def _check(file: DataFile, batch: Any) -> None:
+    """Arrow believes a file's numbers; one that is damaged would end the process, or give other bytes."""
+    try:
+        batch.validate()
+    except (_pyarrow().ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{file.path} is no sound Arrow or Parquet file: {error}") from error
+
+
 def _value(column: Any, row: int) -> Any:
     arrow = _pyarrow()
     kind = column.type
@@ -139,6 +176,13 @@ def _value(column: Any, row: int) -> Any:
     if is_list and scalar.is_valid and _is_number(arrow, kind.value_type) and not scalar.values.null_count:
         return scalar.values.to_numpy(zero_copy_only=True)
     return scalar.as_py()
+
+
+def _is_deep(arrow: Any, kind: Any) -> bool:
+    """Whether it has columns within, of which not only the numbers count."""
+    if not arrow.types.is_nested(kind):
+        return bool(arrow.types.is_dictionary(kind))
+    return not (hasattr(kind, "value_type") and _is_number(arrow, kind.value_type))
 
 
 def _is_number(arrow: Any, kind: Any) -> bool:

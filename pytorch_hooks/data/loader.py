@@ -84,7 +84,7 @@ class MappedLoader:
     only. Raises UsageError, DataError.
     """
 
-    # What transforms draw, they draw in other processes or with the generators put back: see cursor.py.
+    # What transforms draw, they draw in other processes or with the generators put back: see cursor/.
     drawless = True
 
     def __init__(self, source: Any, **options: Unpack[Options]) -> None:

@@ -71,8 +71,22 @@ class Attributes:
                 look = _look(value, names, 0)
                 if key not in old or old[key][0] != look:
                     new[key] = look, packed(one, names, (key,)).get(key)
-        living = vars(one)
+        living = dict(fields(one))
         return {key: data for key, (_look, data) in new.items() if data is not None and key in living}
+
+    def check_large(self, names: Mapping[int, str]) -> None:
+        """Raise UsageError where something has changed that is too large to be looked at in each commit."""
+        for name, one in self._holders.items():
+            for key, value in own(one):
+                found, before = self._packed.get(name, {}).get(key, (None, None))
+                if before is None or not _is_large(value, 0) or found != _look(value, names, 0):
+                    continue
+                if packed(one, names, (key,)).get(key) != before:
+                    raise UsageError(
+                        f"state.{name}.{key} changes in training and is too large to be looked through at "
+                        f"each commit ({MANY} items, {LIMIT} bytes): keep it in a tensor of an optimizer's "
+                        "state or a buffer of a module"
+                    )
 
     def adopt(
         self, name: str, module: torch.nn.Module, changed: Iterable[str], built: dict[str, bytes]
@@ -95,7 +109,8 @@ class Attributes:
             built, changed = self._built[name], self._changed[name]
             now = self._pack(name, one, names)
             changed.update(key for key, value in now.items() if built.get(key) != value)
-            changed.update(key for key in built if key not in vars(one))
+            living = dict(fields(one))
+            changed.update(key for key in built if key not in living)
             if not changed:
                 continue
             large = [key for key in changed if len(now.get(key, b"")) > _SMALL]
@@ -111,21 +126,25 @@ class Attributes:
             saved[name] = kept, sorted(covered)
         return saved
 
-    def restore(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, saved: Saved, tensors: Mapping[str, torch.Tensor], names: Mapping[int, str]) -> None:
         """Put back what `capture` gave; what had not changed then goes back to what was built.
 
         After `load_state_dict` of the objects. RecoveryError where a tensor that it names is not here.
         """
         for name, one in self._holders.items():
             kept, covered = saved.get(name, ({}, []))
-            built, living = self._built[name], vars(one)
+            built = self._built[name]
+            if not isinstance(one, torch.nn.Module):
+                # What has changed for the first time in the step that was cut off.
+                now = self._pack(name, one, names)
+                self._changed[name].update(k for k, v in now.items() if built.get(k) != v)
             for key in self._changed[name] - kept.keys() - set(covered):
                 if key in built:
-                    _put(living, key, built[key], tensors)
-                else:
-                    living.pop(key, None)
+                    put(one, key, built[key], tensors)
+                elif hasattr(one, key):
+                    object.__delattr__(one, key)
             for key, value in kept.items():
-                _put(living, key, value, tensors)
+                put(one, key, value, tensors)
             # Of a module only those are looked at.
             watched = self._changed[name] if isinstance(one, torch.nn.Module) else set()
             self._changed[name] = {*watched, *kept, *covered}
@@ -155,19 +174,84 @@ def _look(value: Any, names: Mapping[int, str], depth: int) -> Any:
         return type(value), [_look(item, names, depth + 1) for item in items]
     if isinstance(value, (set, frozenset)):
         return _Same(value), frozenset(value) if len(value) <= MANY else len(value)
-    if (type(value).__module__, type(value).__name__) == ("numpy", "ndarray") and codec.is_plain_array(value):
+    if is_array(value) and codec.is_plain_array(value):
         return _Same(value), xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= LIMIT else 0
     return (type(value), value) if type(value) in _PLAIN else _Same(value)
 
 
+def _is_large(value: Any, depth: int) -> bool:
+    """Whether `_look` does not see each change in it."""
+    if isinstance(value, (dict, list, tuple, deque)):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) > MANY or depth > DEPTH or any(_is_large(item, depth + 1) for item in items)
+    return is_array(value) and value.nbytes > LIMIT
+
+
 def look(value: Any) -> Any:
     """What compares equal for a tensor, an array or a random generator as long as it has not changed."""
+    state = state_of_generator(value)
+    return _look(value, {}, 0) if state is None else repr(state)
+
+
+def state_of_generator(value: Any) -> Any:
+    """The state of one of Python's or numpy's generators of random numbers; None of anything else."""
     if isinstance(value, random.Random):
         return value.getstate()
     if type(value).__module__.startswith("numpy.random"):
-        bits = getattr(value, "bit_generator", None)
-        return repr(bits.state if bits is not None else value.get_state())
-    return _look(value, {}, 0)
+        bits = getattr(value, "bit_generator", value)
+        return bits.state if hasattr(bits, "state") else bits.get_state()
+    return None
+
+
+def set_generator(living: Any, state: Any) -> None:
+    """Put back what `state_of_generator` gave."""
+    if isinstance(living, random.Random):
+        living.setstate(state)
+        return
+    bits = getattr(living, "bit_generator", living)
+    if hasattr(bits, "state"):
+        bits.state = state
+    else:
+        bits.set_state(state)
+
+
+def look_at(value: Any, names: Mapping[int, str]) -> Any:
+    """As `look`, of any attribute; `names` are those of tensors that are saved elsewhere."""
+    return _look(value, names, 0)
+
+
+def is_packable(value: Any, names: Mapping[int, str]) -> bool:
+    """Whether `packed` would have it."""
+    try:
+        codec.pack(_tree(value, names, 0))
+    except UsageError:
+        return False
+    return True
+
+
+def pack_value(value: Any) -> bytes:
+    """Pack what a generator of random numbers has now, or plain data. UsageError."""
+    state = state_of_generator(value)
+    return codec.pack(_tree(value, {}, 0) if state is None else state)
+
+
+def content(value: Any) -> Any:
+    """As `look`, whichever tensor or array it is that has the bytes."""
+    found = look(value)
+    if isinstance(value, torch.Tensor):
+        return found[2], value.shape
+    is_array = type(found) is tuple and isinstance(found[0], _Same) and len(found) > 1
+    return found[1:] if is_array else found
+
+
+def fields(one: Any) -> Iterator[tuple[str, Any]]:
+    """Give an object's attributes, those in `__slots__` too."""
+    yield from list(getattr(one, "__dict__", {}).items())
+    for kind in type(one).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else slots:
+            if key not in ("__dict__", "__weakref__") and hasattr(one, key):
+                yield key, getattr(one, key)
 
 
 def _written(tensor: torch.Tensor) -> int:
@@ -199,7 +283,7 @@ def own(one: Any) -> Iterator[tuple[str, Any]]:
         base = _base("module")
     elif isinstance(getattr(one, "param_groups", None), list):
         base = frozenset({"param_groups", "state"})
-    for key, value in list(getattr(one, "__dict__", {}).items()):
+    for key, value in fields(one):
         if key not in base:
             yield key, value
 
@@ -286,43 +370,87 @@ def _told(state: Any, names: Mapping[int, str]) -> set[bytes]:
     return found
 
 
-def _put(living: dict[str, Any], key: str, value: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+def put(one: Any, key: str, value: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Set an attribute to what was packed; in place where it fits. RecoveryError."""
+    living = dict(fields(one)).get(key)
     try:
-        living[key] = _merge(living.get(key), codec.unpack(value), tensors)
+        made = merge(living, codec.unpack(value), tensors)
     except KeyError as error:
         raise RecoveryError(f"the attribute {key} has the tensor {error}, which is not here") from error
+    # Not by the object's own __setattr__, nor by a module's.
+    inside = getattr(one, "__dict__", {})
+    if key in inside or not hasattr(type(one), key):
+        inside[key] = made
+    else:
+        object.__setattr__(one, key, made)
 
 
-def _merge(living: Any, saved: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What was saved, in the living containers and tensors where they fit: others may hold on to them."""
+def merge(
+    living: Any,
+    saved: Any,
+    tensors: Mapping[str, torch.Tensor],
+    may: Callable[[Any], bool] = lambda _living: True,
+) -> Any:
+    """What was saved, in the living containers and tensors where they fit: others may hold on to them.
+
+    Only in those that `may` be written to.
+    """
     if type(saved) is Ref:
         return tensors[saved.name]
-    if isinstance(saved, torch.Tensor):
-        fits = isinstance(living, torch.Tensor) and living.shape == saved.shape
-        if not fits or living.dtype != saved.dtype or living.device.type != saved.device.type:
-            return saved
-        with torch.no_grad():
-            living.copy_(saved)
-        return living
+    into = living if _fits(living, saved) and may(living) else None
     if isinstance(saved, dict):
-        old = living if isinstance(living, dict) else {}
+        old = {} if into is None else into
         pairs = [(_key(k, tensors), v) for k, v in saved.items()]
-        made = {k: _merge(old.get(k), v, tensors) for k, v in pairs}
-        if isinstance(living, dict):
-            living.clear()
-            living.update(made)
-            return living
-        return made
+        made = {k: merge(old.get(k), v, tensors, may) for k, v in pairs}
+        return type(saved)(made) if into is None else _refill(into, made)
     if isinstance(saved, (list, tuple, deque)):
-        before = list(living) if isinstance(living, (list, tuple, deque)) else []
+        before = [] if into is None else list(into)
         before += [None] * (len(saved) - len(before))
-        items = [_merge(b, s, tensors) for b, s in zip(before, saved, strict=False)]
-        if isinstance(living, (list, deque)) and isinstance(saved, type(living)):
-            living.clear()
-            living.extend(items)
-            return living
+        items = [merge(b, s, tensors, may) for b, s in zip(before, saved, strict=False)]
+        if isinstance(into, (list, deque)):
+            return _refill(into, items)
         return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
-    return saved
+    return saved if into is None else _write(into, saved)
+
+
+def _write(living: Any, saved: Any) -> Any:
+    """A tensor, array or set, in place."""
+    if isinstance(saved, torch.Tensor):
+        with torch.no_grad():
+            private.local(living).copy_(saved)
+    elif is_array(saved):
+        living[...] = saved
+    elif type(saved) is set:
+        return _refill(living, saved)
+    else:
+        return saved
+    return living
+
+
+def _refill(living: Any, content: Any) -> Any:
+    living.clear()
+    (living.extend if isinstance(living, (list, deque)) else living.update)(content)
+    return living
+
+
+def _fits(living: Any, saved: Any) -> bool:
+    """Whether a living container, tensor or array can be made to hold what was saved."""
+    if isinstance(saved, torch.Tensor):
+        alike = isinstance(living, torch.Tensor) and living.shape == saved.shape
+        return alike and living.dtype == saved.dtype and living.device.type == saved.device.type
+    if is_array(saved):
+        alike = is_array(living) and (living.shape, living.dtype) == (saved.shape, saved.dtype)
+        return bool(alike and living.flags.writeable)
+    if isinstance(saved, deque):
+        return isinstance(living, deque) and living.maxlen == saved.maxlen
+    # Of a class derived from dict or list an attribute was saved as the plain one.
+    plain = isinstance(living, type(saved)) if type(saved) in (dict, list) else False
+    return plain or type(living) is type(saved)
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a numpy array, without importing numpy."""
+    return (type(value).__module__, type(value).__name__) == ("numpy", "ndarray")
 
 
 def _key(key: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -5,16 +5,23 @@ is zero, as after `zero_grad(set_to_none=False)`.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ckptless.daemon.api.errors import UsageError
+from ckptless.pytorch_hooks import torch_fsdp
 from ckptless.pytorch_hooks.state import private, raw
-from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of
+from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of
+from ckptless.pytorch_hooks.state.walk import shown
 
 # On the gradient itself: goes with it, and another one at its address has none.
 _USED = "_ckptless_used"
+# On it as well: as a commit has seen it, used.
+_COMMITTED = "_ckptless_committed"
+# On a parameter that is looked at: whether a backward pass has added to a gradient that a commit has seen.
+_WATCHED = "_ckptless_carried"
 
 
 def mark_used(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
@@ -28,15 +35,45 @@ def mark_used(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
 
 def watch_steps(state: State) -> None:
     """Have gradients marked where torch's hook is not called: by what is no optimizer of torch, and where a
-    GradScaler leaves the update out.
+    GradScaler leaves the update out. And look whether gradients are carried over from step to step.
     """
     parts = parts_of(state)
     for scaler in parts.scalers.values():
         private.after_step(scaler, lambda _scaler, optimizer: mark_used(optimizer))
+    _watch_some(state)
     optimizers: Iterable[Any] = parts.optimizers.values()
     for one in optimizers:
         if not isinstance(one, torch.optim.Optimizer):
             private.after_step(one, mark_used)
+
+
+def _watch_some(state: State) -> None:
+    """Look at a parameter of each group, and of each module of FSDP2, before each backward pass adds to its
+    gradient: was zero_grad called at all? No hook of its own is called for a parameter of FSDP2.
+    """
+    watched = [
+        (one.register_hook, [one])
+        for optimizer in parts_of(state).optimizers.values()
+        for group in optimizer.param_groups
+        for one in [p for p in group["params"] if p.requires_grad and p.is_leaf][:1]
+    ]
+    for sharded, _module in torch_fsdp.states(module for _prefix, module in tree_of(state).modules()):
+        trained = [p for p in torch_fsdp.parameters(sharded) if p.requires_grad]
+        watched.append((partial(torch_fsdp.before_backward, sharded), trained[:1]))
+    for hook, some in watched:
+        for one in some:
+            one.__dict__[_WATCHED] = False
+        hook(partial(_look, some))
+
+
+def _look(parameters: Iterable[torch.Tensor], _new: object = None) -> None:
+    """Before a backward pass: is a gradient still the one that the last commit has seen used?"""
+    for one in parameters:
+        grad = one.grad
+        if grad is None or grad.__dict__.get(_COMMITTED) != _counts(grad):
+            continue
+        if bool(raw.flat(private.local(grad)).any()):
+            one.__dict__[_WATCHED] = True
 
 
 def check_used(state: State, *, pending: bool = False) -> None:
@@ -50,18 +87,28 @@ def check_used(state: State, *, pending: bool = False) -> None:
         raise UsageError(
             f"{name} has a gradient that no optimizer has used, and gradients are not saved: call run.commit "
             "after the optimizer's step, and set gradients to None (zero_grad) before run.commit where that "
-            "step is left out, where the update is made by hand, and of what is not trained"
+            "step is left out, where the update is made by hand, and where a loss has left gradients in what "
+            "it does not train (a GAN's discriminator, when its generator is updated)"
         )
 
 
 def _unused(state: State) -> str | None:
     for name, parameter in every_parameter(state):
+        if parameter.__dict__.get(_WATCHED):
+            raise UsageError(
+                f"{shown(name)} carries its gradient over from one step to the next, and gradients are not "
+                "saved: call zero_grad in every step"
+            )
         grad = parameter.grad
-        if grad is None or grad.__dict__.get(_USED) == _counts(grad):
+        if grad is None:
+            continue
+        if grad.__dict__.get(_USED) == _counts(grad):
+            if _WATCHED in parameter.__dict__:
+                grad.__dict__[_COMMITTED] = _counts(grad)
             continue
         part = private.local(grad)
         if part.layout != torch.strided or raw.flat(part).any():
-            return "state." + name[2:].replace(":", ".")
+            return shown(name)
     return None
 
 

@@ -67,6 +67,8 @@ def plan(tensors: Iterable[Named | tuple[str, torch.Tensor]]) -> Layout:
         name, tensor, like = Named(*item)
         part = private.local(tensor)
         why = raw.why_not(part)
+        if why is None and part.is_inference():
+            why = "it was made under torch.inference_mode, and nothing can be copied back into it"
         if why is not None:
             raise UsageError(f"{name} cannot be saved: {why}")
         entry = Entry(

@@ -1,5 +1,6 @@
 """What a State is made of: every object taken apart into what can be saved, or refused in one sentence."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,20 @@ class Parts:
     generators: dict[str, torch.Generator] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     holders: dict[str, Any] = field(default_factory=dict)
+    # Plain data as it was given, and by id what can be changed in place there: others may have it, too.
+    given: dict[str, Any] = field(default_factory=dict)
+    own: dict[int, Any] = field(default_factory=dict)
+
+    def put_back(self, name: str, saved: Any) -> None:
+        """Set plain data to what was saved, in the very objects that were given."""
+        used: set[int] = set()
+
+        def may(living: Any) -> bool:
+            free = id(living) in self.own and id(living) not in used
+            used.add(id(living))
+            return free
+
+        self.data[name] = attributes.merge(self.given[name], saved, {}, may)
 
 
 def take_apart(roles: dict[str, Any], extra: dict[str, Any]) -> Parts:
@@ -42,8 +57,12 @@ def take_apart(roles: dict[str, Any], extra: dict[str, Any]) -> Parts:
         if name in roles or _has_objects(value):
             objects.update(_several(name, value))
         else:
-            codec.pack(value, name=f"state.{name}")
-            parts.data[name] = value
+            try:
+                codec.pack(value, name=f"state.{name}")
+            except UsageError as error:
+                raise UsageError(f"{error}: {_PLAIN}") from None
+            parts.data[name] = parts.given[name] = value
+            parts.own.update(_inside(value))
     for name, value in objects.items():
         role = name.partition("[")[0]
         if not _add(parts, name, value) or not _fits(role, parts, name, value):
@@ -52,6 +71,22 @@ def take_apart(roles: dict[str, Any], extra: dict[str, Any]) -> Parts:
     for name, value in objects.items():
         _add_inner(parts, name, value)
     return parts
+
+
+_PLAIN = (
+    "give it state_dict and load_state_dict, or keep in the State numbers, strings, tensors and numpy arrays "
+    "in plain lists, tuples, dicts, sets, deques and Counters"
+)
+
+
+def _inside(value: Any) -> dict[int, Any]:
+    found = {id(value): value}
+    for item in value.values() if isinstance(value, dict) else value if type(value) in _LISTS else ():
+        found |= _inside(item)
+    return found
+
+
+_LISTS = (list, tuple, deque)
 
 
 def _several(role: str, value: Any) -> dict[str, Any]:

@@ -47,6 +47,17 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
+def hooks_of(module: torch.nn.Module) -> list[tuple[str, list[Any]]]:
+    """Give the functions that a module calls by the way, by what torch calls them (`_forward_hooks`...)."""
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    return [(kind, list(getattr(module, f"_{kind}", {}).values())) for kind in kinds]
+
+
+def comm_hook_states(module: torch.nn.Module) -> list[object]:
+    """Give what DDP's communication hooks keep (`DistributedDataParallel._comm_hooks`)."""
+    return [state for _hook, state in getattr(module, "_comm_hooks", ()) if state is not None]
+
+
 def has_extra_state(module: torch.nn.Module) -> bool:
     """Say whether a module's class has a `get_extra_state` of its own, as those of Transformer Engine."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state

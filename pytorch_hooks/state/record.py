@@ -128,6 +128,16 @@ def describe(data: bytes | bytearray | memoryview) -> Described:
     return Described(layout.unpack(record.layout), catalog.read(record.catalog), optimizers)
 
 
+# What an object of the script's tells need not be the same each time that it is asked.
+_AGAIN = ("layout", "training", "requires_grad", "grads", "buffers", "optimizers", "data", "rng")
+
+
+def differing(one: bytes, other: bytes) -> str | None:
+    """Name a part in which two records of one step differ; ProtocolError if one of them is malformed."""
+    first, second = _parse(one), _parse(other)
+    return next((part for part in _AGAIN if getattr(first, part) != getattr(second, part)), None)
+
+
 def restore(data: bytes | bytearray | memoryview, state: State) -> RecordView:
     """Put a record back into the living objects; tensors first, by `TensorSet.unpack`, where they must move.
 
@@ -160,7 +170,8 @@ def restore(data: bytes | bytearray | memoryview, state: State) -> RecordView:
     # After the schedulers: some write to the groups as they load.
     for name, optimizer in parts.optimizers.items():
         optim.join(name, saved[name], optimizer)
-    parts.data.update(plain)
+    for name, value in plain.items():
+        parts.put_back(name, value)
     _restore_attributes(record, state)
     # Last: anything above may have drawn a number.
     rng.restore(generators)
@@ -206,8 +217,9 @@ def _restore_attributes(record: _Record, state: State) -> None:
             known.adopt(name, places[name], kept, {})
         elif name not in known.holders:
             raise RecoveryError(f"the record has attributes of {name}, which is not here")
-    named = TensorSet(state).living if record.attributes else {}
-    known.restore(record.attributes, named)
+    tensors = TensorSet(state) if known.holders else None
+    if tensors is not None:
+        known.restore(record.attributes, tensors.living, tensors.names)
 
 
 def _check_fit(record: _Record, state: State) -> dict[str, optim.Saved]:

@@ -31,6 +31,17 @@ class Snapshot(msgspec.Struct, frozen=True, eq=False):
     cuda: list[torch.Tensor]
     cuda_current: int
 
+    def is_as(self, other: "Snapshot") -> bool:
+        """Whether nothing has been drawn between the two."""
+        return (
+            self.python[1] == other.python[1]
+            and (self.numpy is None) == (other.numpy is None)
+            and (self.numpy is None or other.numpy is None or self.numpy[1] == other.numpy[1])
+            and torch.equal(self.torch_cpu, other.torch_cpu)
+            and len(self.cuda) == len(other.cuda)
+            and all(map(torch.equal, self.cuda, other.cuda))
+        )
+
     def tree(self) -> dict[str, Any]:
         """The same as a tree that `codec` can encode and `restore` takes.
 

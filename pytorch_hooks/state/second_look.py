@@ -1,46 +1,110 @@
 """A second look at the objects of a State, by other ways than a commit takes: is anything not seen?
 
-Once, at the first commits of a process: before the first step, and when whatever is made lazily is there.
+At modules' own attributes at each commit. At everything else at the first commits of a process, before the
+first step and when whatever is made lazily is there, and then now and then (`is_due`).
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks.state import attributes, private
+from ckptless.pytorch_hooks.state import attributes, private, reach
 from ckptless.pytorch_hooks.state.objects import State, attributes_of, parts_of, tree_of
+from ckptless.pytorch_hooks.state.reach import Leaves
 from ckptless.pytorch_hooks.state.tensors import TensorSet
 
 # The first commit, and the two after it: with a gradient scaler the first update may be skipped.
 LOOKS = 3
+# Not a multiple of anything: what happens each few steps happens between two looks as well.
+SELDOM = 257
 # Of a module's attribute that changes; what is larger should be a buffer.
 SMALL = 64 << 10
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, dict, set, deque)
+
+
+def is_due(commit: int) -> bool:
+    """Whether all is looked at, at this commit of a process: 1, 2, 3, 5, 9, 17 ... 129, 257, 514, 771 ..."""
+    doubled = commit < SELDOM and (commit - 1) & (commit - 2) == 0
+    return commit <= LOOKS or commit % SELDOM == 0 or doubled
 
 
 class SecondLook:
     """At one State, as it was built. Main thread only."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, names: Mapping[int, str] | None = None) -> None:
         self._state = state
         self._looks = 0
         self._seen: dict[str, Any] = {}
-        modules = [(name, one) for name, one in tree_of(state).modules() if _is_script_s(one)]
-        self._modules = {name: (one, _small(one)) for name, one in modules}
-        self._versions = {name: dict(_large(one)) for name, one in modules}
+        self._reached: dict[str, Leaves] = {}
+        self._names = names if names is not None else TensorSet(state).names
+        modules = [(name, one) for name, one in tree_of(state).modules() if _is_watched(one)]
+        self._modules = [_Watched(name, one, self._names) for name, one in modules]
 
     def look(self, tensors: TensorSet) -> None:
         """Look, before a commit. UsageError, with its place, for a tensor that no commit would have."""
-        if self._looks >= LOOKS:
-            return
         self._looks += 1
+        self._names = tensors.names
+        self.at_modules()
+        if not is_due(self._looks):
+            return
         if self._looks == 1:
             self._at_state_dicts(tensors)
-        self._at_holders(tensors)
-        self._at_modules()
-        if self._looks == LOOKS:
-            self._modules, self._versions, self._seen = {}, {}, {}
+        if self._looks <= LOOKS:
+            self._at_holders(tensors)
+        self._at_objects()
+        attributes_of(self._state).check_large(self._names)
+
+    def many(self) -> str | None:
+        """The name of plain data in the State that has so many items that to write them out takes long."""
+        data = parts_of(self._state).data.items()
+        return next((name for name, value in data if _items(value, 0) > attributes.MANY), None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last look was at everything."""
+        return is_due(self._looks)
+
+    def functions(self) -> Iterator[tuple[str, Any]]:
+        """What may keep something that no commit has: functions that the State's objects call, their classes,
+        and what a forward pass has left of its graph.
+        """
+        for prefix, module in tree_of(self._state).modules():
+            for kind, hook in reach.hooks_of(module):
+                yield f"state.{prefix.replace(':', '.')}{kind}", hook
+            for key, value in _own(module):
+                of_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+                if of_graph and not _is_small(value):
+                    yield f"state.{prefix.replace(':', '.')}{key}", value.detach()
+                elif isinstance(value, (FunctionType, MethodType)):
+                    yield f"state.{prefix.replace(':', '.')}{key}", value
+        for name, one in parts_of(self._state).stateful.items():
+            for index, function in enumerate(getattr(one, "lr_lambdas", ())):
+                if not isinstance(function, FunctionType):
+                    continue  # of an object LambdaLR's state_dict has the attributes
+                yield f"state.{name}.lr_lambdas[{index}]", function
+        classes = {k: None for one in self.known().values() for k in type(one).__mro__ if reach.is_own(k)}
+        for each in classes:
+            yield f"the class {each.__name__}", each
+
+    def at_modules(self) -> None:
+        """Attributes of modules that training changes: they are saved from now on. Before a restore, too."""
+        for watched in self._modules:
+            if watched.is_as_known(self._names):
+                continue
+            changed, built = watched.changes(self._names)
+            if changed:
+                attributes_of(self._state).adopt(watched.name, watched.module, changed, built)
+            key = watched.large_change()
+            if key is not None:
+                raise UsageError(
+                    f"state.{watched.name.replace(':', '.')}{key} changes in training and is no buffer: "
+                    f"make it one, by register_buffer({key!r}, ..., persistent=False)"
+                )
 
     def _at_state_dicts(self, tensors: TensorSet) -> None:
         """Whatever torch would save of a model is a parameter, a buffer or extra state."""
@@ -61,10 +125,13 @@ class SecondLook:
             if attributes.is_foreign(type(one)):
                 continue
             stateful = name in parts_of(self._state).stateful
-            told = list(_tensors(one.state_dict())) if stateful else []
+            tree = one.state_dict() if stateful else {}
+            told = list(_tensors(tree))
             names = {**tensors.names, **{id(t): name for t in told}}
             for path, value in attributes.hidden(one, names):
                 if any(_same(value, other) for other in (*told, *tensors.living.values())):
+                    continue
+                if (drawn := attributes.state_of_generator(value)) is not None and _tells(tree, drawn):
                     continue
                 # Whoever has a state_dict may keep constants, such as a dataset.
                 now = attributes.look(value)
@@ -72,42 +139,138 @@ class SecondLook:
                 if not stateful or now != (before or self._seen.get(f"{name}.{path}")):
                     raise UsageError(_unseen(name, path, value, stateful=stateful))
 
-    def _at_modules(self) -> None:
-        """Attributes of the script's own modules that training changes: they are saved from now on."""
-        for name, (module, built) in self._modules.items():
-            now = _small(module)
-            changed = {key for key, value in now.items() if built.get(key) != value}
-            if changed:
-                attributes_of(self._state).adopt(name, module, changed, built)
-            versions = self._versions[name]
-            for key, version in _large(module):
-                if version != versions.get(key, version) and version[0] == versions[key][0]:
-                    raise UsageError(
-                        f"state.{name.replace(':', '.')}{key} changes in training and is no buffer: "
-                        f"make it one, by register_buffer({key!r}, ..., persistent=False)"
-                    )
+    def _at_objects(self) -> None:
+        """Objects in the attributes of modules, and of what has no state_dict."""
+        parts = parts_of(self._state)
+        known = self.known()
+        roots = [(w.name.replace(":", "."), w.module, w.is_script_s) for w in self._modules]
+        without = {name: one for name, one in parts.holders.items() if name not in parts.stateful}
+        roots += [(f"{name}.", one, not attributes.is_foreign(type(one))) for name, one in without.items()]
+        for name, one, looked_into in roots:
+            if not looked_into:
+                continue
+            now: Leaves = {}
+            for key, value in attributes.own(one):
+                if not attributes.is_packable(value, self._names):
+                    now |= reach.leaves(value, f"{name}{key}", known, functions=False)
+            place = reach.changed(self._reached[name], now) if name in self._reached else None
+            if place is not None:
+                raise UsageError(
+                    f"state.{place} changes in training, and no commit would have it: make it a buffer of a "
+                    "module or a plain attribute, or give it by get_extra_state and set_extra_state (of an "
+                    "object in the State by state_dict and load_state_dict)"
+                )
+            self._reached[name] = now
+
+    def known(self) -> dict[int, Any]:
+        """By id what the State has anyway."""
+        parts = parts_of(self._state)
+        objects = {
+            **self._state.__dict__["_objects"],
+            **parts.holders,
+            **parts.generators,
+            **parts.stateful,
+            **parts.optimizers,
+            "State": self._state,
+        }
+        modules = {f"m:{prefix}": module for prefix, module in tree_of(self._state).modules()}
+        return {**reach.known_to(self._names, {**objects, **modules}), **parts.own}
 
 
-def _is_script_s(module: torch.nn.Module) -> bool:
-    return not attributes.is_foreign(type(module))
+class _Watched:
+    """A module's own attributes: as they were built, and as they were looked at last."""
+
+    def __init__(self, name: str, module: torch.nn.Module, names: Mapping[int, str]) -> None:
+        self.name, self.module = name, module
+        self.is_script_s = not attributes.is_foreign(type(module))
+        self._built = _small(module, names)
+        self._large = dict(_large(module))
+        self._ids: tuple[int, ...] = ()
+        # Whose id would be another one's otherwise.
+        self._held: list[Any] = []
+        self._looks: dict[str, Any] = {}
+        self.is_as_known(names)
+
+    def is_as_known(self, names: Mapping[int, str]) -> bool:
+        """Whether no attribute has been set, nor any that can be changed in place has changed."""
+        values = self.module.__dict__.values()
+        ids = tuple(map(id, values))
+        if same := ids == self._ids:
+            if not self._looks:
+                return True
+        else:
+            self._ids = ids
+            self._held = [value for value in values if type(value) in _PLAIN]
+        looks = {
+            key: _look(value, names)
+            for key, value in _own(self.module)
+            if isinstance(value, (torch.Tensor, *_CONTAINERS)) or attributes.is_array(value)
+        }
+        before, self._looks = self._looks, looks
+        return same and looks == before
+
+    def changes(self, names: Mapping[int, str]) -> tuple[set[str], dict[str, bytes]]:
+        """The small ones that are not as they were built, and those as they were."""
+        now = _small(self.module, names)
+        return {key for key, value in now.items() if self._built.get(key) != value}, self._built
+
+    def large_change(self) -> str | None:
+        """A large tensor that has been written to or replaced; one that has come is known from now on."""
+        found = None
+        for key, version in _large(self.module):
+            if self._large.setdefault(key, version) != version:
+                found = key
+        return found
 
 
-def _small(module: torch.nn.Module) -> dict[str, bytes]:
-    """The attributes that are plain data or small tensors; not what a forward pass leaves of its graph."""
-    large = {key for key, value in attributes.own(module) if not _is_small(value)}
-    only = [key for key, _value in attributes.own(module) if key not in large]
-    return {k: v for k, v in attributes.packed(module, {}, only).items() if len(v) <= SMALL}
+def _items(value: Any, found: int) -> int:
+    """How many items it has, those inside those too, and `found` others; some more than MANY at most."""
+    if not isinstance(value, _CONTAINERS) or found > attributes.MANY:
+        return found
+    found += len(value)
+    for item in value.values() if isinstance(value, dict) else value:
+        found = _items(item, found)
+        if found > attributes.MANY:
+            break
+    return found
+
+
+def _own(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Its own attributes, but for weights that each forward pass makes anew (pruned, or with an old norm)."""
+    made_of = private.parameters_of(module)
+    for key, value in attributes.own(module):
+        if f"{key}_orig" not in made_of and f"{key}_g" not in made_of:
+            yield key, value
+
+
+def _is_watched(module: torch.nn.Module) -> bool:
+    kind = type(module)
+    return not attributes.is_foreign(kind) or kind.__module__.startswith("torch.nn.modules")
+
+
+def _look(value: Any, names: Mapping[int, str]) -> Any:
+    if isinstance(value, torch.Tensor) and not _is_small(value):
+        return id(value), value.grad_fn is None and private.version(value)
+    return attributes.look_at(value, names) if _is_small(value) else (id(value), len(value))
+
+
+def _small(module: torch.nn.Module, names: Mapping[int, str]) -> dict[str, bytes]:
+    """The attributes that are plain data or small tensors."""
+    only = [key for key, value in _own(module) if _is_small(value)]
+    return {k: v for k, v in attributes.packed(module, names, only).items() if len(v) <= SMALL}
 
 
 def _is_small(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.grad_fn is None and value.numel() * value.element_size() <= SMALL
-    return not isinstance(value, (list, tuple, dict, set)) or len(value) <= SMALL // 8
+        return value.numel() * value.element_size() <= SMALL
+    if attributes.is_array(value):
+        return bool(value.nbytes <= SMALL)
+    return not isinstance(value, _CONTAINERS) or len(value) <= SMALL // 8
 
 
 def _large(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
     """Of the large tensors which object it is, and how often it was written in place."""
-    for key, value in attributes.own(module):
+    for key, value in _own(module):
         if isinstance(value, torch.Tensor) and value.grad_fn is None and not _is_small(value):
             yield key, (id(value), private.version(value))
 
@@ -126,6 +289,16 @@ def _tensors(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif isinstance(tree, (dict, list, tuple)) and depth < attributes.DEPTH:
         for item in tree.values() if isinstance(tree, dict) else tree:
             yield from _tensors(item, depth + 1)
+
+
+def _tells(tree: Any, state: Any, depth: int = 0) -> bool:
+    """Whether a state_dict has the state of a generator of random numbers."""
+    if type(tree) is type(state) and repr(tree) == repr(state):
+        return True
+    if not isinstance(tree, (dict, list, tuple)) or depth > attributes.DEPTH:
+        return False
+    items = tree.values() if isinstance(tree, dict) else tree
+    return any(_tells(item, state, depth + 1) for item in items if isinstance(item, (dict, list, tuple)))
 
 
 def _same(value: Any, other: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 from ckptless.daemon.api.errors import RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import private
 from ckptless.pytorch_hooks.state.layout import Named
+from ckptless.pytorch_hooks.state.walk import shown
 
 Shared = frozenset[frozenset[str]]
 """The names of the tensors in each memory that several have."""
@@ -51,7 +52,7 @@ def check_shared(built: Shared, now: Shared) -> None:
     for names in sorted(map(sorted, now ^ built)):
         what = "lie in one memory" if frozenset(names) in now else "do not lie in one memory any more"
         raise UsageError(
-            f"{_shown(names[0])} and {_shown(names[1])} {what}, other than in run.keep, and a new process "
+            f"{shown(names[0])} and {shown(names[1])} {what}, other than in run.keep, and a new process "
             "would not have it so: copy values (copy_), and put weights that are exchanged by .data back "
             "before run.commit"
         )
@@ -65,14 +66,10 @@ def separate(built: Shared, named: Sequence[Named]) -> None:
     now = shared(named)
     wrong = frozenset[str]().union(*(now - built))
     for names in built - now:
-        raise RecoveryError(f"{_shown(min(names))} does not lie in the memory any more that it shared")
+        raise RecoveryError(f"{shown(min(names))} does not lie in the memory any more that it shared")
     for name, tensor, _like in named:
         part = private.local(tensor)
         if name in wrong and part is not tensor:
-            raise RecoveryError(f"{_shown(name)}, which is a DTensor, lies in the memory of another tensor")
+            raise RecoveryError(f"{shown(name)}, which is a DTensor, lies in the memory of another tensor")
         if name in wrong or any(s == 0 and n > 1 for s, n in zip(part.stride(), part.shape, strict=True)):
             tensor.data = torch.empty_like(part, memory_format=torch.contiguous_format)
-
-
-def _shown(name: str) -> str:
-    return "state." + name[2:].replace(":", ".")

@@ -8,6 +8,7 @@ import torch
 from ckptless.daemon.api.errors import UsageError
 from ckptless.pytorch_hooks.state import private
 from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of
+from ckptless.pytorch_hooks.state.walk import shown
 
 
 class Structure(NamedTuple):
@@ -59,14 +60,10 @@ def _changes(built: Structure, now: Structure) -> Iterator[str]:
     yield from _came_or_went("module", built.modules, now.modules)
     for name, (shape, dtype) in now.parameters.items():
         if built.parameters[name] != (shape, dtype):
-            yield f"the parameter {_shown(name)} has become {tuple(shape)} {dtype}"
+            yield f"the parameter {shown(name)} has become {tuple(shape)} {dtype}"
 
 
 def _came_or_went(kind: str, there: Iterable[str], here: Iterable[str]) -> Iterator[str]:
     known, present = set(there), set(here)
-    yield from (f"the {kind} {_shown(name)} has come" for name in here if name not in known)
-    yield from (f"the {kind} {_shown(name)} has gone" for name in there if name not in present)
-
-
-def _shown(name: str) -> str:
-    return "state." + name[2:].replace(":", ".").rstrip(".")
+    yield from (f"the {kind} {shown(name)} has come" for name in here if name not in known)
+    yield from (f"the {kind} {shown(name)} has gone" for name in there if name not in present)

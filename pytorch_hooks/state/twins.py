@@ -12,6 +12,9 @@ from ckptless.daemon.api.errors import UsageError
 from ckptless.pytorch_hooks.state import optim, private
 from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of
 
+# Of torch's communication hooks those that go on from what they have kept of the steps before.
+_KEEPING = ("PowerSGDState", "PostLocalSGDState")
+
 
 def twins(state: State, rank: int, world_size: int) -> tuple[int, ...]:
     """Give the ranks, ascending, that hold the same tensors as `rank`, itself among them.
@@ -39,6 +42,18 @@ def refuse(state: State) -> None:
                 f"state.{name} is a FullyShardedDataParallel (FSDP1), which ckptless cannot recover: "
                 "use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
+        if isinstance(module, DistributedDataParallel) and any(map(_is_sparse, module.modules())):
+            raise UsageError(
+                f"state.{prefix.rstrip('.:').replace(':', '.')} is a DistributedDataParallel with sparse "
+                "gradients, whose buckets torch does not tell: take sparse=False in its embeddings"
+            )
+        for kept in private.comm_hook_states(module):
+            if type(kept).__name__ in _KEEPING:
+                raise UsageError(
+                    f"the communication hook of state.{prefix.rstrip('.:').replace(':', '.')} keeps a "
+                    f"{type(kept).__name__} for each rank, which ckptless cannot save: take a hook without "
+                    "state, such as bf16_compress_hook"
+                )
     for name, tensor in _tensors(state):
         if getattr(tensor, "_is_flat_param", False):
             raise UsageError(
@@ -50,6 +65,10 @@ def refuse(state: State) -> None:
                 f"{name} is a ShardedTensor, which ckptless cannot recover: "
                 "use a DTensor (torch.distributed.tensor.distribute_tensor)"
             )
+
+
+def _is_sparse(module: torch.nn.Module) -> bool:
+    return isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
 
 
 def _is(thing: object, module: str, name: str) -> bool:

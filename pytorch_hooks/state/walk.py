@@ -13,6 +13,11 @@ import xxhash
 from ckptless.pytorch_hooks.state import private, raw
 
 
+def shown(name: str) -> str:
+    """Return a tensor's or a module's name as a user would write it: "state.model.layers.0.weight"."""
+    return "state." + name[2:].replace(":", ".").rstrip(".")
+
+
 class Owned(NamedTuple):
     """A buffer (any shape, dtype) with its name, and where it hangs: `module`'s buffer `key`."""
 

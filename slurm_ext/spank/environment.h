@@ -12,6 +12,9 @@
 /* asks slurmstepd to put the launcher in front of this step's tasks */
 #define CKPTLESS_WRAP CKPTLESS_IN_JOB "CKPTLESS_WRAP"
 
+/* when the job was submitted, in ns: what tells it from another one that has its number, after a requeue too */
+#define CKPTLESS_SUBMITTED "CKPTLESS_SUBMITTED"
+
 /* tells the job_submit plugin that the user wants the job to end with a lost node */
 #define CKPTLESS_KILL "CKPTLESS_KILL"
 

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "environment.h"
 #include "options.h"
@@ -61,7 +62,7 @@ static const char *own_variable(const char *suffix, char name[40])
 static void forget_outer_job(void)
 {
 	static const char *const names[] = { OPTION_IN_JOB, OPTION_IN_JOB "_spares", CKPTLESS_WRAP,
-					     CKPTLESS_IN_JOB CKPTLESS_KILL };
+					     CKPTLESS_IN_JOB CKPTLESS_KILL, CKPTLESS_IN_JOB CKPTLESS_SUBMITTED };
 	struct ckptless_variable variables[CKPTLESS_VARIABLES];
 
 	for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
@@ -304,6 +305,18 @@ static void tell_nodes(spank_t sp, const char *name, const char *value)
 		slurm_error("ckptless: %s could not be handed on to prolog and job", name);
 }
 
+static void tell_time(spank_t sp)
+{
+	struct timespec now;
+	char text[40];
+
+	if (state.command == CKPTLESS_SRUN && getenv("SLURM_JOB_ID"))
+		return; /* a step: its job was submitted before */
+	clock_gettime(CLOCK_REALTIME, &now);
+	snprintf(text, sizeof(text), "%lld%09ld", (long long)now.tv_sec, now.tv_nsec);
+	tell_nodes(sp, CKPTLESS_SUBMITTED, text);
+}
+
 static void publish(spank_t sp, const struct ckptless_spec *spec)
 {
 	struct ckptless_variable variables[CKPTLESS_VARIABLES];
@@ -315,6 +328,7 @@ static void publish(spank_t sp, const struct ckptless_spec *spec)
 		setenv(variables[i].name, variables[i].value, 1);
 		tell_nodes(sp, variables[i].name, variables[i].value);
 	}
+	tell_time(sp);
 	/* the one settled spec instead of the options as they were typed */
 	tell_nodes(sp, OPTION, variables[0].value);
 	spank_job_control_unsetenv(sp, OPTION "_spares");

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
+import gzip
 import io
 import os
 import re
@@ -19,6 +21,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import torch
 import xxhash
 from seeds import build, members, structs_in
@@ -39,17 +44,23 @@ from ckptless.daemon.api import (
     saving,
     version,
 )
+from ckptless.daemon.api import records as m_records
 from ckptless.daemon.api import ring as api_ring
 from ckptless.daemon.api.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
-from ckptless.daemon.control.decree import Durable
+from ckptless.daemon.ckptctl import render
+from ckptless.daemon.control import packing
+from ckptless.daemon.control.decree import Decree, Durable
 from ckptless.daemon.ledger.store import Ledger
-from ckptless.daemon.peers import handshake
+from ckptless.daemon.peers import bundles, handshake
 from ckptless.daemon.peers import messages as peers
 from ckptless.daemon.service import _Heard as FromOutside
 from ckptless.daemon.settings import load_settings
 from ckptless.daemon.slurm import hostlist, pyslurm_messages, text
-from ckptless.pytorch_hooks.data import batch_codec, identity, pack, records
+from ckptless.pytorch_hooks.data import batch_codec, identity, pack, records, sealed
+from ckptless.pytorch_hooks.data.arrow import Arrow
+from ckptless.pytorch_hooks.data.cache import Cache
 from ckptless.pytorch_hooks.data.files import Stamp
+from ckptless.pytorch_hooks.data.sources import Json, JsonLines
 from ckptless.pytorch_hooks.state import catalog, codec, layout, record
 
 REPOSITORY = Path(__file__).parents[2]
@@ -165,7 +176,62 @@ def edges() -> list[Target]:
         Target("store, torch's protocol", _store_stream, lambda data: store_parser.StoreParser().feed(data)),
         Target("NCCL, a check-in", _check_in, lambda data: nccl_wire.CheckInReader().feed(data)),
         Target("NCCL, an id", _unique_id, nccl_wire.decode_id),
+        # Compressed again each time: what is within is what shall be looked at.
+        Target("decree, packed", lambda c: zlib.decompress(_packed(c)), _zipped(_unpack)),
+        Target("bundle", lambda c: zlib.decompress(_bundle(c)), _zipped(_unbundle)),
+        Target("bundle, compressed", _bundle, _unbundle),
     ]
+
+
+def _decree(chance: Random, index: int) -> Decree:
+    """As plans are: of some of 12 nodes, 2 ranks on each."""
+    infos = [
+        info for node in range(12) if chance.random() < 0.7 or node == 0 for info in [_info(node, chance)]
+    ]
+    places = [messages.Place(node=info.node, slot=slot) for info in infos for slot in range(2)]
+    ranks, numbers = range(len(places)), [info.node for info in infos]
+    held = [tuple(chance.sample(numbers, chance.randrange(1, min(4, len(numbers)) + 1))) for _ in ranks]
+    assignment = messages.Assignment(
+        job="4711",
+        generation=index,
+        term=1,
+        leader=0,
+        places=tuple(places),
+        nodes=tuple(infos),
+        restore_step=3,
+        shards=tuple(ranks),
+        tensor_nodes=tuple(enumerate(held)),
+        record_nodes=tuple(held),
+    )
+    return Decree(index=index, voters=tuple(numbers[:7]), assignment=assignment)
+
+
+def _info(node: int, chance: Random) -> messages.NodeInfo:
+    return messages.NodeInfo(node=node, name=f"n{node}", address="::1", agent_port=chance.randrange(1, 9))
+
+
+BASE = _decree(Random(1), 1)
+
+
+def _packed(chance: Random) -> bytes:
+    body = packing.pack(_decree(chance, 2), BASE)
+    assert body is not None
+    return body
+
+
+def _unpack(body: bytes) -> object:
+    with contextlib.suppress(packing.MissingBaseError):
+        return packing.unpack(body, BASE, "", range(12))
+    return None
+
+
+def _bundle(chance: Random) -> bytes:
+    group = [build(peers.Relayed, chance) for _ in range(chance.randrange(2, 5))]
+    return zlib.compress(msgspec.msgpack.encode(group), 1)
+
+
+def _unbundle(body: bytes) -> object:
+    return bundles.unbundle(peers.Bundle(job="4711", body=body))
 
 
 def _program(chance: Random) -> bytes:
@@ -406,7 +472,96 @@ def _receive(data: bytes) -> None:
         assert bytes(view) == PAYLOAD, "other bytes were taken"
 
 
+# -------------------------------------------------------------------------------- files of training data
+
+
+def _lines(chance: Random) -> bytes:
+    return b"".join(msgspec.json.encode(build(m_records.EventRecord, chance)) + b"\n" for _ in range(4))
+
+
+def _array(chance: Random) -> bytes:
+    return b"[" + b",".join(_lines(chance).splitlines()) + b"]"
+
+
+def _of_source(make: Callable[..., Any], name: str) -> Callable[[bytes], object]:
+    """Every sample of a file that has these bytes, in a cache of its own."""
+
+    def feed(data: bytes) -> object:
+        with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
+            (Path(folder) / name).write_bytes(data)
+            source = make(Path(folder) / name, cache=Cache(Path(folder) / "cache"))
+            try:
+                source.open()
+                return [source.get(index) for index in range(len(source))]
+            finally:
+                source.close()
+
+    return feed
+
+
+SEALING_KEY, SEALED_NAME = bytes(range(32)), "an entry"
+
+
+def _sealed(chance: Random) -> bytes:
+    out = io.BytesIO()
+    writer = sealed.SealingWriter(out, SEALING_KEY, SEALED_NAME)
+    writer.write(chance.randbytes(chance.choice((0, 1, 5000))))
+    writer.finish()
+    return out.getvalue()
+
+
+def _unseal(data: bytes) -> object:
+    path = SCRATCH / "sealed"
+    path.write_bytes(data)
+    file = sealed.SealedFile(path, SEALING_KEY, SEALED_NAME)
+    try:
+        return file.read(0, file.stamp.nbytes)
+    finally:
+        file.close()
+
+
+def _arrow(kind: str) -> Callable[[Random], bytes]:
+    def seed(chance: Random) -> bytes:
+        table = pyarrow.table(
+            {
+                "id": list(range(20)),
+                "tokens": [[1, 2, 3]] * 20,
+                "text": ["x" * chance.randrange(9) for _ in range(20)],
+                "label": pyarrow.array(["a", "b"] * 10).dictionary_encode(),
+            }
+        )
+        out = io.BytesIO()
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, out)
+        else:
+            new = pyarrow.ipc.new_file if kind == "file" else pyarrow.ipc.new_stream
+            with new(out, table.schema) as writer:
+                writer.write_table(table)
+        return out.getvalue()
+
+    return seed
+
+
+def data_files() -> list[Target]:
+    return [
+        Target("an Arrow file", _arrow("file"), _of_source(Arrow, "a.arrow")),
+        Target("an Arrow stream", _arrow("stream"), _of_source(Arrow, "a.arrows")),
+        Target("a Parquet file", _arrow("parquet"), _of_source(Arrow, "a.parquet")),
+        Target("JSON lines", _lines, _of_source(JsonLines, "a.jsonl")),
+        Target("JSON lines, gzip", lambda c: gzip.compress(_lines(c), 1), _of_source(JsonLines, "a.gz")),
+        Target("a JSON array", _array, _of_source(Json, "a.json")),
+        Target("an encrypted entry", _sealed, _unseal),
+    ]
+
+
 # ------------------------------------------------------------------------------------------- texts
+
+
+def _shown(data: bytes) -> None:
+    """What `ckptctl events` prints of an event moves no cursor and begins no line."""
+    line = render.harmless(data.decode(errors="replace"))
+    assert line.isprintable(), line
+
 
 SECRET = "Secret_0123456789"
 DURABLE = build(Durable, Random(1))
@@ -532,6 +687,7 @@ def texts() -> list[Target]:
             lambda c: msgspec.json.encode(build(agent_config.SharedConfig, c)),
             _step_environment,
         ),
+        Target("text of an event, on a terminal", lambda _: b"a\x1b[2J\x9b\nb\xe2\x80\xaec", _shown),
         Target("a vote in the ledger", lambda _: msgspec.json.encode(DURABLE), _vote),
     ]
 

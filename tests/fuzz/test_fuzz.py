@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mutate import mutate
 from seeds import build, members
-from targets import SCRATCH, Target, covered, edges, files, texts
+from targets import SCRATCH, Target, covered, data_files, edges, files, texts
 
 import ckptless.daemon
 from ckptless.daemon.api.errors import CkptlessError
@@ -38,7 +38,7 @@ MOST_CPU_S = 2.0
 # Of one target: what its peak of memory may grow by.
 MOST_MIB = 300
 MOST_MAPPED = 2 << 30
-TARGETS = [*edges(), *files(), *texts()]
+TARGETS = [*edges(), *files(), *data_files(), *texts()]
 
 
 @pytest.fixture(scope="module", autouse=True)

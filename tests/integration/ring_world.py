@@ -68,6 +68,11 @@ class Agent:
     def _lent(self) -> list[bytes]:
         return [bytes.fromhex(text) for kind, text in self.events if kind == "lent"]
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -92,6 +97,15 @@ def children(pid: int | None = None) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def links(pid: int) -> list[str]:
+    """What a process has open, but what it closes meanwhile."""
+    found = []
+    for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(entry.readlink()))
+    return found
+
+
 def until(done: Callable[[], bool]) -> None:
     end = time.monotonic() + DEADLINE_S
     while not done():
@@ -109,8 +123,8 @@ def one_agent(folder: Path) -> Iterator[Agent]:
     before = open_fds()
     made = Agent(folder)
     yield made
-    for pid in producers():
-        # Of a test that failed: it holds what ends the agent.
+    for pid in set(children()) - {made.pid}:
+        # Of a test that failed: whatever was forked from here holds open what ends the agent.
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     made.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ring_world import Agent, children, one_agent, producers, until
+from ring_world import Agent, children, links, one_agent, producers, until
 
 from ckptless.daemon.api import ring_entry
 from ckptless.daemon.api.errors import DataError, UsageError
@@ -199,12 +198,7 @@ def test_a_worker_that_is_killed(agent: Agent) -> None:
 
 def fds(pid: int) -> list[str]:
     """What it has open, batches left out: it is being asked for some."""
-    found = []
-    for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
-        # Suppressed: a batch that has been made meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            found.append(str(entry.readlink()))
-    return sorted(re.sub(r"\d+", "", link) for link in found if "ckptless-batch" not in link)
+    return sorted(re.sub(r"\d+", "", link) for link in links(pid) if "ckptless-batch" not in link)
 
 
 def test_what_a_guest_had_made_is_let_go_of(agent: Agent) -> None:
@@ -232,14 +226,14 @@ def test_what_a_guest_had_made_is_let_go_of(agent: Agent) -> None:
     same(lent(0, 2), want[:2])
     guests = set(children(producer)) - set(own)
     assert len(guests) == 2
-    assert len(fds(producer)) == len(held) + 2
+    until(lambda: len(fds(producer)) == len(held) + 2)
     for _ in range(2 * IDLE_ROUNDS + 2 * AHEAD):
         if next(it, None) is None:
             it = iter(loader)
         loader.committed(loader.state_dict())
     until(lambda: set(children(producer)) == set(own))
     assert not [pid for pid in guests if Path(f"/proc/{pid}").exists()]
-    assert fds(producer) == held
+    until(lambda: fds(producer) == held)
     same(lent(2, 3), want[2:5])
     assert set(children(producer)) > set(own)
     (told,) = agent.told()

@@ -20,7 +20,7 @@ from ckptless.daemon.agent.prctl import set_child_subreaper
 from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.api.errors import PeerError, UsageError
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0  # torch is imported more than once, on a machine that may have much else to do
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "PROBE": "caf\u00e9 \udcff"}
 
 PROBE = """\

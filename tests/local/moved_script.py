@@ -102,8 +102,14 @@ def update_by_hand(state: Any, run: Any) -> None:
                 p -= 0.05 * p.grad
 
 
+def pairs_of(state: Any) -> list[tuple[Any, Any]]:
+    """The target's parameters with the model's, but for one that has come late."""
+    own = [p for name, p in state.target.named_parameters() if name != "scale"]
+    return list(zip(own, state.model.parameters(), strict=True))
+
+
 def move_target(state: Any, run: Any) -> None:
-    pairs = list(zip(state.target.parameters(), state.model.parameters(), strict=KIND != "late-parameter"))
+    pairs = pairs_of(state)
     with torch.no_grad():
         for number, (slow, p) in enumerate(pairs):
             if number == len(pairs) // 2:
@@ -114,7 +120,7 @@ def move_target(state: Any, run: Any) -> None:
 @contextmanager
 def swapped(state: Any) -> Iterator[None]:
     """The model with its target's weights; not taken out again by an end that is not foreseen."""
-    pairs = list(zip(state.target.parameters(), state.model.parameters(), strict=KIND != "late-parameter"))
+    pairs = pairs_of(state)
     own = [p.data for _slow, p in pairs]
     for slow, p in pairs:
         p.data = slow.data

@@ -41,7 +41,7 @@ def waits_are_told(job: Job) -> None:
         assert {reader["rank"] for reader in ring["readers"]} <= set(range(RANKS))
         assert len(ring["readers"]) == RANKS // NODES
         for reader in ring["readers"]:
-            assert reader["taken"] > 0
+            assert reader["taken"] > 0, json.dumps(rings)
             assert 0 <= reader["waits"] <= reader["taken"]
             assert 0 <= reader["waited_s"] < FAULTY_DEADLINE_S
 

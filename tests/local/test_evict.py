@@ -53,7 +53,7 @@ def test_nodes_are_taken_out_until_there_is_no_spare(tmp_path: Path) -> None:
         code, answer = evict(job, "node-2", "--reason", "ECC errors")
         assert (code, answer["verdict"], answer["node"]) == (0, "accepted", 2), answer
         trains(job, 2)
-        assert job.pid_of(2, "agent") is None
+        wait_until(lambda: job.pid_of(2, "agent") is None, DEADLINE_S, job)
         assert job.pid_of(2, "daemon") is not None
         code, answer = evict(job, "2")
         assert (code, answer["verdict"]) == (0, "already"), answer

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -159,3 +163,46 @@ def test_two_ranks_on_each_node(tmp_path: Path) -> None:
     places = [g.places for g in ledger.generations]
     assert places[0] == ((0, 0), (0, 1), (1, 0), (1, 1))
     assert places[-1] == ((0, 0), (0, 1), (2, 0), (2, 1))
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+# Four ranks, and what starts and watches them, take a third of it.
+LIMIT_NBYTES = 4 << 30
+
+
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    """A cgroup with a limit, in which this process is while it starts others; skips where it may not."""
+    old = re.search(r"^\d+:memory:/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    above, limit = (CGROUPS / "memory", "memory.limit_in_bytes") if old else (CGROUPS, "memory.max")
+    back = above / (old.group(1) if old else "")
+    folder = above / f"ckptless-faults-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        try:
+            (folder / limit).write_text(str(LIMIT_NBYTES))
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as error:
+            pytest.skip(f"no cgroup for memory here: {error}")
+        try:
+            yield
+        finally:
+            (back / "cgroup.procs").write_text(str(os.getpid()))
+    finally:
+        folder.rmdir()
+
+
+def test_a_rank_takes_more_memory_than_there_is(tmp_path: Path) -> None:
+    """The kernel ends it, and the event says why."""
+    faults = [fault("forward", "eat", 2, 9)]
+    with little_memory(), toy(tmp_path, faults) as job:
+        job.ended(0)
+        ledger = same_as_reference(job, faults)
+    (died,) = (event.text for event in ledger.events if event.kind == "died")
+    assert died.startswith("rank 2 on node-2 ")
+    assert died.endswith(
+        "was ended by SIGKILL, out of memory (OOM): the kernel has ended a process of this cgroup for that"
+    )

@@ -83,7 +83,7 @@ def test_nobody_else_can_read_the_keys(tmp_path: Path) -> None:
         ]
         assert holding == [job.state_dir / "key"]
         assert stat.S_IMODE(holding[0].stat().st_mode) == 0o600
-        # Sockets are abstract: the kernel says whose process has connected.
+        # Sockets lie in a folder of their own, which only their user can enter.
         assert not [path for path in job.state_dir.rglob("*") if path.is_socket()]
         job.launcher.terminate()
         job.wait(60.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -13,6 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Job, read_toy, toy, wait_until
+
+from ckptless.daemon.agent.socket_folder import ROOT, SocketFolder
 
 DEADLINE_S = 60.0
 
@@ -83,13 +86,15 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("options", "saves"), [([], True), (["--shutdown-timeout", 1], False)])
+@pytest.mark.parametrize(
+    ("options", "save_s", "saves"), [([], 5, True), (["--shutdown-timeout", 1], 500, False)]
+)
 def test_a_rank_that_saves_at_sigterm_gets_its_time(
-    tmp_path: Path, options: list[object], saves: bool
+    tmp_path: Path, options: list[object], save_s: int, *, saves: bool
 ) -> None:
     script = tmp_path / "handler.py"
     script.write_text(HANDLER)
-    with Job(tmp_path / "run", options, [script, tmp_path, 5]) as job:
+    with Job(tmp_path / "run", options, [script, tmp_path, save_s]) as job:
         wait_until((tmp_path / "ready").exists, DEADLINE_S, job)
         job.launcher.send_signal(signal.SIGTERM)
         job.ended(128 + signal.SIGTERM, DEADLINE_S)
@@ -170,21 +175,35 @@ def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, "node"])
-def test_no_temporary_folder_is_left(tmp_path: Path, end: signal.Signals | str) -> None:
+@pytest.mark.parametrize(
+    "end", ["SIGTERM", "agent", pytest.param("launcher", marks=pytest.mark.slow), "launcher and agent"]
+)
+def test_no_temporary_folder_is_left(tmp_path: Path, end: str) -> None:
     """Workers of a DataLoader make some, and are killed with their rank."""
-    with tempfile.TemporaryDirectory(prefix="t") as scratch:
-        words = [Path(__file__).with_name("loader_script.py"), tmp_path]
-        with Job(tmp_path / "run", ["--nodes", 2], words, {"TMPDIR": scratch}) as job:
-            wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, DEADLINE_S, job)
-            assert list(Path(scratch).rglob("listener-*")), "nothing was made"
-            if isinstance(end, signal.Signals):
-                job.launcher.send_signal(end)
-            else:
-                agent = job.pid_of(1, "agent")
-                assert agent is not None
-                os.kill(agent, signal.SIGKILL)
-            job.wait(DEADLINE_S)
-            job.nothing_left()
+    name = f"t{secrets.token_hex(4)}"
+    words = [Path(__file__).with_name("loader_script.py"), tmp_path]
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        Job(tmp_path / "run", ["--nodes", 2, "--job", name], words, {"TMPDIR": temporary}) as job,
+    ):
+        wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, DEADLINE_S, job)
+        (folder,) = ROOT.glob(f"ckptless-{os.getuid()}-{name}-*")
+        assert list(folder.rglob("listener-*")), "nothing was made"
+        if end == "SIGTERM":
+            job.launcher.send_signal(signal.SIGTERM)
+        if "agent" in end:
+            agent = job.pid_of(1, "agent")
+            assert agent is not None
+            os.kill(agent, signal.SIGKILL)
+        if "launcher" in end:
+            job.launcher.kill()
+        job.wait(DEADLINE_S)
+        job.nothing_left()
+        if "launcher" in end:
+            # Nobody is left to do it: the next start does.
+            assert folder.exists()
+            SocketFolder(name).close()
+        assert not folder.exists()
         # torch's cache of compiled code is meant to stay.
-        assert [path for path in Path(scratch).iterdir() if not path.name.startswith("torchinductor_")] == []
+        found = [path.name for path in Path(temporary).iterdir()]
+        assert [path for path in found if not path.startswith("torchinductor_")] == []

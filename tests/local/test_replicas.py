@@ -51,7 +51,7 @@ def held_twice(job: Job, among: set[int]) -> bool:
     )
     at_risk = (safety.get("gone"), safety.get("lost_with_one"), safety.get("lost_with_two"))
     nothing: dict[str, list[int]] = {"shards": [], "records_of_ranks": []}
-    trains = safety.get("watermark") is not None and safety["watermark"] > 0
+    trains = bool(safety.get("complete")) and (safety.get("watermark") or 0) > 0
     return len(found) == RANKS and well and trains and at_risk == (nothing, [], [])
 
 
@@ -59,11 +59,11 @@ def test_copies_are_where_it_says_and_are_made_anew(tmp_path: Path) -> None:
     env = {"TOY_PARALLEL": "fsdp", "TOY_SLEEP_S": "0.1"}
     with toy(tmp_path, spares=1, steps=STEPS, env=env) as job:
         everybody = set(range(RANKS + 1))
-        wait_until(lambda: held_twice(job, everybody), DEADLINE_S, job)
+        wait_until(
+            lambda: held_twice(job, everybody) and holders(job)[LOST]["owner"] == {LOST}, DEADLINE_S, job
+        )
         before = asked(job, "status")["safety"]
-        assert before["complete"]
         assert before["watermark"] <= before["newest_step"]
-        assert holders(job)[LOST]["owner"] == {LOST}
 
         for what in ("daemon", "agent"):
             pid = job.pid_of(LOST, what)

@@ -267,7 +267,9 @@ def test_without_a_place_it_is_refused_and_late_is_told(tmp_path: Path) -> None:
         assert (code, answer["verdict"]) == (1, "refused")
         assert "without --save-dir" in answer["text"]
     home = tmp_path / "stopped"
-    with toy(home, nodes=1, steps=STEPS, options=options(home, 0), env=slow) as job:
+    # An agent that does not answer is killed after a while, which has to be longer than `ckptctl` takes.
+    patient = [*options(home, 0), "--max-stall", 1200]
+    with toy(home, nodes=1, steps=STEPS, options=patient, env=slow) as job:
         wait_until(lambda: newest_loss(home) > 1, DEADLINE_S, job)
         agent = job.pid_of(0, "agent")
         assert agent is not None

@@ -92,11 +92,18 @@ def test_a_rank_that_returns_early_is_named_at_once(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     with Job(tmp_path / "run", ["--nodes", 3, "--tee", "none"], [script, "return"]) as job:
         wait_until(lambda: "has returned" in job.stdout, DEADLINE_S, job)
-        text = ckptctl(job, "status")["returned_early"]
-        assert text.startswith(
-            "rank 1 has returned from the training function after step 3, while ranks 0, 2"
-        )
-        (event,) = [e for e in ckptctl(job, "events")["events"] if e["kind"] == "returned-early"]
+        wanted = "rank 1 has returned from the training function after step 3, while ranks 0, 2"
+
+        def early() -> str:
+            return ckptctl(job, "status")["returned_early"] or ""
+
+        def told() -> list[Any]:
+            return [e for e in ckptctl(job, "events")["events"] if e["kind"] == "returned-early"]
+
+        # What the output has, the ledgers' rows and events have a while later.
+        wait_until(lambda: early().startswith(wanted), DEADLINE_S, job)
+        wait_until(told, DEADLINE_S, job)
+        (event,) = told()
         assert f"[ckptless] {event['text']}\n" in job.stdout
         assert (event["about"]["rank"], event["about"]["node"]) == (1, 1)
         job.launcher.send_signal(signal.SIGINT)

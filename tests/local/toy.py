@@ -4,9 +4,9 @@ A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the
 (or a phase of a recovery), `kind` is kill, stop (SIGSTOP), stop-agent, raise, exit, daemon (its node's),
 node (agent, daemon and ranks of its node), or one that spoils versions of the rank's shard before it kills:
 rot-own, rot-replica, rot-newest (see rot.py; in DDP all have shard 0), or hold, which waits while there is
-a file OUT/hold, or flip, of one bit of the first parameter. Every fault strikes once, over all processes
-and generations, unless it is "often". Without "step" it strikes at any; with "after" (the number of another
-fault) only in the recovery from that one or later.
+a file OUT/hold, or eat, which takes memory without end, or flip, of one bit of the first parameter. Every
+fault strikes once, over all processes and generations, unless it is "often". Without "step" it strikes at
+any; with "after" (the number of another fault) only in the recovery from that one or later.
 """
 
 import ctypes
@@ -96,6 +96,10 @@ def inject(kind: str, shard: int) -> None:
     if kind in ("hold", "flip"):
         hold() if kind == "hold" else flip(own(PARAMETERS[0]))
         return
+    if kind == "eat":
+        eaten = []
+        while True:
+            eaten.append(bytearray(16 << 20))
     if kind == "raise":
         raise ValueError("the toy raises, as told")
     if kind == "exit":

@@ -33,7 +33,7 @@ jobs = st.builds(
     world_size=few,
     nodes=few,
     spares=few,
-    state=st.sampled_from(("starting", "running", "recovering", "done", "failed", "stopped")),
+    state=st.sampled_from(("forming", "running", "recovering", "done", "failed", "stopped")),
     started_s=times,
     ended_s=st.none() | times,
 )

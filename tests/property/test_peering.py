@@ -18,6 +18,7 @@ from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect,
 from ckptless.daemon.membership.router import LIVES, WINDOW
 from ckptless.daemon.peering import Peering
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.bundles import bundles, unbundle
 from ckptless.daemon.roster import Roster
 
 JOB, ME, NODES = "4711", 3, 12
@@ -60,7 +61,7 @@ class Wires:
         assert self.peering is not None
         self.peering.to_all(message)
 
-    def to_agent(self, order: m.Order | m.Announce) -> None:
+    def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
         pass
 
     def write(self, records: Sequence[Record]) -> None:
@@ -143,10 +144,26 @@ relayed = st.builds(
     hops=numbers,
     said=said,
 )
+
+
+def bundle(relayed: Sequence[p.Relayed]) -> p.DaemonMessage:
+    """All of them in one frame."""
+    (found,) = bundles(JOB, relayed)
+    return found
+
+
+def is_wire(message: p.DaemonMessage) -> bool:
+    """Whether a decoder would take it: numbers are drawn beyond their bounds, too."""
+    try:
+        return isinstance(message, p.Bundle) and bool(unbundle(message))
+    except ProtocolError:
+        return False
+
+
 messages = st.one_of(
     said,
     relayed,
-    st.builds(p.Bundle, job=st.just(JOB), relayed=st.lists(relayed, max_size=4).map(tuple)),
+    st.lists(relayed, min_size=2, max_size=4).map(bundle).filter(is_wire),
     st.builds(Beat, pulses=st.lists(st.tuples(nodes, numbers, numbers), max_size=50).map(tuple)),
     st.builds(Suspect, node=nodes, incarnation=numbers),
     st.builds(Saw, node=nodes, lives=st.booleans()),
@@ -190,19 +207,11 @@ def test_nothing_that_is_said_breaks_it(
         p.Relayed(
             job=JOB, origin=99, to=None, serial=1, clock_ms=1, hops=1, said=Alive(node=1, incarnation=1)
         ),
-        p.Bundle(
-            job=JOB,
-            relayed=(
-                p.Relayed(
-                    job=JOB,
-                    origin=1,
-                    to=None,
-                    serial=1,
-                    clock_ms=1,
-                    hops=1,
-                    said=Alive(node=77, incarnation=1),
-                ),
-            ),
+        bundle(
+            [
+                p.Relayed(job=JOB, origin=1, to=None, serial=serial, clock_ms=1, hops=1, said=said)
+                for serial, said in enumerate((Alive(node=1, incarnation=1), Alive(node=77, incarnation=1)))
+            ]
         ),
     ],
 )

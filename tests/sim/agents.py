@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ckptless.daemon.agent.orphan import INTERVAL_S, ROUND, AgentLease, to_ask
 from ckptless.daemon.agent.twin_check import TwinCheck
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.peers.messages import CompareTwins, TwinsCompared
@@ -44,6 +45,8 @@ class Agent:
             agent_port=1,
         )
         self._hello = m.AgentHello(protocol=m.PROTOCOL, spec=world.spec, info=info, pid=1000 + node)
+        self.lease = AgentLease(world.spec.limits.lease_s, 0.0)
+        self._keep_lease()
 
     @property
     def sound(self) -> bool:
@@ -71,6 +74,30 @@ class Agent:
             self._daemon.cut()
             self._daemon = None
             self.world.events.after(RETRY_S, self.connect)
+
+    def _keep_lease(self) -> None:
+        """As `agent.orphan` does; who does not answer takes all of a round's time."""
+        world = self.world
+        if not self.sound:
+            return
+        began, round_s = world.events.now, 0.0
+        if self.lease.must_ask(began):
+            infos = self.assignment.nodes if self.assignment is not None else ()
+            asked = to_ask([info.node for info in infos])
+            heard = {node for node in asked if node == self.node or self._answers(world.agents[node])}
+            refused = {node for node in asked if not world.agents[node].alive and not world.agents[node].dark}
+            round_s = ROUND * self.lease.lease_s if set(asked) - heard - refused else 0.0
+            world.events.after(round_s, lambda: self._asked(asked, heard, began))
+        world.events.after(round_s + INTERVAL_S, self._keep_lease)
+
+    def _answers(self, other: "Agent") -> bool:
+        return other.sound and not self.world.network.apart(self.node, other.node)
+
+    def _asked(self, asked: tuple[int, ...], heard: set[int], began: float) -> None:
+        self.lease.asked(asked, heard, began)
+        if self.sound and self.lease.over(self.world.events.now):
+            self.world.story.tell(self.name, f"ends its ranks: of {len(asked)} it heard {len(heard)}")
+            self.die(dark=False)
 
     def _told(self) -> m.AgentState:
         self._seq += 1
@@ -100,7 +127,7 @@ class Agent:
         if self.alive:
             self._changed()
 
-    def obey(self, order: m.Order | m.Announce) -> None:
+    def obey(self, order: m.Order | m.Announce | m.Renewed) -> None:
         """An order of the daemon."""
         if not self.sound:
             return

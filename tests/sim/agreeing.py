@@ -9,7 +9,7 @@ from random import Random
 
 from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.control.agreement import Agreement
-from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, Say, first_decree
+from ckptless.daemon.control.decree import NO_BALLOT, Canvass, Decree, Durable, Say, Support, first_decree
 from ckptless.daemon.control.edges import Save, Tell
 
 from .story import Violation
@@ -55,12 +55,13 @@ class Room:
 
     def collect(self, node: int) -> None:
         daemon = self.daemons[node]
-        for output in daemon.out:
+        outputs = daemon.out.copy()
+        daemon.out.clear()
+        for output in outputs:
             if isinstance(output, Save):
                 self.writes[node].append(output)
             elif isinstance(output, Tell):
                 self.send(node, output.node, output.say)
-        daemon.out.clear()
         self._knows(daemon.known)
 
     def _knows(self, known: Decree) -> None:
@@ -81,6 +82,11 @@ class Room:
 
     def send(self, sender: int, receiver: int | None, say: Say) -> None:
         receivers = [receiver] if receiver is not None else [node for node in self.nodes if node != sender]
+        if isinstance(say, Canvass | Support):
+            # It binds nobody, and may come at any time: here at once, so that the worst is all there is.
+            for node in receivers:
+                self.hear(sender, node, say)
+            return
         self.under_way += [(sender, node, say) for node in receivers]
 
     def write(self, node: int) -> None:
@@ -93,6 +99,9 @@ class Room:
 
     def deliver(self, number: int, *, keep: bool = False) -> None:
         sender, receiver, say = self.under_way[number] if keep else self.under_way.pop(number)
+        self.hear(sender, receiver, say)
+
+    def hear(self, sender: int, receiver: int, say: Say) -> None:
         self.daemons[receiver].hear(sender, say, self.now, content=False)
         self.collect(receiver)
 

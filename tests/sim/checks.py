@@ -34,6 +34,10 @@ class Checks:
         self.outcome: m.Outcome | None = None
         self._decrees = {0: first_decree(tuple(range(world.spec.nodes + world.spec.spares)))}
         self._seen: dict[Daemon, set[int]] = {}
+        # What each daemon has said last of the job's end.
+        self._told: dict[Daemon, m.Outcome] = {}
+        # How nodes were stopped by themselves.
+        self._alone: set[m.Outcome] = set()
         self._running: dict[int, float] = {}
         self._stopped: set[int] = set()
         self._stopped_at = 0.0
@@ -266,7 +270,14 @@ class Checks:
     # ---------------------------------------------------------------------------------- the end
 
     def ended(self, daemon: "Daemon", outcome: m.Outcome) -> None:
-        """A daemon knows the job's end: one end for all, and a true one."""
+        """A daemon knows the job's end: one end for all, and a true one; or is stopped by its user, alone."""
+        assert daemon.control is not None
+        self._told[daemon] = outcome
+        if daemon.control.known.outcome is None:
+            self._alone.add(outcome)
+            if outcome.state != "stopped":
+                self._fail(f"{daemon.name} ends by itself with {outcome}")
+            return
         if self.outcome is not None:
             if (outcome.state, outcome.exit_code) != (
                 self.outcome.state,
@@ -313,8 +324,12 @@ class Checks:
         """Nothing will happen any more: everybody knows the end, and every fault has been answered."""
         world = self._world
         for agent in world.agents.values():
-            if agent.outcome is not None and self.outcome is None:
+            if agent.outcome not in {None, self.outcome, *self._alone}:
                 self._fail(f"{agent.name} ended with {agent.outcome}, which no daemon has decided")
+        for daemon, told in self._told.items():
+            known = daemon.control.known.outcome if daemon.control is not None else None
+            if known not in (None, told):
+                self._fail(f"{daemon.name} has told of {told}, and knows of {known}")
         if self.outcome is None or self.outcome.state != "done":
             return
         for generation, rank in world.interrupted:

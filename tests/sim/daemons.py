@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import EventRecord, Record
+from ckptless.daemon.api.records import EventRecord, JobRecord, Record
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
@@ -30,6 +30,7 @@ TICK_S = 0.1
 TIMES = Timers(beat_s=0.1, dark_s=0.6)
 KNOCK_DEADLINE_S = 0.2
 FLUSH_S = 0.005
+RENEWED_S = 0.001
 # Clocks of daemons differ by up to so much, anew with each life; each has a rate of its own (crystals err by
 # 100 millionths, NTP slews by 500). Within a life a daemon's clock never jumps: see daemon.clock.
 SKEW_S = 500.0
@@ -47,7 +48,7 @@ class Daemon:
         self._session: JobSession | None = None
         self._peering: Peering | None = None
         self._agent: Agent | None = None
-        self._orders: Channel[m.Order | m.Announce] | None = None
+        self._orders: Channel[m.Order | m.Announce | m.Renewed] | None = None
         self._written = 0.0
         self._writing: list[Durable] = []
         self._awake_at = 0.0
@@ -99,11 +100,14 @@ class Daemon:
     def _open(self) -> JobSession:
         if self._session is None:
             peers = tuple(Peer(node=n, name="", address="", port=0) for n in sorted(self.world.agents))
-            memory = Memory(self._life, durable=self.world.disks.get(self.node))
+            lost = "its disk is another one" if self.node in self.world.forgot else ""
+            durable = None if lost else self.world.disks.get(self.node)
+            memory = Memory(self._life, durable=durable, lost=lost)
             roster = Roster(self.node, peers)
             self._session = JobSession(self.world.spec.job, roster, self, self.now, memory)
             self._peering = _Peering(self, roster, self._session)
-            self.world.checks.remembers(self)
+            if not lost:
+                self.world.checks.remembers(self)
             self._peering.start()
         return self._session
 
@@ -137,8 +141,10 @@ class Daemon:
         self._do(lambda peering: peering.linked(node))
 
     def peer_down(self, node: int, why: str) -> None:
-        """A link is no more."""
-        if not self.alive or self.links.pop(node, None) is None:
+        """A link is no more. Who is stopped finds that out when it goes on, as everything else."""
+        if not self.alive or self._sleeps(lambda: self.peer_down(node, why)):
+            return
+        if self.links.pop(node, None) is None:
             return
         self._do(lambda peering: peering.unlinked(node, why))
         self.world.dial(min(node, self.node), max(node, self.node))
@@ -293,13 +299,17 @@ class Daemon:
             assert self._peering is not None
             self._peering.to_all(message)
 
-    def to_agent(self, order: m.Order | m.Announce) -> None:
-        """See jobs.Outlets."""
-        if self._orders is not None:
+    def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
+        """See jobs.Outlets. What comes every moment takes no draw of the seed's."""
+        agent = self._agent
+        if agent is not None and isinstance(order, m.Renewed):
+            self.world.events.after(RENEWED_S, lambda: agent.lease.renew(self.world.events.now))
+        elif self._orders is not None:
             self._orders.send(order)
 
     def write(self, records: Sequence[Record]) -> None:
         """See jobs.Outlets: the events are the story."""
+        self.world.job_rows += [row for row in records if isinstance(row, JobRecord)]
         for record in records:
             if isinstance(record, EventRecord):
                 self.world.story.tell(self.name, f"{record.kind}: {record.text}")
@@ -314,6 +324,8 @@ class Daemon:
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """See jobs.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
         self._writing.append(durable)
+        if self.node in self.world.hung:
+            return
         self._written = max(self._written, self.world.events.now + self.world.disk_delay())
         self.world.events.at(self._written, lambda: self._save(durable, then, failed))
 

@@ -61,6 +61,8 @@ class Shape:
     faults: int = 0
     without: frozenset[int] = frozenset()
     others: bool = True
+    spares: int = 0
+    limits: m.Limits = LIMITS
 
 
 ANY = Shape()
@@ -94,7 +96,7 @@ def draw(random: Random, shape: Shape, name: str, others: Random) -> Job:
     if random.random() < BIG_CHANCE:
         # More than a daemon has neighbours.
         total = random.randint(10, 14)
-    total = shape.nodes or total
+    total, spares = shape.nodes or total, shape.spares or spares
     slots = random.randint(1, 2)
     spec = m.JobSpec(
         job=name,
@@ -102,7 +104,7 @@ def draw(random: Random, shape: Shape, name: str, others: Random) -> Job:
         nodes=total - spares,
         spares=spares,
         slots_per_node=slots,
-        limits=LIMITS,
+        limits=shape.limits,
     )
     steps = random.randint(5, 12)
     slow = random.uniform(0.05, 0.3)

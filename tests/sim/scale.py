@@ -1,8 +1,10 @@
 """A job of thousands of nodes in virtual time: what it says in peace, and what it takes to replace a node.
 
-`python -m tests.sim.scale 16 64 256 ... [--json FILE] [--plot FILE]`. The code is the shipped one:
-`jobs.JobSession`, `peering.Peering` of every daemon. Links take a millisecond, disks and processes as long;
-computing takes no time. Bytes are those of the messages, with their heads, without those of TCP.
+`python -m tests.sim.scale 16 64 256 ... [--json FILE] [--plot FILE]`: nodes of 8 ranks, which train, and tell
+of it four times a second; each rank has a shard, which two other nodes hold, too. The code is the shipped
+one: `jobs.JobSession`, `peering.Peering` of every daemon; what one of them computes, `scale_parts` has. Links
+take a millisecond, disks and processes as long; computing takes no time. Bytes are those of the messages,
+with their heads, without those of TCP.
 """
 
 import gc
@@ -15,20 +17,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 
+from ckptless.daemon import decrees
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import Record
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.control import packing
+from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
+from ckptless.daemon.control.remaking import Copies, Holders
 from ckptless.daemon.jobs import JobSession, Memory
 from ckptless.daemon.peering import Peering
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import HEAD_BYTES
 from ckptless.daemon.roster import Roster
+
+from .scale_parts import COPIES, SLOTS, SPARES
 
 LINK_S = 0.001
 DISK_S = 0.001
@@ -39,8 +47,11 @@ TIMES = Timers(beat_s=0.25, dark_s=1.5)
 LIMITS = m.Limits(pong_s=10.0, leave_s=30.0, join_s=300.0, stall_s=300.0, lease_s=10.0)
 PEACE_S = 4.0
 DEADLINE_S = 100.0
-SPARES = 2
 EPOCH_S = 1e6
+# An agent tells of new steps so often (agent/service.py).
+PROGRESS_S = 0.25
+# What is restored; steps since then count as lost.
+COMMITTED = 1
 
 
 class Clock:
@@ -96,6 +107,7 @@ class Node:
         self.links: set[int] = set()
         self._assignment: m.Assignment | None = None
         self._seq, self._step = 0, 0
+        self._phase: m.Phase = "waiting"
         memory = Memory(roster.me, "x", first)
         self.session = JobSession("scale", roster, self, lambda: cluster.clock.now, memory)
         self.peering = Peering(roster, self.session, self, TIMES, lambda: cluster.clock.now)
@@ -105,6 +117,18 @@ class Node:
             self.session.feed(e.Tick())
             self.peering.tick()
             self.cluster.clock.after(TICK_S, self.tick)
+
+    def progress(self) -> None:
+        """Ranks that train have made steps."""
+        if self.alive:
+            if self._phase == "restored":
+                self._step += 1
+                self._told("restored", self._generation)
+            self.cluster.clock.after(PROGRESS_S, self.progress)
+
+    @property
+    def _generation(self) -> int:
+        return self._assignment.generation if self._assignment is not None else 0
 
     def begin(self) -> None:
         address = f"10.{self.node >> 16}.{self.node >> 8 & 255}.{self.node & 255}"
@@ -121,19 +145,17 @@ class Node:
 
     def _told(self, phase: m.Phase, generation: int, **more: object) -> None:
         self._seq += 1
+        self._phase = phase
         cause = m.Cause(kind="stop", text="stopped") if phase == "left" else None
         step = self._step if phase in ("restored", "left") else None
-        slot = m.SlotState(
-            slot=0,
-            phase=phase,
-            generation=generation,
-            pid=4712,
-            hooked=True,
-            step=step,
-            stepped=step is not None,
-            cause=cause,
-        )
-        state = m.AgentState(seq=self._seq, slots=(slot,), assigned=generation or None, **more)  # type: ignore[arg-type]
+        slots = tuple(
+            m.SlotState(
+                slot=slot, phase=phase, generation=generation, pid=4712 + slot, hooked=True, step=step,
+                stepped=step is not None, loss=2.718281828 if step else None, cause=cause,
+            )
+            for slot in range(SLOTS)
+        )  # fmt: skip
+        state = m.AgentState(seq=self._seq, slots=slots, assigned=generation or None, **more)  # type: ignore[arg-type]
         self.cluster.clock.after(RANK_S, lambda: self._says(state))
 
     def _says(self, state: m.AgentState) -> None:
@@ -148,7 +170,7 @@ class Node:
     def to_all_daemons(self, message: p.Said) -> None:
         self.peering.to_all(message)
 
-    def to_agent(self, order: m.Order | m.Announce) -> None:
+    def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
         match order:
             case m.Assign():
                 self._assignment = order.assignment
@@ -156,9 +178,11 @@ class Node:
                 self._told("joined" if mine else "waiting", order.assignment.generation)
             case m.Stop() if self._assignment is not None:
                 ranks = self._assignment.ranks_on(self.node)
-                steps = (self._step,)
+                steps = (COMMITTED,)
+                numbers = self.cluster.held(self._assignment).get(self.node, ())
                 held = m.Holdings(
-                    tensors=((0, steps),), records=tuple((rank, 0, steps) for rank in self._records(ranks))
+                    tensors=tuple((rank, steps) for rank in numbers),
+                    records=tuple((rank, rank, steps) for rank in numbers),
                 )
                 self._told(
                     "left" if ranks else "waiting", order.generation, frozen=order.generation, holdings=held
@@ -170,11 +194,6 @@ class Node:
                     self._told("restored", order.generation)
             case _:
                 pass
-
-    def _records(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Of its own ranks, and of those of the node before it."""
-        world = self.cluster.spec.world_size
-        return tuple(sorted({*ranks, *((rank - 1) % world for rank in ranks)}))
 
     def write(self, records: Sequence[Record]) -> None:
         pass
@@ -267,7 +286,7 @@ class Cluster:
             command=("t",),
             nodes=count - SPARES,
             spares=SPARES,
-            slots_per_node=1,
+            slots_per_node=SLOTS,
             limits=LIMITS,
             names=names,
         )
@@ -277,6 +296,7 @@ class Cluster:
         self.nodes = [Node(self, Shared(node, peers), first) for node in range(count)]
         self._encoder = msgspec.msgpack.Encoder()
         self._sizes: tuple[object, int] = (None, 0)
+        self._held: tuple[int, dict[int, list[int]]] = (0, {})
         self.counting = False
 
     def nbytes(self, message: p.DaemonMessage) -> int:
@@ -288,6 +308,17 @@ class Cluster:
             size = len(self._encoder.encode(message)) + HEAD_BYTES
             self._sizes = (message, size)
         return size
+
+    def held(self, assignment: m.Assignment) -> dict[int, list[int]]:
+        """The ranks whose state each node has in a generation: its own, and what it holds for others."""
+        if self._held[0] != assignment.generation:
+            found: dict[int, list[int]] = {}
+            to = Holders(assignment, Copies(COPIES))
+            for home, ranks in assignment.ranks_by_node.items():
+                for node in (home, *(info.node for info in to.of_node(home))):
+                    found.setdefault(node, []).extend(ranks)
+            self._held = (assignment.generation, found)
+        return self._held[1]
 
     def connect(self, one: int, other: int) -> None:
         a, b = self.nodes[one], self.nodes[other]
@@ -309,6 +340,7 @@ class Cluster:
             node.peering.start()
             self.clock.after(TICK_S * number / len(self.nodes), node.tick)
             self.clock.after(0.05, node.begin)
+            self.clock.after(PROGRESS_S * number / len(self.nodes), node.progress)
         assert self.clock.run(lambda: self.trains(1), DEADLINE_S), "generation 1 does not come"
         return self.clock.now - begun
 
@@ -360,8 +392,24 @@ class Cluster:
             self.nodes[lost].alive = alive
 
 
+@lru_cache(maxsize=4)
+def _unpacked_once(body: bytes, base: int, digest: str) -> Decree:
+    return packing.unpack(body, _BASES[base], digest, Shared.by_node)
+
+
+_BASES: dict[int, Decree] = {}
+
+
+def unpack_once(body: bytes, base: Decree, digest: str, nodes: Collection[int]) -> Decree:
+    """As all daemons do it: computing takes no time here, and the same decree no memory."""
+    _BASES[base.index] = base
+    return _unpacked_once(body, base.index, digest)
+
+
 def measure(count: int) -> Scale:
     """All of one size."""
+    vars(decrees)["unpack"] = unpack_once
+    _unpacked_once.cache_clear()
     begun = time.process_time()
     cluster = Cluster(count)
     start_s = cluster.start()

@@ -60,3 +60,26 @@ def test_what_heals_soon_costs_nobody_a_node() -> None:
     )
     assert lost(world) == set()
     assert world.generation == 1
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_two_of_many_that_are_no_neighbours(*, both: bool) -> None:
+    """Of more than nine nodes a daemon watches some: where no step is made, it looks at the others, too."""
+    nodes = 16
+    world = World(3, Shape(nodes=nodes, without=frozenset(range(100))))
+    far = sorted(set(range(2, nodes - 2)) - world.graph.neighbours(1))[0]
+    ways = {(1, far), (far, 1)} if both else {(1, far)}
+    play_world(world, (2.0, block(ways)))
+    assert world.checks.outcome is not None
+    assert world.checks.outcome.state == "done", world.story.render()
+    assert lost(world) == {far}
+    assert world.generation == 2
+
+
+def test_many_that_are_apart_from_one_do_not_lose_theirs() -> None:
+    """Its port is bad towards half of the nodes: it is in all of the pairs, and gives way."""
+    world = World(3, Shape(nodes=16, without=frozenset(range(100))))
+    play_world(world, (2.0, block({(5, other) for other in (1, 2, 7, 8, 9, 11, 12)})))
+    assert world.checks.outcome is not None
+    assert world.checks.outcome.state == "done", world.story.render()
+    assert lost(world) == {5}

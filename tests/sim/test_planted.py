@@ -58,18 +58,18 @@ BUGS = (
     Bug("nobody is killed", Controller, "_replan", "self._kill(", "(lambda *_: None)("),
     Bug(
         "a step of any rank is enough",
-        sources,
-        "_newest_common",
-        "common & steps",
-        "common | steps",
+        sources._Held,
+        "newest",
+        "self.shards.keys() <= records.keys()",
+        "self.shards.keys() & records.keys()",
     ),
-    Bug("the oldest common step", sources, "_newest_common", "max(common)", "min(common)"),
+    Bug("the oldest common step", sources._Held, "newest", "reverse=True", "reverse=False"),
     Bug(
         "anybody's tensors do",
-        sources._Held,
-        "steps_of",
-        "self.tensors.get(shard, {})",
-        "self.tensors.get(0, {})",
+        sources,
+        "sources_of",
+        "tuple(common.tensors[shard])",
+        "tuple(common.tensors[0])",
     ),
     Bug(
         "decrees are not passed on",
@@ -142,6 +142,14 @@ BUGS = (
         "_may_judge",
         "return control.is_quorum(",
         "return True or control.is_quorum(",
+    ),
+    Bug("pairs stay together", Controller, "_part", "if not found or (", "if True or ("),
+    Bug(
+        "said though the disk has not taken it",
+        JobSession,
+        "_carry",
+        "self._not_saved)",
+        "lambda _: self._saved(output))",
     ),
 )
 

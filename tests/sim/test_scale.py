@@ -1,10 +1,16 @@
-"""A job of some hundred nodes keeps what docs/membership.md says of those of thousands."""
+"""A job of some hundred nodes of 8 ranks keeps what docs/membership.md says of those of thousands."""
 
 import math
 
 import pytest
 
-from .scale import TIMES, measure
+from ckptless.daemon.api.messages import NodeInfo
+from ckptless.daemon.control import edges as e
+from ckptless.daemon.control import follower, plan
+from ckptless.daemon.control.remaking import Copies, Holders, remakes
+
+from . import scale_parts as parts
+from .scale import TIMES, Cluster, measure
 
 # Of virtual time, from the loss of a node until all train again.
 BAR_S = 2.0
@@ -21,3 +27,56 @@ def test_a_recovery_takes_no_longer_and_says_no_more_in_a_larger_job(nodes: int)
     # A bound for the busiest, too: nobody is the one whom everybody asks.
     assert found.agent_lost.leader < 200
     assert found.agent_lost.most < 200
+    # Decrees as what differs, reports put together.
+    assert found.agent_lost.leader_nbytes < 100_000
+    assert found.agent_lost.most_nbytes < 60_000
+    assert found.agent_lost.median_nbytes < 16_000
+
+
+def test_the_leader_hears_of_steps_by_so_many_reports_a_second_and_writes_so_many_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follower, "NODES_A_SECOND", 64)
+    nodes, seconds = 256, 4
+    cluster = Cluster(nodes)
+    cluster.start()
+    cluster.count(lambda: False, 2.0)
+    leader = next(node.session.control for node in cluster.nodes if node.session.control.leads)
+    before = [leader.nodes[node].state for node in range(nodes)]
+    heard, rows = [0], [0]
+    handle_all = leader.handle_all
+
+    def count(events: list[e.Input], now: float) -> list[e.Output]:
+        heard[0] += sum(isinstance(event, e.Report) and event.node != leader.me for event in events)
+        out = handle_all(events, now)
+        rows[0] += sum(len(one.records) for one in out if isinstance(one, e.Write) and not one.share)
+        return out
+
+    monkeypatch.setattr(leader, "handle_all", count)
+    cluster.count(lambda: False, seconds)
+    # Each agent tells of its steps four times a second. Beside its turn each daemon says all once in a while.
+    assert nodes / 2 < heard[0] < 4 * nodes
+    assert rows[0] <= (seconds + 1) * 65 * (parts.SLOTS + 1)
+    # In that time it has heard of all of them.
+    after = [leader.nodes[node].state for node in range(nodes - parts.SPARES)]
+    assert all(new is not None and new is not old for old, new in zip(before, after, strict=False))
+
+
+def test_what_a_node_remakes_it_finds_out_without_looking_at_the_others_nodes() -> None:
+    """Each node that is to hold something is looked up once; before, all nodes were sorted for every rank."""
+    now, _ = parts.after_a_loss(256)
+    following = plan.next_assignment(now)
+    asked: list[int] = []
+
+    class Counted(Holders):
+        def of_node(self, node: int, unreachable: object = ()) -> tuple[NodeInfo, ...]:
+            asked.append(node)
+            return super().of_node(node)
+
+        def of_tensors(self, shard: int, unreachable: object = ()) -> tuple[NodeInfo, ...]:
+            asked.append(shard)
+            return super().of_tensors(shard)
+
+    remakes(Counted(following, Copies(parts.COPIES)), 100)
+    # A record and the tensors of each rank of its own.
+    assert len(asked) == 2 * parts.SLOTS

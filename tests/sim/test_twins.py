@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from ckptless.daemon.agent.twin_check import TwinCheck
-from ckptless.daemon.control import sources
+from ckptless.daemon.control import sources, twins_agree
 
 from .faults import Shape
 from .ranks import Process, trained
@@ -149,7 +149,7 @@ def test_a_job_whose_twins_differ_each_time_ends() -> None:
 
 BUGS = (
     Bug("a step in dispute is restored", sources, "_newest_held", "disputed=False", "disputed=True"),
-    Bug("nothing is in dispute", sources, "disputes", "len(different) >", "0 >"),
+    Bug("nothing is in dispute", twins_agree, "disputes", "len(different) >", "0 >"),
     Bug("nobody waits for the twins", TwinCheck, "_judge", "return False", "return True"),
 )
 

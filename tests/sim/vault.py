@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.placement import holders, shard_holders
-from ckptless.daemon.control.remaking import Copies, remakes
+from ckptless.daemon.control.remaking import Copies, Holders, remakes
 from ckptless.daemon.control.surplus import Item, Settled, home_of, may_go, surplus
 
 from .events import Channel
@@ -114,8 +113,7 @@ class Replicas:
 
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
-        self._nodes: tuple[m.NodeInfo, ...] = ()
-        self._ranked: frozenset[int] = frozenset()
+        self._to: Holders | None = None
         self._places: tuple[m.Place, ...] = ()
         self._generation = 0
         self._unreachable: set[int] = set()
@@ -129,24 +127,24 @@ class Replicas:
 
     def follow(self, assignment: m.Assignment) -> None:
         """A new generation: other holders, and nothing of the old one is waited for."""
-        self._nodes, self._generation = assignment.nodes, assignment.generation
+        to = self._to = Holders(assignment, Copies(COPIES))
+        self._generation = assignment.generation
         self._places = assignment.places
-        self._ranked = frozenset(place.node for place in assignment.places)
         self._unreachable.clear()
         self._waiting.clear()
         self.accepting = True
         early, self._early = self._early, []
         for put in early:
             self.take(put)
-        self._remake(assignment)
+        self._remake(to)
         self._targets.clear()
         self.settled = Settled(assignment.restore_step)
-        self._agent.world.events.after(GIVE_BACK_S, lambda: self._give_back(assignment))
+        self._agent.world.events.after(GIVE_BACK_S, lambda: self._give_back(to))
 
-    def _give_back(self, assignment: m.Assignment) -> None:
+    def _give_back(self, to: Holders) -> None:
         """What this node need not hold, once its homes let it; asked again as long as there is some."""
-        agent, copies = self._agent, Copies(COPIES)
-        items = surplus(assignment, copies, agent.node, agent.vault.items())
+        agent, assignment = self._agent, to.assignment
+        items = surplus(to, agent.node, agent.vault.items())
         if not items or not agent.alive or assignment.generation != self._generation:
             return
         for item in items:
@@ -155,20 +153,20 @@ class Replicas:
                 continue
             same = home.replicas._generation == self._generation
             holders = home.replicas.settled.holders(item) if same else None
-            if may_go(assignment, copies, agent.node, item, agent.vault.newest(item), holders):
+            if may_go(to, agent.node, item, agent.vault.newest(item), holders):
                 agent.vault.give_back(item)
                 agent.world.story.tell(agent.name, f"gives back {item[0]} {item[1]}")
-        agent.world.events.after(2 * GIVE_BACK_S, lambda: self._give_back(assignment))
+        agent.world.events.after(2 * GIVE_BACK_S, lambda: self._give_back(to))
 
-    def _remake(self, assignment: m.Assignment) -> None:
+    def _remake(self, to: Holders) -> None:
         """Copies that went with their holders are given to others without waiting for a commit."""
-        agent = self._agent
-        if assignment.restore_step is None:
+        agent, step = self._agent, to.assignment.restore_step
+        if step is None:
             return
-        for lost in remakes(assignment, Copies(COPIES)):
-            content = agent.vault.contents.get((lost.number, assignment.restore_step), (-1, 0))
-            put = Put(self._generation, lost.what, lost.number, assignment.restore_step, agent, content)
-            if lost.giver != agent.node or not agent.vault.has(*put.key):
+        for lost in remakes(to, agent.node):
+            content = agent.vault.contents.get((lost.number, step), (-1, 0))
+            put = Put(self._generation, lost.what, lost.number, step, agent, content)
+            if not agent.vault.has(*put.key):
                 continue
             takes_s = agent.world.random.uniform(0.0, TENSORS_S)
             for node in lost.takers:
@@ -177,16 +175,16 @@ class Replicas:
     def push(self, what: str, number: int, step: int, acked: Callable[[], None]) -> None:
         """Send it to its holders; with nobody to hold it, it counts as held."""
         agent = self._agent
+        assert self._to is not None
         if what == "record":
-            targets = holders(self._nodes, agent.node, COPIES, self._unreachable)
+            targets = self._to.of_node(agent.node, self._unreachable)
         else:
             ranks = range(number, min(number + agent.vault.twins, len(self._places)))
             twins = frozenset(self._places[rank].node for rank in ranks)
             if self._places[number].node != agent.node:
                 acked()
                 return
-            copies = 0 if twins == self._ranked and len(twins) > 1 else COPIES
-            targets = shard_holders(self._nodes, agent.node, copies, twins, self._unreachable)
+            targets = self._to.of_shared(agent.node, twins, self._unreachable)
         nodes = frozenset(info.node for info in targets)
         if not targets:
             self._settle(what, number, step, nodes)
@@ -256,7 +254,7 @@ class Replicas:
     def lost(self, node: int) -> None:
         """A holder cannot be reached: the next on the ring takes its place."""
         self._links.pop(node, None)
-        if not self._agent.alive or all(info.node != node for info in self._nodes):
+        if not self._agent.alive or self._to is None or node not in self._to.assignment.members:
             return
         self._unreachable.add(node)
         self.settled.lost(node)

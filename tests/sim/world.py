@@ -7,6 +7,7 @@ from random import Random
 from typing import TypeVar
 
 from ckptless.daemon.agent.twin_check import TwinsMode
+from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S
 from ckptless.daemon.jobs import LIFE_BITS
@@ -50,6 +51,8 @@ class World:
         self.dead_nodes: set[int] = set()
         # What each daemon has on its disk, which outlasts it.
         self.disks: dict[int, Durable] = {}
+        # What any daemon has written of the job as a whole.
+        self.job_rows: list[JobRecord] = []
         self.network, self.witness = Network(self), Witness(self)
         self.fates: list[str] = []
         self.raised: Counter[str] = Counter()
@@ -68,6 +71,10 @@ class World:
         self.storm_until = 0.0
         # Until when a node's disk takes nothing.
         self.full_until: dict[int, float] = {}
+        # Nodes on which no write ever ends.
+        self.hung: set[int] = set()
+        # Nodes whose daemon has lost what it had promised.
+        self.forgot: set[int] = set()
         self._pid = 100
         self._lives = Random(f"lives of {seed}")
         # Whether twins are compared, which takes no draw of the seed's.
@@ -128,8 +135,10 @@ class World:
         if self.checks.outcome is None:
             # Every agent died: nobody is left to be told.
             return True
-        controls = [daemon.control for daemon in self.daemons.values() if daemon.alive]
-        return all(control is None or control.outcome is not None for control in controls)
+        controls = [d.control for d in self.daemons.values() if d.alive and d.control is not None]
+        unaware = [control for control in controls if control.outcome is None]
+        # Where all that knew it have died, each of the others has given itself up.
+        return not unaware or (unaware == controls and all(one.me in one.losses for one in unaware))
 
     @property
     def hooked(self) -> bool:

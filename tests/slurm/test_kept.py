@@ -76,6 +76,8 @@ def test_a_requeued_job_goes_on_from_memory(site: Cluster) -> None:
     assert len(steps) - len(set(steps)) <= 1
     # What the cancelled job left is dropped as soon as Slurm has been asked.
     job.wait(lambda: not nodes_that_keep(site), "nothing is kept", 30.0)
-    assert {text for run, text in events(other, "memory-dropped") if run == str(other.job_id)} == {
-        "the job is over (CANCELLED)"
-    }
+
+    def dropped() -> set[str]:
+        return {text for run, text in events(other, "memory-dropped") if run == str(other.job_id)}
+
+    job.wait(lambda: dropped() == {"the job is over (CANCELLED)"}, "the ledgers have it")

@@ -40,7 +40,8 @@ def ended(site: Cluster, job: int, state: str) -> str:
         text = site.run("ctl", "scontrol", "-o", "show", "job", str(job)).stdout
         if f"JobState={state} " in text:
             return text
-        assert "JobState=PENDING" in text or "JobState=RUNNING" in text or "COMPLETING" in text, text
+        words = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+        assert any(f"JobState={word} " in text for word in words), text
         site.run("ctl", "sleep", "0.1")
     raise AssertionError(text)
 
@@ -58,6 +59,11 @@ def wait_for_epilog(site: Cluster, node: str, job: int) -> str:
 
 def test_the_prolog_and_epilog_tell_the_daemon(site: Cluster) -> None:
     job = Training(site, nodes=3, spares=1, steps=6)
+    # A daemon that is not there yet is told nothing, and asks Slurm instead.
+    listens = ("test", "-S", "/run/ckptless/ckptlessd.sock")
+    nodes = site.plan.node_names
+    there = lambda: all(site.run(node, *listens, check=False).returncode == 0 for node in nodes)  # noqa: E731
+    job.wait(there, "every daemon listens")
     job.submit()
     job.hurry()
     job.wait(lambda: job.outcome() is not None, "an outcome")
@@ -66,7 +72,10 @@ def test_the_prolog_and_epilog_tell_the_daemon(site: Cluster) -> None:
         begun = f"job {job.job_id} of uid 5001 begins here: spares=1"
         assert begun in site.log(node, "ckptlessd"), job.story()
         assert f"job {job.job_id} ends here" in wait_for_epilog(site, node, job.job_id)
-    assert job.outcome() == {
+    found = job.outcome()
+    assert found is not None
+    assert found.pop("launch")
+    assert found == {
         "job": str(job.job_id), "state": "done", "exit_code": 0, "reason": "every rank ended by itself",
         "why": "done", "rank": None, "node": None,
     }  # fmt: skip
@@ -120,6 +129,10 @@ def test_a_heterogeneous_job_is_refused(site: Cluster) -> None:
     assert "ExitCode=2:0" in ended(site, job, "FAILED")
     out = (home / f"slurm-{job}.out").read_text()
     assert out.count("a heterogeneous job (with : or hetjob) cannot train with ckptless") == 1
+    words = ("salloc", "--nodes=1", ":", "--nodes=1", "ckptless-run", "job.sh")
+    done = site.run("ctl", *words, user=USER, cwd="/shared/het", check=False)
+    assert "a heterogeneous job (with : or hetjob) cannot train with ckptless" in done.stderr
+    assert done.returncode == 2
 
 
 def test_two_runs_in_one_job_have_their_own_folders(site: Cluster) -> None:
@@ -139,6 +152,8 @@ def test_a_node_without_our_daemon_is_named(site: Cluster) -> None:
     assert "ExitCode=3:0" in text
     out = (home / f"slurm-{job}.out").read_text()
     assert "no ckptlessd answers on node02" in out
+    # That its daemon is not there is nothing that Slurm should hold against a node.
+    assert site.run("ctl", "sinfo", "-h", "-R").stdout == ""
     # Jobs without --ckptless never notice.
     assert site.run("ctl", "srun", "-N3", "hostname", user=USER).returncode == 0
 
@@ -181,6 +196,12 @@ def test_sigusr1_reaches_every_rank_and_ends_nothing(site: Cluster) -> None:
     script = f"cat > usr1.py <<'END'\n{USR1}END\nexec ckptless-run usr1.py"
     job, home = submit(site, "usr1", script, "--nodes=2", "--ntasks-per-node=2", "--ckptless")
 
+    # An agent that has just begun, long before it can say what it ignores.
+    agent = "^[^ ]*python[^ ]* -m ckptless.daemon.agent.main"
+    first = f"until pid=$(pgrep -u {USER} -f '{agent}'); do :; done; kill -USR1 $pid"
+    for node in ("node01", "node02"):
+        site.run(node, "timeout", "60", "sh", "-c", first)
+
     def wait(names: str, count: int) -> None:
         for _ in range(600):
             found = list(home.glob(names))
@@ -197,3 +218,4 @@ def test_sigusr1_reaches_every_rank_and_ends_nothing(site: Cluster) -> None:
     (home / "over").touch()
     ended(site, job, "COMPLETED")
     assert {path.read_text() for path in home.glob("told-*")} == {"2"}
+    assert "started again" not in (home / f"slurm-{job}.out").read_text()

@@ -35,8 +35,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield up
 
 
-def train(site: Cluster, *options: str) -> Training:
-    job = Training(site, nodes=NODES, spares=0, options=("--ntasks-per-node=2", *options)).submit()
+def train(site: Cluster, *options: str, srun: bool = False) -> Training:
+    options = ("--ntasks-per-node=2", *options)
+    job = Training(site, nodes=NODES, spares=0, options=options, srun=srun).submit()
     job.trains()
     return job
 
@@ -52,25 +53,54 @@ def reason(job: Training) -> str:
     outcome = job.outcome()
     assert outcome is not None
     assert (outcome["state"], outcome["exit_code"], outcome["why"]) == ("stopped", 143, "cancelled")
-    (end,) = {event.text for event in job.ledger().events if (event.job, event.kind) == (job.run_name, "end")}
-    assert end == f"stopped: {outcome['reason']}"
+    end = f"stopped: {outcome['reason']}"
+
+    def ends() -> set[str]:
+        return {e.text for e in job.ledger().events if (e.job, e.kind) == (job.run_name, "end")}
+
+    job.wait(lambda: ends() == {end}, f"the ledgers have it: {end}")
     return str(outcome["reason"])
 
 
-@pytest.mark.parametrize(("partition", "state"), [("again", "PENDING"), ("never", "PREEMPTED")])
-def test_a_preempted_job_is_what_the_site_makes_of_it(site: Cluster, partition: str, state: str) -> None:
-    job = train(site, f"--partition={partition}")
+def goes_on(job: Training) -> None:
+    """Its second start, from memory, to its end; without the two minutes that Slurm lets it wait first."""
+    site, again = job.cluster, job.home / f"ckptless-{job.again}"
+    before = job.newest()
+    site.wait_idle()
+    site.run("ctl", "scontrol", "update", f"jobid={job.job_id}", "starttime=now")
+    job.wait(again.exists, "its second start", 200.0)
+    job.hurry()
+    job.wait(lambda: job.slurm("JobState") == "COMPLETED", "Slurm says COMPLETED")
+    job.nothing_left()
+    (start,) = {e.text for e in job.ledger().events if (e.job, e.kind) == (job.again, "start")}
+    assert start in {
+        f"step {step} from the memory of run {job.run_name}, kept on {NODES} nodes"
+        for step in (before - 1, before, before + 1)
+    }
+    job.same_bits()
+
+
+@pytest.mark.parametrize("srun", [False, True])
+@pytest.mark.parametrize(
+    ("partition", "state"),
+    [("again", "PENDING"), pytest.param("never", "PREEMPTED", marks=pytest.mark.slow)],
+)
+def test_a_preempted_job_is_what_the_site_makes_of_it(
+    site: Cluster, partition: str, state: str, *, srun: bool
+) -> None:
+    """Also as the program of srun, where nobody but the agents is there to stay."""
+    job = train(site, f"--partition={partition}", srun=srun)
     preempt(site)
     assert reason(job) == "preempted by Slurm"
     # Nothing trains any more, and the script waits for Slurm's word.
     assert job.slurm("JobState") in ("RUNNING", "COMPLETING", state)
     job.wait(lambda: job.slurm("JobState") == state, f"Slurm says {state}", 90.0)
+    job.nothing_left()
+    job.wait(lambda: "Slurm preempts the job: waiting for it" in job.story(), "somebody says that he stays")
     if state == "PENDING":
         assert job.slurm("Restarts") == "1"
         assert [len(kept(site, node)) for node in site.plan.node_names] == [1, 1]
-        site.run("ctl", "scancel", str(job.job_id), user=USER)
-    job.nothing_left()
-    assert "Slurm preempts the job: waiting for it" in job.story()
+        goes_on(job)
 
 
 @pytest.mark.slow  # other reasons are looked at in test_failures

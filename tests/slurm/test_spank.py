@@ -292,6 +292,20 @@ def test_a_job_from_within_a_job_is_its_own(user: User) -> None:
     assert not user.no_kill()
 
 
+def test_a_job_knows_when_it_was_submitted(user: User) -> None:
+    """What tells it from another one of its number; its steps say the same, another job does not."""
+    name = "SLURM_SPANK_CKPTLESS_SUBMITTED"
+    script = user.script(SHOW, f"srun -N1 -n1 {SHOW}", f"srun -N1 -n1 --ckptless=replicas=3 {SHOW}")
+    found: list[int] = []
+    for options in ("", "--export=NONE"):
+        _, text = user.batch(f"sbatch -N1 --ckptless {options} {script}")
+        times = {json.loads(row)[name] for row in text.splitlines() if row.startswith("{")}
+        assert len(times) == 1
+        found += map(int, times)
+    assert 0 < found[0] < found[1] < time.time_ns()
+    assert time.time_ns() - found[0] < 3600 * 10**9
+
+
 def test_a_step_takes_what_it_does_not_say_from_its_job(user: User) -> None:
     script = user.script(
         f"srun -N1 -n1 --ckptless=replicas=3 {SHOW}",
@@ -356,23 +370,25 @@ def test_a_dead_or_deaf_daemon_delays_nobody(user: User) -> None:
         assert user.run(f"srun -N1 -w node01 {options} true").returncode == 0
         return time.monotonic() - began
 
+    def least_s(options: str) -> float:
+        """Of some, as the machine may have other things to do."""
+        return min(job_s(options) for _ in range(3))
+
     job_s("")  # the first one warms caches
-    plain_s = min(job_s("") for _ in range(3))
-    absent_s = min(job_s("--ckptless") for _ in range(3))
+    plain_s, absent_s = least_s(""), least_s("--ckptless")
     with recorder(user.cluster, "node01") as heard:
         pid = heard.read_text().split()[1]
-        served_s = min(job_s("--ckptless") for _ in range(3))
+        served_s = least_s("--ckptless")
         user.cluster.run("node01", "kill", "-STOP", pid)
-        deaf_s = job_s("--ckptless")
-        deaf_plain_s = job_s("")
+        deaf_s, deaf_plain_s = least_s("--ckptless"), least_s("")
         user.cluster.run("node01", "kill", "-KILL", pid)
-        dead_s = job_s("--ckptless")
+        dead_s = least_s("--ckptless")
     print(f"{plain_s=:.3f} {absent_s=:.3f} {served_s=:.3f} {deaf_s=:.3f} {deaf_plain_s=:.3f} {dead_s=:.3f}")
     for took_s in (absent_s, served_s, deaf_plain_s, dead_s):
         assert took_s < plain_s + 0.5
     # srun asks once a second whether the prolog is over
     assert deaf_s < plain_s + NOTIFY_DEADLINE_S + 1 + 0.5
-    assert user.cluster.node_states()["node01"] in ("idle", "completing")
+    user.cluster.wait_idle("node01")
 
 
 def test_a_mistake_in_plugstack_conf_is_named(user: User) -> None:

@@ -49,7 +49,8 @@ def start(site: Cluster, number: int) -> float:
         took_s = time.monotonic() - began
         if "JobState=COMPLETED" in said:
             return took_s
-        running = any(f"JobState={word}" in said for word in ("PENDING", "RUNNING", "COMPLETING"))
+        states = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+        running = any(f"JobState={word}" in said for word in states)
         if not running or took_s > LONGEST_S:
             logs = [path.read_text(errors="replace")[-2000:] for path in home.rglob("*") if path.is_file()]
             raise AssertionError("\n---\n".join([f"start {number}: {took_s:.0f} s", said, *logs]))

@@ -60,6 +60,7 @@ class Training:
     user: str = USER
     options: Sequence[str] = ()
     run_options: Sequence[str] = ()
+    srun: bool = False
     name: str = field(default_factory=lambda: f"job-{secrets.token_hex(3)}")
     job_id: int = 0
 
@@ -74,7 +75,7 @@ class Training:
         self.cluster.run("ctl", "mkdir", inside, user=self.user)
         (self.home / "slow").touch()
         faults = json.dumps(list(self.faults))
-        run = " ".join(["ckptless-run", *self.run_options])
+        run = " ".join([*(["srun"] if self.srun else []), "ckptless-run", *self.run_options])
         script = f"#!/bin/bash\n{run} {TOY} {self.steps} {inside}/out '{faults}'\n"
         (self.home / "job.sh").write_text(script)
         words = ["sbatch", "--parsable", f"--ckptless=spares={self.spares}", f"--nodes={self.nodes}"]
@@ -93,7 +94,7 @@ class Training:
     @property
     def log_dir(self) -> Path:
         """What ckptless-run made."""
-        return self.home / f"ckptless-{self.job_id}"
+        return self.home / f"ckptless-{self.run_name}"
 
     def result(self) -> Result:
         """What the toy wrote."""
@@ -109,6 +110,11 @@ class Training:
     def ledger(self) -> Snapshot:
         """All nodes' ledgers, also of those that are off; only this job."""
         return read_all(self._everywhere())
+
+    def row(self, run: str = "") -> tuple[str, int | None] | None:
+        """State and exit code of a run's row (this one's, if none is named), None where there is none yet."""
+        rows = {(j.state, j.exit_code) for j in self.ledger().jobs if j.job == (run or self.run_name)}
+        return rows.pop() if len(rows) == 1 else None
 
     def _everywhere(self) -> Path:
         """The nodes' state directories side by side, as links, since `read_all` wants them so."""
@@ -151,7 +157,12 @@ class Training:
     @property
     def run_name(self) -> str:
         """The run in the ledger."""
-        return str(self.job_id)
+        return f"{self.job_id}.s0" if self.srun else str(self.job_id)
+
+    @property
+    def again(self) -> str:
+        """The run of the job's second start."""
+        return f"{self.job_id}.s0r1" if self.srun else f"{self.job_id}.1"
 
     # -------------------------------------------------------------------------------------- waiting
 
@@ -164,10 +175,17 @@ class Training:
             time.sleep(POLL_S)
 
     def trains(self, generation: int = 1, steps: int = 4) -> None:
-        """Until some steps more are made in this generation or a later one."""
+        """Until some steps more are made in this generation or a later one, and the ledgers know it, too."""
         self.wait(lambda: self.newest(generation) > 0, f"generation {generation} trains")
         start = self.newest(generation)
         self.wait(lambda: self.newest(generation) >= start + steps, f"{steps} steps more")
+
+        def known() -> bool:
+            return any(
+                g.job == self.run_name and g.generation >= generation for g in self.ledger().generations
+            )
+
+        self.wait(known, f"the ledgers have generation {generation}")
 
     def ended(self, code: int = 0, state: str = "COMPLETED") -> None:
         """Until the job's outcome is there, and Slurm agrees."""

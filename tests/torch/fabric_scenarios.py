@@ -23,6 +23,8 @@ from world import Place
 
 from ckptless.pytorch_hooks.comm.ddp import renew, settle_buckets, settled_layout
 from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
+from ckptless.pytorch_hooks.comm.older.group import Older
+from ckptless.pytorch_hooks.comm.stock import Stock
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
 
 HOST = "127.0.0.1"
@@ -382,6 +384,91 @@ def stock(place: Place, kinds: list[str], steps: int) -> dict[str, Any]:
         results[kind] = {"losses": list(job.losses.values()), "digest": job.digest()}
     place.leave(job)
     return results
+
+
+# -------------------------------------------------------------------------------------------- contract
+
+
+def _polled(group: dist.ProcessGroup) -> list[Any]:
+    """What a work says of itself, as soon as it says that it is done."""
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    until = time.monotonic() + 10.0
+    while not work.is_completed() and time.monotonic() < until:
+        time.sleep(0.001)
+    return [work.is_completed(), work.is_success(), [tensor.tolist() for tensor in work.result()]]
+
+
+def _from_anyone(rank: int, group: dist.ProcessGroup) -> int:
+    """Whom a message is from that was waited for from anybody."""
+    if rank:
+        dist.send(torch.ones(1), 0, group=group)
+        return 0
+    return dist.recv(torch.zeros(1), group=group)
+
+
+def contract(place: Place, way: str) -> dict[str, Any]:
+    """Open, leave, renew and close, by one way; the last process comes new after the first has been left."""
+    newcomer = place.index == place.size - 1
+    rank, size = (1 if newcomer else place.index), place.size - 1
+    fabric = new_fabric()
+    fabric._way = {"stock": Stock, "older": Older}[way]()
+    store = None if newcomer else place.store
+    fabric.open(rank=rank, world_size=size, generation=1 + newcomer, store=store)
+    other = dist.new_group([0, 1], timeout=timedelta(seconds=15))
+    assert isinstance(other, dist.ProcessGroup)
+    fabric.mark()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=other)
+    first = tensor.tolist()
+    asked = _polled(other)
+    left = ""
+    if not newcomer:
+        place.meet("made", size)
+        if rank == 1:
+            # It comes to nothing, and another process takes its rank.
+            place.meet("left", size)
+            fabric.close()
+            place.meet("end", place.size)
+            return {"first": first}
+        alone = dist.all_reduce(torch.ones(3), group=other, async_op=True)
+        asked += [alone.is_completed(), alone.is_success()]
+        later(0.1, lambda: fabric.abort(1))
+        left = outcome(lambda: dist.all_reduce(torch.ones(300_000), group=other))
+        asked += [alone.is_completed(), alone.is_success(), type(alone.exception()).__name__]
+        place.meet("left", size)
+    fabric.configure(2, place.store)
+    again = []
+    for group in (dist.group.WORLD, other):
+        tensor = torch.full((3,), float(rank + 1))
+        dist.all_reduce(tensor, group=group)
+        again.append(tensor.tolist())
+    assert outcome(lambda: dist.barrier(other)) == "ok"
+    got = torch.zeros(2)
+    mine = torch.full((2,), float(rank))
+    sides = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+    for work in dist.batch_isend_irecv(sides):
+        work.wait()
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, f"rank {rank}")
+    found = {
+        "first": first,
+        "left": left,
+        "asked": asked,
+        "last": _polled(other),
+        "from": _from_anyone(rank, other),
+        "again": again,
+        "got": got.tolist(),
+        "everyone": everyone,
+        "backend": dist.get_backend(other),
+        "stock": type(other) is dist.ProcessGroup,
+        "calls": fabric.calls,
+        "members": len(fabric._members),
+    }
+    place.meet("renewed", size)
+    fabric.close()
+    found["closed"] = dist.is_initialized()
+    place.meet("end", place.size)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- stress

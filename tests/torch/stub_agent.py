@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -90,9 +91,13 @@ class Agent:
 
     # -- the rank moves to another process
 
-    def hand_over(self, name: str) -> None:
-        """Leave this rank's newest step for another process."""
-        step = max(self.kept)
+    def hand_over(self, name: str, step: int, deadline: float = 30.0) -> None:
+        """Leave this rank's newest step, which a thread may still be committing, for another process."""
+        limit = time.monotonic() + deadline
+        while step not in self.kept:
+            if time.monotonic() > limit:
+                raise TimeoutError(f"step {step} was not committed, only {sorted(self.kept)}")
+            time.sleep(0.002)
         kept = self.kept[step]
         self._place.store.set(f"{name}/record", kept.record)
         self._place.store.set(f"{name}/data", kept.data or b" ")

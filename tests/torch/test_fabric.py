@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from world import run
 
+from ckptless.pytorch_hooks import torch_private
+
 KINDS = ["plain", "view", "frozen", "batchnorm", "static", "unused", "no_sync"]
 
 
@@ -76,6 +78,31 @@ def test_a_newcomer_changes_no_bit() -> None:
             assert len(known) == (3 if rank == 1 else 6)
             assert after["digest"] == plain["digest"], (kind, rank)
             assert rank == 1 or after["seen"] in {"CollectiveFailed", "GenerationEnded"}
+
+
+WAYS = ["older", *(["stock"] if torch_private.takes_backends() else [])]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_both_ways_do(way: str) -> None:
+    """Groups are opened, left in a collective, renewed with a newcomer among them, and closed."""
+    stayed, gone, came = run("fabric_scenarios:contract", 3, deadline=30, way=way)
+    assert stayed["first"] == gone["first"] == [2.0] * 3
+    assert came["first"] == [1.0] * 3  # nobody is there yet, and nothing waits
+    assert stayed["left"] == "GenerationEnded"
+    assert stayed["asked"] == [True, True, [[2.0] * 3], False, False, True, False, "GenerationEnded"]
+    assert came["asked"] == [True, True, [[1.0] * 3]]
+    assert (stayed["from"], came["from"]) == (1, 0)
+    for rank, result in enumerate((stayed, came)):
+        assert result["again"] == [[3.0] * 3] * 2
+        assert result["last"] == [True, True, [[2.0] * 3]]
+        assert result["got"] == [1.0 - rank] * 2
+        assert result["everyone"] == ["rank 0", "rank 1"]
+        assert result["backend"] == "ckptless"
+        assert result["stock"] is (way == "stock")
+        assert result["calls"] >= 6
+        assert result["members"] == 2
+        assert result["closed"] is False
 
 
 def check_stress(results: list[dict[str, Any]]) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -70,7 +69,6 @@ def check(kind: str, ranks: int, places: list[str], deadline: float = 95.0) -> l
         ("hsdp-partial", 4, SOME),
         pytest.param("kept", 2, SOME, marks=pytest.mark.slow),
         pytest.param("mixed", 2, SOME, marks=pytest.mark.slow),
-        ("by-hand", 2, PLACES),
     ],
 )
 def test_left_at_every_place(kind: str, ranks: int, places: list[str]) -> None:
@@ -119,7 +117,4 @@ def test_hybrid_left_anywhere_again_and_again() -> None:
 
 def test_a_mesh_made_twice_is_two_meshes() -> None:
     (found,) = run("sharded_scenarios:meshes_twice", 1, deadline=60)
-    assert all(new for new, _ in found.values())
-    # Stock torch 2.10 to 2.12 keeps a mesh of each operation, in no cache: it was not seen in any result.
-    if not torch.__version__.startswith(("2.10.", "2.11.", "2.12.")):
-        assert all(gone for _, gone in found.values())
+    assert all(found.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor import _utils as dtensor_utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptless.pytorch_hooks import torch_dcp, torch_fsdp, torch_private
+from ckptless.pytorch_hooks.comm.fabric import Fabric
 from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.errors import TorchMismatch
 
@@ -57,19 +58,57 @@ def test_a_newer_torch_is_tried_with_a_warning(
     assert "2.99.0 is newer" in caplog.text
 
 
+def test_a_group_of_ours_is_made_whatever_torch_hangs_on_groups() -> None:
+    """A torch that attaches a flight recorder to groups (2.15) does so to stock ones alone."""
+    fabric = Fabric(timedelta(seconds=20), host="127.0.0.1")
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    fabric.open(rank=0, world_size=1, generation=1, store=store)
+    try:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [1.0, 1.0]
+        stock = type(dist.group.WORLD) is dist.ProcessGroup
+        assert stock is torch_private.takes_backends()
+        if stock:
+            with pytest.raises(RuntimeError, match=r"not safe to split|not support splitting") as caught:
+                dist.split_group(dist.group.WORLD, [[0]])
+            assert caught.type is RuntimeError  # and no RecursionError
+    finally:
+        fabric.close()
+
+
 def test_a_part_of_fsdp_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-        (state,) = torch_fsdp.states(model.modules())
+        ((state, _module),) = torch_fsdp.states(model.modules())
         monkeypatch.delattr(torch_fsdp._groups(state)[0], "_all_gather_result")
         with pytest.raises(TorchMismatch, match=r"FSDPParamGroup\._all_gather_result is gone\.$"):
             torch_fsdp.states(model.modules())
-        monkeypatch.delattr(FSDPParamGroup, "reshard")
-        with pytest.raises(TorchMismatch, match=r"FSDPParamGroup\.reshard is gone\.$"):
-            torch_fsdp.states(model.modules())
     finally:
         dist.destroy_process_group()
+
+
+def test_gradients_that_are_not_reduced_yet_are_known_and_dropped() -> None:
+    """Where they are has changed in 2.15: in the whole parameter alone."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        ((state, _module),) = torch_fsdp.states(model.modules())
+        sharded = Sharded(model.modules())
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 4)).sum().backward()
+        assert sharded.holds_gradients()
+        sharded.renew()
+        assert not sharded.holds_gradients()
+        assert model.weight.grad is None
+        assert torch_fsdp.switches(state)[1][0]["reduce_grads"] is True
+        model(torch.ones(2, 4)).sum().backward()
+        assert not sharded.holds_gradients()
+        assert model.weight.grad is not None
+    finally:
+        dist.destroy_process_group()
+        torch_fsdp.forget_meshes()
 
 
 def test_a_gathered_module_that_has_run_nothing_is_sharded_again() -> None:
@@ -88,9 +127,9 @@ def test_a_gathered_module_that_has_run_nothing_is_sharded_again() -> None:
         sharded.renew()
         sharded.renew()
         assert model.weight is before
-        (state,) = torch_fsdp.states(model.modules())
-        assert torch_fsdp.switches(state) == Sharded(model.modules())._built[0][1]
-        assert torch_fsdp.switches(state)[0] is True
+        ((state, _module),) = torch_fsdp.states(model.modules())
+        assert torch_fsdp.switches(state) == Sharded(model.modules())._built[0]
+        assert torch_fsdp.switches(state)[0]["is_last_backward"] is True
     finally:
         dist.destroy_process_group()
 

@@ -57,7 +57,14 @@ def installed_torch() -> Torch | None:
         version = parse(importlib.metadata.version("torch"))
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return None
-    return Torch(version, _moved())
+    moved = _moved()
+    return Torch(version, moved, None if moved is None or "recovery in place" in moved else _tried())
+
+
+def _tried() -> str:
+    from ckptless.pytorch_hooks import self_test
+
+    return self_test.tried()
 
 
 def _moved() -> dict[str, str] | None:

@@ -17,10 +17,14 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Torch:
-    """A torch. `moved` are the sentences of guards that refuse it; None where it was not loaded."""
+    """A torch. `moved` are the sentences of guards that refuse it; None where it was not loaded.
+
+    `tried`: what the self-test says is wrong, "" for nothing; None where it was not made.
+    """
 
     version: Version
     moved: Mapping[str, str] | None = None
+    tried: str | None = None
 
 
 @dataclass(frozen=True)

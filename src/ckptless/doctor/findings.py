@@ -11,6 +11,7 @@ from ckptless.torch_versions import (
     NEWEST,
     OLDEST,
     OLDEST_NCCL,
+    OLDEST_NCCL2_TORCH,
     OLDEST_SCALABLE_NCCL,
     OLDEST_SCALABLE_TORCH,
     Version,
@@ -71,11 +72,17 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         return
     if version[:2] > NEWEST:
         text = f"{name} is newer than what ckptless was tested with ({span})"
-        yield Finding("torch", "limited", text, "its guards say at the start of a run what has moved")
+        yield Finding("torch", "limited", text, "ckptless-run tries it before a run, once in an environment")
     else:
         yield Finding("torch", "fine", f"{name} is one that ckptless was made for ({span})")
     for part, sentence in (facts.torch.moved or {}).items():
         yield Finding(part, "broken" if part == "recovery in place" else "limited", sentence)
+    if facts.torch.tried:
+        advice = f"take torch {span}; ckptless-run --tier 1 works"
+        yield Finding("recovery in place", "broken", facts.torch.tried, advice)
+    elif facts.torch.tried is not None:
+        text = "groups were made, left and renewed in two processes, and DDP and FSDP2 came to the same bits"
+        yield Finding("recovery in place", "fine", text)
     if facts.torch.moved is not None and not facts.torch.moved:
         yield Finding(
             "torch's private parts", "fine", "the guards of recovery in place, FSDP2 and saving pass"
@@ -115,8 +122,17 @@ def _nccl(facts: Facts) -> Iterator[Finding]:
     if stock:
         text = f"{name}: {form}; NCCL's own roots are used, and ids go through the store: {stock}"
         yield Finding("NCCL", "limited", text)
+    elif _nccl2(facts):
+        text = f"{name}: {form}; nobody has tried agents as the roots of this torch's new NCCL groups (nccl2)"
+        yield Finding("NCCL", "limited", text, "TORCH_DIST_USE_NCCL2=0 brings back those that were tried")
     else:
         yield Finding("NCCL", "fine", f"{name}: {form}; ids are computed, and agents are the roots")
+
+
+def _nccl2(facts: Facts) -> bool:
+    """Whether "nccl" makes groups of the new kind."""
+    new = facts.torch is not None and facts.torch.version[:2] >= OLDEST_NCCL2_TORCH
+    return new and facts.env.get("TORCH_DIST_USE_NCCL2") != "0"
 
 
 def _why_stock(facts: Facts, version: Version) -> str:

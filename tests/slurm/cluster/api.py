@@ -255,10 +255,16 @@ class Cluster:
 
     # --- failures
 
-    def power_off(self, machine: str) -> None:
-        """A power failure: nothing leaves the machine any more, no FIN and no RST; then all of it is gone."""
+    def power_off(self, *machines: str) -> None:
+        """A power failure: nothing leaves the machines any more, no FIN and no RST; then all of it is gone.
+
+        Of several it is one failure: the last one is silent before anybody can have missed the first.
+        """
         with self._locked():
-            self._machine(machine).power_off()
+            for name in machines[1:]:
+                self._machine(name).set_link(up=False)
+            for name in machines:
+                self._machine(name).power_off()
 
     def boot(self, machine: str) -> None:
         """Power on again: fresh /run, /tmp, memory; /var as it was. Returns when its services are started."""
@@ -278,6 +284,14 @@ class Cluster:
     def plug(self, machine: str) -> None:
         """Put the network cable back in."""
         self._machine(machine).set_link(up=True)
+
+    def block(self, sender: str, receiver: str) -> None:
+        """Nothing that one machine sends reaches another any more; back, and to all others, it does."""
+        self._machine(sender).set_way(self.plan.address(receiver), open_=False)
+
+    def unblock(self, sender: str, receiver: str) -> None:
+        """Take that back; a reboot of the sender does, too."""
+        self._machine(sender).set_way(self.plan.address(receiver), open_=True)
 
     # --- services
 

@@ -19,6 +19,7 @@ STOP_DEADLINE_S = 15.0
 # What ip says of a port that has gone, before it looked or while it did.
 GONE = ("Cannot find device", "No such device")
 POLL_S = 0.01
+NOBODY = "02:00:0a:63:ff:ff"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,18 @@ class Machine:
     def set_link(self, *, up: bool) -> None:
         """Plug the cable in, or pull it. Raises ClusterError."""
         self._in_switch("link", "set", boot.port(self.name), "up" if up else "down")
+
+    def set_way(self, address: str, *, open_: bool) -> None:
+        """Whether what this machine sends to an address gets there; what comes from there does in any case.
+
+        Shut, it goes to a card that nobody has: no error and no answer, as with a port that is bad one way.
+        """
+        words = ["del", address] if open_ else ["replace", address, "lladdr", NOBODY, "nud", "permanent"]
+        inside = ["nsenter", f"--net=/proc/{self.running_pid}/ns/net", "--", "ip", "neigh"]
+        inside += [*words, "dev", "eth0"]
+        done = subprocess.run(inside, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ClusterError(f"{self.name}: ip neigh {' '.join(words)}: {done.stderr.strip()}")
 
     def _plugged(self) -> bool:
         return self.name != SWITCH and boot.living(self._layout, SWITCH) is not None

@@ -13,12 +13,14 @@ from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import (
     Accepted,
     Ballot,
+    Canvass,
     Decided,
     Decree,
     Durable,
     Prepare,
     Promise,
     Propose,
+    Support,
     first_decree,
 )
 from ckptless.daemon.control.faults import NodeView
@@ -90,6 +92,11 @@ class Heard:
     def ends(self) -> list[m.End]:
         to_agent = [output.order for output in self.outputs if isinstance(output, e.ToAgent)]
         return [order for order in to_agent if isinstance(order, m.End)]
+
+    @property
+    def renewals(self) -> int:
+        """How often the agent has heard that its node has a lease."""
+        return [type(out.order) for out in self.outputs if isinstance(out, e.ToAgent)].count(m.Renewed)
 
     @property
     def dark(self) -> list[int]:
@@ -200,6 +207,8 @@ class Node:
         if output.node not in self.control.reachable - self.quiet:
             return None
         match output.say:
+            case Canvass():
+                return e.Said(output.node, Support(ballot=output.say.ballot, index=output.say.index))
             case Prepare():
                 promise = Promise(ballot=output.say.ballot, index=output.say.index, vote=None)
                 return e.Said(output.node, promise)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from msgspec import structs
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import HoldingRecord
 from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.decree import Decided
 from ckptless.daemon.control.follower import REPORT_INTERVAL_S
 from ckptless.daemon.control.protection import FEW_NODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import Heard, Node, first_generation, trains
+from lease_nodes import Heard, Node, agreed, first_generation, trains
 
 FEW = 3
 MANY = FEW_NODES + 1
@@ -66,6 +68,17 @@ def test_it_is_as_of_when_it_was_told() -> None:
     node.feed(holds(1, 9, 9))
     (row,) = written(node.wait(2 * REPORT_INTERVAL_S))
     assert (row.node, row.updated_s) == (1, told_s)
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_the_last_word_is_written_when_the_job_is_over(me: int) -> None:
+    node = Node(me=me, nodes=FEW)
+    node.feed(holds(me, 9, 9))
+    node.wait(2 * REPORT_INTERVAL_S)
+    node.feed(holds(me, 12, 10))
+    outcome = m.Outcome(state="done", exit_code=0, reason="all ranks have finished", why="done")
+    decree = structs.replace(agreed(FEW), index=2, outcome=outcome)
+    assert steps(node.feed(e.Said(2, Decided(decree=decree)))) == [(me, 12)]
 
 
 def test_of_other_nodes_only_who_leads_writes() -> None:

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import FaultSource
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import DARK_FOR_GOOD_S
+from ckptless.daemon.control.controller import DARK_FOR_GOOD_S, Controller
 from ckptless.daemon.control.decree import Decided, Decree
+from ckptless.daemon.control.elector import TURN_S
+from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.control.lease import Lease
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import LEASE_S, Heard, Node, agreed, first_generation, lost_by, meet, trains
+from lease_nodes import LEASE_S, Heard, Node, agreed, first_generation, hello, lost_by, meet, trains
 
 NODES = 5
 LONG_S = 4 * LEASE_S
@@ -83,18 +85,19 @@ def test_the_time_of_a_silence_begins_once() -> None:
 def test_the_witness_is_asked_once_it_is_the_same_half_for_a_while() -> None:
     lease, voters = Lease(), (0, 1, 2, 3)
     lease.renew(voters, {0}, set(), 10.0)
-    assert not lease.witness_due(20.0)
+    assert not lease.witness_due(20.0, 0)
     # They are coming back, one after the other.
     lease.renew(voters, {0, 1}, set(), 20.0)
-    assert not lease.witness_due(20.5)
+    assert not lease.witness_due(20.5, 0)
     lease.renew(voters, {0, 2}, set(), 20.6)
-    assert not lease.witness_due(21.1)
-    assert lease.witness_due(21.7)
-    assert not lease.witness_due(22.0)
-    assert lease.witness_due(22.8)
+    assert not lease.witness_due(21.1, 0)
+    assert not lease.witness_due(21.7, 1), "one of them asks first"
+    assert lease.witness_due(21.7, 0)
+    assert not lease.witness_due(22.0, 0)
+    assert lease.witness_due(22.8, 0)
     lease.renew(voters, {0, 2}, {1, 3}, 23.0)
     assert lease.held
-    assert not lease.witness_due(30.0)
+    assert not lease.witness_due(30.0, 0)
 
 
 # ---------------------------------------------------------------------------- what a daemon makes of it
@@ -126,9 +129,48 @@ def test_a_minority_decides_nothing_and_ends_its_ranks(group: tuple[int, ...]) -
         assert after.events.count("fenced") == 1
 
 
+def test_its_agent_is_told_of_the_lease_as_long_as_there_is_one() -> None:
+    node = Node(3, NODES)
+    assert 7 <= node.wait(LEASE_S).renewals <= 10
+    node.feed(*(e.PeerDown(other) for other in node.others))
+    assert node.wait(LEASE_S - 0.6).renewals == 0
+    node.heals(node.others)
+    assert node.wait(LEASE_S).renewals > 0
+    node.feed(*(e.PeerDown(other) for other in node.others))
+    assert node.wait(LONG_S).ends
+    # It has ended its ranks; who is heard then changes nothing.
+    node.heals(node.others)
+    assert node.wait(LEASE_S).renewals == 0
+
+
+def test_a_daemon_that_has_forgotten_its_generation_gives_no_lease() -> None:
+    """It has just been started, knows nobody, and assumes nothing for ranks that train."""
+    views = {node: NodeView(node) for node in range(NODES)}
+    control = Controller(me=3, session="s", nodes=views)
+    found = Heard(control.handle(e.Report(3, hello(3, NODES)), 100.0))
+    assert found.renewals == 0, "what its agent is in it hears next"
+    found = Heard(control.handle(e.Report(3, trains(3, first_generation(NODES))), 100.1))
+    found.outputs += [output for tick in range(200) for output in control.handle(e.Tick(), 100.2 + tick / 10)]
+    assert (found.renewals, found.ends) == (0, [])
+    standing = e.Standing(1, 0, "running", agreed(NODES))
+    found = Heard(control.handle_all((e.PeerUp(1, standing), e.PeerUp(2, standing)), 121.0))
+    assert found.renewals == 1
+
+
+def test_a_lease_before_the_first_generation() -> None:
+    views = {node: NodeView(node) for node in range(NODES)}
+    control = Controller(me=3, session="s", nodes=views)
+    control.handle(e.Report(3, hello(3, NODES)), 100.0)
+    state = m.AgentState(seq=1, slots=(m.SlotState(slot=0, phase="empty", generation=0),))
+    assert Heard(control.handle(e.Report(3, state), 100.1)).renewals == 1
+
+
 @pytest.mark.parametrize("group", [g for g in groups(NODES) if 2 * len(g) > NODES])
 def test_a_majority_goes_on(group: tuple[int, ...]) -> None:
-    """Its lowest node leads: it stops the generation at once, and none of its nodes ends its ranks."""
+    """Its lowest node leads: it stops the generation at once, and none of its nodes ends its ranks.
+
+    The others wait for that, each for so long; and then no longer.
+    """
     leader = Node(min(group), NODES)
     lost = [other for other in range(NODES) if other not in group]
     heard = Heard(leader.silent(lost).outputs + leader.wait(LONG_S).outputs)
@@ -137,11 +179,13 @@ def test_a_majority_goes_on(group: tuple[int, ...]) -> None:
     assert sorted(heard.dark) == lost
     if set(lost) & set(range(NODES - 1)):
         assert isinstance(heard.orders[0], m.Stop)
-    for me in group[1:]:
+    for turn, me in enumerate(group[1:], 1):
         node = Node(me, NODES)
-        heard = Heard(node.silent(lost).outputs + node.wait(LONG_S).outputs)
+        heard = Heard(node.silent(lost).outputs + node.wait(turn * TURN_S - 0.55).outputs)
         assert heard.ends == []
         _decides_nothing(heard)
+        assert node.wait(LONG_S).ends == []
+        assert node.control.leads is (0 in lost)
 
 
 def test_exactly_half_goes_on_by_the_word_of_a_witness() -> None:

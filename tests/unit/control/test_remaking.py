@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
-from ckptless.daemon.control.remaking import Copies, Remake, remakes
+from ckptless.daemon.control.remaking import Copies, Holders, Remake, remakes
 
 STEP = 7
+BOTH: tuple[Literal["tensors"], Literal["record"]] = ("tensors", "record")
 
 
 def assignment(
@@ -34,29 +37,39 @@ def assignment(
     )
 
 
+def shares(now: Assignment, copies: int) -> dict[int, tuple[Remake, ...]]:
+    """What each node gives, as each finds out for itself."""
+    of = Holders(now, Copies(copies))
+    found = {info.node: remakes(of, info.node) for info in now.nodes}
+    return {node: given for node, given in found.items() if given}
+
+
 def test_a_node_is_lost_and_a_spare_has_its_rank() -> None:
     """FSDP on 0 to 3, two copies each; node 1 is gone, node 4 has rank 1 and gets its state for it anyway."""
     held = [[0, 2], [2, 3], [2, 3, 0], [3, 0]]
     now = assignment([0, 4, 2, 3], [0, 2, 3, 4], dict(enumerate(held)), held)
-    assert remakes(now, Copies(2)) == (
-        Remake("tensors", 0, 0, (3,)),
-        # Its home has not got it yet: one of those gives it that hold it.
-        Remake("tensors", 1, 2, (0,)),
-        Remake("tensors", 2, 2, (4,)),
-        Remake("tensors", 3, 3, (4,)),
-        Remake("record", 0, 0, (3,)),
-        Remake("record", 1, 3, (0,)),
-        Remake("record", 2, 2, (4,)),
-        Remake("record", 3, 3, (4,)),
-    )
+    assert shares(now, 2) == {
+        0: (Remake("tensors", 0, (3,)), Remake("record", 0, (3,))),
+        # The home of rank 1 has not got it yet: one of those gives it that hold it.
+        2: (Remake("tensors", 2, (4,)), Remake("record", 2, (4,))),
+        3: tuple(Remake(what, n, (to,)) for what in BOTH for n, to in ((1, 0), (3, 4))),
+    }
+
+
+def test_what_a_lost_node_was_home_of_is_given_by_its_holders_in_turn() -> None:
+    """Node 0 of eight ranks is gone; nodes 1 and 2 have copies, of which each gives half."""
+    now = assignment([3] * 8, [1, 2, 3, 4], {rank: [1, 2] for rank in range(8)}, [[1, 2]] * 8)
+    given = shares(now, 3)
+    assert {node: len(remade) for node, remade in given.items()} == {1: 8, 2: 8}
+    assert all(remake.takers == (4,) for remade in given.values() for remake in remade)
 
 
 def test_nothing_where_a_process_was_lost_or_nothing_is_restored() -> None:
     held = [[0, 1, 2], [1, 2, 3], [2, 3, 0], [3, 0, 1]]
     now = assignment([0, 1, 2, 3], [0, 1, 2, 3], dict(enumerate(held)), held)
-    assert remakes(now, Copies(2)) == ()
+    assert shares(now, 2) == {}
     first = assignment([0, 1], [0, 1, 2], {}, [], shards=[])
-    assert remakes(replace(first, restore_step=None), Copies(2)) == ()
+    assert shares(replace(first, restore_step=None), 2) == {}
 
 
 def test_twins_are_copies_of_the_tensors_and_not_of_the_record() -> None:
@@ -65,9 +78,9 @@ def test_twins_are_copies_of_the_tensors_and_not_of_the_record() -> None:
     hsdp = assignment(
         [0, 1, 2, 3], [0, 1, 2, 3], {0: [0, 2], 1: [1, 3, 2]}, records=records, shards=[0, 1, 0, 1]
     )
-    assert remakes(hsdp, Copies(2)) == (Remake("tensors", 0, 0, (1,)),)
+    assert shares(hsdp, 2) == {0: (Remake("tensors", 0, (1,)),)}
     ddp = assignment([0, 1, 2, 3], [0, 1, 2, 3], {0: [0, 1, 2, 3]}, records=records, shards=[0] * 4)
-    assert remakes(ddp, Copies(2)) == ()
+    assert shares(ddp, 2) == {}
 
 
 @given(st.data(), st.integers(1, 3), st.integers(2, 6), st.integers(0, 3))
@@ -81,13 +94,13 @@ def test_then_it_is_held_as_a_new_step_would_be(
     now = assignment(list(places), nodes, dict(enumerate(held)), held)
     have = {("tensors", n): {places[n], *held[n]} for n in range(ranks)}
     have |= {("record", n): {places[n], *held[n]} for n in range(ranks)}
-    for remake in remakes(now, Copies(copies)):
+    for giver, remake in [(node, one) for node, some in shares(now, copies).items() for one in some]:
         known = have[remake.what, remake.number]
-        assert remake.giver in held[remake.number]
+        assert giver in held[remake.number]
         assert not known & set(remake.takers)
         known |= set(remake.takers)
     for (what, number), known in have.items():
-        wanted = Copies(copies)
-        found = wanted.of_tensors(now, number) if what == "tensors" else wanted.of_record(now, number)
+        wanted = Holders(now, Copies(copies))
+        found = wanted.of_tensors(number) if what == "tensors" else wanted.of_record(number)
         assert {info.node for info in found} <= known
         assert len(known) >= min(copies + 1, len(nodes))

@@ -1,7 +1,15 @@
-"""What daemons write of a job: of each slot, whoever knows best is believed."""
+"""What daemons write of a job: of each slot, whoever knows best is believed; with its end no node is lost."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lease_nodes import Node
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import SlotRecord
+from ckptless.daemon.api.records import NodeRecord, SlotRecord
+from ckptless.daemon.control import edges as e
 from ckptless.daemon.control import story
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.ledger.merge import merge
@@ -40,3 +48,36 @@ def test_of_a_daemon_that_is_gone_the_leader_knows_better() -> None:
     found = merge((own, leader))
     assert [(type(slot), slot.pid) for slot in found.slots] == [(SlotRecord, 77)]
     assert [node.state for node in found.nodes] == ["daemon-away"]
+
+
+def states(node: Node) -> dict[int, str]:
+    """The state of each node in the rows that it has written last."""
+    writes = [output for output in node.told.outputs if isinstance(output, e.Write)]
+    rows = [row for write in writes for row in write.records if isinstance(row, NodeRecord)]
+    return {row.node: row.state for row in rows}
+
+
+def ended(node: Node) -> None:
+    node.feed(e.Report(node.me, m.Cancel(exit_code=143, reason="SIGTERM from the user")))
+    node.wait(3.0)
+    assert node.outcome is not None
+    node.forget()
+
+
+def test_nodes_that_go_with_the_end_are_not_lost() -> None:
+    node = Node(0, 4)
+    ended(node)
+    node.refused([2, 3])
+    node.wait(3.0)
+    assert set(states(node).values()) == {"up"}
+    assert not node.told.dark_states
+
+
+def test_one_that_was_lost_before_stays_so() -> None:
+    node = Node(0, 4)
+    node.refused([3])
+    node.wait(1.0)
+    ended(node)
+    node.refused([2])
+    node.wait(3.0)
+    assert states(node) == {0: "up", 1: "up", 2: "up", 3: "lost"}

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_remaking import STEP, assignment
 
 from ckptless.daemon.control import surplus
-from ckptless.daemon.control.remaking import Copies
+from ckptless.daemon.control.remaking import Copies, Holders
 from ckptless.daemon.control.surplus import Item, Settled, home_of, may_go, targets_of
 
 KEEP = 3
@@ -32,7 +32,7 @@ class Cluster:
     """
 
     def __init__(self, chance: random.Random, copies: int) -> None:
-        self.chance, self.copies = chance, Copies(copies)
+        self.chance = chance
         nodes = list(range(RANKS + SPARES))
         places = chance.sample(nodes, RANKS)
         self.items: list[Item] = [("tensors", n) for n in range(RANKS)]
@@ -45,12 +45,13 @@ class Cluster:
         have = {item: [node for node in nodes if item in self.held[node]] for item in self.items}
         tensors = {n: have["tensors", n] for n in range(RANKS)}
         self.now = assignment(places, nodes, tensors, [have["record", n] for n in range(RANKS)])
+        self.to = Holders(self.now, Copies(copies))
         for item in self.items:
             self.held[home_of(self.now, item)].setdefault(item, set()).add(STEP)
         self.kept = {n: {item: set(steps) for item, steps in of.items()} for n, of in self.held.items()}
         self.settled = {node: Settled(STEP) for node in nodes}
         self.committed = [STEP] * RANKS
-        self.missing = {(item, STEP): set(targets_of(self.now, self.copies, item)) for item in self.items}
+        self.missing = {(item, STEP): set(targets_of(self.to, item)) for item in self.items}
         self.given = 0
 
     def put(self, node: int, item: Item, step: int) -> None:
@@ -68,7 +69,7 @@ class Cluster:
         self.committed[rank] = step + 1
         for item in items:
             self.put(home_of(self.now, item), item, step + 1)
-            self.missing[item, step + 1] = set(targets_of(self.now, self.copies, item))
+            self.missing[item, step + 1] = set(targets_of(self.to, item))
 
     def arrive(self, item: Item) -> None:
         """One of its holders has its oldest step that is on the way."""
@@ -77,16 +78,16 @@ class Cluster:
                 self.put(node := self.chance.choice(sorted(missing)), item, step)
                 missing.discard(node)
                 if not missing:
-                    targets = targets_of(self.now, self.copies, item)
+                    targets = targets_of(self.to, item)
                     self.settled[home_of(self.now, item)].held(item, step, targets)
                 return
 
     def give_back(self, node: int) -> None:
         """What its homes let it."""
-        for item in surplus.surplus(self.now, self.copies, node, self.held[node].keys()):
+        for item in surplus.surplus(self.to, node, self.held[node].keys()):
             holders = self.settled[home_of(self.now, item)].holders(item)
             newest = max(self.held[node][item])
-            if may_go(self.now, self.copies, node, item, newest, holders):
+            if may_go(self.to, node, item, newest, holders):
                 del self.held[node][item]
                 self.given += 1
 
@@ -141,7 +142,7 @@ def test_in_the_end_all_of_it_is_given_back() -> None:
                 cluster.arrive(item)
         for node in cluster.held:
             cluster.give_back(node)
-            assert not surplus.surplus(cluster.now, cluster.copies, node, cluster.held[node].keys())
+            assert not surplus.surplus(cluster.to, node, cluster.held[node].keys())
         assert cluster.given
 
 
@@ -161,12 +162,12 @@ def test_what_its_home_gives_it_is_kept() -> None:
     """Another holder cannot be reached, and this node is given newer steps though it is not its place."""
     now = assignment([0], [0, 1, 2, 3], {0: [0, 3]}, [[0, 3]])
     item: Item = ("tensors", 0)
-    assert surplus.surplus(now, Copies(2), 3, [item]) == (item,)
-    assert not may_go(now, Copies(2), 3, item, STEP + 1, {1, 2})
-    assert not may_go(now, Copies(2), 3, item, STEP, {1, 3})
-    assert not may_go(now, Copies(2), 3, item, STEP, {1})
-    assert not may_go(now, Copies(2), 3, item, STEP, None)
-    assert may_go(now, Copies(2), 3, item, STEP, {1, 2})
+    assert surplus.surplus(Holders(now, Copies(2)), 3, [item]) == (item,)
+    assert not may_go(Holders(now, Copies(2)), 3, item, STEP + 1, {1, 2})
+    assert not may_go(Holders(now, Copies(2)), 3, item, STEP, {1, 3})
+    assert not may_go(Holders(now, Copies(2)), 3, item, STEP, {1})
+    assert not may_go(Holders(now, Copies(2)), 3, item, STEP, None)
+    assert may_go(Holders(now, Copies(2)), 3, item, STEP, {1, 2})
 
 
 def test_a_home_counts_what_is_newer_and_held_by_all() -> None:

@@ -102,6 +102,15 @@ def test_nodes_that_are_gone(source: FaultSource, reason: str, kind: str, text: 
     assert line.about == Subject(node=1, name="n01", error=reason)
 
 
+def test_causes_are_parts_of_a_sentence() -> None:
+    died = Finding("died", 1, 0, 2, "was ended by SIGKILL", pid=9, exit_code=-9, source="process")
+    assert telling.cause_text(died, NODES) == "rank 2 on n01 (slot 0, pid 9) was ended by SIGKILL"
+    lost = Finding("node-lost", 1, None, None, "dark", source="membership")
+    assert telling.cause_text(lost, NODES) == "n01 is lost: dark"
+    stall = Finding("stall", 0, None, None, "no step in 10 s", source="leader")
+    assert telling.cause_text(stall, NODES) == "no step in 10 s"
+
+
 def test_ranks_that_return_before_others() -> None:
     plan = assignment(4)
     nodes = {

@@ -10,9 +10,12 @@ from ckptless.daemon.admission import (
     CONNECTIONS_PER_UID,
     EVENTS_AT_ONCE,
     EVENTS_PER_S,
+    LINES_AT_ONCE,
+    LINES_PER_S,
     LOG_AGAIN_S,
     MESSAGES_AT_ONCE,
     MESSAGES_PER_S,
+    MOST_CONNECTIONS,
     MOST_KEPT,
     Admission,
     EventQuota,
@@ -33,11 +36,17 @@ def test_connections_of_one_user() -> None:
 
 def test_connections_of_all_and_root_always() -> None:
     admission = Admission((ROOT,))
-    assert [uid for uid in range(1, CONNECTIONS + 3) if admission.enter(uid)] == [
-        CONNECTIONS + 1,
-        CONNECTIONS + 2,
-    ]
-    assert all(admission.enter(ROOT) == "" for _ in range(2 * CONNECTIONS))
+    assert not any(admission.enter(uid) for uid in range(1, CONNECTIONS + 1))
+    crowded = [admission.crowded]
+    assert admission.enter(CONNECTIONS + 1) == ""
+    crowded.append(admission.crowded)
+    assert crowded == [False, True]
+    refused = [uid for uid in range(CONNECTIONS + 2, MOST_CONNECTIONS + 3) if admission.enter(uid)]
+    assert refused == [MOST_CONNECTIONS + 1, MOST_CONNECTIONS + 2]
+    assert all(admission.enter(ROOT) == "" for _ in range(2 * MOST_CONNECTIONS))
+    for uid in range(1, MOST_CONNECTIONS - CONNECTIONS + 1):
+        admission.leave(uid)
+    assert not admission.crowded, "root's do not count"
 
 
 @given(st.lists(st.integers(1, 5)))
@@ -66,6 +75,14 @@ def test_a_refusal_is_logged_once_in_a_while() -> None:
     assert admission.may_log("10.0.0.1", 1.0) == 0
     assert admission.may_log(USER, 1.0 + LOG_AGAIN_S) == 3
     assert [admission.may_log(ROOT, 1.0) for _ in range(3)] == [0, 0, 0]
+
+
+def test_lines_of_all_have_a_limit() -> None:
+    """A local user has as many addresses as 127/8, and each would have a line of its own."""
+    admission = Admission()
+    told = [admission.may_log(f"127.0.{n // 256}.{n % 256}", 1.0) for n in range(1000)]
+    assert sum(one is not None for one in told) == LINES_AT_ONCE
+    assert admission.may_log("10.0.0.9", 1.0 + 1 / LINES_PER_S) == 1000 - LINES_AT_ONCE
 
 
 def test_many_users_are_not_remembered_for_ever() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+import ckptless.daemon
 from ckptless.daemon.api import eviction, keeping, reading, ring, saving
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import Decoder, encode
@@ -86,6 +89,29 @@ def unbounded(kind: inspect.Type, where: str, seen: set[type]) -> Iterator[str]:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_field_of_every_message_has_bounds(name: str) -> None:
     assert list(unbounded(inspect.type_info(KINDS[name]), name, set())) == []
+
+
+def all_messages() -> set[type]:
+    """Every message that the code has, whatever edge it is of."""
+    for module in pkgutil.walk_packages(ckptless.daemon.__path__, "ckptless.daemon."):
+        if not module.name.endswith(("__main__", "pyslurm_worker")):
+            importlib.import_module(module.name)
+    found: set[type] = set()
+    waiting: list[type] = [m.Message]
+    while waiting:
+        subs: list[type] = waiting.pop().__subclasses__()
+        found |= {sub for sub in subs if sub.__module__.startswith("ckptless.")}
+        waiting += subs
+    return found
+
+
+def test_every_message_that_there_is_has_bounds() -> None:
+    """Also one that is of no union yet, or of one that `KINDS` does not name."""
+    messages = all_messages()
+    assert len(messages) > 60
+    seen: set[type] = set()
+    found = [path for one in messages for path in unbounded(inspect.type_info(one), one.__name__, seen)]
+    assert found == []
 
 
 class _Open(msgspec.Struct):

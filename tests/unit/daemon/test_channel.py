@@ -20,7 +20,8 @@ from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.peers import door, handshake
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.link import GreetingCutError
+from ckptless.daemon.peers.link import GreetingCutError, Link
+from ckptless.daemon.peers.vouch import KeyVouch
 
 KEY = b"k" * 32
 HOST = "127.0.0.1"
@@ -220,8 +221,10 @@ FOR_THE_STORE = handshake.encode(handshake.opening("job", 0, store=True))
 OTHERS = {
     "an opening": OPENING,
     "and more": OPENING + b"more",
-    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
     "another version": handshake.encode(handshake.Opening(99, "job", 0, b"n" * 16, store=True)),
+}
+NO_OPENINGS = {
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
     "a short nonce": handshake.encode(handshake.Opening(1, "job", 0, b"short", store=True)),
     "too long": b"\xff" * 9000,
     "cut off": b"\x10\0\0\0cut off",
@@ -299,18 +302,145 @@ def test_an_opening_in_pieces_is_taken() -> None:
     play(work)
 
 
-def test_one_that_says_nothing_gets_streams_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who owns these has a deadline of its own."""
+class Refusals:
+    """What a door refuses."""
+
+    def __init__(self, of: door.Door) -> None:
+        self.told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        of._on_refused = lambda address, why: self.told.put_nowait((address, why))
+
+
+@pytest.mark.parametrize("name", NO_OPENINGS)
+@pytest.mark.parametrize("pieces", [1, 100_000])
+def test_what_is_no_opening_is_refused_at_the_door(name: str, pieces: int) -> None:
+    said = NO_OPENINGS[name]
+
+    async def work(two: Two) -> None:
+        refusals = Refusals(two.far.door)
+        reader, writer = await asyncio.open_connection(HOST, two.info.agent_port)
+        for at in range(0, min(len(said), 300), pieces):
+            writer.write(said[at : min(at + pieces, 300)])
+            await asyncio.sleep(0)
+        with contextlib.suppress(ConnectionError):
+            writer.write_eof()
+        address, why = await refusals.told.get()
+        assert address == HOST
+        assert why
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        assert two.far.events.empty()
+
+    play(work)
+
+
+def test_one_that_says_nothing_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "HANDSHAKE_DEADLINE_S", 0.05)
 
     async def work(two: Two) -> None:
+        refusals = Refusals(two.far.door)
+        reader, writer = await asyncio.open_connection(HOST, two.info.agent_port)
+        assert "no greeting" in (await refusals.told.get())[1]
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+
+    play(work)
+
+
+@pytest.mark.parametrize("said", [b"", OPENING], ids=["silent", "without a proof"])
+def test_the_oldest_gives_way(said: bytes) -> None:
+    """However many there are that prove nothing, so many are kept, and whoever comes is heard."""
+
+    async def work(two: Two) -> None:
+        two.far.door._most = 8
         streams = Streams()
         two.far.door._on_streams = streams.take
-        _, writer = await asyncio.open_connection(HOST, two.info.agent_port)
-        _, back = await streams.came.get()
-        for one in (writer, back):
-            one.close()
-            await one.wait_closed()
+        held = []
+        for _ in range(30):
+            held.append(await asyncio.open_connection(HOST, two.info.agent_port))
+            held[-1][1].write(said)
+            if said:
+                held.append(await streams.came.get())
+        await two.connect()
+        unproved = len(two.far.door._visitors) + len(two.far.door._unproved)
+        assert 0 < unproved <= 8
+        for _, writer in held:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    play(work)
+
+
+def test_from_one_address_no_more_come_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many at once; then they are hung up on, and others' get in as before."""
+    monkeypatch.setattr(door, "CONNECTIONS_PER_S", 0.001)
+    monkeypatch.setattr(door, "CONNECTIONS_AT_ONCE", 3.0)
+    said = NO_OPENINGS["HTTP"]
+
+    async def work(two: Two) -> None:
+        refusals = Refusals(two.far.door)
+        at = (HOST, two.info.agent_port)
+        for source, heard in [(HOST, True)] * 3 + [(HOST, False)] * 3 + [("127.0.0.2", True)] * 3:
+            with contextlib.suppress(ConnectionError):
+                reader, writer = await asyncio.open_connection(*at, local_addr=(source, 0))
+                with contextlib.closing(writer):
+                    writer.write(said)
+                    assert await reader.read() == b""
+            if heard:
+                assert (await refusals.told.get())[0] == source
+            assert refusals.told.empty()
+        for _ in range(20):  # transports that were closed end a little later
+            await asyncio.sleep(0.001)
+
+    play(work)
+
+
+@pytest.mark.parametrize(("listens", "apart"), [("127.64.3.1", True), ("10.0.0.1", False)])
+def test_all_of_loopback_is_one_address_to_a_node(
+    monkeypatch: pytest.MonkeyPatch, listens: str, apart: bool
+) -> None:
+    """Any process may take one of them for its own; in local mode each is a node's."""
+    monkeypatch.setattr(door, "CONNECTIONS_AT_ONCE", 1.0)
+    monkeypatch.setattr(door, "CONNECTIONS_PER_S", 0.001)
+
+    async def work() -> None:
+        one = door.Door(lambda *_: None)
+        one._host = listens
+        came = [
+            one._may_come(source) for source in ("127.0.0.1", "127.9.9.9", "10.0.0.2", "10.0.0.3", "10.0.0.3")
+        ]
+        assert came == [True, apart, True, True, False]
+
+    asyncio.run(work())
+
+
+def test_whoever_is_proved_never_gives_way() -> None:
+    async def work(two: Two) -> None:
+        two.far.door._most = 4
+        links: asyncio.Queue[Link[p.AgentMessage]] = asyncio.Queue()
+        tasks = []
+
+        async def accept(*streams: Any) -> None:
+            links.put_nowait(await Link.accept(streams, lambda _job: 1, KeyVouch(KEY), p.AgentMessage))
+
+        two.far.door._on_streams = lambda *streams: tasks.append(asyncio.create_task(accept(*streams)))
+        at = (HOST, two.info.agent_port)
+        mine: Link[p.AgentMessage] = await Link.dial(at, ("job", 0), KeyVouch(KEY), p.AgentMessage, 20.0)
+        theirs = await links.get()
+        held = [await asyncio.open_connection(*at) for _ in range(20)]
+        mine.send(p.GetRecord(rank=1, step=2))
+        assert await theirs.receive() == p.GetRecord(rank=1, step=2)
+        for link in (mine, theirs):
+            link.close()
+            await link.closed()
+        for _, writer in held:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
     play(work)
 

@@ -234,6 +234,25 @@ def test_status_of_a_job_that_is_over(run: Run) -> None:
     )
 
 
+def test_a_job_that_forms_is_there_with_whom_it_waits_for(run: Run, state_dir: Path) -> None:
+    forming = structs.replace(JOB, job="9", state="forming", started_s=99.0, reason="waiting for n3")
+    write(state_dir / "node-0" / "ledger.db", forming)
+    assert lines(run("status", "9"))[0] == "job 9: forming, waiting for n3, world 2"
+    assert document(run("status", "9", "--json"))["job"]["state"] == "forming"
+    assert run("jobs", "9").stdout.split()[-3:] == ["waiting", "for", "n3"]
+    for command in ("events", "timeline", "replicas", "data"):
+        assert run(command, "9").exit_code == 0, command
+    write(state_dir / "node-0" / "ledger.db", structs.replace(forming, reason=None))
+    assert lines(run("status", "9"))[0] == "job 9: forming, every node is there, world 2"
+    # Whoever knows more of it is believed.
+    (state_dir / "node-7").mkdir()
+    write(
+        state_dir / "node-7" / "ledger.db",
+        structs.replace(forming, state="running", reason=None, started_s=98.0),
+    )
+    assert lines(run("status", "9"))[0].startswith("job 9: running, ")
+
+
 def test_status_json(run: Run, state_dir: Path) -> None:
     write(state_dir / "node-0" / "ledger.db", slot(0, 0, loss=math.nan, updated_s=60.0))
     found = document(run("status", "--json"))

@@ -137,6 +137,42 @@ def test_one_of_another_user_is_refused(tmp_path: Path) -> None:
     assert list(path.iterdir()) == []
 
 
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize(("mode", "good"), [(0o777, False), (0o757, False), (0o1777, True), (0o775, True)])
+def test_a_folder_above_it_that_everybody_may_rename_is_refused(
+    tmp_path: Path, mode: int, good: bool, link: bool
+) -> None:
+    above = tmp_path / "scratch"
+    path = above / "site" / "state"
+    path.mkdir(parents=True, mode=0o700)
+    above.chmod(mode)
+    if link:
+        (tmp_path / "link").symlink_to(above / "site")
+        path = tmp_path / "link" / "state"
+    if good:
+        open_state_dir(path)
+    else:
+        with pytest.raises(UsageError, match=f"{above}, above .* by everybody .mode {mode:04o}.: chmod o-w"):
+            open_state_dir(path)
+    above.chmod(0o700)
+    assert list(path.iterdir()) == ([path / "FORMAT"] if good else [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    """He would have it point elsewhere later."""
+    there, link = tmp_path / "there", tmp_path / "link"
+    there.mkdir(mode=0o700)
+    link.symlink_to(there)
+    os.lchown(link, 65534, 65534)
+    for path in (link, link / "state"):
+        with pytest.raises(UsageError, match=f"{link} on the way .* a link of uid 65534"):
+            open_state_dir(path)
+    assert list(there.iterdir()) == []
+    os.lchown(link, 0, 0)
+    open_state_dir(link)
+
+
 def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").touch()
     with pytest.raises(UsageError, match="not empty"):

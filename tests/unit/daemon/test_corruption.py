@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
+from msgspec.structs import replace
 
 from ckptless.daemon.agent.holders import Version
 from ckptless.daemon.agent.memory import SLOTS, round_up
@@ -369,6 +370,36 @@ def test_what_was_found_bad_does_not_come_back_with_a_twins_commit(world: World)
 
     world.run(go())
     assert world.nodes[0].steps == ()
+
+
+def served(world: World, step: int) -> m.Fetched:
+    """What a rank hears that asks for a step."""
+
+    async def go() -> m.Fetched:
+        heard: asyncio.Future[m.Fetched] = asyncio.get_running_loop().create_future()
+        link: Any = SimpleNamespace(send=lambda reply, _fd=None: heard.set_result(reply))
+        world.state.serve(world.slot, link, m.Fetch(generation=GENERATION, step=step), frozen=False)
+        return await asyncio.wait_for(heard, 20)
+
+    return world.run(go())
+
+
+def test_a_step_that_was_just_committed_is_asked_of_nobody_else(world: World) -> None:
+    """Also where the generation has restored nothing, and so knows nobody to ask."""
+    world.begin()
+    world.state.follow(replace(world.assignment, restore_step=None, shards=(), record_nodes=()))
+    assert served(world, STEP).error == f"step {STEP} is not held here any more"
+    world.nodes[0].hold(b"payload")
+    assert served(world, STEP).error is None
+
+
+def test_a_rank_is_answered_where_its_agent_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("a mistake")
+
+    world.begin()
+    monkeypatch.setattr(world.state, "_check_shard", fail)
+    assert served(world, STEP).error == "its agent failed: IndexError: a mistake"
 
 
 # ----------------------------------------------------------------------------------------- pushes

@@ -21,6 +21,7 @@ from ckptless.daemon.api.keeping import KeptList, WhatIsKept
 from ckptless.daemon.api.peercred import daemon_credentials
 from ckptless.daemon.api.unixpath import unix_address
 from ckptless.daemon.ckptctl.ask import ask
+from ckptless.daemon.unix_server import listen
 
 STRANGER = 65534
 DEADLINE_S = 20.0
@@ -139,3 +140,32 @@ def test_whom_an_agent_believes(site: Path, uid: int, owner: int, above: int, go
         else:
             with pytest.raises(PeerError, match="it is not believed"):
                 daemon_credentials(sock, name)
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o600])
+def test_a_link_in_place_of_the_new_socket_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """In a folder that others may write to, which is the site's mistake, one may come at any moment."""
+    secret, swap = tmp_path / "secret", [True]
+    secret.touch(mode=0o640)
+
+    class Swapped(socket.socket):
+        def bind(self, address: object) -> None:
+            super().bind(address)  # type: ignore[arg-type]
+            if swap:
+                Path(str(address)).unlink()
+                Path(str(address)).symlink_to(secret)
+
+    monkeypatch.setattr("ckptless.daemon.unix_server.socket.socket", Swapped)
+    before = os.umask(0o022)
+    try:
+        listen(tmp_path / "d.sock", mode).close()
+        assert secret.stat().st_mode & 0o777 == 0o640
+        swap.clear()
+        (tmp_path / "d.sock").unlink()
+        listen(tmp_path / "d.sock", mode).close()
+        assert (tmp_path / "d.sock").stat().st_mode & 0o777 == mode
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)

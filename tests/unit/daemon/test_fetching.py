@@ -198,6 +198,33 @@ def test_where_two_versions_are_held_one_of_them_is_taken_whole(monkeypatch: pyt
             nodes[1].vault.drop_after(None)
             nodes[1].hold(0, STEP, other)
             assert await fetch(nodes) in (PAYLOAD, other)
+            told = nodes[0].told("source-failed")
+            assert told
+            assert all("another version" in text for text in told)
+
+    asyncio.run(play())
+
+
+def test_twins_differ_in_what_is_their_own_and_nobody_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As batch norm's statistics; the first to answer gives all of it, and another where that one fails."""
+    others = [bytes([number]) + PAYLOAD[1:] for number in HOLDERS]
+
+    async def dies(link: Any, count: int) -> None:
+        if count == 2:
+            link.close()
+
+    async def play() -> None:
+        async with Nodes(4) as nodes:
+            for number, payload in zip(HOLDERS, others, strict=True):
+                nodes[number].hold(0, STEP, payload, rank=number, twins="5a" * 16)
+            nodes.follow(nodes.assignment([0], STEP))
+            assert await fetch(nodes) in others
+            assert nodes[0].events == []
+            nodes[0].vault.drop_after(None)
+            for number in HOLDERS[:2]:
+                on_chunk(monkeypatch, number, dies)
+            assert await fetch(nodes) in others
+            assert all("another version" not in text for text in nodes[0].told("source-failed"))
 
     asyncio.run(play())
 

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.config import Peer
 from ckptless.daemon.mesh import Mesh
 from ckptless.daemon.peers import messages as p
@@ -35,7 +36,7 @@ class OneMessage:
 def test_a_message_that_cannot_be_dealt_with_ends_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> tuple[list[tuple[int, str]], bool]:
         peers = tuple(Peer(node=n, name=f"n{n}", address="127.0.0.1", port=1) for n in range(2))
-        mesh = Mesh("j", Roster(0, peers), KeyVouch(b"k" * 32))
+        mesh = Mesh("j", NO_RUN, Roster(0, peers), KeyVouch(b"k" * 32))
         downs: list[tuple[int, str]] = []
 
         def fail(_node: int, _message: p.DaemonMessage) -> None:

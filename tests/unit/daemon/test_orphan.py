@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ckptless.daemon.agent.orphan import ASKED, Orphan, to_ask
+from ckptless.daemon.agent.orphan import ASKED, ROUND, SILENT, AgentLease, Orphan, to_ask
 from ckptless.daemon.api.messages import NodeInfo
 
 LEASE_S = 0.4
@@ -24,7 +24,6 @@ class Site:
 
     nodes: int
     answer: set[int] = field(default_factory=set)
-    daemon: bool = False
     mute: bool = False
     knocks: int = 0
 
@@ -37,8 +36,10 @@ class Site:
         raise ConnectionRefusedError
 
     def orphan(self) -> Orphan:
+        """Whose daemon is heard now, and then no more."""
+        self.lease = AgentLease(LEASE_S, asyncio.get_running_loop().time())
         nodes = [info(node) for node in range(self.nodes)]
-        return Orphan(0, LEASE_S, lambda: self.daemon, lambda: nodes, self.knock)
+        return Orphan(0, self.lease, lambda: nodes, self.knock)
 
 
 @pytest.mark.parametrize("mute", [False, True])
@@ -59,23 +60,72 @@ def test_it_takes_more_than_half(nodes: int, answer: set[int], ends: bool, mute:
     asyncio.run(main())
 
 
+async def _says_so(lease: AgentLease) -> None:
+    while True:
+        lease.renew(asyncio.get_running_loop().time())
+        await asyncio.sleep(LEASE_S / 20)
+
+
 def test_with_a_daemon_nobody_is_asked_and_its_return_ends_the_matter() -> None:
     async def main() -> None:
-        site = Site(3, daemon=True)
+        site = Site(3)
         task = asyncio.create_task(site.orphan().over())
+        daemon = asyncio.create_task(_says_so(site.lease))
         await asyncio.wait({task}, timeout=3 * LEASE_S)
         assert site.knocks == 0
-        for _ in range(4):  # away for less than the lease, again and again
-            site.daemon = False
+        for _ in range(4):  # silent for less than the lease, again and again
+            daemon.cancel()
             await asyncio.wait({task}, timeout=LEASE_S / 2)
-            site.daemon = True
+            daemon = asyncio.create_task(_says_so(site.lease))
             await asyncio.wait({task}, timeout=LEASE_S / 2)
         assert site.knocks > 0
         assert not task.done()
-        site.daemon = False
+        daemon.cancel()
         await asyncio.wait_for(task, DEADLINE_S)
 
     asyncio.run(main())
+
+
+def test_a_lease_is_as_old_as_the_last_word_of_either() -> None:
+    asked, few, enough = (0, 1, 2, 3, 4), {0, 1}, {0, 1, 2}
+    lease = AgentLease(10.0, 100.0)
+    assert not lease.must_ask(100.0 + 10 * SILENT)
+    assert lease.must_ask(100.1 + 10 * SILENT)
+    lease.asked(asked, few, 103.0)
+    assert lease.must_ask(103.0)
+    lease.asked(asked, few, 104.0)
+    assert not lease.over(112.0)
+    # What they have answered is as old as the question.
+    lease.asked(asked, enough, 111.0)
+    assert not lease.must_ask(113.0)
+    assert lease.daemon_is_silent(113.0)
+    for began in (114.0, 115.0):
+        lease.asked(asked, few, began)
+    assert not lease.over(111.0 + 10 * (1 + SILENT))
+    assert lease.over(111.1 + 10 * (1 + SILENT))
+    lease.renew(124.0)
+    assert not lease.over(124.0)
+    assert not lease.daemon_is_silent(125.0)
+
+
+def test_who_was_stopped_itself_asks_twice_before_it_ends_anything() -> None:
+    """All of the job was suspended for an hour: the daemon, or the others, get to say that they are there."""
+    lease = AgentLease(10.0, 100.0)
+    assert not lease.over(3700.0)
+    lease.asked((0, 1, 2), {0}, 3700.0)
+    assert not lease.over(3704.0)
+    lease.asked((0, 1, 2), {0}, 3704.0)
+    assert lease.over(3704.0)
+
+
+def test_mute_agents_take_less_than_two_leases() -> None:
+    """Each round takes all of its time; the first one begins as late as it can."""
+    lease = AgentLease(10.0, 0.0)
+    now = 10 * SILENT + 0.5
+    while not lease.over(now):
+        lease.asked((0, 1, 2), {0}, now)
+        now += 10 * ROUND + 0.5
+    assert now < 20.0
 
 
 def test_no_job_yet_no_lease() -> None:

@@ -433,4 +433,4 @@ def test_where_nothing_recovers_a_lost_node_ends_the_job() -> None:
     with pytest.raises(plan.NoPlanError) as caught:
         plan.next_assignment(situation([fault("node-lost", 1, None, "dark")], job, lost=[1]))
     assert caught.value.outcome.exit_code == plan.EXIT_UNRECOVERABLE
-    assert "node-lost node-1: dark" in caught.value.outcome.reason
+    assert "node-1 is lost: dark, and nothing answers faults" in caught.value.outcome.reason

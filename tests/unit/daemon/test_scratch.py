@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
+import contextlib
 from pathlib import Path
 
-from ckptless.daemon.agent.scratch import Scratch
+import pytest
+
+from ckptless.daemon.agent import socket_folder
+from ckptless.daemon.agent.scratch import MOST_NBYTES, NAME_NBYTES, Scratch
+from ckptless.daemon.agent.socket_folder import RANKS, SocketFolder, scratch_path
 
 
 def test_one_for_each_and_all_go() -> None:
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        scratch = Scratch({"TMPDIR": folder}, None)
+    with contextlib.closing(SocketFolder("4711")) as folder:
+        root = scratch_path(folder.socket(RANKS))
+        assert root.parent == folder.path
+        scratch = Scratch(root)
         one, other = scratch.make(), scratch.make()
         assert one is not None
         assert other is not None
@@ -21,13 +27,24 @@ def test_one_for_each_and_all_go() -> None:
         assert not one.exists()
         assert other.exists()
         scratch.close()
-        assert not list(Path(folder).iterdir())
+        assert not root.exists()
 
 
-def test_a_path_that_is_too_long_or_not_there(tmp_path: Path) -> None:
+def test_nodes_of_one_machine_have_their_own() -> None:
+    assert scratch_path("/tmp/x/0-ranks") != scratch_path("/tmp/x/1-ranks")
+
+
+def test_the_longest_path_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getuid", lambda: 4_294_967_294)
+    path = f"{socket_folder._prefix('x' * 99)}12345678/1024-{RANKS}"
+    longest = scratch_path(f"/tmp/{path}") / "99"
+    assert len(bytes(longest)) + NAME_NBYTES <= MOST_NBYTES
+
+
+def test_a_path_that_is_too_long_or_cannot_be_made(tmp_path: Path) -> None:
     (long := tmp_path / ("x" * 80)).mkdir()
-    scratch = Scratch({}, str(long))
+    scratch = Scratch(long)
     assert scratch.make() is None
     scratch.close()
-    assert not list(long.iterdir())
-    assert Scratch({"TMPDIR": str(tmp_path / "no")}, None).make() is None
+    (tmp_path / "file").touch()
+    assert Scratch(tmp_path / "file").make() is None

@@ -1,4 +1,4 @@
-"""What another user can do to a daemon's Unix socket; each function runs in a forked process of that user."""
+"""What another user can do to a daemon's Unix socket, and anybody to a port: each in a forked process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import array
 import contextlib
 import encodings.idna  # noqa: F401  # a forked child of another user cannot load it any more
 import os
+import select
 import socket
 import struct
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import Decoder, encode
 from ckptless.daemon.api.keeping import KeptList, WhatIsKept
+from ckptless.daemon.api.reading import TABLES, Page, Read
 
 ATTACKER, VICTIM = 65534, 65533
 LINGER_S = 30
@@ -96,6 +100,25 @@ def be_silent(address: str, connections: int) -> None:
     time.sleep(3 * LINGER_S)
 
 
+def ask_and_stay(address: str, connections: int) -> None:
+    """Ask what everybody may on each of so many connections, and ask again, without end."""
+    kept: dict[int, socket.socket] = {}
+    while True:
+        for number in range(connections):
+            try:
+                if number not in kept:
+                    time.sleep(5 * PACE_S)
+                    kept[number] = connected(address)
+                    kept[number].setblocking(False)
+                kept[number].sendall(encode(WhatIsKept(protocol=m.PROTOCOL)))
+                kept[number].recv(1 << 16)
+            except BlockingIOError:
+                continue
+            except OSError:
+                kept.pop(number, None)
+        time.sleep(1.0)
+
+
 def make_noise(address: str, connections: int) -> None:
     """Say what is no message, one connection after the other."""
     for _ in range(connections):
@@ -104,12 +127,13 @@ def make_noise(address: str, connections: int) -> None:
 
 
 def say(address: str, *messages: object, deadline_s: float = 20.0) -> None:
-    """Say this, and listen for as long as the daemon has something to say."""
+    """Say this, and listen until the daemon hangs up, or so long: an agent it tells something again."""
     with contextlib.suppress(OSError), connected(address) as client:
         client.settimeout(deadline_s)
         for message in messages:
             client.sendall(encode(message))
-        while client.recv(1 << 16):
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end and client.recv(1 << 16):
             pass
 
 
@@ -140,3 +164,154 @@ def longest_answer(address: str, seconds: float, pause_s: float = 0.05) -> float
         longest = max(longest, time.monotonic() - begun)
         time.sleep(pause_s)
     return longest
+
+
+def read_slowly(address: str) -> None:
+    """Ask for the story of a job on many connections, again and again, and read none of it."""
+    kept = []
+    asks = encode(Read(protocol=m.PROTOCOL, job="1", tables=TABLES)) * 50
+    while True:
+        with contextlib.suppress(OSError):
+            client = connected(address)
+            client.settimeout(0.2)
+            kept.append(client)
+            client.sendall(asks)
+        time.sleep(0.05)
+        del kept[:-60]
+
+
+def reads(address: str, job: str, seconds: float, pause_s: float = 0.05) -> list[float]:
+    """Ask for all tables of a job, as ckptctl does, again and again: how long each time took, in seconds."""
+    times: list[float] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        begun = time.monotonic()
+        with asked(address) as client:
+            client.sendall(encode(Read(protocol=m.PROTOCOL, job=job, tables=TABLES)))
+            decoder: Decoder[Any] = Decoder(Page | m.Denied, 4 << 20)
+            while not (answers := decoder.feed(client.recv(1 << 16))):
+                pass
+            assert isinstance(answers[0], Page), answers
+            assert answers[0].records, "nothing is told of a job that is there"
+        times.append(time.monotonic() - begun)
+        time.sleep(pause_s)
+    return times
+
+
+# ------------------------------------------------------------------------------------ the network
+#
+# What anybody can do to a TCP port, before any proof. Each goes on until it is killed. None but `flood` makes
+# more connections in a second than this: who makes as many as he can takes a part of the machine, as any
+# process does that he starts, and what it costs the others depends on how many cores there are.
+
+Ports = Sequence[tuple[str, int]]
+PACE_S = 1 / 300
+
+
+def _source(chance: Random) -> tuple[str, int]:
+    """One of the addresses that a process of this machine has for its own."""
+    return f"127.{chance.randrange(1, 255)}.{chance.randrange(256)}.{chance.randrange(1, 255)}", 0
+
+
+def _dialled(at: tuple[str, int], chance: Random) -> socket.socket:
+    """A connection that is begun, from an address that nobody else has."""
+    time.sleep(PACE_S)
+    sock = socket.socket()
+    sock.setblocking(False)
+    with contextlib.suppress(OSError):  # it is not of this machine's own
+        sock.bind(_source(chance))
+    sock.connect_ex(at)
+    return sock
+
+
+def hold_many(ports: Ports, connections: int, first: bytes = b"") -> None:
+    """So many connections to each, in which no more is said; those that are closed are made anew."""
+    chance = Random(1)
+    held: dict[socket.socket, tuple[str, int]] = {}
+    watch = select.epoll()
+    by_fd: dict[int, socket.socket] = {}
+    for at in [at for _ in range(connections) for at in ports]:
+        held[sock := _dialled(at, chance)] = at
+        by_fd[sock.fileno()] = sock
+        watch.register(sock, select.EPOLLIN | select.EPOLLRDHUP | (select.EPOLLOUT if first else 0))
+    while True:
+        for fd, what in watch.poll(1.0):
+            sock = by_fd[fd]
+            if what & select.EPOLLOUT and not what & (select.EPOLLERR | select.EPOLLHUP):
+                with contextlib.suppress(OSError):
+                    sock.send(first)
+                watch.modify(sock, select.EPOLLIN | select.EPOLLRDHUP)
+                continue
+            at = held.pop(by_fd.pop(fd))
+            sock.close()
+            held[sock := _dialled(at, chance)] = at
+            by_fd[sock.fileno()] = sock
+            watch.register(sock, select.EPOLLIN | select.EPOLLRDHUP | (select.EPOLLOUT if first else 0))
+
+
+def flood(ports: Ports, first: bytes) -> None:
+    """Connect and say that, as fast as it goes, and have the newest of them stay."""
+    held: deque[socket.socket] = deque()
+    while True:
+        for at in ports:
+            held.append(sock := socket.socket())
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):
+                sock.connect_ex(at)
+                sock.send(first)
+            if len(held) > 900:
+                held.popleft().close()
+
+
+def drip(ports: Ports, connections: int, data: bytes) -> None:
+    """A byte of a greeting now and then, in each of so many connections (slowloris)."""
+    chance = Random(2)
+    held = [(_dialled(at, chance), at, 0) for _ in range(connections) for at in ports]
+    while True:
+        for number, (sock, at, said) in enumerate(held):
+            try:
+                sock.send(data[said : said + 1])
+                held[number] = (sock, at, (said + 1) % len(data))
+            except BlockingIOError:
+                continue
+            except OSError:
+                sock.close()
+                held[number] = (_dialled(at, chance), at, 0)
+        time.sleep(0.2)
+
+
+def slam(ports: Ports, first: bytes) -> None:
+    """Connect, say that, and reset the connection, as fast as it goes."""
+    while True:
+        for at in ports:
+            with contextlib.suppress(OSError), socket.socket() as sock:
+                sock.settimeout(1.0)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                sock.connect(at)
+                if first:
+                    sock.send(first)
+            time.sleep(PACE_S)
+
+
+def pour_over(ports: Ports, first: bytes) -> None:
+    """That, and as many bytes as are taken, over one connection after the other."""
+    rest = b"\xc1" * (1 << 20)
+    while True:
+        for at in ports:
+            with contextlib.suppress(OSError), socket.create_connection(at, 1.0) as sock:
+                sock.sendall(first)
+                for _ in range(64):
+                    sock.sendall(rest)
+            time.sleep(PACE_S)
+
+
+def half_close(ports: Ports, first: bytes) -> None:
+    """Say that, and then that nothing more comes; listen to what is said to it."""
+    while True:
+        for at in ports:
+            with contextlib.suppress(OSError), socket.create_connection(at, 1.0) as sock:
+                sock.sendall(first)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+            time.sleep(PACE_S)

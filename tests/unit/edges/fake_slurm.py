@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobSpec, Limits, NodeInfo
+from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.control.faults import NodeView
@@ -103,6 +104,7 @@ class FakeRuntime:
     lost: Sequence[int] = ()
     evicted: Sequence[int] = ()
     outcome: object = None
+    agreed: bool = True
     stage: str = "running"
     leader: int = 1
     age_s: float = 60.0
@@ -110,6 +112,8 @@ class FakeRuntime:
     cut: list[str] = field(default_factory=list)
     losses: list[NodeLost] = field(default_factory=list)
     reasons: list[tuple[int, int, str]] = field(default_factory=list)
+    stopped_s: float = 0.0
+    launch: str = NO_RUN
 
     @property
     def roster(self) -> Roster:
@@ -122,7 +126,12 @@ class FakeRuntime:
         for node in self.evicted:
             nodes[node] = NodeView(node, lost="x", lost_source="operator")
         control = SimpleNamespace(
-            leads=self.leads, nodes=nodes, outcome=self.outcome, stage=self.stage, leader=self.leader
+            leads=self.leads,
+            nodes=nodes,
+            known=SimpleNamespace(outcome=self.agreed or None),
+            outcome=self.outcome,
+            stage=self.stage,
+            leader=self.leader,
         )
         return SimpleNamespace(control=control)
 
@@ -138,6 +147,9 @@ class FakeRuntime:
 
     def explained(self, node: int, cancel: Cancel, reason: str) -> None:
         self.reasons.append((node, cancel.exit_code, reason))
+
+    def suspended(self, seconds: float) -> None:
+        self.stopped_s += seconds
 
     @property
     def it(self) -> JobRuntime:

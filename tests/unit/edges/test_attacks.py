@@ -22,6 +22,7 @@ import attacked
 import attackers as a
 from test_service import hello
 
+from ckptless.daemon.admission import CONNECTIONS_PER_UID, MOST_CONNECTIONS
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.service import RUNS_PER_JOB
 
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot act 
 
 # An attack that works stops the daemon for half a minute; a loaded machine does not.
 ANSWER_S = 5.0
+MANY_UIDS, USERS = 200_000, MOST_CONNECTIONS // CONNECTIONS_PER_UID + 1
 MEMORY_NBYTES = 100 << 20
 
 
@@ -136,6 +138,16 @@ def test_connections_that_say_nothing(daemon: Start) -> None:
     print(f"longest answer: {longest:.3f} s")
     assert longest < ANSWER_S
     assert running.log.count(f"of uid {a.ATTACKER}") == 1, running.log
+
+
+def test_questions_of_a_user_with_many_uids(daemon: Start) -> None:
+    """As subuid(5) gives them to everybody: enough to take every connection that there is."""
+    running = daemon()
+    for uid in range(USERS):
+        running.attack(lambda: a.ask_and_stay(running.address, CONNECTIONS_PER_UID), MANY_UIDS + uid)
+    longest = running.answers(8.0)
+    print(f"longest answer: {longest:.3f} s")
+    assert longest < ANSWER_S
 
 
 def test_noise(daemon: Start) -> None:

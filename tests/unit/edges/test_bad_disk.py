@@ -6,11 +6,12 @@ import asyncio
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,74 @@ def test_at_the_start_such_a_disk_ends_nothing(
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         (disk / "filler").unlink(missing_ok=True)
         assert asyncio.run(asyncio.wait_for(later(known), DEADLINE_S))
+
+
+@contextmanager
+def a_real_disk(folder: Path) -> Iterator[Path]:
+    """An ext4 file system, on a loop device; it is whole again for each time."""
+    folder.mkdir(exist_ok=True)
+    image = folder.with_name("image")
+    if not image.exists():
+        with image.open("wb") as file:
+            file.truncate(16 << 20)
+        subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    subprocess.run(["e2fsck", "-fp", image], check=False, capture_output=True)
+    if subprocess.run(["mount", "-o", "loop", image, folder], check=False).returncode:
+        pytest.skip("no loop device here")
+    try:
+        folder.chmod(0o700)
+        with suppress(FileNotFoundError):
+            (folder / "lost+found").rmdir()
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def fail(disk: Path) -> None:
+    """As the kernel does with one that has errors: what is not on it by now never is."""
+    subprocess.run(["mount", "-o", "remount,abort", disk], check=True)
+
+
+@root
+@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="no mkfs.ext4 here")
+def test_a_disk_that_becomes_read_only_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It stays so until it is mounted again, for another life of the daemon."""
+    caplog.set_level(logging.INFO)
+
+    async def work(disk: Path) -> str:
+        async with Site(folder).running() as site:
+            agent = await site.trains(JOB)
+            (runtime,) = site.service.jobs
+            await asyncio.to_thread(fail, disk)
+            told: list[int] = []
+            why: list[str] = []
+            for number in (1, 2, 3):
+                runtime.save(promised(number), lambda n=number: told.append(n), why.append)  # type: ignore[misc]
+            site.service.write([event(number) for number in range(40)])
+            await until("they are refused", lambda: len(why) == 3)
+            refused = await (await site.client(hello("4712"))).hears(m.Denied)
+            assert "the ledger cannot be written" in refused.reason
+            assert str(disk) in refused.reason
+            await asyncio.sleep(2.0)  # many tries
+            assert told == []
+            assert site.jobs == [JOB]
+            agent.hang_up()
+            return runtime.identity
+
+    async def later(known: str) -> bool:
+        async with Site(folder).running() as site:
+            await (await site.client(again(known))).hears(m.Admitted)
+            await (await site.client(hello("4712"))).hears(m.Admitted)
+            (run,) = (job for job in site.service.jobs if job.job == JOB)
+            return run.session.control.agreement.may_vote
+
+    with a_real_disk(folder / "state") as disk:
+        identity = asyncio.run(asyncio.wait_for(work(disk), DEADLINE_S))
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("cannot be written" in line and "tried again" in line for line in lines) == 1, lines
+    assert not any(record.exc_info for record in caplog.records)
+    with a_real_disk(folder / "state"):
+        assert asyncio.run(asyncio.wait_for(later(identity), DEADLINE_S))
 
 
 @root

@@ -19,6 +19,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.eviction import Evict, Evicted
+from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.config import DaemonConfig, Peer, Timers
 from ckptless.daemon.peers.vouch import KeyVouch
 from ckptless.daemon.roster import Roster
@@ -95,6 +96,9 @@ class FakeCluster:
     def explain(self, runtime: JobRuntime, node: int, cancel: m.Cancel) -> None:
         runtime.explained(node, cancel, f"{cancel.reason}, as it seems")
 
+    def ask_suspended(self, runtime: JobRuntime, seconds: float) -> None:
+        raise AssertionError(seconds)
+
 
 class Client:
     """An agent's end of a connection."""
@@ -108,7 +112,7 @@ class Client:
         for message in messages:
             self._writer.write(message if isinstance(message, bytes) else encode(message))
 
-    async def hears(self, kind: type[Any]) -> Any:
+    async def hears(self, kind: type[Any] | tuple[type[Any], ...]) -> Any:
         """The next message of this kind; what comes before it is passed over."""
         while True:
             while self._waiting:
@@ -116,7 +120,7 @@ class Client:
                 if isinstance(message, kind):
                     return message
             data = await self._reader.read(1 << 16)
-            assert data, f"the daemon hung up before any {kind.__name__}"
+            assert data, f"the daemon hung up before any {kind}"
             self._waiting += self._decoder.feed(data)
 
     async def rest(self) -> list[m.ToAgent]:
@@ -243,9 +247,11 @@ def hello(job: str = "4711", node: int = 0, **more: Any) -> m.AgentHello:
         slots_per_node=1,
         limits=LIMITS,
         names=("n0",),
+        launch=more.pop("launch", NO_RUN),
     )
     info = m.NodeInfo(node=node, name="n0", address="127.0.0.1", agent_port=1)
-    return m.AgentHello(protocol=more.pop("protocol", m.PROTOCOL), spec=spec, info=info, pid=os.getpid())
+    protocol, identity = more.pop("protocol", m.PROTOCOL), more.pop("identity", "")
+    return m.AgentHello(protocol=protocol, spec=spec, info=info, pid=os.getpid(), identity=identity)
 
 
 def started(job_id: int = 4711) -> m.JobStarted:
@@ -387,6 +393,20 @@ def test_an_agent_that_comes_back_is_known(serve: Serve) -> None:
         new.say(CANCEL)
         outcome = (await new.hears(m.End)).outcome
         assert outcome.state == "stopped"
+
+    serve(scenario)
+
+
+def test_a_job_that_is_suspended_for_weeks_keeps_its_daemon(serve: Serve) -> None:
+    """Its agents read nothing, and once they do they find the last orders."""
+
+    async def scenario(site: Site) -> None:
+        agent = await site.trains()
+        (job,) = site.service.jobs
+        for _ in range(1_000_000):
+            job.to_agent(m.Renewed())
+        job.to_agent(m.Announce(text="x"))
+        assert (await agent.hears(m.Announce)).text == "x"
 
     serve(scenario)
 

@@ -461,6 +461,20 @@ def test_the_end_of_a_job(leads: bool, lost: tuple[int, ...], words: list[str]) 
     run(work)
 
 
+def test_an_end_that_is_not_agreed_on_is_nothing_for_slurm() -> None:
+    """Its user has stopped this node, which could not ask the others: these may say that the job is done."""
+
+    async def work() -> None:
+        slurm, runtime = FakeSlurm(job()), FakeRuntime(job="4711.1", lost=(0,), agreed=False)
+        edge = cluster(slurm)
+        edge.ended(runtime.it, Outcome(state="stopped", exit_code=143, reason="SIGTERM", why="cancelled"))
+        await asyncio.sleep(0.05)
+        await edge.aclose()
+        assert (slurm.told, runtime.notes) == ([], [])
+
+    run(work)
+
+
 @pytest.mark.parametrize(
     ("batch_host", "nodes", "host", "cancelled"),
     [
@@ -750,6 +764,21 @@ def test_slurm_has_a_second_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained(Silent()) == [(2, 143, "SIGTERM (Slurm does not answer)")]
 
 
+@pytest.mark.parametrize(("state", "held_s"), [("SUSPENDED", 8.0), ("RUNNING", 0.0), ("", 0.0)])
+def test_only_what_slurm_has_suspended_is_held_up(state: str, held_s: float) -> None:
+    slurm, runtime = FakeSlurm(trouble="" if state else "no slurmctld"), FakeRuntime()
+    slurm.end = Ending(state=state)
+
+    async def work() -> None:
+        edge = cluster(slurm)
+        edge.ask_suspended(runtime.it, 8.0)
+        await until(lambda: not edge._tasks)
+        await edge.aclose()
+
+    run(work)
+    assert runtime.stopped_s == held_s
+
+
 @pytest.mark.parametrize(
     ("stage", "leads", "leader", "lost"),
     [("forming", True, 1, True), ("forming", False, -1, True), ("forming", False, 0, False)],
@@ -799,8 +828,10 @@ def row(run: str, state: JobState = "running") -> JobRecord:
         ("4711", job(4712), "stopped", "it knows the job no more (see sacct)"),
         ("4711", job(restarts=1), "stopped", "it has started the job again"),
         ("4711.s0r1", job(restarts=2), "stopped", "it has started the job again"),
+        ("4711", job(start_s=time.time() - 60), "stopped", "another job has its number"),
         ("4711.1", job(restarts=1), "running", None),
         ("4711", job(), "running", None),
+        ("4711", job(start_s=time.time() - 870), "running", None),  # by a clock that differs
         ("4711", job(state="COMPLETING"), "running", None),
         ("local-7", job(state="COMPLETED"), "running", None),
     ],
@@ -843,6 +874,10 @@ def test_what_the_daemons_have_decided_counts_for_more_than_slurms_word(tmp_path
 
     ours, slurms = end("no spare left", 10.0), end(f"{BY_SLURM}: FAILED", 99.0)
     assert max((slurms, ours), key=precedence) is ours
+    # Nor does one that was stopped alone know more than those who have agreed on the end.
+    stopped = structs.replace(end("SIGINT from the user", 50.0), state="stopped")
+    assert max((stopped, ours), key=precedence) is ours
+    assert max((stopped, slurms), key=precedence) is stopped
 
 
 async def opened(folder: Path) -> LedgerWriter:

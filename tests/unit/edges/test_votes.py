@@ -114,21 +114,34 @@ def test_in_local_mode_one_half_is_told_yes(tmp_path: Path) -> None:
 
 
 class Controller(FakeSlurm):
-    """slurmctld, with the states of nodes."""
+    """slurmctld, with the states of nodes; `returns`: nodes that live are up again at once."""
 
-    def __init__(self, down: set[str]) -> None:
+    def __init__(self, down: set[str], *, returns: bool = False) -> None:
         super().__init__(job())
-        self.down = down
+        self.down, self.returns = down, returns
+        self.drained: dict[str, str] = {}
+
+    async def drain(self, name: str, reason: str, *, deadline_s: float = 5.0) -> None:
+        await super().drain(name, reason)
+        self.drained[name] = reason
 
     async def mark_down(self, name: str, reason: str, *, deadline_s: float = 5.0) -> None:
         await super().mark_down(name, reason)
-        self.down.add(name)
+        if not self.returns:
+            self.down.add(name)
 
     async def nodes(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Node, ...]]:
         assert max_age_s == 0.0  # not what was known before the mark
         names = ("n1", "n2", "n3")
         states = tuple(
-            Node(name=n, address=n, state="DOWN" if n in self.down else "ALLOCATED") for n in names
+            Node(
+                name=n,
+                address=n,
+                state="DOWN" if n in self.down else "ALLOCATED",
+                flags=frozenset({"DRAIN"} if n in self.drained else ()),
+                reason=self.drained.get(n, ""),
+            )
+            for n in names
         )
         return Reading(value=states, age_s=0.0, fresh=True, trouble="")
 
@@ -150,7 +163,34 @@ def test_on_slurm_it_marks_and_then_looks(way: str, down: set[str], told: list[t
         edge.witness(runtime.it, (2,), (1,))
         async with asyncio.timeout(20.0):
             await asyncio.gather(*edge._tasks)
-        assert [what for what, *_ in slurm.told] == (["down"] if way == "down" else [])
+        assert [what for what, *_ in slurm.told] == (["drain", "down"] if way == "down" else [])
+        await edge.aclose()
+        return runtime
+
+    assert asyncio.run(work()).dead == told
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("", [(2,)]),
+        ("ckptless: job 4711: silent, as is half of its nodes", []),
+        ("ckptless: job 4711: node-0 does not answer", []),
+        ("ckptless: job 4711.1: silent, as is half of its nodes", [(2,)]),
+        ("a fan is broken", [(2,)]),
+    ],
+)
+def test_where_marked_nodes_come_back_by_themselves(reason: str, told: list[tuple[int, ...]]) -> None:
+    """`reason`: why its own half is drained."""
+
+    async def work() -> Asked:
+        slurm, runtime = Controller(set(), returns=True), Asked()
+        if reason:
+            slurm.drained["n2"] = reason
+        edge = SlurmCluster(slurm, "n2", 1, "down")
+        edge.witness(runtime.it, (2,), (1,))
+        async with asyncio.timeout(20.0):
+            await asyncio.gather(*edge._tasks)
         await edge.aclose()
         return runtime
 

@@ -65,6 +65,8 @@ def test_every_layout_says_its_versions_in_a_way_that_can_be_read() -> None:
     [
         ((2, 13), (2, 29, 7), "fine", "ids are computed"),
         ((2, 8), (2, 23, 4), "fine", "ids are computed"),
+        ((2, 14), (2, 29, 7), "fine", "ids are computed"),
+        ((2, 15), (2, 29, 7), "limited", "new NCCL groups (nccl2)"),
         ((2, 6), (2, 23, 4), "limited", "torch 2.6 hands it one id only"),
         ((2, 8), (2, 21, 5), "limited", "it takes one id only"),
         ((2, 13), (2, 33, 1), "limited", "is not known yet"),
@@ -77,12 +79,25 @@ def test_a_pair(torch: tuple[int, ...], nccl: tuple[int, ...], grade: str, words
     assert words in found.text
 
 
+def test_the_old_nccl_groups_of_a_new_torch() -> None:
+    more = {"torch": Torch((2, 15)), "env": {"TORCH_DIST_USE_NCCL2": "0"}}
+    (found,) = about(Facts(**{**SOUND, **more}), "NCCL")
+    assert found.grade == "fine"
+
+
 @pytest.mark.parametrize(
     ("more", "name", "grade", "words"),
     [
         ({"torch": None}, "torch", "broken", "not installed"),
         ({"torch": Torch((2, 7, 1))}, "torch", "limited", "too old"),
-        ({"torch": Torch((2, 14))}, "torch", "limited", "newer"),
+        ({"torch": Torch((2, 16))}, "torch", "limited", "newer"),
+        ({"torch": Torch((2, 16), {}, "x")}, "recovery in place", "broken", "x"),
+        (
+            {"torch": Torch((2, 13), {}, "")},
+            "recovery in place",
+            "fine",
+            "groups were made, left and renewed",
+        ),
         ({"torch": Torch((2, 13), {"FSDP2": "x is gone"})}, "FSDP2", "limited", "x is gone"),
         ({"torch": Torch((2, 13), {"recovery in place": "x"})}, "recovery in place", "broken", "x"),
         ({"env": {"NCCL_COMM_ID": "a:1"}}, "environment", "limited", "NCCL_COMM_ID is set"),

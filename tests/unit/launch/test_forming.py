@@ -33,7 +33,7 @@ def spec(spares: int = 1, names: tuple[str, ...] = NAMES) -> JobSpec:
         (
             {"n03": "its agent starts up"},
             "waiting for n03 (its agent starts up); 3 of 4 nodes are up after 7 s. "
-            "After 120 s, or when Slurm has them down, the job begins without, as its 1 spare allow",
+            "After 120 s, or when Slurm has them down, the job begins without, as its 1 spare allows",
         ),
         (
             {"n02": "its step has not begun", "n04": "x", "n03": "its step has not begun"},
@@ -139,3 +139,13 @@ def test_a_step_that_slurm_could_not_launch_is_tried_again(
     told = [message for message in caplog.messages if message.endswith("it is started again")]
     assert len(told) == min(fail, 2)
     assert all("n01: its step has ended with 1: srun: error: Task launch failed" in text for text in told)
+
+
+def test_nodes_whose_agents_do_the_same_are_told_of_together(tmp_path: Path) -> None:
+    states = {}
+    for name, at in (("n01", "06:08:15.972"), ("n02", "06:08:16.074")):
+        log = tmp_path / f"agent-{name}.log"
+        log.write_text(f"{at} agent[{name}] INFO reading\n{at} agent[{name}] INFO importing torch: 2\n")
+        states[name] = slurm.Step(name, tmp_path / "console", log).state
+    text = waiting_text(spec(), states, 5.0)
+    assert text.startswith("waiting for n[01-02] (its agent starts up: importing torch: 2); 2 of 4 nodes")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.api.messages import Outcome, Why
-from ckptless.daemon.api.outcome import outcome_path, read_outcome, write_outcome
+from ckptless.daemon.api.outcome import outcome_path, read_outcome, which_holds, write_outcome
 
 DONE = Outcome(state="done", exit_code=0, reason="every rank ended by itself", why="done")
 
@@ -28,10 +28,12 @@ DONE = Outcome(state="done", exit_code=0, reason="every rank ended by itself", w
     why=st.sampled_from(get_args(Why)),
 )
 def test_it_comes_back(tmp_path: Path, job: str, state: str, code: int, reason: str, why: Why) -> None:
+    outcome_path(tmp_path).unlink(missing_ok=True)
     outcome = Outcome(state=state, exit_code=code, reason=reason, why=why)  # type: ignore[arg-type]
     write_outcome(tmp_path, job, outcome)
     assert read_outcome(tmp_path, job) == outcome
     assert read_outcome(tmp_path, job + "x") is None
+    assert read_outcome(tmp_path, job, "a" * 32) is None
 
 
 def test_people_can_read_it(tmp_path: Path) -> None:
@@ -44,6 +46,7 @@ def test_people_can_read_it(tmp_path: Path) -> None:
         "why": "done",
         "rank": None,
         "node": None,
+        "launch": "0" * 32,
     }
 
 
@@ -63,6 +66,23 @@ def test_a_later_one_replaces_it_and_nothing_is_left_beside_it(tmp_path: Path) -
     write_outcome(tmp_path, "4711", failed)
     assert read_outcome(tmp_path, "4711") == failed
     assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
+
+
+def test_a_node_that_was_stopped_alone_does_not_overrule_the_others(tmp_path: Path) -> None:
+    stopped = Outcome(state="stopped", exit_code=130, reason="SIGINT from the user", why="cancelled")
+    for first, then in ((stopped, DONE), (DONE, stopped)):
+        outcome_path(tmp_path).unlink(missing_ok=True)
+        write_outcome(tmp_path, "4711", first)
+        write_outcome(tmp_path, "4711", then)
+        assert read_outcome(tmp_path, "4711") == DONE
+        assert which_holds((None, first, then)) is DONE
+    # Of an earlier job, or damaged, it holds nothing.
+    write_outcome(tmp_path, "4712", stopped)
+    assert read_outcome(tmp_path, "4712") == stopped
+    outcome_path(tmp_path).write_text("{")
+    write_outcome(tmp_path, "4712", stopped)
+    assert which_holds((None, read_outcome(tmp_path, "4712"))) == stopped
+    assert which_holds(()) is None
 
 
 def test_who_reads_while_it_is_written_finds_all_or_nothing(tmp_path: Path) -> None:

@@ -252,6 +252,7 @@ def test_what_is_refused(words: tuple[str, ...], says: str) -> None:
         ({**JOB, "CKPTLESS_REPLICAS": "0"}, "CKPTLESS_REPLICAS is 0: it must be from 1 to 64"),
         ({**JOB, "CKPTLESS_MAX_STALL": "86401"}, "CKPTLESS_MAX_STALL is 86401: it must be from 5 to 86400"),
         ({**JOB, "SLURM_HET_SIZE": "2"}, "a heterogeneous job (with : or hetjob) cannot train"),
+        ({"SLURM_HET_SIZE": "2"}, "a heterogeneous job (with : or hetjob) cannot train"),
     ],
 )
 def test_surroundings_that_are_refused(env: Mapping[str, str], says: str) -> None:

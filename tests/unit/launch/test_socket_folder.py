@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -57,6 +59,54 @@ def test_folders_of_others_are_not_used(root: Path) -> None:
         assert rank_sockets("7") == [folder.socket(RANKS)]
     for path in root.iterdir():
         path.unlink() if path.is_symlink() else path.rmdir()
+
+
+def a_stranger_makes(path: Path) -> None:
+    """One of the same name, once its owner's is gone; everybody may write to it."""
+    path.mkdir()
+    path.chmod(0o777)
+    if os.geteuid() == 0:
+        os.chown(path, STRANGER, STRANGER)
+    (path / "theirs").touch()
+
+
+def test_one_that_is_swept_and_replaced_before_it_is_locked_is_not_used(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another start of the same user takes it for unused, and a stranger waits for just that."""
+    taken: list[Path] = []
+
+    def late(fd: int, how: int) -> None:
+        if not taken and how == fcntl.LOCK_EX:
+            taken.extend(root.iterdir())
+            taken[0].rmdir()
+            a_stranger_makes(taken[0])
+        flock(fd, how)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", late)
+    with contextlib.closing(SocketFolder("7")) as folder:
+        assert folder.path != taken[0]
+        assert folder.path.stat().st_uid == os.getuid()
+    shutil.rmtree(taken[0])
+
+
+def test_one_that_is_replaced_while_it_is_swept_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies there now may be anybody's."""
+    left = root / f"ckptless-{os.getuid()}-7-left"
+    left.mkdir(mode=0o700)
+
+    def late(fd: int, how: int) -> None:
+        if left.exists() and not list(left.iterdir()):
+            left.rmdir()
+            a_stranger_makes(left)
+        flock(fd, how)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", late)
+    SocketFolder("8").close()
+    assert (left / "theirs").exists()
+    shutil.rmtree(left)
 
 
 def test_what_a_killed_process_left_goes_with_the_next_one(root: Path) -> None:

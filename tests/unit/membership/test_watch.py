@@ -261,3 +261,46 @@ def test_health_has_bounds_and_comes_back(history: list[tuple[bool, float]]) -> 
         now += 1.01
         health.on_time(now)
     assert health.factor == 1
+
+
+# ------------------------------------------------------------------------------- looked at seldom
+
+
+def looks(nodes: Nodes, node: int) -> int:
+    return sum(isinstance(output, Look) and output.node == node for output in nodes.outputs)
+
+
+def test_a_node_that_is_no_neighbour_is_looked_at_seldom_and_only_while_that_is_wanted() -> None:
+    nodes = Nodes(answers={9: "open"})
+    nodes.member.watch(OTHERS, OTHERS, nodes.now, {9})
+    nodes.pass_time(10 * DARK_S)
+    assert 9 <= looks(nodes, 9) <= 11
+    assert Answers(9, answers=True) in nodes.outputs
+    # Nobody here wants a connection to it, so that it is not away without one.
+    assert nodes.member.away(nodes.now) == set()
+    nodes.member.watch(OTHERS, OTHERS, nodes.now)
+    nodes.carry()
+    assert nodes.outputs[-1] == Answers(9, answers=False)
+    before = looks(nodes, 9)
+    nodes.pass_time(10 * DARK_S)
+    assert looks(nodes, 9) == before
+
+
+def test_a_node_that_is_no_neighbour_and_that_others_see_is_apart() -> None:
+    nodes = Nodes(say={9: True})
+    nodes.member.watch(OTHERS, OTHERS, nodes.now, {9})
+    nodes.pass_time(2 * DARK_S)
+    assert nodes.member.apart(nodes.now) == frozenset()
+    nodes.pass_time(2 * DARK_S)
+    assert nodes.member.apart(nodes.now) == {9}
+    assert nodes.gone == []
+
+
+def test_what_is_not_watched_any_more_answers_no_more() -> None:
+    """Else it would be heard for ever by a node that is cut off, whose lease it could hold."""
+    nodes = Nodes(silent={1}, answers={1: "open"})
+    nodes.pass_time(5.0)
+    assert Answers(1, answers=True) in nodes.outputs
+    nodes.member.watch((2, 3, 4), (2, 3, 4), nodes.now)
+    nodes.carry()
+    assert nodes.outputs[-1] == Answers(1, answers=False)

@@ -15,14 +15,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor import Cursor, Cursors
 from ckptless.pytorch_hooks.state import codec, rng, rng_memory
 
 EPOCHS = 6
 LENGTH = 5
 TOTAL = EPOCHS * LENGTH
-LOADERS = ("shuffled", "distributed", "stateful", "list", "generator", "half", "talking")
+LOADERS = (
+    "shuffled",
+    "distributed",
+    "stateful",
+    "eager",
+    "late",
+    "own",
+    "list",
+    "generator",
+    "half",
+    "talking",
+)
 
 Step = tuple[list[float], float, float]
 
@@ -52,6 +63,55 @@ class Stateful:
         while self._index < LENGTH:
             self._index += 1
             yield [torch.tensor([100.0 * self._epoch + order[self._index - 1]])]
+
+
+class Eager(Stateful):
+    """As torchdata's StatefulDataLoader: an iterator draws a seed as it is made."""
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        torch.empty((), dtype=torch.int64).random_()
+        return super().__iter__()
+
+
+class Own:
+    """As StatefulDataLoader with a generator: it draws the order and a seed; its state has the order only."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(9)
+        self._state: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        order = self._draw(self.generator.get_state(), 0)
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        if self._loaded:
+            order = self._draw(self._loaded["begun"], self._loaded["index"])
+            self._loaded = {}
+        return self._rest(order)
+
+    def _draw(self, begun: torch.Tensor, index: int) -> list[int]:
+        self.generator.set_state(begun)
+        self._state = {"begun": begun, "index": index}
+        return torch.randperm(LENGTH, generator=self.generator).tolist()
+
+    def _rest(self, order: list[int]) -> Iterator[list[torch.Tensor]]:
+        while self._state["index"] < LENGTH:
+            self._state["index"] += 1
+            yield [torch.tensor([float(order[self._state["index"] - 1])])]
+
+
+class Late(Stateful):
+    """A generator, which does that with the first batch."""
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        torch.empty((), dtype=torch.int64).random_()
+        yield from super().__iter__()
 
 
 class Half(DataLoader[Any]):
@@ -89,8 +149,8 @@ def build(kind: str) -> Any:
             return DataLoader(data, batch_size=2, shuffle=True)
         case "distributed":
             return DataLoader(data, batch_size=1, sampler=DistributedSampler(data, num_replicas=2, rank=1))
-        case "stateful":
-            return Stateful()
+        case "stateful" | "eager" | "late" | "own":
+            return {"stateful": Stateful, "eager": Eager, "late": Late, "own": Own}[kind]()
         case "generator" | "half" | "talking":
             kinds: dict[str, Any] = {"generator": DataLoader, "half": Half, "talking": Talking}
             return kinds[kind](data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
@@ -243,8 +303,8 @@ def test_fetching_may_draw(drawing: bool) -> None:
         random.seed(3)
         data = TensorDataset(torch.arange(10.0))
         sampler = Drawing(data) if drawing else RandomSampler(data)
-        loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1, sampler=sampler)
-        return Cursor(), loader
+        ahead: dict[str, Any] = {} if drawing else {"num_workers": 1, "prefetch_factor": 1}
+        return Cursor(), DataLoader(data, batch_size=2, sampler=sampler, **ahead)
 
     cursor, loader = begun()
     want = [make_step(batch) for batch in cursor.batches(loader, 2)]
@@ -257,6 +317,109 @@ def test_fetching_may_draw(drawing: bool) -> None:
     rng.restore(record[0])
     cursor.restore(record[1])
     assert [*found, *(make_step(batch) for batch in cursor.batches(loader, 2))] == want
+
+
+def test_a_sampler_that_draws_ahead_for_workers_is_refused() -> None:
+    data = TensorDataset(torch.arange(10.0))
+    loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1, sampler=Drawing(data))
+    with pytest.raises(UsageError, match="for batches that its workers make ahead"):
+        list(Cursor().batches(loader, 1))
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Draws with each fetch from all the process's generators, now and then to some effect; and counts."""
+
+    def __init__(self, counts: bool) -> None:
+        self.counts, self.count = counts, 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.count += self.counts
+        drawn = max(0.0, torch.rand(()).item() + random.random() + np.random.random() - 1.5)
+        return torch.tensor([index + drawn + 100 * self.count])
+
+
+class GoesOn(torch.utils.data.Sampler[int]):
+    """Each epoch's order is made of the last one's."""
+
+    def __init__(self, by: str) -> None:
+        self.by, self.epoch, self.order = by, 0, list(range(10))
+        self.python, self.numpy = random.Random(4), np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        if self.by == "counting":
+            self.order = random.Random(self.epoch).sample(range(10), 10)
+        elif self.by == "python":
+            self.python.shuffle(self.order)
+        elif self.by == "numpy":
+            self.order = self.numpy.permutation(10).tolist()
+        elif self.by == "rotating":
+            self.order.append(self.order.pop(0))
+        yield from list(self.order)
+
+
+@pytest.mark.parametrize("at", [2, 5, 6, 8, 10, 14])
+@pytest.mark.parametrize("by", ["counting", "python", "numpy", "rotating", "counted"])
+def test_an_order_that_goes_on_from_epoch_to_epoch(by: str, at: int) -> None:
+    def begun() -> DataLoader[torch.Tensor]:
+        return DataLoader(Augmented(by == "counted"), batch_size=2, sampler=GoesOn(by))
+
+    def trained(cursor: Cursor, loader: Any, epochs: int, upto: int = 99) -> list[Step]:
+        batches = cursor.batches(loader, epochs)
+        return [make_step([batch]) for _, batch in zip(range(upto), batches, strict=False)]
+
+    seed()
+    want = trained(Cursor(), begun(), 3)
+    seed()
+    cursor, loader = Cursor(), begun()
+    found = trained(cursor, loader, 3, at)
+    record = rng.capture(), codec.decode(codec.encode(cursor.committed()))
+    left = 3 - record[1]["epoch"]
+    trained(cursor, loader, left, 2)
+    for one, of in ((cursor, loader), (Cursor(), begun())):
+        random.seed(77)
+        rng.restore(record[0])
+        one.restore(record[1])
+        assert [*found, *trained(one, of, left)] == want
+
+
+def seed() -> None:
+    torch.manual_seed(7)
+    random.seed(3)
+    np.random.seed(2)
+
+
+def test_what_changes_in_a_loader_and_cannot_be_kept_is_told_of() -> None:
+    told: list[str] = []
+    sampler: Any = GoesOn("none")
+    loader = DataLoader(Augmented(False), batch_size=5, sampler=sampler)
+    cursor = Cursor(tell=told.append)
+    for _batch in cursor.batches(loader, 2):
+        cursor.committed()
+    assert not told
+    sampler.order = [*sampler.order, *range(100_000)]
+    next(cursor.batches(loader, 1))
+    assert told[0].startswith("sampler.order of the loader changes from epoch to epoch, and is too large")
+
+
+def test_what_the_script_changes_in_a_loader_is_told_of() -> None:
+    told: list[str] = []
+    weights = [1.0]
+    data: Any = Augmented(True)
+    data.level, data.weights = 0.0, weights
+    cursor = Cursor(shared=lambda: {id(weights)}, tell=told.append)
+    for step, _batch in enumerate(cursor.batches(DataLoader(data, batch_size=2), 1)):
+        weights[0] += 1.0
+        data.level += float(step > 1)
+        cursor.committed()
+        assert bool(told) == (step > 1)
+    assert told[0].startswith("dataset.level of the loader is changed by the script between two batches")
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -397,15 +560,14 @@ def test_positions_that_are_none() -> None:
 
 
 class Failing:
-    """A loader whose second batch cannot be made at the first try."""
+    """A loader whose second batch cannot be made at the first try, of all that there are."""
 
-    def __init__(self) -> None:
-        self.failed = False
+    failed = False
 
     def __iter__(self) -> Iterator[int]:
         for number in range(LENGTH):
-            if number == 1 and not self.failed:
-                self.failed = True
+            if number == 1 and not Failing.failed:
+                Failing.failed = True
                 raise ValueError("a bad disk")
             yield number
 
@@ -419,3 +581,37 @@ def test_a_loader_that_has_raised_is_not_at_its_end() -> None:
         next(batches)
     cursor.restore(saved)
     assert list(cursor.batches(loader, 1)) == list(range(1, LENGTH))
+
+
+def refused(**what: Any) -> str:
+    loader = type("Loader", (Stateful,), what)()
+    with pytest.raises(UsageError) as error:
+        next(iter(Cursor().batches(loader, 1)))
+    return str(error.value)
+
+
+def test_loaders_that_do_not_go_on_from_their_state_are_refused_at_the_first_batch() -> None:
+    assert "use_stateful_dataloader" in refused(use_stateful_dataloader=True)
+    own = torch.Generator()
+    sampler = RandomSampler(range(4), replacement=True, generator=own)
+    assert "with replacement" in refused(generator=own, sampler=sampler)
+
+
+def test_a_loader_that_draws_as_it_begins_and_with_its_batches_is_told_apart_or_refused() -> None:
+    class Both(Late):
+        def __iter__(self) -> Iterator[list[torch.Tensor]]:
+            torch.rand(1)
+            for batch in super().__iter__():
+                torch.rand(1)
+                yield batch
+
+    one, other = Cursor(), Cursor()
+    loader = Both()
+    given = one.batches(loader, 1)
+    next(given)
+    saved = one.committed()
+    other.restore(saved)
+    again = other.batches(Both(), 1)
+    next(again)
+    with pytest.raises(UsageError, match="both as it begins and with its batches"):
+        next(again)

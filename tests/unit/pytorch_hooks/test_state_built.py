@@ -130,6 +130,24 @@ def test_gradients_that_were_not_used_are_refused() -> None:
     refused(state)
 
 
+def test_gradients_that_are_never_zeroed_are_refused() -> None:
+    state, _ = made()
+    watch_steps(state)
+    for to_none in (True, False, True, False):
+        backward(state)
+        backward(state)
+        state.optimizer.step()
+        check_used(state)
+        state.optimizer.zero_grad(set_to_none=to_none)
+    backward(state)
+    state.optimizer.step()
+    check_used(state)
+    backward(state)
+    state.optimizer.step()
+    with pytest.raises(UsageError, match=r"state\.model\.0\.weight carries its gradient over"):
+        check_used(state)
+
+
 def test_a_gradient_of_what_is_not_trained_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
@@ -210,6 +228,58 @@ def test_ddp_accumulates_gradients_that_are_not_used_yet(view: bool, static: boo
         optimizer.step()
         check_used(state)
         buckets.settle()
+
+
+def sharded_state() -> tuple[Any, State]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model[0])
+    sharded: Any = fully_shard(model)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    optimizer.register_step_post_hook(mark_used)
+    state = State(model=model, optimizer=optimizer)
+    watch_steps(state)
+    return sharded, state
+
+
+@pytest.mark.usefixtures("world")
+def test_fsdp_s_gradients_that_are_never_zeroed_are_refused() -> None:
+    model, state = sharded_state()
+    for to_none in (True, False, False, True):
+        loss = model(torch.randn(2, 4)).sum()
+        state.optimizer.zero_grad(set_to_none=to_none)
+        loss.backward()
+        model(torch.randn(2, 4)).sum().backward()
+        state.optimizer.step()
+        check_used(state)
+    model(torch.randn(2, 4)).sum().backward()
+    state.optimizer.step()
+    with pytest.raises(UsageError, match=r"state\.model\.\d\.weight carries its gradient over"):
+        check_used(state)
+
+
+def test_of_two_optimizers_each_zeroes_its_own_gradients() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    for one in optimizers:
+        one.register_step_post_hook(mark_used)
+    state = State(model=models, optimizer=optimizers)
+    watch_steps(state)
+
+    def step(*zeroed: torch.optim.Optimizer) -> None:
+        """As a GAN's: the first is trained, then the second through the first."""
+        for each in zeroed:
+            each.zero_grad()
+        models[0](torch.ones(1, 2)).square().sum().backward()
+        optimizers[0].step()
+        models[0](models[1](torch.ones(1, 2))).square().sum().backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        check_used(state)
+
+    step(*optimizers)
+    step(*optimizers)
+    with pytest.raises(UsageError, match=r"state\.model\[1\]\.weight carries its gradient over"):
+        step(optimizers[0])
 
 
 @pytest.mark.parametrize("reduced", [False, True])

@@ -147,13 +147,13 @@ def test_what_changes_comes_back_and_what_does_not_is_left_alone() -> None:
     own.t, own.seen["a"], own.device, own.late = 4, 2, "cuda:1", ()
     own.moments[0] += 1
     restore(second, state)
-    assert (own.t, own.seen, own.late, own.device) == (3, {"a": 1}, (1, 2), "cuda:1")
+    assert (own.t, own.seen, own.late, own.device) == (3, {"a": 1}, (1, 2), "cuda:0")
     assert own.moments is moments
     assert own.moments[0] is tensor
     assert torch.equal(tensor, torch.ones(2))
     # What had not changed then goes back to what was built, and what was not there is gone.
     restore(first, state)
-    assert (own.t, own.seen, own.device) == (0, {}, "cuda:1")
+    assert (own.t, own.seen, own.device) == (0, {}, "cuda:0")
     assert torch.equal(tensor, torch.zeros(2))
     assert not hasattr(own, "late")
 
@@ -320,3 +320,12 @@ def test_a_module_s_attributes_are_looked_at_after_going_back_to_before_they_cha
     module.tau = 0.0
     restore(kept, state)
     assert module.tau == 0.25
+
+
+def test_plain_data_of_which_each_commit_writes_many_items_is_named() -> None:
+    rows = [[0.0] * 99 for _ in range(100)]
+    state = State(model=nn.Linear(2, 2), few=[1.0] * 100, rows=rows)
+    look = SecondLook(state)
+    assert look.many() is None
+    rows += [[0.0] * 99]
+    assert look.many() == "rows"

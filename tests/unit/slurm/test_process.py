@@ -16,6 +16,8 @@ from ckptless.daemon.slurm.errors import SlurmRefusedError, SlurmUnreachableErro
 from ckptless.daemon.slurm.process import Account, Done, run
 
 Script = Callable[..., str]
+# Over soon, though not before a shell has begun its script; and less than what that would take.
+BRIEF_S, LONG_S = 1.5, 30.0
 
 
 @pytest.fixture
@@ -74,20 +76,20 @@ def test_its_input_is_empty_and_no_descriptor_of_ours_is_open(script: Script) ->
 def test_a_deadline_ends_it(script: Script, tmp_path: Path) -> None:
     path = script(f"echo $$ > {tmp_path}/pid; exec sleep 60")
     began = time.monotonic()
-    with pytest.raises(SlurmUnreachableError, match=r"scontrol within 0.3 s"):
-        start(path, deadline_s=0.3)
-    assert time.monotonic() - began < 3.0
+    with pytest.raises(SlurmUnreachableError, match=rf"scontrol within {BRIEF_S} s"):
+        start(path, deadline_s=BRIEF_S)
+    assert time.monotonic() - began < LONG_S
     assert gone(int((tmp_path / "pid").read_text()))
 
 
 def test_one_that_tidies_up_is_asked_first(script: Script, tmp_path: Path) -> None:
     tidy = f"trap 'echo done > {tmp_path}/tidy; exit' TERM; echo $$ > {tmp_path}/pid; sleep 60 & wait"
     with pytest.raises(SlurmUnreachableError):
-        start(script(tidy), deadline_s=0.3, grace_s=5.0)
+        start(script(tidy), deadline_s=BRIEF_S, grace_s=5.0)
     assert (tmp_path / "tidy").exists()
     stubborn = f"trap '' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 0.1; done"
     with pytest.raises(SlurmUnreachableError):
-        start(script(stubborn), deadline_s=0.3, grace_s=0.2)
+        start(script(stubborn), deadline_s=BRIEF_S, grace_s=0.2)
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -95,8 +97,8 @@ def test_what_it_has_started_ends_too(script: Script, tmp_path: Path) -> None:
     path = script(f"sleep 60 & echo $! > {tmp_path}/pid; wait")
     began = time.monotonic()
     with pytest.raises(SlurmUnreachableError):
-        start(path, deadline_s=0.3)
-    assert time.monotonic() - began < 3.0
+        start(path, deadline_s=BRIEF_S)
+    assert time.monotonic() - began < LONG_S
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -122,7 +124,7 @@ def test_a_flood_is_not_kept(script: Script, monkeypatch: pytest.MonkeyPatch) ->
     began = time.monotonic()
     with pytest.raises(ProtocolError, match="more than 100000 bytes"):
         start(script("exec yes"))
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < LONG_S
     done = start(script("head -c 1000000 /dev/zero >&2; echo end"))
     assert done.out == "end\n"
     assert len(done.err) <= process.MAX_ERRORS + 2**16

@@ -14,7 +14,9 @@ import pytest
 from native import Parsers
 
 DEADLINE_S = 0.3
-START_S = 0.25  # what a process may take to start on a busy machine
+START_S = 0.25  # what a process may take to start
+TRIES = 20
+HEARD_S = 20.0
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_UID": "5001", "SLURM_SCRIPT_CONTEXT": "prolog_slurmd"}
 
 
@@ -63,6 +65,13 @@ class Daemon:
                         frame += piece
                     self.frames.append(frame)
 
+    def heard(self, count: int) -> list[bytes]:
+        """What has come, once it is so much: whoever sends it does not wait for long."""
+        limit = time.monotonic() + HEARD_S
+        while len(self.frames) < count and time.monotonic() < limit:
+            time.sleep(0.01)
+        return self.frames
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -105,11 +114,20 @@ def call(notify: Path, path: Path, *words: str, **env: str) -> tuple[float, str]
     return time.monotonic() - began, result.stderr
 
 
+def within(bound_s: float, notify: Path, path: Path) -> tuple[float, str]:
+    """The same of the first call that took no longer; on a busy machine one or the other may."""
+    for _ in range(TRIES):
+        took_s, said = call(notify, path, **JOB, SPANK_CKPTLESS="auto")
+        if took_s < bound_s:
+            return took_s, said
+    raise AssertionError(f"{TRIES} calls took {bound_s} s or more, the last one {took_s:.2f} s")
+
+
 def test_prolog_and_epilog_tell_the_daemon(notify: Path, path: Path, daemon: Daemon) -> None:
     call(notify, path, **JOB, SPANK_CKPTLESS="max-stall=2m,spares=1")
     call(notify, path, **(JOB | {"SLURM_SCRIPT_CONTEXT": "epilog_slurmd"}), SPANK_CKPTLESS="auto")
     call(notify, path, "epilog", **JOB, SPANK_CKPTLESS="auto")
-    assert [unpack(frame) for frame in daemon.frames] == [
+    assert [unpack(frame) for frame in daemon.heard(3)] == [
         {"type": kind, "protocol": 1, "job_id": 77, "uid": 5001, "spec": spec}
         for kind, spec in (
             ("JobStarted", "spares=1,max-stall=120"),
@@ -128,7 +146,7 @@ def test_other_jobs_are_nobodys_business(notify: Path, path: Path, daemon: Daemo
 @pytest.mark.parametrize("asked", ["bogus", "spares=1;reboot", "x" * 10000, "\n\x1b[2J"])
 def test_what_is_no_spec_is_not_passed_on(notify: Path, path: Path, daemon: Daemon, asked: str) -> None:
     call(notify, path, **JOB, SPANK_CKPTLESS=asked)
-    assert [unpack(frame)["spec"] for frame in daemon.frames] == [""]
+    assert [unpack(frame)["spec"] for frame in daemon.heard(1)] == [""]
 
 
 @pytest.mark.parametrize("missing", sorted(JOB))
@@ -148,21 +166,19 @@ def test_a_job_id_that_is_none(notify: Path, path: Path, daemon: Daemon, job_id:
 
 
 def test_no_daemon_costs_nothing(notify: Path, path: Path) -> None:
-    took_s, said = call(notify, path, **JOB, SPANK_CKPTLESS="auto")
-    assert took_s < START_S
+    _, said = within(START_S, notify, path)
     assert "connect: No such file or directory" in said
 
 
 def test_a_dead_daemon_costs_nothing(notify: Path, path: Path) -> None:
     Daemon(path, serve=False).close()
-    took_s, said = call(notify, path, **JOB, SPANK_CKPTLESS="auto")
-    assert took_s < START_S
+    _, said = within(START_S, notify, path)
     assert "connect: Connection refused" in said
 
 
 def test_a_daemon_that_does_not_answer_costs_the_deadline(notify: Path, path: Path, deaf: Daemon) -> None:
-    took_s, said = call(notify, path, **JOB, SPANK_CKPTLESS="auto")
-    assert DEADLINE_S <= took_s < DEADLINE_S + START_S
+    took_s, said = within(DEADLINE_S + START_S, notify, path)
+    assert took_s >= DEADLINE_S
     assert "wait for the answer: Connection timed out" in said
 
 
@@ -174,8 +190,7 @@ def test_a_daemon_with_a_full_queue_costs_the_deadline(notify: Path, path: Path,
             one.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 one.connect(str(path))
-        took_s, said = call(notify, path, **JOB, SPANK_CKPTLESS="auto")
-    assert took_s < DEADLINE_S + START_S
+        _, said = within(DEADLINE_S + START_S, notify, path)
     assert "connect: Connection timed out" in said
 
 
@@ -191,10 +206,12 @@ def test_a_daemon_that_hangs_up_at_once(notify: Path, path: Path) -> None:
         listening.listen(1)
 
         def hang_up() -> None:
-            listening.accept()[0].close()
+            with contextlib.suppress(OSError):  # closed under it
+                while True:
+                    listening.accept()[0].close()
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        took_s, _ = call(notify, path, **JOB, SPANK_CKPTLESS="auto")
+        within(START_S, notify, path)
+        listening.shutdown(socket.SHUT_RDWR)
         thread.join(timeout=10)
-    assert took_s < START_S

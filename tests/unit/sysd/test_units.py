@@ -3,12 +3,21 @@
 import configparser
 import os
 import shutil
+import sqlite3
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ckptless.daemon.config import LocalConfig, Peer
+from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.peers.handshake import new_key
+from ckptless.daemon.service import LEDGER_FILE, NOT_AGAIN
 from ckptless.daemon.settings import DEFAULT_FILE, DaemonSettings
+from ckptless.daemon.state_dir import FORMAT_FILE, open_state_dir
 
 ROOT = Path(__file__).parents[3]
 UNITS = ROOT / "etc" / "systemd"
@@ -85,6 +94,66 @@ def test_what_the_daemon_relies_on() -> None:
     # The agents' folder: open to users, and there while the daemon is not.
     assert service["RuntimeDirectoryMode"] == "0755"
     assert service["RuntimeDirectoryPreserve"] == "yes"
+
+
+def test_it_comes_back_for_ever_but_where_that_is_no_use() -> None:
+    whole = unit("ckptlessd.service")
+    service, limits = whole["Service"], whole["Unit"]
+    assert service["Restart"] == "always"
+    assert service["RestartPreventExitStatus"] == str(NOT_AGAIN)
+    # What Restart= does alone never reaches the limit.
+    assert float(service["RestartSec"]) * int(limits["StartLimitBurst"]) >= float(
+        limits["StartLimitIntervalSec"]
+    )
+
+
+def spoil_newer(state: Path) -> None:
+    open_state_dir(state)
+    Ledger.open(state / LEDGER_FILE).close()
+    file = sqlite3.connect(state / LEDGER_FILE)
+    file.execute("PRAGMA user_version = 99")
+    file.close()
+
+
+def spoil_format(state: Path) -> None:
+    open_state_dir(state)
+    (state / FORMAT_FILE).write_text("99\n")
+
+
+def spoil_mode(state: Path) -> None:
+    open_state_dir(state)
+    state.chmod(0o777)
+
+
+def spoil_not_ours(state: Path) -> None:
+    state.mkdir()
+    (state / "photo.jpg").touch()
+
+
+@pytest.mark.parametrize("spoil", [spoil_newer, spoil_format, spoil_mode, spoil_not_ours])
+def test_what_no_restart_mends_ends_the_daemon_once_with_one_sentence(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    state, key = tmp_path / "state", tmp_path / "key"
+    spoil(state)
+    before = sorted(path.name for path in state.iterdir())
+    key.write_bytes(new_key())
+    key.chmod(0o600)
+    config = LocalConfig(
+        node=0,
+        state_dir=str(state),
+        socket=str(tmp_path / "socket"),
+        key_file=str(key),
+        peers=(Peer(node=0, name="n0", address="127.0.0.1", port=0),),
+    )
+    (tmp_path / "daemon.json").write_bytes(msgspec.json.encode(config))
+    command = [sys.executable, "-m", "ckptless.daemon.main", "--local", str(tmp_path / "daemon.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == NOT_AGAIN, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert str(state) in line
+    assert line.endswith("; then start ckptlessd again")
+    assert sorted(path.name for path in state.iterdir()) == before
 
 
 def test_paths_are_the_defaults_of_the_settings() -> None:

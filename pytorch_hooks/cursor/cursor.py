@@ -9,35 +9,46 @@ A loader may talk to the other ranks' as it begins (Accelerate's makes its gener
 batch. Where that was noticed, every process begins the epoch again, and all of them talk as they did.
 """
 
+import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
 )
 
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.pytorch_hooks.state import rng
+from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.pytorch_hooks.cursor.loader_state import LoaderState, drawn, redraw
+from ckptless.pytorch_hooks.state import codec, raw, rng
+from ckptless.pytorch_hooks.state.second_look import is_due
 
+# Elements of a tensor that its digest is of; a batch is looked into so deep.
+SAMPLE = 4096
+DEPTH = 8
 # How many commits back a recovery may go: one more than can be under way.
 REMEMBERED_COMMITS = 3
+# Of the next batch: it draws what it draws; what the begin draws, too; or nothing, if that was all of it.
+DRAWS, BEGINS, BEGUN = range(3)
 
 
 class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`index` batches of epoch `epoch` are done. Once one is, exactly one of `loader` and `begun` is set.
 
-    `loader`: its state_dict then. `begun`: the random state that the epoch began with, and `own` that of the
-    generators that the loader itself has.
+    `loader`: its state_dict then. `begun`: the random state that the epoch began with. `own`: in both cases,
+    that of the generators that the loader itself has; `drawn`: that which they have now, where `loader` is
+    set. `seen`: a digest of the begin of that batch, where `begun` is set; `before`: the random state that it
+    was fetched with, where to fetch it has moved a generator.
     """
 
     epoch: int = 0
@@ -45,6 +56,9 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loader: Any = None
     begun: Any = None
     own: list[Any] | None = None
+    drawn: list[Any] | None = None
+    seen: int = 0
+    before: Any = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +78,18 @@ class _Taken:
 class Cursors:
     """The positions of a script's loaders, by name; "" is the one without. Main thread only.
 
-    `calls()`: how many collectives this process has begun.
+    `calls()`: how many collectives this process has begun. `shared()`: by id what loaders have together with
+    the State. `tell`: takes a sentence for who runs the job.
     """
 
-    def __init__(self, calls: Callable[[], int] = lambda: 0) -> None:
-        self._calls = calls
-        self._named: dict[str, Cursor] = {"": Cursor(calls)}
+    def __init__(
+        self,
+        calls: Callable[[], int] = lambda: 0,
+        shared: Callable[[], Container[int]] = tuple,
+        tell: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        self._new = partial(Cursor, calls, shared, tell)
+        self._named: dict[str, Cursor] = {"": self._new()}
 
     @property
     def position(self) -> Position:
@@ -78,7 +98,7 @@ class Cursors:
 
     def batches(self, loader: Iterable[Any], epochs: int, name: str) -> Iterator[Any]:
         """See Cursor."""
-        return self._named.setdefault(name, Cursor(self._calls)).batches(loader, epochs)
+        return self._named.setdefault(name, self._new()).batches(loader, epochs)
 
     def committed(self) -> dict[str, Any]:
         """All positions, for the record."""
@@ -95,19 +115,31 @@ class Cursors:
             raise ProtocolError("the record's data positions are no dict")
         for name in self._named.keys() | saved.keys():
             position = saved.get(name, msgspec.structs.asdict(Position()))
-            self._named.setdefault(name, Cursor(self._calls)).restore(position)
+            self._named.setdefault(name, self._new()).restore(position)
 
 
 class Cursor:
-    """The position of one loader; `calls` as for Cursors. Main thread only."""
+    """The position of one loader; what it is given as for Cursors. Main thread only."""
 
-    def __init__(self, calls: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        calls: Callable[[], int] = lambda: 0,
+        shared: Callable[[], Container[int]] = tuple,
+        tell: Callable[[str], None] = lambda _text: None,
+    ) -> None:
         self.position = Position()
-        self._calls = calls
+        self._calls, self._shared, self._tell = calls, shared, tell
+        self._kept = LoaderState(())
+        # What the loader's objects looked like right after a batch was fetched, now and then.
+        self._fetches = 0
+        self._looks: dict[str, Any] | None = None
+        self._told = False
         # Whether the loader has talked to other ranks', and whether it can be asked for its state (None: not
         # known yet).
         self._talks = False
         self._tells: bool | None = None
+        # What the next batch draws, of an iterator that was begun again in the middle of its epoch.
+        self._again = DRAWS
         # Of the newest epochs: what the loader's own generators were like as each began.
         self._own: dict[int, list[Any]] = {}
         self._iterator: Iterator[Any] | None = None
@@ -125,9 +157,10 @@ class Cursor:
 
     def committed(self) -> dict[str, Any]:
         """The position for the record; what is older than any recovery can ask for is forgotten."""
+        self._look_at_commit()
         if self.position.index == 0 and self._source is not None:
             # The next epoch has not begun: what its generators will begin with is known here only.
-            own = self._own.get(self.position.epoch, _drawn(self._source))
+            own = self._own.get(self.position.epoch, self._kept.read())
             self.position = msgspec.structs.replace(self.position, own=own or None)
         self._commits.append(self.position)
         oldest = self._commits[0]
@@ -174,9 +207,13 @@ class Cursor:
         assert self._iterator is not None
         while True:
             calls = self._calls()
+            before = rng.capture() if self._again != DRAWS else None
+            drew_from = None if self._draws_nothing else rng.snapshot()
             try:
                 batch = next(self._iterator)
             except StopIteration:
+                if before is not None:
+                    self._undo_begin(before)
                 self._iterator, self._epoch_end = None, self.position
                 return
             except BaseException:
@@ -184,14 +221,34 @@ class Cursor:
                 self._iterator = None
                 raise
             self._talks |= self._calls() != calls
-            self._fetched = self._after_batch(loader)
-            self.position = self._fetched
+            if before is not None:
+                self._undo_begin(before)
             # To read them is half of what all of this costs.
             random = None if self._draws_nothing else rng.snapshot()
+            drew = random is not None and drew_from is not None and not random.is_as(drew_from)
+            self._fetched = self._after_batch(loader, batch, drew_from if drew else None)
+            self.position = self._fetched
             self._draws_nothing = self._drawless
+            self._look_at_fetch()
             self._taken.append(_Taken(self.position, self._last, batch, random))
             self._last = _order(self.position)
             yield batch
+
+    def _undo_begin(self, before: dict[str, Any]) -> None:
+        """Take back what an iterator that was begun again has drawn with its first batch. Raises UsageError.
+
+        Where the next one draws as well nobody can tell what of that was the begin.
+        """
+        drew = codec.pack(before) != codec.pack(rng.capture())
+        if drew and self._again == BEGUN:
+            raise UsageError(
+                "the loader draws random numbers both as it begins and with its batches, and begun again "
+                "after a fault it does both at once: give its DataLoader a generator of its own "
+                "(generator=torch.Generator())"
+            )
+        if drew:
+            rng.restore(before)
+        self._again = BEGUN if drew else DRAWS
 
     def _stands_at_position(self, loader: Iterable[Any]) -> bool:
         """Whether the living iterator's next batch is the one after the position."""
@@ -221,20 +278,62 @@ class Cursor:
             self._last = _order(self.position)
             yield taken.batch
 
-    def _after_batch(self, loader: Iterable[Any]) -> Position:
+    def _after_batch(self, loader: Iterable[Any], batch: Any, before: rng.Snapshot | None) -> Position:
+        """`before`: what the generators were like before the batch was fetched, where that has moved one."""
         here, state = self.position, None
         if self._tells is None:
             self._tells = _tells(loader)
         if self._tells:
             state = loader.state_dict()  # type: ignore[attr-defined]
-            return Position(epoch=here.epoch, index=here.index + 1, loader=state)
-        return msgspec.structs.replace(here, index=here.index + 1)
+            _refuse_inexact(loader)
+            own, now = self._own.get(here.epoch) or None, drawn(loader) or None
+            return Position(epoch=here.epoch, index=here.index + 1, loader=state, own=own, drawn=now)
+        if before is not None and here.index and getattr(loader, "num_workers", 0):
+            raise UsageError(
+                "the loader draws from this process's random generators for batches that its workers make "
+                "ahead, and after a fault would draw others: give its sampler a generator of its own "
+                "(generator=torch.Generator()), or take num_workers=0"
+            )
+        tree = before.tree() if before is not None else None
+        return msgspec.structs.replace(here, index=here.index + 1, seen=_digest(batch), before=tree)
+
+    def _look_at_fetch(self) -> None:
+        self._fetches += 1
+        self._looks = self._kept.look() if is_due(self._fetches) and not self._told else None
+
+    def _look_at_commit(self) -> None:
+        """What has changed in the loader since its batch was fetched, the script has changed."""
+        looks, self._looks = self._looks, None
+        if looks is None:
+            return
+        now = self._kept.look()
+        place = next((place for place in now if now[place] != looks.get(place)), None)
+        if place is not None:
+            self._say(
+                f"{place} of the loader is changed by the script between two batches, and no commit has it: "
+                "put into the State the list, dict, tensor or array that it is in"
+            )
+
+    def _tell_large(self) -> None:
+        if self._kept.large is not None:
+            self._say(
+                f"{self._kept.large} of the loader changes from epoch to epoch, and is too large to be kept "
+                "with each commit: if the order of batches depends on it, give the loader state_dict and "
+                "load_state_dict"
+            )
+
+    def _say(self, text: str) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(text)
 
     def _begin(self, loader: Iterable[Any]) -> None:
         """Start an epoch's iterator and bring it to the position."""
         self._taken.clear()
+        self._again = DRAWS
         if self._source is not loader:
             self._tells = None
+            self._kept = LoaderState(loader, self._shared)
         self._source, self._layout = loader, getattr(loader, "layout", None)
         # Most draw a seed where they begin.
         self._draws_nothing, self._drawless = False, _is_drawless(loader)
@@ -243,8 +342,18 @@ class Cursor:
                 part.set_epoch(self.position.epoch)
         calls = self._calls()
         if self.position.loader is not None:
+            now = rng.capture()
+            # A sampler without a state is passed over by the loader: with the same numbers.
+            if self.position.own is not None:
+                self._kept.put(self.position.own)
             loader.load_state_dict(self.position.loader)  # type: ignore[attr-defined]
             self._iterator = iter(loader)
+            # What an iterator draws as it begins was drawn when the epoch began.
+            rng.restore(now)
+            # But a generator begins with the first batch.
+            self._again = BEGINS if inspect.isgeneratorfunction(type(loader).__iter__) else DRAWS
+            if self.position.drawn is not None and self._again == DRAWS:
+                redraw(loader, self.position.drawn)
         else:
             self._pass_over(loader)
         self._talks |= self._calls() != calls
@@ -254,8 +363,9 @@ class Cursor:
         now, epoch = rng.capture(), self.position.epoch
         # Of an epoch that this process or another one has begun before.
         if epoch in self._own:
-            _redraw(loader, self._own[epoch])
-        own = _drawn(loader)
+            self._kept.put(self._own[epoch])
+        own = self._kept.read()
+        self._tell_large()
         self._own = {e: states for e, states in self._own.items() if e > epoch - REMEMBERED_COMMITS} | {
             epoch: own
         }
@@ -265,13 +375,51 @@ class Cursor:
             return
         rng.restore(self.position.begun)
         self._iterator = iter(loader)
+        batch: Any = None
         for passed in range(self.position.index):
-            if next(self._iterator, _END) is _END:
+            if passed == self.position.index - 1 and self.position.before is not None:
+                # What a batch draws as it is fetched depends on what the training had drawn before it.
+                rng.restore(self.position.before)
+            batch = next(self._iterator, _END)
+            if batch is _END:
                 raise ProtocolError(f"the loader ended after {passed} batches, before the committed position")
+        if _digest(batch) != self.position.seen:
+            raise UsageError(
+                f"the loader, begun again, gives another batch {self.position.index} of epoch {epoch} than "
+                "before the fault: what its order depends on is not in its random generators alone. Give it "
+                "state_dict and load_state_dict, or make the order follow from the epoch (set_epoch)"
+            )
         rng.restore(now)
 
 
 _END = object()
+
+
+def _digest(batch: Any) -> int:
+    """Of the begin of each tensor and array on the CPU, and of numbers and strings: what tells two apart."""
+    hasher = xxhash.xxh3_64()
+    _add(hasher, batch, 0)
+    return hasher.intdigest()
+
+
+def _add(hasher: xxhash.xxh3_64, value: Any, depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and value.device.type == "cpu" and raw.why_not(value) is None:
+            begin = value.detach().reshape(-1)[:SAMPLE] if value.is_contiguous() else value[:1]
+            flat = raw.flat(begin)
+            hasher.update(raw.window(flat))
+        hasher.update(repr(tuple(value.shape)).encode())
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            hasher.update(str(key).encode(errors="replace"))
+            _add(hasher, item, depth + 1)
+    elif isinstance(value, (list, tuple)) and depth < DEPTH:
+        for item in value:
+            _add(hasher, item, depth + 1)
+    elif (type(value).__module__, type(value).__name__) == ("numpy", "ndarray"):
+        _add(hasher, value.tolist() if value.size < SAMPLE else value.shape, depth + 1)
+    elif isinstance(value, (bool, int, float, str, bytes)):
+        hasher.update(repr(value).encode(errors="replace"))
 
 
 def _order(position: Position) -> tuple[int, int]:
@@ -303,31 +451,18 @@ def _tells(loader: Any) -> bool:
     return True
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Those that a loader, its samplers and a loader inside it have for themselves."""
-    found: dict[int, torch.Generator] = {}
-    seen: set[int] = set()
-    queue = [loader]
-    while queue:
-        one = queue.pop(0)
-        seen.add(id(one))
-        for key, value in getattr(one, "__dict__", {}).items():
-            if isinstance(value, torch.Generator):
-                found[id(value)] = value
-            elif isinstance(value, (Sampler, DataLoader)) or key == "base_dataloader":
-                queue += [value] if id(value) not in seen else []
-    return list(found.values())
-
-
-def _drawn(loader: Any) -> list[Any]:
-    return [one.get_state() for one in _generators(loader)]
-
-
-def _redraw(loader: Any, states: list[Any]) -> None:
-    generators = _generators(loader)
-    if len(generators) != len(states):
-        raise ProtocolError(
-            f"the loader has {len(generators)} generators where the position has {len(states)}"
+def _refuse_inexact(loader: Any) -> None:
+    """Raise UsageError for loaders that, given their state, do not go on as they would have."""
+    if getattr(loader, "use_stateful_dataloader", False):
+        raise UsageError(
+            "after a fault Accelerate's loaders with use_stateful_dataloader=True do not begin again as they "
+            "would have gone on: leave that out, their place is kept without it"
         )
-    for one, state in zip(generators, states, strict=True):
-        one.set_state(state)
+    sampler = getattr(loader, "sampler", None)
+    shared = getattr(loader, "generator", None)
+    is_shared = shared is not None and getattr(sampler, "generator", None) is shared
+    if is_shared and getattr(sampler, "replacement", False):
+        raise UsageError(
+            "after a fault a StatefulDataLoader whose sampler draws with replacement, and from the loader's "
+            "own generator, does not go on as it would have: give the sampler another one than the loader"
+        )

@@ -1,7 +1,8 @@
-"""The process group that models hold on to while the backend under it comes and goes."""
+"""What stands between the groups of models and the backend of a generation, whichever way torch takes it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -30,35 +31,26 @@ def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     return flat
 
 
-class Group(torch_private.GroupBase):
-    """One ProcessGroup for the life of the process; `attach` puts each generation's backend into it.
+class Exchange:
+    """Lives as long as the process; `attach` puts each generation's backend into it.
 
-    DDP, FSDP2, DeviceMesh and user code keep references to it. Gloo itself is in an inner, stock group: that
-    has all the overloads and checks of the real thing.
+    To be mixed into what torch calls collectives on. `_inner` has the collectives by the same names.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._inner: dist.ProcessGroup | None = None
-        self._scope: Scope | None = None
-        self._fake = False
-        # A group without a registered backend has no name of its own in C++.
-        self._group_name = ""
-        self._group_desc = ""
+    _inner: Any = None
+    _scope: Scope | None = None
+    _fake = False
 
-    def attach(self, inner: dist.ProcessGroup, scope: Scope, *, fake: bool) -> dist.ProcessGroup | None:
-        """Work through `inner`, in `scope`, from now on; gives back what was there before."""
-        before, self._inner = self._inner, inner
-        self._scope = scope
-        self._fake = fake
-        return before
+    def attach(self, inner: Any, scope: Scope, *, fake: bool) -> None:
+        """Work through `inner`, in `scope`, from now on."""
+        self._inner, self._scope, self._fake = inner, scope, fake
 
-    def detach(self) -> dist.ProcessGroup | None:
+    def detach(self) -> Any:
         """Give the backend up; the scope stays, to say why nothing works any more."""
         before, self._inner = self._inner, None
         return before
 
-    def _ready(self) -> tuple[dist.ProcessGroup, Scope]:
+    def _ready(self) -> tuple[Any, Scope]:
         scope = self._scope
         if scope is None:
             raise CollectiveFailed("this process group was never opened")
@@ -67,59 +59,16 @@ class Group(torch_private.GroupBase):
             raise CollectiveFailed("this process group has been closed")
         return self._inner, scope
 
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Gloo's own blocking barrier, made in another thread so that it can be left."""
+    def _blocking(self, call: Callable[[Any], None]) -> None:
+        """What blocks in Gloo, in another thread so that it can be left."""
         inner, scope = self._ready()
-        blocking: Any = inner
         scope.calls += 1
         if not self._fake:
-            scope.run(lambda: blocking.monitored_barrier(*args, **kwargs))
-
-    # -- what torch asks of a group
+            scope.run(lambda: call(inner))
 
     def getBackendName(self) -> str:
         """Asked for by C++."""
         return NAME
-
-    def getGroupName(self) -> str:
-        """Asked for by C++."""
-        return self._group_name
-
-    def setGroupName(self, name: str) -> None:
-        """Told by C++."""
-        self._group_name = name
-
-    def getGroupDesc(self) -> str:
-        """Asked for by C++."""
-        return self._group_desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        """Told by C++."""
-        self._group_desc = desc
-
-    def _set_group_name(self, name: Any) -> None:
-        self._group_name = str(name)
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._group_desc = desc
-
-    @property
-    def group_name(self) -> Any:
-        """The name by which torch finds it."""
-        return self._group_name
-
-    @property
-    def group_desc(self) -> str:
-        """What it is for, if its maker said."""
-        return self._group_desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")] if self._inner is None else torch_private.device_types(self._inner)
-
-    def _get_backend(self, device: torch.device) -> Any:
-        inner, _ = self._ready()
-        return torch_private.backend_of(inner, device)
 
     def _set_sequence_number_for_group(self) -> None:
         """Done for each backend when it is made."""
@@ -131,6 +80,22 @@ class Group(torch_private.GroupBase):
 
     def shutdown(self) -> None:
         """Nothing: the fabric takes backends down, when it is safe to."""
+
+
+class Way(ABC):
+    """How a group that torch knows comes to work through an exchange."""
+
+    @abstractmethod
+    def make(self, rank: int, size: int) -> Exchange:
+        """What torch gets where it asks for a new group's backend."""
+
+    @abstractmethod
+    def inner(self, backend: torch_private.Backend, rank: int, size: int) -> Any:
+        """A backend, as this way's exchanges take it."""
+
+    @abstractmethod
+    def serves(self, exchange: Exchange, group: dist.ProcessGroup) -> bool:
+        """Whether this group, which torch knows, works through that exchange."""
 
 
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
@@ -163,7 +128,7 @@ _COLLECTIVES = (
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def call(self: Group, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Exchange, *args: Any, **kwargs: Any) -> Any:
         inner, scope = self._ready()
         scope.calls += 1
         try:
@@ -184,7 +149,8 @@ def _forward(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in _COLLECTIVES:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(Group, _name, _forward(_name))
-torch_private.untraced(Group)
+def forward(kind: type[Exchange], base: type) -> None:
+    """Give `kind` the collectives that `base`, which is torch's, has."""
+    for name in _COLLECTIVES:
+        if hasattr(base, name):
+            setattr(kind, name, _forward(name))

@@ -1,0 +1,210 @@
+"""What can be reached from an object and changes in training, and no commit has: found by two looks at it."""
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+
+from ckptless.pytorch_hooks.state import attributes, private
+
+# So much of what is reached from one place is looked at.
+LEAVES = 5000
+DEPTH = 8
+# So many things of a script are told of, each once.
+TOLD = 4
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+Leaves = dict[str, Any]
+"""By place: what compares equal as long as it has not changed."""
+
+
+def leaves(value: Any, path: str, known: Mapping[int, Any], *, functions: bool = True) -> Leaves:
+    """Look at everything under `value` that is not `known` (by id): numbers, tensors, arrays, generators.
+
+    With `functions`, at what functions keep for themselves, too.
+    """
+    found: Leaves = {}
+    for place, leaf in _walk(value, path, {*known}, functions, 0):
+        if len(found) >= LEAVES:
+            break
+        found[place] = leaf
+    return found
+
+
+def changed(before: Leaves, now: Leaves) -> str | None:
+    """The first place at which something else is now, has come or has gone."""
+    for place in (*now, *before):
+        if place not in now or place not in before or before[place] != now[place]:
+            return place
+    return None
+
+
+def is_looked_into(value: Any) -> bool:
+    """Whether it is an object of a class of somebody's own: see `is_own`."""
+    return is_own(type(value))
+
+
+def is_own(kind: type) -> bool:
+    """Whether a class is somebody's own: neither Python's, torch's nor numpy's."""
+    top = kind.__module__.partition(".")[0]
+    if top in sys.stdlib_module_names and top != "__main__":
+        return False
+    return top not in ("numpy", "ckptless") and not attributes.is_foreign(kind)
+
+
+def _walk(value: Any, path: str, seen: set[int], functions: bool, depth: int) -> Iterator[tuple[str, Any]]:
+    if type(value) in _PLAIN or value is None:
+        yield path, (type(value), value)
+        return
+    if id(value) in seen or depth > DEPTH:
+        return
+    seen.add(id(value))
+    if (leaf := _leaf(value)) is not None:
+        yield path, leaf
+        return
+    if isinstance(value, (FunctionType, MethodType)) and not functions:
+        return
+    for step, item in _inside(value):
+        yield from _walk(item, path + step, seen, functions, depth + 1)
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        # A graph's: made anew by each forward pass.
+        return None if value.grad_fn is not None else attributes.content(value)
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().tolist())
+    if isinstance(value, random.Random) or type(value).__module__.startswith("numpy"):
+        return attributes.content(value)
+    return None
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.nn.Module):
+        for key, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield f".{key}", tensor
+    elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        yield from _of_container(value)
+    elif isinstance(value, (FunctionType, MethodType)):
+        yield from _of_function(value)
+    elif isinstance(value, type):
+        yield from _of_class(value) if is_own(value) else ()
+    elif is_looked_into(value) and not isinstance(value, torch.Tensor):
+        yield from ((f".{key}", item) for key, item in attributes.fields(value))
+
+
+def _of_container(value: Any) -> Iterator[tuple[str, Any]]:
+    if len(value) > attributes.MANY or isinstance(value, (set, frozenset)):
+        yield ".len", len(value)
+    elif isinstance(value, dict):
+        yield from ((f"[{_shown(key)}]", item) for key, item in list(value.items()))
+    else:
+        yield from ((f"[{index}]", item) for index, item in enumerate(list(value)))
+
+
+def _of_function(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a function keeps for itself: its closure and its defaults, and whose method it is."""
+    if isinstance(value, MethodType):
+        if is_looked_into(value.__self__):
+            yield ".__self__", value.__self__
+        value = value.__func__
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:
+            continue  # not bound yet
+    for index, item in enumerate(value.__defaults__ or ()):
+        yield f".__defaults__[{index}]", item
+    for key, item in (value.__kwdefaults__ or {}).items():
+        yield f".__kwdefaults__[{key!r}]", item
+
+
+def _of_class(value: type) -> Iterator[tuple[str, Any]]:
+    """What all objects of a class have together, and what its methods keep."""
+    for key, item in list(vars(value).items()):
+        if isinstance(item, (staticmethod, classmethod)):
+            yield f".{key}", item.__func__
+        elif isinstance(item, property):
+            yield f".{key}", item.fget
+        elif not (key.startswith("__") and key.endswith("__")) or isinstance(item, FunctionType):
+            yield f".{key}", item
+
+
+def _shown(key: object) -> str:
+    return repr(key) if isinstance(key, (str, int)) else type(key).__name__
+
+
+class Functions(Protocol):
+    """What knows a State: see SecondLook."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has looked at everything, at this commit."""
+
+    def functions(self) -> Iterator[tuple[str, Any]]:
+        """Functions that the State's objects call, and their classes, by place."""
+
+    def known(self) -> dict[int, Any]:
+        """By id what the State has anyway."""
+
+
+class Outside:
+    """What a training function has beside its State: its script's globals, its closure, its object; and what
+    functions in the State, and the classes of its objects, keep for themselves.
+
+    Nobody can say whether the next step depends on it: what changes is told of, each once, and few in all.
+    Main thread only.
+    """
+
+    def __init__(self, train: Callable[..., Any], tell: Callable[[str], None]) -> None:
+        self._train, self._tell = train, tell
+        self._before: dict[str, Leaves] = {}
+        self._told: set[str] = set()
+
+    def look(self, state: Functions) -> None:
+        """Look, at a commit, once `state` has."""
+        if len(self._told) >= TOLD or not state.is_whole:
+            return
+        known = state.known()
+        roots = {f"the global {name}": value for name, value in _globals(self._train)}
+        roots["the training function"] = self._train
+        found_already = set(map(id, roots.values()))
+        roots |= {place: value for place, value in state.functions() if id(value) not in found_already}
+        now = {
+            place: leaves(value, place, known) for place, value in roots.items() if place not in self._told
+        }
+        before, self._before = self._before, now
+        for place in [place for place in now if place in before]:
+            found = changed(before[place], now[place])
+            if found is not None and len(self._told) < TOLD:
+                self._told.add(place)
+                self._tell(
+                    f"{found} changes in training and no commit has it: after a fault it is what the script, "
+                    "or a step that was cut off, has made of it. Put into the State what the next step "
+                    "depends on"
+                )
+
+
+def _globals(train: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    function = getattr(train, "__func__", train)
+    for name, value in list(getattr(function, "__globals__", {}).items()):
+        if name.startswith("__"):
+            continue
+        if not isinstance(value, (FunctionType, type)) or value.__module__ == function.__module__:
+            yield name, value
+
+
+def known_to(tensors: Mapping[int, str], objects: Mapping[str, Any]) -> dict[int, Any]:
+    """By id what a State has: its tensors and its objects."""
+    return {**tensors, **{id(one): one for one in objects.values() if type(one) not in _PLAIN}}
+
+
+def hooks_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The functions that a module calls by the way."""
+    for kind, hooks in private.hooks_of(module):
+        for index, hook in enumerate(hooks):
+            yield f"{kind}[{index}]", hook

@@ -1,0 +1,38 @@
+"""While the ranks are stopped from outside, no deadline of the job goes on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control import edges as e
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lease_nodes import LIMITS, Node
+
+TICK_S = 1.0
+SEEN_EVERY_S = 4.0
+
+
+def stops(node: Node, seconds: float) -> list[m.Order]:
+    return [order for order in node.wait(seconds, TICK_S).orders if isinstance(order, m.Stop)]
+
+
+def test_a_job_that_is_suspended_does_not_stall() -> None:
+    leader = Node(me=0, nodes=3)
+    for _ in range(round(3 * LIMITS.stall_s / SEEN_EVERY_S)):
+        assert not stops(leader, SEEN_EVERY_S)
+        leader.feed(e.Suspended(SEEN_EVERY_S))
+    assert not stops(leader, LIMITS.stall_s - SEEN_EVERY_S)
+    assert stops(leader, 2 * SEEN_EVERY_S), "it goes on, and makes no step"
+
+
+def test_a_lease_ends_all_the_same() -> None:
+    """By then others may have given this node's ranks to another."""
+    follower = Node(me=1, nodes=3)
+    follower.silent([0, 2])
+    follower.feed(e.Suspended(600.0))
+    follower.wait(LIMITS.lease_s + 1.0)
+    assert follower.outcome is not None or follower.told.ends

@@ -1,0 +1,68 @@
+"""Every port that a daemon and an agent have on the network, in one process, until stdin is closed.
+
+`attacked_ports.py FOLDER` writes their numbers to FOLDER/ports.json. The store takes whatever the process
+that has started it starts, if it is of the same user: its "ranks".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_service import Site, hello
+
+from ckptless.daemon import log
+from ckptless.daemon.agent.nccl_server import NcclServer
+from ckptless.daemon.agent.replicas import Replicas
+from ckptless.daemon.agent.store_guard import StoreGuard
+from ckptless.daemon.agent.store_server import StoreServer
+from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.model import NO_RUN
+from ckptless.daemon.api.version import Origin
+from ckptless.daemon.peers.vouch import KeyVouch
+
+HOST, KEY, JOB = "127.0.0.1", b"k" * 32, "4711"
+# What a connection to the daemon is for; here to the agent, too.
+LINK = f"{JOB}/{NO_RUN}"
+
+
+async def main(folder: Path) -> None:
+    os.set_blocking(0, False)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(0, ended.set)
+    events: list[tuple[str, str]] = []
+
+    def note(kind: str, text: str) -> None:
+        events.append((kind, text))
+
+    site = Site(folder)
+    replicas = Replicas(1, Origin(LINK), 1, Vault())
+    store, nccl = StoreServer(StoreGuard(note, root=os.getppid()).refuses), NcclServer()
+    replicas.vouch, replicas.on_event, nccl.on_event = KeyVouch(KEY), note, note
+    async with site.running():
+        agent = await site.client(hello(JOB))
+        await agent.hears(m.Admitted)
+        assert site.service._door._sock is not None
+        ports = {"daemon": site.service._door._sock.getsockname()[1], "agent": await replicas.start(HOST)}
+        ports |= {"store": await store.start(HOST), "nccl": await nccl.start(HOST)}
+        nccl.learn_key(KEY)
+        nccl.follow(1)
+        new = folder / "ports.new"
+        new.write_text(json.dumps(ports))
+        new.rename(folder / "ports.json")
+        await ended.wait()
+        await replicas.close()
+        await store.close()
+        await nccl.close()
+    (folder / "events.json").write_text(json.dumps(events))
+
+
+if __name__ == "__main__":
+    log.configure("both[n0]")
+    asyncio.run(main(Path(sys.argv[1])))
