@@ -1,0 +1,105 @@
+"""All of `make test`, as three runs of pytest side by side: `python tests/side_by_side.py [OPTION...]`.
+
+What computes (unit and property tests, the simulator) leaves a core to jobs and clusters, which wait most of
+the time. What each run prints goes to build/test-NAME.txt; here one line a minute says how far they are, and at
+the end comes the summary of each, and all of one that failed. The options are pytest's.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build"
+RUNS = {
+    "core": ("unit", "property", "sim", "fuzz", "mutants"),
+    "jobs": ("local", "integration"),
+    "clusters": ("slurm", "torch", "nccl", "gpu"),
+}
+EVERY_S = 60.0
+POLL_S = 0.5
+
+
+@dataclass
+class Run:
+    """One run of pytest, and the file that has its output."""
+
+    name: str
+    output: Path
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, name: str, options: list[str]) -> Run:
+        """Begin it; it ends by itself."""
+        output = BUILD / f"test-{name}.txt"
+        folders = [f"tests/{folder}" for folder in RUNS[name]]
+        command = [sys.executable, "-m", "pytest", "-q", *options, *folders]
+        with output.open("wb") as out:
+            # In sessions of their own: Ctrl-C comes from here, once.
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(name, output, process)
+
+    @property
+    def text(self) -> str:
+        """What it has said so far."""
+        return self.output.read_text(errors="replace")
+
+    def status(self) -> str:
+        """How far it is, or how it ended."""
+        code = self.process.poll()
+        if code is not None:
+            return f"{self.name} {'passed' if code == 0 else f'ended with {code}'}"
+        shares = re.findall(r"\[ *(\d+)%\]", self.text)
+        failed = len(re.findall(r"^[.sxXEF]*[FE]", self.text, re.MULTILINE))
+        return f"{self.name} {shares[-1] if shares else 0} %" + (" (with failures)" if failed else "")
+
+
+def missing() -> set[str]:
+    """Return the folders that have tests and are in no run."""
+    there = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    return there - {folder for folders in RUNS.values() for folder in folders}
+
+
+def main() -> int:
+    """Return 0 if all tests passed."""
+    if missing():
+        print(f"in no run of {Path(__file__).name}: tests/{', tests/'.join(sorted(missing()))}")
+        return 1
+    BUILD.mkdir(exist_ok=True)
+    began = time.monotonic()
+    runs = [Run.start(name, sys.argv[1:]) for name in RUNS]
+    said = began
+    try:
+        while any(run.process.poll() is None for run in runs):
+            time.sleep(POLL_S)
+            if time.monotonic() - said >= EVERY_S:
+                said = time.monotonic()
+                minutes = (said - began) / 60
+                print(f"{minutes:3.0f} min: " + ", ".join(run.status() for run in runs), flush=True)
+    finally:
+        for run in runs:
+            run.process.send_signal(signal.SIGINT)
+        for run in runs:
+            # no deadline: pytest ends at SIGINT, and what its tests have started before it
+            run.process.wait()
+    for run in runs:
+        text = run.text.rstrip()
+        print(f"\n{run.name}: " + (text if run.process.returncode else text.splitlines()[-1]))
+    return int(any(run.process.returncode for run in runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
