@@ -1,8 +1,8 @@
 """All of `make test`, as three runs of pytest side by side: `python tests/side_by_side.py [OPTION...]`.
 
 What computes (unit and property tests, the simulator) leaves a core to jobs and clusters, which wait most of
-the time. What each run prints goes to build/test-NAME.txt; here one line a minute says how far they are, and at
-the end comes the summary of each, and all of one that failed. The options are pytest's.
+the time. What each run prints goes to build/test-NAME.txt; here one line a minute says how far they are, and
+at the end comes the summary of each, and all of one that failed. The options are pytest's.
 """
 
 from __future__ import annotations

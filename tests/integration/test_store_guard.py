@@ -14,8 +14,6 @@ from ckptless.daemon.agent import store_guard
 from ckptless.daemon.agent.store_guard import StoreGuard, descendants, descendants_by_parents
 from ckptless.daemon.agent.store_server import StoreServer
 
-pytestmark = pytest.mark.timeout(60)
-
 DEADLINE_S = 20.0
 NOBODY = 65534
 # Speaks the first words of torch's client (VALIDATE and the magic, PING 7), and says whether it was answered.

@@ -10,14 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import recovered, same_as_reference, toy
 from test_daemons import back, kill_daemon, kill_rank, newest, trains_on
-
-pytestmark = pytest.mark.timeout(300)
 
 STEP_S = 3600.0
 # Python runs it at its start, in whichever process it is.

@@ -7,13 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Fault, Job, read_toy, same_as_reference, toy, wait_until
-
-pytestmark = pytest.mark.timeout(300)
 
 DEADLINE_S = 60.0
 

@@ -22,7 +22,6 @@ from ckptless.daemon.ckptctl.main import ckptctl
 SCRIPT = Path(__file__).parent / "data_job.py"
 STEPS, NODES, RANKS, COUNT = 30, 2, 4, 111
 
-pytestmark = pytest.mark.timeout(300)
 
 Seen = dict[tuple[int, int], set[str]]
 

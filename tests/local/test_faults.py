@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from localrun import FAULTY_DEADLINE_S, RANKS, STEPS, Fault, Shape, check, fault, same_as_reference, toy
 
 # A run has dozens of recoveries; the first test also makes the reference run.
-pytestmark = pytest.mark.timeout(300)
 
 
 def test_processes_at_every_place(tmp_path: Path) -> None:

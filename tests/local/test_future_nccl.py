@@ -12,8 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Job
 
-pytestmark = pytest.mark.timeout(240)
-
 HOOKED = pytest.mark.parametrize("how", [[], pytest.param(["hooked"], id="hooked")])
 
 SCRIPT = Path(__file__).with_name("future_nccl.py")

@@ -8,15 +8,11 @@ import stat
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import toy, wait_until
 
 from ckptless.daemon.peers.handshake import new_key
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def spellings(key: bytes) -> set[bytes]:

@@ -15,8 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Fault, Job, fault, newest_loss, read_toy, reference, toy, wait_until
 
-pytestmark = pytest.mark.timeout(300)
-
 HERE = Path(__file__).parent
 STEPS = 120
 RANKS = 2

@@ -8,15 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Job, read_toy, same_as_reference, toy, wait_until
 
 from ckptless.daemon.membership.overlay import overlay
-
-pytestmark = pytest.mark.timeout(300)
 
 DEADLINE_S = 90.0
 RANKS, SPARES = 6, 5

@@ -22,8 +22,6 @@ STEPS = 50
 LATE_AT = 3
 WHERE = ("forward", "backward", "half", "updated", "committed")
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @contextmanager
 def started(

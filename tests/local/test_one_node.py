@@ -8,13 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import FAULTY_DEADLINE_S, HERE, Job, read_toy
-
-pytestmark = pytest.mark.timeout(300)
 
 STEPS = 24
 # Either rank, at each place; the second and the third right after each other.

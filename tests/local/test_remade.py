@@ -15,8 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import RANKS, Fault, Job, fault, newest_loss, recovered, same_as_reference, toy, wait_until
 
-pytestmark = pytest.mark.timeout(300)
-
 STEPS = 40
 LOST_AFTER = 12
 DEADLINE_S = 200.0

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,8 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from localrun import RANKS, Job, toy, wait_until
 
 from ckptless.daemon.ckptctl.main import ckptctl
-
-pytestmark = pytest.mark.timeout(300)
 
 DEADLINE_S = 100.0
 LOST = 2

@@ -9,13 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Job, fault, recovered, toy, wait_until
-
-pytestmark = pytest.mark.timeout(300)
 
 DEADLINE_S = 120.0
 

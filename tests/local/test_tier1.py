@@ -14,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import TOY, Job, read_toy
 
-pytestmark = pytest.mark.timeout(120)
-
 SCRIPT = Path(__file__).with_name("tier1_script.py")
 ROOTLESS = {"CKPTLESS_ROOTLESS": "1"}
 

@@ -11,13 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import RANKS, STEPS, TOY, Job, read_toy, reference
-
-pytestmark = pytest.mark.timeout(240)
 
 DEADLINE_S = 120.0
 SCRIPT = Path(__file__).with_name("env_script.py")

@@ -5,15 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Fault, recovered, same_as_reference, toy
 
 from ckptless.daemon.ledger.merge import Snapshot
-
-pytestmark = pytest.mark.timeout(300)
 
 STEPS = 60
 DEADLINE_S = 200.0

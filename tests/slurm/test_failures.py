@@ -21,8 +21,6 @@ from training import DEADLINE_S, USER, Training, make_site
 
 from ckptless.daemon.control.controller import DARK_FOR_GOOD_S
 
-pytestmark = pytest.mark.timeout(300)
-
 NODES = 6
 
 

@@ -14,8 +14,6 @@ from cluster.api import Cluster
 from miniconf import puts_in_front
 from training import USER, Training
 
-pytestmark = pytest.mark.timeout(240)
-
 NODES = 3
 
 

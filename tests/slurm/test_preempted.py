@@ -15,8 +15,6 @@ from cluster.api import Cluster
 from conftest import require_slurm
 from training import USER, Training, kept, make_site
 
-pytestmark = pytest.mark.timeout(240)
-
 NODES = 2
 GRACE_S = 12
 LINES = (

@@ -14,8 +14,6 @@ from cluster.api import Cluster
 from conftest import require_slurm
 from training import STEPS, Training, make_site
 
-pytestmark = pytest.mark.timeout(300)
-
 NUMBER = 10
 # slurmctld forgets a job so soon after its end.
 FORGOTTEN_S = 60.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
 
@@ -15,8 +13,6 @@ from localrun import reference
 from training import STEPS, USER, Training
 
 from ckptless.daemon.api import saved
-
-pytestmark = pytest.mark.timeout(300)
 
 NODES = 5
 

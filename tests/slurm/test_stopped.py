@@ -15,8 +15,6 @@ from training import USER, Training
 
 from ckptless.daemon.api.records import FaultRecord
 
-pytestmark = pytest.mark.timeout(300)
-
 NODES = 5
 # With the site's max_stall of 60 s an agent that is silent for 6 s is ended, and a rank for 3 s.
 SUSPENDED_S, LONG_S = 8.0, 90.0

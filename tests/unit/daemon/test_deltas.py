@@ -28,8 +28,6 @@ PAGE = version.PAGE_NBYTES
 CHUNKS = 12
 NBYTES = (CHUNKS - 1) * PAGE + 100
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def header(chunks: Sequence[int], nbytes: int, layout: str = "00" * 16) -> version.Header:
     return version.Header("job", 0, 0, 1, 1, layout, nbytes, tuple(chunks), PAGE)

@@ -28,8 +28,6 @@ NBYTES = 40 * PAGE + 77
 PAYLOAD = payload_of(0, STEP, NBYTES)
 HOLDERS = (1, 2, 3)
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

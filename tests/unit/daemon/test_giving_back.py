@@ -21,8 +21,6 @@ from ckptless.daemon.api import version
 STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
 RANKS = 4
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from vaults import Nodes, payload_of, until
@@ -20,8 +18,6 @@ from ckptless.daemon.peers.bulk import CHUNK_S
 STEP, NBYTES = 7, 4_000_000
 # Beside what may go at once, 50 ms' worth: clocks.
 TOLERANCE = 1.02
-
-pytestmark = pytest.mark.timeout(60)
 
 
 async def push(nodes: Nodes) -> float:

@@ -21,8 +21,6 @@ from ckptless.daemon.peers import messages as p
 STEP, NBYTES = 7, 5 * version.PAGE_NBYTES + 100
 RANKS = 4
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def holders(nodes: Nodes, shard: int, step: int = STEP) -> set[int]:
     """Who has a shard's tensors, sound, and the record of its rank."""

@@ -33,8 +33,6 @@ from ckptless.daemon.api.feed import Feed
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_the_first_batches_are_there_when_the_rank_asks() -> None:
     async def play() -> None:

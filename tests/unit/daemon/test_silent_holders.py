@@ -29,8 +29,6 @@ STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
 SHORT_S = 0.3
 SHIPPED_S, SHIPPED_LATER_S = holders.ANSWER_DEADLINE_S, serving.LATER_S
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True)
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:

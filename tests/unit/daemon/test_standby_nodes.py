@@ -39,8 +39,6 @@ from ckptless.daemon.peers.bulk import Pace
 
 NBYTES = len(entry_of(LOST, 3))
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def kept(one: Rings) -> list[tuple[int, int]]:
     return sorted((found.stream, found.seq) for found in one.peers.standby._kept)
