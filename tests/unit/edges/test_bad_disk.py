@@ -37,9 +37,10 @@ root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system"
 
 
 def promised(number: int) -> Durable:
-    ballot = Ballot(number=number, node=1)
-    vote = Vote(ballot=ballot, decree=Decree(index=1, voters=(0, 1)))
-    return Durable(promised=ballot, vote=vote, known=Decree(index=0, voters=(0, 1, 2)))
+    """In a job of one node, as all are here; a daemon promises nothing of nodes that its job has not."""
+    ballot = Ballot(number=number, node=0)
+    vote = Vote(ballot=ballot, decree=Decree(index=1, voters=(0,)))
+    return Durable(promised=ballot, vote=vote, known=Decree(index=0, voters=(0,)))
 
 
 def event(number: int) -> EventRecord:

@@ -260,5 +260,7 @@ def test_floods_from_another_address(sites: tuple[Site, Site], name: str) -> Non
     print(
         f"{name}: median {median:.3f} s, max {max(there):.3f} s, the twin {max(here):.3f} s, n={len(there)}"
     )
-    assert median < max(ANSWER_S, TIMES * max(here))
+    # What else runs on the machine holds up the one that has much to do more than the twin.
+    crowded = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert median < max(ANSWER_S * crowded, TIMES * max(here))
     assert attacked.grown_nbytes < MEMORY_NBYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ipaddress
 import sys
 import threading
@@ -828,10 +829,10 @@ def row(run: str, state: JobState = "running") -> JobRecord:
         ("4711", job(4712), "stopped", "it knows the job no more (see sacct)"),
         ("4711", job(restarts=1), "stopped", "it has started the job again"),
         ("4711.s0r1", job(restarts=2), "stopped", "it has started the job again"),
-        ("4711", job(start_s=time.time() - 60), "stopped", "another job has its number"),
+        ("4711", job(start_s=840.0), "stopped", "another job has its number"),
         ("4711.1", job(restarts=1), "running", None),
         ("4711", job(), "running", None),
-        ("4711", job(start_s=time.time() - 870), "running", None),  # by a clock that differs
+        ("4711", job(start_s=30.0), "running", None),  # by a clock that differs
         ("4711", job(state="COMPLETING"), "running", None),
         ("local-7", job(state="COMPLETED"), "running", None),
     ],
@@ -839,11 +840,17 @@ def row(run: str, state: JobState = "running") -> JobRecord:
 def test_a_row_is_closed_when_slurm_says_so(
     run_name: str, known: Job, state: str, reason: str | None, tmp_path: Path
 ) -> None:
-    """Its agents are gone, or its quorum is, or the daemon was started again: no run of it is here."""
+    """Its agents are gone, or its quorum is, or the daemon was started again: no run of it is here.
+
+    `start_s` of what Slurm knows is seconds after the row's start.
+    """
+    of_run = row(run_name)
+    if known.start_s is not None:
+        known = dataclasses.replace(known, start_s=of_run.started_s + known.start_s)
 
     async def work() -> None:
         ledger, slurm = await opened(tmp_path), FakeSlurm(known)
-        ledger.write((row(run_name), row("1", "done")))
+        ledger.write((of_run, row("1", "done")))
         await passes(cluster(slurm), ledger, [])
         await ledger.close()
 
