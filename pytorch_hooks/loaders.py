@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.feed import FEEDS_LIMIT, Feed
 from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.session import Session
 
@@ -31,8 +30,6 @@ class Loaders:
         self._new = partial(Cursors, calls, shared, partial(self._tell, "outside-state"))
         self._cursors = self._new()
         self._rank = self._generation = self._stopped = 0
-        # Where they stood in the node's ring at the last commit.
-        self.feeds: tuple[Feed, ...] = ()
         # Those that take their batches from the ring, and their ends of it.
         self._fed: dict[str, tuple[Any, RingFeed]] = {}
         # `stop` looks through them while the main thread may add one.
@@ -48,7 +45,6 @@ class Loaders:
         self._rank, self._generation = part.rank, part.generation
         if part.restore_step is None:
             self._cursors = self._new()
-        self.feeds = ()
         for _loader, feed in self._fed.values():
             feed.enter(part.generation)
 
@@ -88,12 +84,6 @@ class Loaders:
     def committed(self) -> dict[str, Any]:
         """All positions, for the record; batches that no recovery can ask for are given back."""
         saved = self._cursors.committed()
-        self.feeds = tuple(
-            at
-            for name, (loader, _feed) in self._fed.items()
-            if (state := saved.get(name, {}).get("loader")) is not None
-            and (at := loader.feed_at(state)) is not None
-        )[:FEEDS_LIMIT]
         for name, (loader, _feed) in self._fed.items():
             oldest = self._cursors.oldest(name)
             if oldest is not None and oldest.loader is not None:

@@ -462,7 +462,6 @@ class Run:
             loss=loss,
             every=self._cadence.every,
             share=self._meter.share,
-            feeds=self.loaders.feeds,
         )
 
     def _wait_for_copies(self) -> None:

@@ -160,7 +160,6 @@ class Replicas:
             step=step,
             record=held.record,
             digest=held.digest,
-            feeds=held.feeds,
         )
         targets = lambda: to.of_record(rank, self._unreachable)  # noqa: E731
         return Pushed(record, targets, lambda: self._lost_copies.end(key))
@@ -295,7 +294,7 @@ class Replicas:
             reply = await link.receive()
             if not isinstance(reply, p.RecordReply) or not reply.record:
                 raise PeerError("it does not hold it")
-            self._vault.put_record(rank, step, Held(reply.record, reply.digest, reply.shard, reply.feeds))
+            self._vault.put_record(rank, step, Held(reply.record, reply.digest, reply.shard))
 
         await self._from_any(nodes, f"the record of rank {rank}, step {step}", ask)
 

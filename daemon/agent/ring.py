@@ -77,14 +77,6 @@ class Ring:
         """The batches of a stream that are there."""
         return tuple(sorted(self._streams[stream].ready)) if stream in self._streams else ()
 
-    def knows(self, stream: int) -> bool:
-        """Whether any reader takes this stream."""
-        return stream in self._streams
-
-    def serves(self, stream: int) -> bool:
-        """Whether a reader of this node takes this stream."""
-        return any(mark.stream == stream and mark.until is None for mark in self._marks.values())
-
     def wants(self, stream: int, seq: int) -> bool | None:
         """Whether the oldest batch that was asked for is still wanted; None where it is not this one."""
         if not self._jobs or (self._jobs[0].make.stream, self._jobs[0].make.seq) != (stream, seq):
@@ -99,17 +91,8 @@ class Ring:
         self._late.discard(reader)
         return self._decide()
 
-    def may_visit(self, stream: int, seq: int, position: bytes) -> bool:
-        """Whether another node may `seek` there: not where that would disturb who takes that stream here."""
-        found = self._streams.get(stream)
-        if found is None:
-            return True
-        return found.positions.get(seq, None if self.serves(stream) else position) == position
-
-    def seek(
-        self, reader: int, stream: int, seq: int, position: bytes, until: int | None = None
-    ) -> list[Action]:
-        """A reader wants the batches from `seq` on (before `until`), which follow `position`."""
+    def seek(self, reader: int, stream: int, seq: int, position: bytes) -> list[Action]:
+        """A reader wants the batches from `seq` on, which follow `position`."""
         out: list[Action] = []
         former = self._marks.get(reader)
         # One that lives and goes on to another stream has come to an epoch's end.
@@ -118,15 +101,12 @@ class Ring:
             self._histories += 1
             self._streams[stream] = Stream(self._histories)
         found = self._streams[stream]
-        if until is None:
-            self._deaths = 0
-        # Of what lies before it a guest wants nothing that has failed.
-        if until is None or (found.failed is not None and until > found.failed[0]):
-            found.failed = None
+        self._deaths = 0
+        found.failed = None
         # Before the oldest position that is known nothing can be compared: `made` does it where they meet.
         if found.positions.setdefault(seq, position) != position:
             out += self._begin_anew(stream, 0, seq, position)
-        self._marks[reader] = Mark(stream, seq, seq, seq, until=until)
+        self._marks[reader] = Mark(stream, seq, seq, seq)
         if again:
             there = next(at for at in itertools.count(seq) if at not in found.ready) - seq
             text = f"reader {reader} goes on with batch {seq} of stream {stream}: {there} were there"
@@ -219,24 +199,6 @@ class Ring:
             out = self._begin_anew(stream, seq + 1, seq + 1, position)
         return out + self._decide()
 
-    def lend(self, stream: int, seq: int, nbytes: int, positions: tuple[bytes, bytes]) -> list[Action] | None:
-        """A batch has come that another node has made, verified; `positions` are those before and after it.
-
-        None: it is not used, since it is here already, nobody is known to want it of that position, or there
-        is no room for it.
-        """
-        found, (before, after) = self._streams.get(stream), positions
-        if found is None or seq in found.ready or found.positions.get(seq) != before:
-            return None
-        over = self.used_nbytes + nbytes > self._budget
-        if over or found.positions.setdefault(seq + 1, after) != after:
-            return None
-        for job in self._jobs:
-            job.stale = job.stale or (job.make.stream, job.make.seq) == (stream, seq)
-        found.ready[seq] = nbytes
-        self._largest = max(self._largest, nbytes)
-        return self._decide()
-
     def unwanted(self) -> list[Action]:
         """Something has been said of the oldest batch that was asked for, and nobody wants it any more."""
         self._jobs.pop(0)
@@ -297,8 +259,7 @@ class Ring:
                     mark.told = True
                     yield GiveUp(reader, mark.sent, OTHERS_FOLLOW)
                 continue
-            upto = mark.next + AHEAD if mark.until is None else min(mark.next + AHEAD, mark.until)
-            while mark.alive and mark.sent in stream.ready and mark.sent < upto:
+            while mark.alive and mark.sent in stream.ready and mark.sent < mark.next + AHEAD:
                 yield Give(reader, mark.stream, mark.sent)
                 mark.sent += 1
             if not mark.alive or mark.told or mark.sent in stream.ready:
@@ -340,8 +301,7 @@ class Ring:
                 seq += 1
             over = stream.end is not None and seq >= stream.end
             broken = stream.failed is not None and seq >= stream.failed[0]
-            behind = mark.until is not None and seq >= mark.until
-            if not over and not broken and not behind and seq < mark.next + self._window:
+            if not over and not broken and seq < mark.next + self._window:
                 yield seq - mark.next, mark.stream, seq
 
     def _next_job(self, out: list[Action]) -> Make | None:

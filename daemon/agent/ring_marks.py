@@ -16,8 +16,6 @@ class Mark:
     told: bool = False
     # It was sent what came of another position, and gets nothing that does not follow from that.
     held: bool = False
-    # It wants no batch from this one on: another node's, that has begun to make its own.
-    until: int | None = None
 
 
 @dataclass

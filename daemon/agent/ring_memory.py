@@ -5,7 +5,7 @@ import mmap
 import os
 
 from ckptless.daemon.api.errors import BadEntryError
-from ckptless.daemon.api.ring_entry import EntryHeader, position_of, verify
+from ckptless.daemon.api.ring_entry import position_of, verify
 
 ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -23,27 +23,17 @@ class EntryMemory:
 
         Raises BadEntryError, OSError: where somebody has it mapped for writing, too.
         """
-        _header, found = self._sealed(manifest, nbytes)
-        if found != position:
-            raise BadEntryError(
-                f"batch {self.seq} of stream {self.stream} has another position than was said"
-            )
-
-    def seal_received(self, manifest: str, nbytes: int, digest: str) -> bytes:
-        """The same of one that has come from another node, which said its digest: the position after it."""
-        header, position = self._sealed(manifest, nbytes)
-        if header.digest != digest:
-            raise BadEntryError(f"batch {self.seq} of stream {self.stream} has another digest than was said")
-        return position
-
-    def _sealed(self, manifest: str, nbytes: int) -> tuple[EntryHeader, bytes]:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, ALL_SEALS)
         size = os.fstat(self.fd).st_size
         if size != nbytes or not size:
             raise BadEntryError(f"batch {self.seq} of stream {self.stream} has {size} bytes, not {nbytes}")
         with mmap.mmap(self.fd, size, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
             header = verify(view, manifest, self.stream, self.seq)
-            return header, position_of(view, header)
+            found = position_of(view, header)
+        if found != position:
+            raise BadEntryError(
+                f"batch {self.seq} of stream {self.stream} has another position than was said"
+            )
 
     def close(self) -> None:
         """Let go of it."""

@@ -9,17 +9,13 @@ from ckptless.daemon.agent import ring_actions as r
 from ckptless.daemon.agent.config import DataConfig
 from ckptless.daemon.agent.rank_link import RankLink
 from ckptless.daemon.agent.ring import Ring
-from ckptless.daemon.agent.ring_borrowing import Lent
-from ckptless.daemon.agent.ring_lending import FIRST_GUEST, Guest
 from ckptless.daemon.agent.ring_limits import free_memory, limited
 from ckptless.daemon.agent.ring_memory import EntryMemory
-from ckptless.daemon.agent.ring_node import RingNode, RingNodes, RingProducer, RingReader, kill
-from ckptless.daemon.agent.ring_receiving import Borrowed
+from ckptless.daemon.agent.ring_node import RingNode, RingProducer, RingReader, kill
 from ckptless.daemon.agent.ring_state import ring_state, rings_told
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
-from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.feed import Feed
+from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.model import RingState
 
 logger = logging.getLogger(__name__)
@@ -40,20 +36,15 @@ class RingService:
     ) -> None:
         self._on_event, self._lease_s, self._on_news = on_event, lease_s, on_news
         self._limits = limits or DataConfig()
-        self.nodes = self._rings = RingNodes()
+        self._rings: dict[tuple[str, str], RingNode] = {}
         self._readers: dict[RankLink, tuple[RingNode, int]] = {}
         self._producers: dict[RankLink, RingNode] = {}
         self._leases = 0
         # A lease as producers know it, which is of one ring, to that ring and its own number of it.
         self._leased: dict[int, tuple[RingNode, int]] = {}
         self._looking: set[asyncio.Task[None]] = set()
-        self._guests = FIRST_GUEST
         # Of each loader the last ring that was closed, as it was then.
         self._closed: dict[str, RingState] = {}
-        # What has come from other nodes before anybody here has asked for it.
-        self.lent = Lent()
-        # A ring is closed.
-        self.on_dropped: Callable[[], None] = lambda: None
 
     def told(self) -> tuple[RingState, ...]:
         """See rings_told."""
@@ -99,7 +90,6 @@ class RingService:
 
     async def close(self) -> None:
         """End the producers, and give all memory back."""
-        self.lent.drop()
         for node in list(self._rings.values()):
             self._drop(node)
         producers = [node.producer for node in self._producers.values() if node.producer is not None]
@@ -107,47 +97,6 @@ class RingService:
             producer.link.close()
         # no deadline: the producers have been hung up on, which ends them
         await asyncio.gather(*self._looking)
-
-    # ------------------------------------------------------------------------------- other nodes
-
-    def invite(self, feed: Feed, count: int) -> Guest:
-        """Another node is to have so many batches from here; close it. Raises PeerError: why not."""
-        node = self._rings.of(feed)
-        if not node.ring.may_visit(feed.stream, feed.seq, feed.position):
-            raise PeerError(f"stream {feed.stream} of {feed.loader!r} stands elsewhere there")
-        self._guests += 1
-        number = self._guests
-
-        def took(seq: int) -> None:
-            self._do(node, node.ring.took(number, seq, seq + 1))
-
-        def leave() -> None:
-            if node.guests.pop(number, None) is not None and not node.dropped:
-                self._do(node, node.ring.forget(number))
-                self._drop_if_idle(node)
-
-        guest = node.guests[number] = Guest(took, leave)
-        self._do(node, node.ring.seek(number, feed.stream, feed.seq, feed.position, feed.seq + count))
-        return guest
-
-    def needs(self, feed: Feed) -> bool:
-        """Whether batches from there on would be made here from nothing."""
-        node = self._rings.get((feed.loader, feed.manifest))
-        return node is None or not node.ring.knows(feed.stream)
-
-    def borrowed(self, one: Borrowed) -> bool:
-        """A batch has come from another node, verified; False where it is of no use any more, and closed."""
-        node = self._rings.get(one.ring)
-        if node is None or not node.ring.knows(one.stream):
-            return self.lent.keep(one)
-        actions = node.ring.lend(one.stream, one.seq, one.nbytes, (one.before, one.after))
-        if actions is None:
-            one.memory.close()
-            return False
-        node.ready[(one.stream, one.seq)] = one.memory
-        node.borrowed += 1
-        self._do(node, actions)
-        return True
 
     # ----------------------------------------------------------------------------------- readers
 
@@ -157,9 +106,6 @@ class RingService:
             raise ProtocolError("a second RingOpen")
         key = (message.loader, message.manifest)
         self._drop_stale(message)
-        if stale := self.lent.drop_other(message.loader, message.manifest):
-            text = f"{stale} batches of loader {message.loader!r} that came from other nodes are not used"
-            self._on_event("ring-stale", f"{text}: it has manifest {message.manifest[:8]} here")
         node = self._rings.get(key)
         if node is None:
             found = limited(message.window, message.budget_nbytes, self._limits, free_memory())
@@ -192,8 +138,6 @@ class RingService:
                 known.number = message.number
                 node.waits[reader].begin(now_s, message.stream)
                 self._do(node, node.ring.seek(reader, message.stream, message.seq, message.position))
-                for one in self.lent.take((node.loader, node.manifest), message.stream):
-                    self.borrowed(one)
             case m.RingTook():
                 if message.number == known.number:
                     node.waits[reader].add(now_s, message.count, message.waits, message.waited_s)
@@ -227,9 +171,6 @@ class RingService:
         for memory in node.ready.values():
             memory.close()
         node.ready.clear()
-        for guest in list(node.guests.values()):
-            guest.give_up("its ring was closed")
-        self.on_dropped()
         self._on_event(
             "ring-closed", f"loader {node.loader!r}: {node.made} batches were made, {node.given} given out"
         )
@@ -305,7 +246,7 @@ class RingService:
             memory.close()
             self._do(node, ring.unwanted())
         elif isinstance(message, m.RingMade):
-            node.learn(message.took_s)
+            node.made += 1
             node.ready[(message.stream, message.seq)] = memory
             self._do(node, ring.made(message.stream, message.seq, message.nbytes, message.position))
         else:
@@ -346,10 +287,6 @@ class RingService:
                 self._on_event(action.kind, f"loader {node.loader!r}: {action.text}")
 
     def _give(self, node: RingNode, action: r.Give | r.GiveEnd | r.GiveUp) -> None:
-        if (guest := node.guests.get(action.reader)) is not None:
-            node.lent += isinstance(action, r.Give)
-            guest.hear(action, node.ready)
-            return
         reader = node.readers.get(action.reader)
         if reader is None:
             return

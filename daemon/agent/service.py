@@ -22,7 +22,6 @@ from ckptless.daemon.agent.orphan import AgentLease, Orphan
 from ckptless.daemon.agent.processes import Zygote
 from ckptless.daemon.agent.rank_link import RankLink, RankServer
 from ckptless.daemon.agent.replicas import Replicas
-from ckptless.daemon.agent.ring_peers import RingPeers
 from ckptless.daemon.agent.ring_service import RingService
 from ckptless.daemon.agent.save_service import SaveService
 from ckptless.daemon.agent.seats import Seats
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.25
 CANCEL_DEADLINE_S = 5.0
-RING_NEWS = ("ring-resumed", "ring-closed", "ring-borrowed", "ring-standby")
+RING_NEWS = ("ring-resumed", "ring-closed")
 FLUSH_DEADLINE_S = 1.0
 
 
@@ -74,7 +73,6 @@ class Agent:
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
-        self._ring_peers = RingPeers(config.node, self._vault, self._replicas, self._rings, self._ring_event)
         self._store = StoreService(config.node, self._replicas.stores, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
@@ -101,7 +99,6 @@ class Agent:
         self._store.server.refuses = StoreGuard(self._event).refuses
         self._replicas.serving.on_compare, self._twins.check.on_doubt = self._twins.asked, self._changed
         self._saving.saver.on_event = self._keeping.on_event = self._tell_of
-        self._state.on_feeds = self._ring_peers.borrowing.want
         self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
         self._vault.on_dropped, self._vault.on_held = self._changed, self._held
@@ -213,7 +210,6 @@ class Agent:
             await self._keeping.at_end(self._outcome.result() if self._outcome.done() else None)
             await self._saving.at_end()
         self._ranks.close()
-        await self._ring_peers.close()
         await self._rings.close()
         await self._state.close()
         await self._twins.close()
@@ -267,7 +263,6 @@ class Agent:
             self._progress = loop.call_later(due, self._changed)
 
     def _held(self) -> None:
-        self._ring_peers.standby.changed()
         self._progressed()
 
     def _event(self, kind: str, text: str) -> None:
@@ -353,7 +348,6 @@ class Agent:
         self._state.follow(assignment)
         self._saving.follow(assignment)
         self._rings.forget(self._unused_slots(assignment))
-        self._ring_peers.follow(assignment)
         self._seats.follow(assignment)
         self._changed()
 

@@ -73,15 +73,10 @@ class Serving:
         self._refusals = TokenBucket(REFUSALS_PER_S, REFUSALS_AT_ONCE)
         # What each connection has been told of in the answer to its last offer.
         self._bases: dict[Peer, Base] = {}
-        # Connections that records came over, and of which generation the newest one was.
-        self._recorded: dict[Peer, int] = {}
         self.accepting = True
-        # A node that gives its records to this one has hung up.
-        self.on_lost: Callable[[int], None] = lambda _node: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_compare: Callable[[Peer, p.CompareTwins], None] = lambda _link, _message: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
-        self.on_batches: Callable[[Peer, p.GetBatches, Pace], Coroutine[Any, Any, None]] = _no_batches
         self.on_who_holds: Callable[[p.WhoHolds], p.HeldBy] = lambda _ask: p.HeldBy(tensors=(), records=())
 
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
@@ -112,14 +107,11 @@ class Serving:
                 await self._answer(link, await link.receive())
         except ConnectionError:
             logger.debug("node-%d hung up", link.node)
-            if self._recorded.get(link) == self._generation:
-                self.on_lost(link.node)
         except (CkptlessError, OSError) as error:
             self.on_event("peer-refused", f"node-{link.node}: {error}")
         finally:
             self._claims.release(link)
             self._bases.pop(link, None)
-            self._recorded.pop(link, None)
             link.close()
 
     def _node_in(self, job: str) -> int:
@@ -144,8 +136,6 @@ class Serving:
                 await self._give_chunks(link, message)
             case p.CompareTwins():
                 self.on_compare(link, message)
-            case p.GetBatches():
-                await self._lend(link, message)
             case p.GetRecord() | p.GetTensors() | p.SaveAsk() | p.WhoHolds():
                 link.send(self._reply(message))
             case _:
@@ -156,9 +146,7 @@ class Serving:
         match question:
             case p.GetRecord():
                 held = self._vault.record(question.rank, question.step) or Held(b"", "")
-                return p.RecordReply(
-                    record=held.record, digest=held.digest, shard=held.shard, feeds=held.feeds
-                )
+                return p.RecordReply(record=held.record, digest=held.digest, shard=held.shard)
             case p.GetTensors():
                 return self._describe_tensors(question)
             case p.SaveAsk():
@@ -171,9 +159,8 @@ class Serving:
     async def _hold_record(self, link: Peer, message: p.PutRecord) -> None:
         taken = await self._takes(message.generation, f"the record of rank {message.rank}")
         if taken:
-            held = Held(message.record, message.digest, message.shard, message.feeds)
+            held = Held(message.record, message.digest, message.shard)
             self._vault.put_record(message.rank, message.step, held)
-            self._recorded[link] = message.generation
         link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step, held=taken))
 
     async def _consider(self, link: Peer, offer: p.OfferTensors) -> None:
@@ -272,12 +259,6 @@ class Serving:
         with region.view(at.offset, header.header_nbytes) as view:
             return p.TensorsReply(nbytes=at.nbytes, digest=at.digest, header=bytes(view))
 
-    async def _lend(self, link: Peer, wanted: p.GetBatches) -> None:
-        if await self._takes(wanted.generation, f"batches of {wanted.feed.loader!r}"):
-            await self.on_batches(link, wanted, self._pace)
-        else:
-            link.send(p.BatchReply(seq=wanted.feed.seq, nbytes=0, why="it is not of this generation"))
-
     async def _give_chunks(self, link: Peer, wanted: p.GetChunks) -> None:
         start, end = wanted.start, wanted.start + wanted.nbytes
         if wanted.verify:
@@ -294,10 +275,6 @@ class Serving:
         link.send(p.ChunksReply(nbytes=wanted.nbytes))
         with region.view(payload_at + start, wanted.nbytes) as view:
             await link.send_bulk(view, self._pace)
-
-
-async def _no_batches(link: Peer, wanted: p.GetBatches, _pace: Pace) -> None:
-    link.send(p.BatchReply(seq=wanted.feed.seq, nbytes=0, why="it has no rings"))
 
 
 async def _say_later(link: Peer, offer: p.OfferTensors) -> None:

@@ -16,7 +16,6 @@ from ckptless.daemon.agent.twins import Twins
 from ckptless.daemon.agent.vault import Held, Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
-from ckptless.daemon.api.feed import Feed
 from ckptless.daemon.peers.messages import PutRecord
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,6 @@ class StateService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._cache_key = b""
         # Fetches of records, of which somebody waits to hear where the rank stands in its batches.
-        self._followed: set[asyncio.Task[None]] = set()
         self._moved: set[int] = set()
         self._twin_nodes: dict[int, frozenset[int]] = {}
         self._writers: dict[int, int] = {}
@@ -48,7 +46,6 @@ class StateService:
         self._waiting: dict[tuple[int, int], set[str]] = {}
         self.on_step: Callable[..., None] = lambda *_args, **_kw: None
         # A new process will go on with these batches.
-        self.on_feeds: Callable[[int, tuple[Feed, ...]], None] = lambda _rank, _feeds: None
         replicas.on_acked = lambda rank, step: self._acked(rank, step, "record")
 
     def learn_key(self, key: bytes) -> None:
@@ -138,7 +135,7 @@ class StateService:
             if commit.step != self._assignment.restore_step:
                 self._check_version(commit, shard, rank)
                 self._vault.put_tensors(shard, commit.step, commit.tensors)
-        self._vault.put_record(rank, commit.step, Held(commit.record, commit.digest, shard, commit.feeds))
+        self._vault.put_record(rank, commit.step, Held(commit.record, commit.digest, shard))
         record = PutRecord(
             generation=commit.generation,
             rank=rank,
@@ -146,7 +143,6 @@ class StateService:
             step=commit.step,
             record=commit.record,
             digest=commit.digest,
-            feeds=commit.feeds,
         )
         self._replicas.push(record)
         if commit.tensors is not None:
@@ -214,24 +210,8 @@ class StateService:
         """A new process will want this rank's state: get it while it builds."""
         assignment = self._assignment
         if assignment is not None and assignment.restore_step is not None:
-            record = self._fetch_record(rank, assignment.restore_step)
-            step = assignment.restore_step
-            if record is None:
-                self._tell_feeds(rank, step)
-            elif record not in self._followed:
-                self._followed.add(record)
-                record.add_done_callback(lambda done: self._record_came(done, rank, step))
+            self._fetch_record(rank, assignment.restore_step)
             self._fetch_tensors(assignment.shards[rank], assignment.restore_step)
-
-    def _record_came(self, done: asyncio.Task[None], rank: int, step: int) -> None:
-        self._followed.discard(done)
-        if not done.cancelled() and done.exception() is None:
-            self._tell_feeds(rank, step)
-
-    def _tell_feeds(self, rank: int, step: int) -> None:
-        held = self._vault.record(rank, step)
-        if held is not None and held.feeds:
-            self.on_feeds(rank, held.feeds)
 
     def _fetch_record(self, rank: int, step: int) -> asyncio.Task[None] | None:
         assert self._assignment is not None

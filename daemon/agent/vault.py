@@ -15,7 +15,6 @@ import xxhash
 
 from ckptless.daemon.agent.memory import SLOTS, Region, round_up
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.feed import Feeds
 from ckptless.daemon.api.messages import Assignment, Copies, Holdings, TensorsAt
 from ckptless.daemon.control.surplus import Item
 
@@ -24,12 +23,11 @@ KEEP = 3
 
 @dataclass(frozen=True)
 class Held:
-    """A record, its digest, the shard that its rank has tensors of, and where it stands in its batches."""
+    """A record, its digest, and the shard that its rank has tensors of."""
 
     record: bytes
     digest: str
     shard: int = 0
-    feeds: Feeds = ()
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -67,19 +65,6 @@ class Vault:
         """A record that matches its digest, or None."""
         held = self._records.get(rank, {}).get(step)
         return held if held is not None and digest(held.record) == held.digest else None
-
-    def newest_record(self, rank: int) -> Held | None:
-        """The newest one of a rank that is held."""
-        steps = self._records.get(rank)
-        return steps[max(steps)] if steps else None
-
-    def feeds(self, count: int) -> dict[int, list[tuple[int, Feeds]]]:
-        """Of each rank's newest records, `count` of them, the newest first: step, and where it stands."""
-        return {
-            rank: [(step, steps[step].feeds) for step in sorted(steps, reverse=True)[:count]]
-            for rank, steps in self._records.items()
-            if steps
-        }
 
     # ----------------------------------------------------------------------------------- tensors
 

@@ -86,6 +86,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("ALTER TABLE votes ADD COLUMN digest TEXT NOT NULL DEFAULT ''",),
     # Which run of that name it is of which rows are there; of older ones nobody knows.
     ("ALTER TABLE owners ADD COLUMN launch TEXT NOT NULL DEFAULT ''",),
+    # What is told of rings has fewer fields.
+    ("UPDATE holdings SET rings = '[]'",),
 )
 
 
