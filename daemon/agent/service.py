@@ -12,25 +12,25 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import AgentConfig
-from ckptless.daemon.agent.console import ConsoleOutput
-from ckptless.daemon.agent.crew import Crew
 from ckptless.daemon.agent.daemon_link import DaemonLink
-from ckptless.daemon.agent.holders import Network
-from ckptless.daemon.agent.keeping import KeepService
-from ckptless.daemon.agent.nccl_service import NcclService
+from ckptless.daemon.agent.dataloader.service import RingService
+from ckptless.daemon.agent.kvstore.guard import StoreGuard
+from ckptless.daemon.agent.kvstore.service import StoreService
+from ckptless.daemon.agent.nccl.service import NcclService
 from ckptless.daemon.agent.orphan import AgentLease, Orphan
-from ckptless.daemon.agent.processes import Zygote
-from ckptless.daemon.agent.rank_link import RankLink, RankServer
-from ckptless.daemon.agent.replicas import Replicas
-from ckptless.daemon.agent.ring_service import RingService
-from ckptless.daemon.agent.save_service import SaveService
-from ckptless.daemon.agent.seats import Seats
-from ckptless.daemon.agent.slots import Slot
-from ckptless.daemon.agent.state_service import StateService
-from ckptless.daemon.agent.store_guard import StoreGuard
-from ckptless.daemon.agent.store_service import StoreService
-from ckptless.daemon.agent.twins import Twins
-from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.agent.ranks.console import ConsoleOutput
+from ckptless.daemon.agent.ranks.crew import Crew
+from ckptless.daemon.agent.ranks.link import RankLink, RankServer
+from ckptless.daemon.agent.ranks.processes import Zygote
+from ckptless.daemon.agent.ranks.seats import Seats
+from ckptless.daemon.agent.ranks.slots import Slot
+from ckptless.daemon.agent.saving.service import SaveService
+from ckptless.daemon.agent.versions.holders import Network
+from ckptless.daemon.agent.versions.keeping import KeepService
+from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.state_service import StateService
+from ckptless.daemon.agent.versions.twins import Twins
+from ckptless.daemon.agent.versions.vault import Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import StartError

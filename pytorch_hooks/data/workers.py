@@ -30,7 +30,7 @@ LIMIT = 2 << 30
 """Bytes of one value at most."""
 
 END_DEADLINE_S = 10.0
-# What the agent's memfds of batches are called (daemon/agent/ring_memory.py).
+# What the agent's memfds of batches are called (daemon/agent/dataloader/memory.py).
 BATCH_MEMORY = "/memfd:ckptless-batch"
 READ_NBYTES = 1 << 20
 

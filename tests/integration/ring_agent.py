@@ -11,8 +11,8 @@ import sys
 
 import msgspec
 
-from ckptless.daemon.agent.rank_link import Heard, RankLink, RankServer
-from ckptless.daemon.agent.ring_service import RingService
+from ckptless.daemon.agent.dataloader.service import RingService
+from ckptless.daemon.agent.ranks.link import Heard, RankLink, RankServer
 from ckptless.daemon.api.ring import FromRing
 
 

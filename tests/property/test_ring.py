@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import ring_actions as r
-from ckptless.daemon.agent.ring import DEATHS, JOBS, Ring
+from ckptless.daemon.agent.dataloader import actions as r
+from ckptless.daemon.agent.dataloader.ring import DEATHS, JOBS, Ring
 
 WINDOW = 3
 READERS = 4

@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit/daemon"))
 
 from facades import HOST, Facade  # type: ignore[import-not-found]
 
-from ckptless.daemon.agent.environment import GLOO
-from ckptless.daemon.agent.prctl import set_pdeathsig
-from ckptless.daemon.agent.store_guard import StoreGuard
+from ckptless.daemon.agent.kvstore.guard import StoreGuard
+from ckptless.daemon.agent.ranks.environment import GLOO
+from ckptless.daemon.agent.ranks.prctl import set_pdeathsig
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 
 DEADLINE_S = 120.0

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent import socket_folder
-from ckptless.daemon.agent.socket_folder import RANKS, SocketFolder, rank_sockets
+from ckptless.daemon.agent.ranks import socket_folder
+from ckptless.daemon.agent.ranks.socket_folder import RANKS, SocketFolder, rank_sockets
 
 STRANGER = 65534
 
