@@ -98,7 +98,7 @@ async def serve_agent(number: int, ranks: int) -> None:
 
 def serve_tcp_store() -> None:
     """torch's own, until standard input ends."""
-    from ckptless.pytorch_hooks.torch_private import TCPStore
+    from ckptless.pytorch_hooks.torch_private.calls import TCPStore
 
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     print(json.dumps([store.port]), flush=True)

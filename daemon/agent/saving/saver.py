@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 OnEvent = Callable[[Literal["info", "warning", "error"], str, str], None]
 
-WRITER = "ckptless.pytorch_hooks.durable.writer"
+WRITER = "ckptless.pytorch_hooks.saving.writer"
 HELLO_DEADLINE_S = 60.0
 SAVE_DEADLINE_S = 1800.0
 PACED_STEPS = 8

@@ -29,7 +29,7 @@ from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.vouch import KeyVouch
-from ckptless.pytorch_hooks.versions import Fetched, Versions
+from ckptless.pytorch_hooks.commit.versions import Fetched, Versions
 
 HOST, JOB, SHARD, STEP, GENERATION = "127.0.0.1", "job", 0, 5, 3
 CHUNK = version.PAGE_NBYTES
