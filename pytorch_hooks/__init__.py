@@ -1,7 +1,7 @@
 """What runs inside the training process: `run`, `Run`, `State`."""
 
-from ckptless.pytorch_hooks.main import run
+from ckptless.pytorch_hooks.running.main import run
+from ckptless.pytorch_hooks.running.training import Run
 from ckptless.pytorch_hooks.state import State
-from ckptless.pytorch_hooks.training import Run
 
 __all__ = ["Run", "State", "run"]

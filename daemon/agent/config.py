@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ckptless.daemon.agent.twin_check import TwinsMode
+from ckptless.daemon.agent.versions.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.api.saving import SaveConfig

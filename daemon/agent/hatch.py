@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 
-from ckptless.daemon.agent import zygote
+from ckptless.daemon.agent.ranks import zygote
 from ckptless.daemon.agent.signals import ignore_others
 
 

@@ -12,26 +12,25 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import AgentConfig
-from ckptless.daemon.agent.console import ConsoleOutput
-from ckptless.daemon.agent.crew import Crew
 from ckptless.daemon.agent.daemon_link import DaemonLink
-from ckptless.daemon.agent.holders import Network
-from ckptless.daemon.agent.keeping import KeepService
-from ckptless.daemon.agent.nccl_service import NcclService
+from ckptless.daemon.agent.dataloader.service import RingService
+from ckptless.daemon.agent.kvstore.guard import StoreGuard
+from ckptless.daemon.agent.kvstore.service import StoreService
+from ckptless.daemon.agent.nccl.service import NcclService
 from ckptless.daemon.agent.orphan import AgentLease, Orphan
-from ckptless.daemon.agent.processes import Zygote
-from ckptless.daemon.agent.rank_link import RankLink, RankServer
-from ckptless.daemon.agent.replicas import Replicas
-from ckptless.daemon.agent.ring_peers import RingPeers
-from ckptless.daemon.agent.ring_service import RingService
-from ckptless.daemon.agent.save_service import SaveService
-from ckptless.daemon.agent.seats import Seats
-from ckptless.daemon.agent.slots import Slot
-from ckptless.daemon.agent.state_service import StateService
-from ckptless.daemon.agent.store_guard import StoreGuard
-from ckptless.daemon.agent.store_service import StoreService
-from ckptless.daemon.agent.twins import Twins
-from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.agent.ranks.console import ConsoleOutput
+from ckptless.daemon.agent.ranks.crew import Crew
+from ckptless.daemon.agent.ranks.link import RankLink, RankServer
+from ckptless.daemon.agent.ranks.processes import Zygote
+from ckptless.daemon.agent.ranks.seats import Seats
+from ckptless.daemon.agent.ranks.slots import Slot
+from ckptless.daemon.agent.saving.service import SaveService
+from ckptless.daemon.agent.versions.holders import Network
+from ckptless.daemon.agent.versions.keeping import KeepService
+from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.state_service import StateService
+from ckptless.daemon.agent.versions.twins import Twins
+from ckptless.daemon.agent.versions.vault import Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import StartError
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.25
 CANCEL_DEADLINE_S = 5.0
-RING_NEWS = ("ring-resumed", "ring-closed", "ring-borrowed", "ring-standby")
+RING_NEWS = ("ring-resumed", "ring-closed")
 FLUSH_DEADLINE_S = 1.0
 
 
@@ -74,7 +73,6 @@ class Agent:
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
-        self._ring_peers = RingPeers(config.node, self._vault, self._replicas, self._rings, self._ring_event)
         self._store = StoreService(config.node, self._replicas.stores, config.spec.limits.pong_s)
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
@@ -101,7 +99,6 @@ class Agent:
         self._store.server.refuses = StoreGuard(self._event).refuses
         self._replicas.serving.on_compare, self._twins.check.on_doubt = self._twins.asked, self._changed
         self._saving.saver.on_event = self._keeping.on_event = self._tell_of
-        self._state.on_feeds = self._ring_peers.borrowing.want
         self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
         self._vault.on_dropped, self._vault.on_held = self._changed, self._held
@@ -213,7 +210,6 @@ class Agent:
             await self._keeping.at_end(self._outcome.result() if self._outcome.done() else None)
             await self._saving.at_end()
         self._ranks.close()
-        await self._ring_peers.close()
         await self._rings.close()
         await self._state.close()
         await self._twins.close()
@@ -267,7 +263,6 @@ class Agent:
             self._progress = loop.call_later(due, self._changed)
 
     def _held(self) -> None:
-        self._ring_peers.standby.changed()
         self._progressed()
 
     def _event(self, kind: str, text: str) -> None:
@@ -353,7 +348,6 @@ class Agent:
         self._state.follow(assignment)
         self._saving.follow(assignment)
         self._rings.forget(self._unused_slots(assignment))
-        self._ring_peers.follow(assignment)
         self._seats.follow(assignment)
         self._changed()
 

@@ -10,7 +10,6 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from ckptless.daemon.api.codec import PROTOCOL as PROTOCOL
-from ckptless.daemon.api.feed import Feeds
 from ckptless.daemon.api.limits import (
     OF_RANKS,
     Digest,
@@ -377,8 +376,7 @@ class TensorsAt(Value, frozen=True, kw_only=True):
 class Commit(Message, frozen=True, kw_only=True):
     """Step `step` is done: my record, and the tensors if I write them. `digest` is the record's xxh3_128.
 
-    Each `every`-th step is committed for now, which takes `share` of the time. `feeds` is where this rank
-    stands in its batches, of each ring.
+    Each `every`-th step is committed for now, which takes `share` of the time.
     """
 
     generation: Generation
@@ -389,7 +387,6 @@ class Commit(Message, frozen=True, kw_only=True):
     loss: float | None
     every: Number = 1
     share: Share | None = None
-    feeds: Feeds = ()
 
 
 class Stepped(Message, frozen=True, kw_only=True):

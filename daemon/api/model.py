@@ -258,8 +258,7 @@ class ReaderState(Value, frozen=True, kw_only=True):
 class RingState(Value, frozen=True, kw_only=True):
     """The batches of one loader on a node, for people. Counts are those since the ring was opened.
 
-    `producer` is the process that makes them. `lent` went to other nodes, of which `guests` take some now,
-    and `borrowed` came from some.
+    `producer` is the process that makes them.
     """
 
     loader: Name
@@ -269,9 +268,6 @@ class RingState(Value, frozen=True, kw_only=True):
     prefetch: Number
     made: Number
     given: Number
-    lent: Number
-    borrowed: Number
-    guests: Number
     streams: Annotated[tuple[StreamState, ...], OF_RANKS]
     readers: Annotated[tuple[ReaderState, ...], OF_RANKS]
     producer: Pid | None = None

@@ -27,7 +27,6 @@ WAITED_LIMIT_S = 1e9
 Seq: TypeAlias = Annotated[int, Meta(ge=0, lt=SEQ_LIMIT)]
 Position: TypeAlias = Annotated[bytes, Meta(max_length=POSITION_LIMIT)]
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_LIMIT)]
-Took: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 
 # ----------------------------------------------------------------------------------- reader, agent
 
@@ -131,16 +130,12 @@ class RingMake(Message, frozen=True, kw_only=True):
 
 
 class RingMade(Message, frozen=True, kw_only=True):
-    """The batch lies in its memfd, and nobody here writes to it any more. `position` is the one after it.
-
-    `took_s`: in which it was made by whoever made it, without what that had to wait.
-    """
+    """The batch lies in its memfd, and nobody here writes to it any more. `position` is the one after it."""
 
     stream: Seq
     seq: Seq
     nbytes: Annotated[int, Meta(ge=0, lt=SEQ_LIMIT)]
     position: Position
-    took_s: Took
 
 
 class RingAtEnd(Message, frozen=True, kw_only=True):

@@ -27,8 +27,8 @@ def data(asked: Asked) -> None:
     One line for each loader, node and replica. "ready" are batches that lie there, "ahead" those of them that
     nobody has taken yet. "waits" is how often ranks waited for one, "waited" how long in all, and "lately"
     how much of their time that was over their last 64 batches or so: near 0 % data loading holds nobody up.
-    The rest is of the loader on that node: bytes and the most that they may be, batches made there, had from
-    other nodes and lent to them, and the process that makes them.
+    The rest is of the loader on that node: bytes and the most that they may be, batches made there, and the
+    process that makes them.
 
     \b
     Example:
@@ -53,7 +53,7 @@ def data(asked: Asked) -> None:
 
 _COLUMNS = (
     *("loader", "node", "name", "replica", "ready", "ahead", "waits", "waited", "lately"),
-    *("bytes", "of", "made", "borrowed", "lent", "producer", "age"),
+    *("bytes", "of", "made", "producer", "age"),
 )
 
 
@@ -102,7 +102,7 @@ def _rows(rings: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
         tail: tuple[object, ...] = (
             render.size(ring["nbytes"]),
             render.size(ring["budget_nbytes"]),
-            *(ring["made"], ring["borrowed"], ring["lent"]),
+            ring["made"],
             "closed" if ring["closed"] else ring["producer"] or "none",
             render.span(ring["age_s"]),
         )

@@ -25,12 +25,12 @@ from ckptless.daemon.agent.config import (
     ReplicationConfig,
     thread_env,
 )
-from ckptless.daemon.agent.console import rank_log_path
-from ckptless.daemon.agent.prctl import set_child_subreaper
-from ckptless.daemon.agent.processes import Process
+from ckptless.daemon.agent.ranks.console import rank_log_path
+from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
+from ckptless.daemon.agent.ranks.processes import Process
+from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.agent.signals import ENDING, USERS
-from ckptless.daemon.agent.socket_folder import SocketFolder
-from ckptless.daemon.agent.twin_check import TwinsMode
+from ckptless.daemon.agent.versions.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome, which_holds

@@ -151,7 +151,8 @@ _FLAGS = frozenset(("standalone", "run_path", "no_python", "virtual_local_rank")
     help="As torchrun: show only the output of these local ranks.",
 )
 @click.option(
-    "--copies",
+    "--replicas",
+    "copies",
     type=click.IntRange(1, MAX_COPIES),
     help="Nodes that hold a copy of each rank's part of the state.  "
     "[default: 2, or what sbatch --ckptless said]",

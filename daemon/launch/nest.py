@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ckptless.daemon.agent.config import AgentConfig
-from ckptless.daemon.agent.prctl import set_pdeathsig
-from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
+from ckptless.daemon.agent.ranks.prctl import set_pdeathsig
+from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ckptless.daemon.agent.config import DEFAULT_SHUTDOWN_S, SharedConfig
-from ckptless.daemon.agent.twin_check import TwinsMode
+from ckptless.daemon.agent.versions.twin_check import TwinsMode
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.control.domains import check_name

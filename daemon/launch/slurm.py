@@ -20,8 +20,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
-from ckptless.daemon.agent.console import rank_log_path
-from ckptless.daemon.agent.prctl import set_pdeathsig
+from ckptless.daemon.agent.ranks.console import rank_log_path
+from ckptless.daemon.agent.ranks.prctl import set_pdeathsig
 from ckptless.daemon.agent.signals import ENDING, USERS
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import Outcome

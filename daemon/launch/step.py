@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
-from ckptless.daemon.agent.socket_folder import rank_sockets
+from ckptless.daemon.agent.ranks.socket_folder import rank_sockets
 from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.api.outcome import read_outcome
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Its own deadline is less, but torch is loaded first, and be it over a network.
 DEADLINE_S = 300.0
-SELF_TEST = "ckptless.pytorch_hooks.self_test"
+SELF_TEST = "ckptless.pytorch_hooks.torch_private.self_test"
 
 
 def try_untested() -> None:

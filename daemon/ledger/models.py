@@ -1,15 +1,26 @@
-"""The ledger's tables: one per kind of record, a column per field.
+"""The ledger's tables, derived from the records: a table for each kind, a column for each field.
 
-`migrations` makes them in a file; these definitions are what queries are written with. Tuples and dicts are
-JSON text.
+Tuples, dicts and structs are JSON text.
 """
 
 import json
 from typing import Any
 
 import msgspec
-from sqlalchemy import Column, Dialect, Float, Integer, MetaData, Table, Text
-from sqlalchemy.types import TypeDecorator
+from msgspec import inspect
+from sqlalchemy import (
+    Column,
+    Dialect,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from ckptless.daemon.api.records import (
     EventRecord,
@@ -22,6 +33,7 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
+from ckptless.daemon.ledger.precedence import KEYS
 
 
 class JsonText(TypeDecorator[Any]):
@@ -54,149 +66,84 @@ class FloatText(TypeDecorator[float]):
         return None if value is None else float(value)
 
 
-_metadata = MetaData()
+METADATA = MetaData()
 
-jobs = Table(
-    "jobs",
-    _metadata,
-    Column("job", Text, primary_key=True),
-    Column("command", JsonText),
-    Column("world_size", Integer),
-    Column("nodes", Integer),
-    Column("spares", Integer),
-    Column("state", Text),
-    Column("started_s", Float),
-    Column("ended_s", Float),
-    Column("exit_code", Integer),
-    Column("reason", Text),
-)
 
-nodes = Table(
-    "nodes",
-    _metadata,
-    Column("job", Text, primary_key=True),
-    Column("node", Integer, primary_key=True),
-    Column("name", Text),
-    Column("address", Text),
-    Column("state", Text),
-    Column("daemon_pid", Integer),
-    Column("agent_pid", Integer),
-    Column("updated_s", Float),
-)
+def _columns(kind: type[Record]) -> list[Column[Any]]:
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return [_column(field.name, field.type) for field in info.fields]
 
-slots = Table(
-    "slots",
-    _metadata,
-    Column("job", Text, primary_key=True),
-    Column("node", Integer, primary_key=True),
-    Column("slot", Integer, primary_key=True),
-    Column("rank", Integer),
-    Column("generation", Integer),
-    Column("pid", Integer),
-    Column("phase", Text),
-    Column("step", Integer),
-    Column("loss", FloatText),
-    Column("updated_s", Float),
-    Column("every", Integer),
-    Column("share", Float),
-)
 
-holdings = Table(
-    "holdings",
-    _metadata,
-    Column("job", Text, primary_key=True),
-    Column("node", Integer, primary_key=True),
-    Column("tensors", JsonText),
-    Column("records", JsonText),
-    Column("nbytes", Integer),
-    Column("seq", Integer),
-    Column("updated_s", Float),
-    Column("rings", JsonText),
-)
+def _column(name: str, of: inspect.Type) -> Column[Any]:
+    """Return the column of a field. What may be None may be NULL, but for JSON, which has its own null."""
+    types = of.types if isinstance(of, inspect.UnionType) else (of,)
+    (kind,) = (one for one in types if not isinstance(one, inspect.NoneType))
+    as_sql = _as_sql(kind)
+    return Column(name, as_sql, nullable=len(types) > 1 and not isinstance(as_sql, JsonText))
 
-generations = Table(
-    "generations",
-    _metadata,
-    Column("job", Text, primary_key=True),
-    Column("generation", Integer, primary_key=True),
-    Column("places", JsonText),
-    Column("restore_step", Integer),
-    Column("rung", Text),
-    Column("faults", JsonText),
-    Column("leader", Integer),
-    Column("agreed_s", Float),
-)
 
-faults = Table(
-    "faults",
-    _metadata,
-    Column("job", Text, primary_key=True),
-    Column("fault", Text, primary_key=True),
-    Column("kind", Text),
-    Column("node", Integer),
-    Column("slot", Integer),
-    Column("rank", Integer),
-    Column("generation", Integer),
-    Column("detail", Text),
-    Column("seen_s", Float),
-    Column("source", Text),
-)
+def _as_sql(of: inspect.Type) -> TypeEngine[Any]:
+    match of:
+        case inspect.IntType():
+            return Integer()
+        case inspect.StrType() | inspect.LiteralType():
+            return Text()
+        case inspect.FloatType():
+            # Only bounds keep a NaN out.
+            return FloatText() if of.ge is None else Float()
+        case _:
+            return JsonText()
 
-recoveries = Table(
-    "recoveries",
-    _metadata,
-    Column("job", Text, primary_key=True),
-    Column("generation", Integer, primary_key=True),
-    Column("rung", Text),
-    Column("faults", JsonText),
-    Column("restore_step", Integer),
-    Column("started_s", Float),
-    Column("phases", JsonText),
-    Column("outcome", Text),
-)
 
-# `row` numbers events in the order this ledger learned of them: what a follower goes on from.
+def _table(name: str, kind: type[Record]) -> Table:
+    return Table(name, METADATA, *_columns(kind), PrimaryKeyConstraint(*KEYS[kind]))
+
+
+jobs = _table("jobs", JobRecord)
+generations = _table("generations", GenerationRecord)
+
+# `row` numbers events in the order this ledger learned of them: what a follower goes on from. No number is
+# used twice, so it misses nothing after rows were removed. The index is for reading one job's events.
 events = Table(
     "events",
-    _metadata,
+    METADATA,
     Column("row", Integer, primary_key=True),
-    Column("job", Text),
-    Column("event", Text),
-    Column("node", Integer),
-    Column("at_s", Float),
-    Column("level", Text),
-    Column("kind", Text),
-    Column("generation", Integer),
-    Column("text", Text),
-    Column("about", JsonText),
+    *_columns(EventRecord),
+    UniqueConstraint(*KEYS[EventRecord]),
+    Index("events_by_job", "job"),
+    sqlite_autoincrement=True,
 )
 
-# No record: it is this daemon's own, and no other ledger's business.
+# No record: it is this daemon's own, and no other ledger's business. `state` is a control.decree.Durable as
+# JSON, `digest` is over the rest of the row: SQLite has no checksums, and a flipped bit is a broken promise.
+# `identity` is told to the job's agent, which tells it back: a daemon without the row knows that it lost one.
 votes = Table(
     "votes",
-    _metadata,
+    METADATA,
     Column("job", Text, primary_key=True),
-    Column("identity", Text),
-    Column("state", Text),
-    Column("digest", Text),
+    Column("identity", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("digest", Text, nullable=False),
 )
 
-# Nor this: each daemon has asked for itself whose the job is. `launch` is JobSpec.launch.
+# Nor this: each daemon has asked for itself whose the job is, by Slurm's word when its agent came.
+# `launch` is that of the JobSpec.
 owners = Table(
     "owners",
-    _metadata,
+    METADATA,
     Column("job", Text, primary_key=True),
-    Column("uid", Integer),
-    Column("launch", Text),
+    Column("uid", Integer, nullable=False),
+    Column("launch", Text, nullable=False),
 )
 
 TABLES: dict[type[Record], Table] = {
     JobRecord: jobs,
-    NodeRecord: nodes,
-    SlotRecord: slots,
-    HoldingRecord: holdings,
+    NodeRecord: _table("nodes", NodeRecord),
+    SlotRecord: _table("slots", SlotRecord),
+    HoldingRecord: _table("holdings", HoldingRecord),
     GenerationRecord: generations,
-    FaultRecord: faults,
-    RecoveryRecord: recoveries,
+    FaultRecord: _table("faults", FaultRecord),
+    RecoveryRecord: _table("recoveries", RecoveryRecord),
     EventRecord: events,
 }

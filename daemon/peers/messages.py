@@ -5,7 +5,6 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT
-from ckptless.daemon.api.feed import LEND_LIMIT, Feed, Feeds
 from ckptless.daemon.api.limits import (
     OF_RANKS,
     Age,
@@ -28,7 +27,6 @@ from ckptless.daemon.api.limits import (
 )
 from ckptless.daemon.api.messages import Message, Order
 from ckptless.daemon.api.records import FaultSource, Record
-from ckptless.daemon.api.ring_entry import SEQ_LIMIT
 from ckptless.daemon.control.decree import Ballot, Say
 from ckptless.daemon.control.edges import Report, Standing
 from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
@@ -132,7 +130,7 @@ DaemonMessage: TypeAlias = Said | Relayed | Bundle | JobKey | Beat | Suspect | S
 
 
 class PutRecord(Message, frozen=True, kw_only=True):
-    """Hold this record of another node's rank; `feeds` as in Commit."""
+    """Hold this record of another node's rank."""
 
     generation: Generation
     rank: Rank
@@ -140,14 +138,11 @@ class PutRecord(Message, frozen=True, kw_only=True):
     step: Step
     record: RecordBytes
     digest: Digest
-    feeds: Feeds = ()
 
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
 # Of what the key-value store says at once: see agent/store_wire.py.
 MOST_STORE_NBYTES = 1 << 29
-# Of a batch that another node makes.
-MOST_ENTRY_NBYTES = 1 << 30
 # So many runs of chunks are left out of a transfer at most.
 MOST_RUNS = 4096
 
@@ -228,7 +223,6 @@ class RecordReply(Message, frozen=True, kw_only=True):
 
     record: RecordBytes
     digest: Digest
-    feeds: Feeds = ()
 
 
 class GetTensors(Message, frozen=True, kw_only=True):
@@ -264,29 +258,6 @@ class ChunksReply(Message, frozen=True, kw_only=True):
     """Answer to GetChunks: so many bytes follow as bulk; 0 where that version is not held (any more)."""
 
     nbytes: Nbytes
-
-
-class GetBatches(Message, frozen=True, kw_only=True):
-    """Give me so many batches from this one on, or have them made: their rank has just come to my node."""
-
-    generation: Generation
-    feed: Feed
-    count: Annotated[int, Meta(ge=1, le=LEND_LIMIT)]
-
-
-class BatchReply(Message, frozen=True, kw_only=True):
-    """Answer to GetBatches, one after the other: an entry's bytes follow as bulk; 0: no more come, and why.
-
-    `digest` is the one in the entry's header.
-    """
-
-    seq: Annotated[int, Meta(ge=0, lt=SEQ_LIMIT)]
-    nbytes: Annotated[int, Meta(ge=0, lt=MOST_ENTRY_NBYTES)]
-    digest: Digest = ""
-    why: Text = ""
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "why")
 
 
 class SaveAsk(Message, frozen=True, kw_only=True):
@@ -362,8 +333,6 @@ AgentMessage: TypeAlias = (
     | TensorsReply
     | GetChunks
     | ChunksReply
-    | GetBatches
-    | BatchReply
     | SaveAsk
     | SaveReply
     | WhoHolds

@@ -79,7 +79,7 @@ def _runs(pid: int | None, config: Path) -> bool:
 
 def _is_rank(slot: SlotRecord, agent: int | None) -> bool:
     """Whether the process in a slot is there and is a child of the slot's agent."""
-    if b"ckptless.daemon.agent.zygote" not in _command_line(slot.pid):
+    if b"ckptless.daemon.agent.ranks.zygote" not in _command_line(slot.pid):
         return False
     with suppress(OSError):
         return f"\nPPid:\t{agent}\n" in Path(f"/proc/{slot.pid}/status").read_text()

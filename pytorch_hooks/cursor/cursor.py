@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from ckptless.daemon.api.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor.loader_state import LoaderState, drawn, redraw
-from ckptless.pytorch_hooks.state import codec, raw, rng
+from ckptless.pytorch_hooks.state import raw, rng
 from ckptless.pytorch_hooks.state.second_look import is_due
 
 # Elements of a tensor that its digest is of; a batch is looked into so deep.
@@ -72,7 +72,7 @@ class _Taken:
     after: tuple[int, int]
     batch: Any
     # None where to fetch it moved no generator.
-    random: rng.Snapshot | None
+    random: dict[str, Any] | None
 
 
 class Cursors:
@@ -208,7 +208,7 @@ class Cursor:
         while True:
             calls = self._calls()
             before = rng.capture() if self._again != DRAWS else None
-            drew_from = None if self._draws_nothing else rng.snapshot()
+            drew_from = None if self._draws_nothing else rng.capture()
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -224,8 +224,8 @@ class Cursor:
             if before is not None:
                 self._undo_begin(before)
             # To read them is half of what all of this costs.
-            random = None if self._draws_nothing else rng.snapshot()
-            drew = random is not None and drew_from is not None and not random.is_as(drew_from)
+            random = None if self._draws_nothing else rng.capture()
+            drew = random is not None and drew_from is not None and not rng.equal(random, drew_from)
             self._fetched = self._after_batch(loader, batch, drew_from if drew else None)
             self.position = self._fetched
             self._draws_nothing = self._drawless
@@ -239,7 +239,7 @@ class Cursor:
 
         Where the next one draws as well nobody can tell what of that was the begin.
         """
-        drew = codec.pack(before) != codec.pack(rng.capture())
+        drew = not rng.equal(before, rng.capture())
         if drew and self._again == BEGUN:
             raise UsageError(
                 "the loader draws random numbers both as it begins and with its batches, and begun again "
@@ -273,12 +273,12 @@ class Cursor:
             if _order(taken.position) != (self.position.epoch, self.position.index + 1):
                 return
             if taken.random is not None:
-                rng.restore(taken.random.tree())
+                rng.restore(taken.random)
             self.position = taken.position
             self._last = _order(self.position)
             yield taken.batch
 
-    def _after_batch(self, loader: Iterable[Any], batch: Any, before: rng.Snapshot | None) -> Position:
+    def _after_batch(self, loader: Iterable[Any], batch: Any, before: dict[str, Any] | None) -> Position:
         """`before`: what the generators were like before the batch was fetched, where that has moved one."""
         here, state = self.position, None
         if self._tells is None:
@@ -294,8 +294,7 @@ class Cursor:
                 "ahead, and after a fault would draw others: give its sampler a generator of its own "
                 "(generator=torch.Generator()), or take num_workers=0"
             )
-        tree = before.tree() if before is not None else None
-        return msgspec.structs.replace(here, index=here.index + 1, seen=_digest(batch), before=tree)
+        return msgspec.structs.replace(here, index=here.index + 1, seen=_digest(batch), before=before)
 
     def _look_at_fetch(self) -> None:
         self._fetches += 1

@@ -19,10 +19,10 @@ from typing import BinaryIO, cast
 import xxhash
 
 from ckptless.daemon.api.errors import DataError, ProtocolError
-from ckptless.pytorch_hooks import job_key
 from ckptless.pytorch_hooks.data import sealed
 from ckptless.pytorch_hooks.data.files import DataFile
 from ckptless.pytorch_hooks.data.sealed import SealedFile
+from ckptless.pytorch_hooks.running import job_key
 
 VARIABLE = "CKPTLESS_DATA_CACHE"
 BUDGET_NBYTES = 256 << 30

@@ -12,7 +12,6 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError, RecoveryError, UsageError
-from ckptless.daemon.api.feed import Feed
 from ckptless.daemon.api.ring import WINDOW_LIMIT
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.data import pack as packing
@@ -218,12 +217,6 @@ class MappedLoader:
         """No recovery goes back behind the position of this `state_dict`."""
         if self._feed is not None and self._in_rings is not None:
             self._feed.committed(self._in_rings, state["position"])
-
-    def feed_at(self, state: dict[str, Any]) -> Feed | None:
-        """Which batch of the node's ring follows the position of this `state_dict`; None: of no ring."""
-        if self._feed is None or self._in_rings is None:
-            return None
-        return self._feed.at(self._in_rings, position_of(state["position"]))
 
     # ----------------------------------------------------------------------------------------- iteration
 

@@ -25,8 +25,6 @@ class Pool:
     def __init__(self, count: int, timeout_s: float, tell: Callable[[str, str], None]) -> None:
         self._count, self._timeout_s, self._tell = count, timeout_s, tell
         self.workers: list[Worker] = []
-        # In which the newest batch was made, by one worker.
-        self.took_s = 0.0
         self._at: tuple[Layout, int, int] | None = None
 
     def epoch(self, production: Production, position: Position) -> Iterator[tuple[Any, Position, Any]]:
@@ -63,7 +61,6 @@ class Pool:
         for _ in range(DEATHS_IN_A_ROW):
             try:
                 found = self.workers[turn].next(self._timeout_s)
-                self.took_s = self.workers[turn].took_s
             except WorkerDied as death:
                 why = f"the producer of batch {position.batch} of epoch {position.epoch} {death}"
                 logger.warning("%s; another one takes its place", why)

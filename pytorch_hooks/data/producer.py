@@ -31,8 +31,8 @@ from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 from ckptless.pytorch_hooks.data.workers import BATCH_MEMORY
 from ckptless.pytorch_hooks.state import codec
 
-Made: TypeAlias = tuple[int, Any, Any, float]
-"""(Sequence number, batch, position after it, seconds in which it was made)."""
+Made: TypeAlias = tuple[int, Any, Any]
+"""(Sequence number, batch, position after it)."""
 Produce: TypeAlias = Callable[[int, Any], Iterator[Made]]
 """Of a stream, from a position on, to the stream's end."""
 
@@ -166,10 +166,10 @@ class _Worker:
             made = self._next(job)
             if made is None:
                 return m.RingAtEnd(stream=job.stream, seq=job.seq)
-            batch, after, took_s = made
+            batch, after = made
             position = codec.encode(after, name="position", limit=entry.POSITION_LIMIT)
             nbytes = write(fd, self._manifest, job.stream, job.seq, (batch, position))
-            return m.RingMade(stream=job.stream, seq=job.seq, nbytes=nbytes, position=position, took_s=took_s)
+            return m.RingMade(stream=job.stream, seq=job.seq, nbytes=nbytes, position=position)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything; the rank raises it
             self._at.pop(job.stream, None)
             return m.RingFailed(stream=job.stream, seq=job.seq, text=_text_of(error))
@@ -179,8 +179,8 @@ class _Worker:
         for stream in [one for one in self._at if one % m.STREAMS == replica]:
             del self._at[stream]
 
-    def _next(self, job: m.RingMake) -> tuple[Any, Any, float] | None:
-        """The batch, the position after it, and in how many seconds it was made; None at the stream's end."""
+    def _next(self, job: m.RingMake) -> tuple[Any, Any] | None:
+        """The batch, and the position after it; None at the stream's end."""
         for idle in self._replicas.ask(job.stream % m.STREAMS):
             self._let_go_of(idle)
         history, seq, batches = self._at.pop(job.stream, (-1, -1, iter(())))
@@ -188,13 +188,13 @@ class _Worker:
             # Who was in the middle of another epoch is not asked for the rest of it any more.
             self._let_go_of(job.stream % m.STREAMS)
             seq, batches = job.base, self._produce(job.stream, codec.decode(job.position))
-        for number, batch, after, took_s in batches:
+        for number, batch, after in batches:
             if number != seq:
                 raise ProtocolError(f"the loader made batch {number} in place of batch {seq}")
             seq += 1
             if number == job.seq:
                 self._at[job.stream] = (job.history, seq, batches)
-                return batch, after, took_s
+                return batch, after
         return None
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ckptless.daemon.api.errors import DataError, PeerError
-from ckptless.daemon.api.feed import FEED_POSITION_LIMIT, Feed
 from ckptless.daemon.api.ring import STREAMS
 from ckptless.daemon.api.ring_entry import POSITION_LIMIT
 from ckptless.pytorch_hooks.data.identity import Manifest
@@ -27,7 +26,7 @@ from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
 from ckptless.pytorch_hooks.data.pool import Pool
 from ckptless.pytorch_hooks.data.producer import Made
 from ckptless.pytorch_hooks.data.production import Production
-from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName, Taken, encode_position
+from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName, Taken
 from ckptless.pytorch_hooks.data.streams import Stream
 from ckptless.pytorch_hooks.errors import GenerationEnded
 from ckptless.pytorch_hooks.state import codec
@@ -117,13 +116,9 @@ class Numbered:
             yield from self._epoch(stream % STREAMS, position)
             return
         while True:
-            for _batch, made, after, took_s in self._epoch(stream, position):
-                yield (
-                    self.place(after["epoch"], after["batch"]).seq - 1,
-                    made,
-                    self.before(position_of(after)),
-                    took_s,
-                )
+            for _batch, made, after in self._epoch(stream, position):
+                seq = self.place(after["epoch"], after["batch"]).seq - 1
+                yield seq, made, self.before(position_of(after))
             position = Position(epoch=position.epoch + 1)
 
     def _epoch(self, replica: int, position: Position) -> Iterator[Made]:
@@ -136,7 +131,7 @@ class Numbered:
             for value, after, skipped in pool.epoch(own, position):
                 saved = _storable(after, events)
                 told, events[:] = list(events), []
-                yield after.batch - 1, [value, list(skipped), told], saved, pool.took_s
+                yield after.batch - 1, [value, list(skipped), told], saved
         except BaseException:
             pool.close()
             raise
@@ -234,24 +229,6 @@ class RingFeed:
         with self._lock:
             self._reader, self._digest = reader, digest
         return reader
-
-    def at(self, numbered: Numbered, position: Position) -> Feed | None:
-        """Which batch follows `position`, for other nodes: None where this process takes none from a ring, or
-        only its own node can make them.
-        """
-        if self._reader is None or self._digest != numbered.digest or numbered.batches is None:
-            return None
-        place = numbered.place(position.epoch, position.batch)
-        encoded = encode_position(numbered.before(position))
-        if len(encoded) > FEED_POSITION_LIMIT:
-            return None
-        return Feed(
-            loader=self._name,
-            manifest=numbered.digest,
-            stream=place.stream,
-            seq=place.seq,
-            position=encoded,
-        )
 
     def committed(self, numbered: Numbered, saved: dict[str, Any]) -> None:
         """No recovery goes back behind this position of `state_dict`: the batches before it may go."""

@@ -29,8 +29,8 @@ def seed_all(*numbers: int) -> None:
 @contextmanager
 def untouched() -> Iterator[None]:
     """Put this process's generators back afterwards."""
-    before = rng.snapshot()
+    before = rng.capture()
     try:
         yield
     finally:
-        rng.restore(before.tree())
+        rng.restore(before)

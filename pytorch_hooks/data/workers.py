@@ -30,13 +30,12 @@ LIMIT = 2 << 30
 """Bytes of one value at most."""
 
 END_DEADLINE_S = 10.0
-# What the agent's memfds of batches are called (daemon/agent/ring_memory.py).
+# What the agent's memfds of batches are called (daemon/agent/dataloader/memory.py).
 BATCH_MEMORY = "/memfd:ckptless-batch"
 READ_NBYTES = 1 << 20
 
 # Kind; bytes that follow; of a value the nanoseconds in which it was made.
-_FRAME = struct.Struct("<BQQ")
-TOOK_LIMIT_S = 1e6
+_FRAME = struct.Struct("<BQ")
 _VALUE, _ERROR, _END = range(3)
 _PR_SET_PDEATHSIG = 1
 _ERRORS: dict[str, type[CkptlessError]] = {e.__name__: e for e in (DataError, BadRecordError, UsageError)}
@@ -63,17 +62,15 @@ class Worker:
         self._owner = parent
         self._reader = reader
         self._closed = False
-        # In which the newest value was made, there.
-        self.took_s = 0.0
 
     def next(self, timeout_s: float) -> Any:
         """The next value. Raises StopIteration, WorkerDied, DataError if none comes in time, and what `make`
         raised: a DataError or UsageError, with its traceback as a note.
         """
         limit = time.monotonic() + timeout_s
-        kind, nbytes, took_ns = _FRAME.unpack(self._read(_FRAME.size, limit, timeout_s))
-        if kind not in (_VALUE, _ERROR, _END) or nbytes > LIMIT or took_ns > TOOK_LIMIT_S * 1e9:
-            raise WorkerDied(f"sent a frame of kind {kind}, {nbytes} bytes and {took_ns} ns")
+        kind, nbytes = _FRAME.unpack(self._read(_FRAME.size, limit, timeout_s))
+        if kind not in (_VALUE, _ERROR, _END) or nbytes > LIMIT:
+            raise WorkerDied(f"sent a frame of kind {kind} and {nbytes} bytes")
         payload = self._read(nbytes, limit, timeout_s)
         if kind == _END:
             raise StopIteration
@@ -84,7 +81,6 @@ class Worker:
             for note in notes:
                 error.add_note(note)
             raise error
-        self.took_s = took_ns / 1e9
         return value
 
     def _read(self, nbytes: int, limit: float, timeout_s: float) -> bytearray:
@@ -202,13 +198,8 @@ def _let_go() -> None:
 
 def _serve(make: Callable[[], Iterator[Any]], writer: int) -> int:
     try:
-        begun_ns = time.monotonic_ns()
         for value in make():
-            payload = codec.encode(value, name="batch", limit=LIMIT)
-            took_ns = time.monotonic_ns() - begun_ns
-            _send(writer, _VALUE, payload, min(took_ns, int(TOOK_LIMIT_S * 1e9)))
-            # What it then waited until there was room in the pipe is no part of the next one.
-            begun_ns = time.monotonic_ns()
+            _send(writer, _VALUE, codec.encode(value, name="batch", limit=LIMIT))
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001  # told to the owner, who raises it
@@ -223,8 +214,8 @@ def _serve(make: Callable[[], Iterator[Any]], writer: int) -> int:
     return 0
 
 
-def _send(writer: int, kind: int, payload: bytes, took_ns: int = 0) -> None:
-    os.write(writer, _FRAME.pack(kind, len(payload), took_ns))
+def _send(writer: int, kind: int, payload: bytes) -> None:
+    os.write(writer, _FRAME.pack(kind, len(payload)))
     view = memoryview(payload)
     while view:
         view = view[os.write(writer, view[:READ_NBYTES]) :]

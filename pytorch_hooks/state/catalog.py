@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.pytorch_hooks import torch_dcp
+from ckptless.pytorch_hooks.torch_private import dcp as torch_dcp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

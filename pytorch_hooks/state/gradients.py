@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks import torch_fsdp
 from ckptless.pytorch_hooks.state import private, raw
 from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of
 from ckptless.pytorch_hooks.state.walk import shown
+from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
 
 # On the gradient itself: goes with it, and another one at its address has none.
 _USED = "_ckptless_used"

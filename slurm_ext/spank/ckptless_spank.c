@@ -11,25 +11,22 @@
 
 SPANK_PLUGIN(ckptless, 1)
 
-enum { OPTION_SPEC = 1, OPTION_SPARES };
-
 static struct ckptless_config config;
 static bool configured; /* else nothing is done, and --ckptless is not known to Slurm */
 
 static int on_option(int val, const char *text, int remote)
 {
+	(void)val;
 	if (remote) /* slurmstepd has it all from the job's environment, settled */
 		return ESPANK_SUCCESS;
-	return val == OPTION_SPEC ? ckptless_submit_spec(text) : ckptless_submit_spares(text);
+	return ckptless_submit_spec(text);
 }
 
 static struct spank_option options[] = {
 	{ "ckptless", "[SPEC]",
 	  "training that outlives its processes and nodes; SPEC is auto, off or a list of spares=N, replicas=N, "
-	  "max-stall=N[s|m], bandwidth=RATE, interface=NAME, profile=NAME",
-	  2, OPTION_SPEC, on_option },
-	{ "ckptless-spares", "N", "of the job's nodes, keep N as hot spares (with --ckptless)", 1, OPTION_SPARES,
-	  on_option },
+	  "max-stall=N[s|m], bandwidth=RATE, interface=NAME",
+	  2, 0, on_option },
 	SPANK_OPTIONS_TABLE_END
 };
 

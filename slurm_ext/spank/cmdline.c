@@ -57,8 +57,6 @@ static void note_long(struct ckptless_cmdline *said, const char *name, size_t si
 {
 	if (size == 8 && !memcmp(name, "ckptless", 8))
 		said->spec = value ? value : "";
-	else if (size > 8 && size <= 15 && !memcmp(name, "ckptless-spares", size))
-		said->spares = value ? value : "";
 	else if (size == 5 && !memcmp(name, "nodes", 5))
 		said->nodes = largest_node_count(value ? value : "");
 	else if (size >= 4 && size <= 7 && !memcmp(name, "no-kill", size))

@@ -10,7 +10,6 @@ enum ckptless_command { CKPTLESS_SRUN, CKPTLESS_SBATCH, CKPTLESS_SALLOC };
 /* Strings point into the words. What a word says later wins, as in Slurm. */
 struct ckptless_cmdline {
 	const char *spec;    /* --ckptless: its value, "" without one; NULL: not there */
-	const char *spares;  /* --ckptless-spares: its value; NULL: not there */
 	const char *no_kill; /* --no-kill, -k: its value, "" without one; NULL: not there */
 	const char *program; /* the first word that is no option: script or program; NULL: none */
 	long nodes;	     /* -N, --nodes: the largest number allowed; 0: not there, -1: not readable */

@@ -28,5 +28,4 @@ void ckptless_variables(const struct ckptless_spec *spec, struct ckptless_variab
 	number(&out[4], "CKPTLESS_MAX_STALL", spec->max_stall_s);
 	words(&out[5], "CKPTLESS_BANDWIDTH", spec->bandwidth);
 	words(&out[6], "CKPTLESS_INTERFACE", spec->interface);
-	words(&out[7], "CKPTLESS_PROFILE", spec->profile);
 }

@@ -64,19 +64,6 @@ static bool duration_s(const char *text, size_t size, int *out)
 	return true;
 }
 
-static bool profile_name(const char *text, size_t size, char *out)
-{
-	if (size == 0 || size >= CKPTLESS_PROFILE_SIZE || text[0] == '-' || text[0] == '.')
-		return false;
-	for (size_t i = 0; i < size; i++) {
-		if (!is_name_char(text[i]))
-			return false;
-	}
-	memcpy(out, text, size);
-	out[size] = '\0';
-	return true;
-}
-
 static bool same(const char *text, size_t size, const char *word)
 {
 	return strlen(word) == size && memcmp(text, word, size) == 0;
@@ -169,13 +156,10 @@ static bool setting_parse(const char *item, size_t size, struct ckptless_spec *s
 	} else if (same(item, key, "interface")) {
 		again = spec->interface[0] != '\0';
 		want = interface_name(value, rest, spec->interface) ? NULL : "an interface, or a network";
-	} else if (same(item, key, "profile")) {
-		again = spec->profile[0] != '\0';
-		want = profile_name(value, rest, spec->profile) ? NULL : "a name of letters, digits, _ - and .";
 	} else {
 		snprintf(why, why_size,
 			 "\"%s\" is not known; say auto, off, or a list of "
-			 "spares=N, replicas=N, max-stall=N[s|m], bandwidth=RATE, interface=NAME, profile=NAME",
+			 "spares=N, replicas=N, max-stall=N[s|m], bandwidth=RATE, interface=NAME",
 			 shown(item, size, word));
 		return false;
 	}
@@ -214,18 +198,6 @@ bool ckptless_spec_parse(const char *text, struct ckptless_spec *spec, char *why
 	}
 }
 
-bool ckptless_spares_parse(const char *text, int *spares, char *why, size_t why_size)
-{
-	char word[49];
-	size_t size = text ? strlen(text) : 0;
-
-	if (bounded(text ? text : "", size, 0, MAX_SPARES, spares))
-		return true;
-	snprintf(why, why_size, "\"%s\" is not valid; say a number from 0 to 1024",
-		 shown(text ? text : "", size, word));
-	return false;
-}
-
 void ckptless_spec_format(const struct ckptless_spec *spec, char *text)
 {
 	size_t at = 0;
@@ -245,51 +217,10 @@ void ckptless_spec_format(const struct ckptless_spec *spec, char *text)
 		at += (size_t)sprintf(text + at, ",bandwidth=%s", spec->bandwidth);
 	if (spec->interface[0])
 		at += (size_t)sprintf(text + at, ",interface=%s", spec->interface);
-	if (spec->profile[0])
-		at += (size_t)sprintf(text + at, ",profile=%s", spec->profile);
 	if (at == 0)
 		strcpy(text, "auto");
 	else
 		memmove(text, text + 1, at); /* the first comma goes, the NUL comes along */
-}
-
-static bool refuse_two_numbers(int in_spec, int beside, char *why, size_t why_size)
-{
-	snprintf(why, why_size,
-		 "--ckptless says spares=%d, and --ckptless-spares (or its environment variable) says %d; "
-		 "say one number",
-		 in_spec, beside);
-	return false;
-}
-
-bool ckptless_settle(const struct ckptless_asked *asked, struct ckptless_spec *spec, char *why, size_t why_size)
-{
-	int beside = asked->spares_option;
-
-	*spec = asked->spec;
-	if (!asked->spec_given || !spec->on) {
-		spec->on = false;
-		if (beside == CKPTLESS_NOT_SAID)
-			return true;
-		snprintf(why, why_size,
-			 asked->spec_given ? "--ckptless=off and --ckptless-spares=%d contradict each other; "
-					     "drop one of them"
-					   : "--ckptless-spares=%d does nothing without --ckptless; add --ckptless",
-			 beside);
-		return false;
-	}
-	if (asked->spares_env != CKPTLESS_NOT_SAID && !asked->spares_on_cmdline) {
-		/* newer than the script's #SBATCH lines, not newer than SPEC from the environment */
-		beside = asked->spares_env;
-		if (!asked->spec_from_env)
-			spec->spares = CKPTLESS_NOT_SAID;
-	}
-	if (beside == CKPTLESS_NOT_SAID)
-		return true;
-	if (spec->spares != CKPTLESS_NOT_SAID && spec->spares != beside)
-		return refuse_two_numbers(spec->spares, beside, why, why_size);
-	spec->spares = beside;
-	return true;
 }
 
 bool ckptless_fits(const struct ckptless_spec *spec, long nodes, char *why, size_t why_size)

@@ -6,7 +6,6 @@
 #include <stddef.h>
 
 #define CKPTLESS_NOT_SAID (-1)
-#define CKPTLESS_PROFILE_SIZE 65 /* longest name + 1 */
 #define CKPTLESS_BANDWIDTH_SIZE 24
 #define CKPTLESS_INTERFACE_SIZE 48 /* an IPv6 network has 43 */
 #define CKPTLESS_SPEC_SIZE 256	   /* any spec in its one written form, with the final NUL; a notice has no room for more */
@@ -20,35 +19,18 @@ struct ckptless_spec {
 	int max_stall_s; /* seconds */
 	char bandwidth[CKPTLESS_BANDWIDTH_SIZE]; /* as it is written, with its unit */
 	char interface[CKPTLESS_INTERFACE_SIZE]; /* or network */
-	char profile[CKPTLESS_PROFILE_SIZE];
-};
-
-/* Everything that was said about one job, before it is made one spec of. */
-struct ckptless_asked {
-	struct ckptless_spec spec;
-	bool spec_given;
-	bool spec_from_env;	  /* of two environment variables, neither is the newer word */
-	int spares_option;	  /* --ckptless-spares */
-	int spares_env;		  /* *_CKPTLESS_SPARES */
-	bool spares_on_cmdline;	  /* in either way: then the environment's is the older word */
 };
 
 /*
  * Takes SPEC apart: "auto", "off" or a list of spares=N, replicas=R, max-stall=S[s|m], bandwidth=RATE,
- * interface=NAME, profile=NAME.
+ * interface=NAME.
  * NULL, "" and "(null)" (what Slurm 22.05 makes of an absent value) mean auto.
  * False: not valid; `why` then holds one sentence, without the option's name.
  */
 bool ckptless_spec_parse(const char *text, struct ckptless_spec *spec, char *why, size_t why_size);
 
-/* The value of --ckptless-spares, or false and a sentence. */
-bool ckptless_spares_parse(const char *text, int *spares, char *why, size_t why_size);
-
 /* Writes a spec in its one form, into CKPTLESS_SPEC_SIZE bytes. Parsing it again gives the same spec. */
 void ckptless_spec_format(const struct ckptless_spec *spec, char *text);
-
-/* Makes one spec of all that was asked, or false and a sentence where it contradicts itself. */
-bool ckptless_settle(const struct ckptless_asked *asked, struct ckptless_spec *spec, char *why, size_t why_size);
 
 /* In words that ckptless-run uses, too. */
 #define CKPTLESS_NO_HET                                                                                      \

@@ -35,7 +35,8 @@ static struct {
 	const char *prefix;		/* of the command's own variables: SBATCH, SALLOC, SLURM */
 	struct ckptless_cmdline line;	/* what the command line says */
 	struct ckptless_cmdline script; /* what the batch script says */
-	struct ckptless_asked asked;
+	struct ckptless_spec spec;	   /* the newest word of script, environment and command line */
+	bool spec_given, spec_from_env;
 	struct ckptless_spec job;	   /* srun: of the job around it */
 	char bad_env[CKPTLESS_WHY_SIZE];   /* a sentence on the command's own variable */
 	bool known_early;		   /* command line or environment decide, not the script */
@@ -61,8 +62,7 @@ static const char *own_variable(const char *suffix, char name[40])
 /* A job started from within a ckptless job is one of its own: nothing of the outer one is its own. */
 static void forget_outer_job(void)
 {
-	static const char *const names[] = { OPTION_IN_JOB, OPTION_IN_JOB "_spares", CKPTLESS_WRAP,
-					     CKPTLESS_IN_JOB CKPTLESS_KILL, CKPTLESS_IN_JOB CKPTLESS_SUBMITTED };
+	static const char *const names[] = { OPTION_IN_JOB, CKPTLESS_WRAP, CKPTLESS_IN_JOB CKPTLESS_KILL, CKPTLESS_IN_JOB CKPTLESS_SUBMITTED };
 	struct ckptless_variable variables[CKPTLESS_VARIABLES];
 
 	for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
@@ -168,7 +168,7 @@ static const char *adopt_environment(void)
 		snprintf(state.bad_env, sizeof(state.bad_env), "%s: %.210s", name, why);
 		return NULL;
 	}
-	state.asked.spec_from_env = !state.line.spec;
+	state.spec_from_env = !state.line.spec;
 	setenv(OPTION_IN_JOB, value, 1);
 	return value;
 }
@@ -204,7 +204,6 @@ void ckptless_submit_init(void)
 	state.prefix = state.command == CKPTLESS_SRUN	  ? "SLURM"
 		       : state.command == CKPTLESS_SALLOC ? "SALLOC"
 							  : "SBATCH";
-	state.asked.spares_option = state.asked.spares_env = CKPTLESS_NOT_SAID;
 	ckptless_cmdline_own(state.command, &state.line);
 	inherited = adopt_job();
 	env = adopt_environment();
@@ -224,30 +223,20 @@ int ckptless_submit_spec(const char *text)
 {
 	char why[CKPTLESS_WHY_SIZE];
 
-	if (!ckptless_spec_parse(text, &state.asked.spec, why, sizeof(why))) {
+	if (!ckptless_spec_parse(text, &state.spec, why, sizeof(why))) {
 		slurm_error("ckptless: --ckptless: %s", why);
 		return ESPANK_BAD_ARG;
 	}
-	state.asked.spec_given = true;
+	state.spec_given = true;
 	if (state.known_early)
 		return ESPANK_SUCCESS;
 	/* an #SBATCH line, and the environment not read yet */
 	read_script();
-	if (state.asked.spec.on)
+	if (state.spec.on)
 		ask_no_kill();
 	else
 		drop_no_kill();
 	return ESPANK_SUCCESS;
-}
-
-int ckptless_submit_spares(const char *text)
-{
-	char why[CKPTLESS_WHY_SIZE];
-
-	if (ckptless_spares_parse(text, &state.asked.spares_option, why, sizeof(why)))
-		return ESPANK_SUCCESS;
-	slurm_error("ckptless: --ckptless-spares: %s", why);
-	return ESPANK_BAD_ARG;
 }
 
 /*
@@ -258,21 +247,9 @@ static long node_count(void)
 {
 	const char *of_job = state.command == CKPTLESS_SRUN ? getenv("SLURM_JOB_NUM_NODES") : NULL;
 
-	if (state.line.nodes && (!of_job || state.asked.spares_on_cmdline))
+	if (state.line.nodes && (!of_job || (state.line.spec && strstr(state.line.spec, "spares="))))
 		return state.line.nodes;
 	return of_job ? atol(of_job) : state.script.nodes;
-}
-
-static void take_spares_from_environment(void)
-{
-	char why[CKPTLESS_WHY_SIZE];
-	char name[40];
-	const char *value = own_variable("CKPTLESS_SPARES", name);
-
-	if (!value || ckptless_spares_parse(value, &state.asked.spares_env, why, sizeof(why)))
-		return;
-	slurm_error("ckptless: %s: %s", name, why);
-	exit(1);
 }
 
 static void take_rest_from_job(struct ckptless_spec *spec)
@@ -289,8 +266,6 @@ static void take_rest_from_job(struct ckptless_spec *spec)
 		memcpy(spec->bandwidth, state.job.bandwidth, sizeof(spec->bandwidth));
 	if (!spec->interface[0])
 		memcpy(spec->interface, state.job.interface, sizeof(spec->interface));
-	if (!spec->profile[0])
-		memcpy(spec->profile, state.job.profile, sizeof(spec->profile));
 }
 
 /* For prolog, epilog and job. sbatch and salloc put these into the job's environment, srun does not. */
@@ -331,7 +306,6 @@ static void publish(spank_t sp, const struct ckptless_spec *spec)
 	tell_time(sp);
 	/* the one settled spec instead of the options as they were typed */
 	tell_nodes(sp, OPTION, variables[0].value);
-	spank_job_control_unsetenv(sp, OPTION "_spares");
 }
 
 static void wrap_program(const struct ckptless_config *config)
@@ -351,7 +325,7 @@ static void wrap_program(const struct ckptless_config *config)
 
 static void not_asked(void)
 {
-	if (state.no_kill_is_ours && state.line.spec && !state.asked.spec_given)
+	if (state.no_kill_is_ours && state.line.spec && !state.spec_given)
 		slurm_spank_log("ckptless: the program's own --ckptless was taken for an option, and no-kill was "
 				"set; put -- in front of the program");
 	drop_no_kill();
@@ -363,19 +337,15 @@ void ckptless_submit_ready(spank_t sp, const struct ckptless_config *config)
 {
 	struct ckptless_spec spec;
 	char why[CKPTLESS_WHY_SIZE];
-	bool only_inherited = state.job.on && !state.line.spec && !state.asked.spec_from_env;
+	bool only_inherited = state.job.on && !state.line.spec && !state.spec_from_env;
 
 	if (state.bad_env[0] && !state.line.spec)
 		refuse(state.bad_env);
-	state.asked.spares_on_cmdline = state.line.spares || (state.line.spec && strstr(state.line.spec, "spares="));
-	if (state.asked.spec_given && state.asked.spec.on)
-		take_spares_from_environment();
-	if (!ckptless_settle(&state.asked, &spec, why, sizeof(why)))
-		refuse(why);
-	if (!spec.on) {
+	if (!state.spec_given || !state.spec.on) {
 		not_asked();
 		return;
 	}
+	spec = state.spec;
 	if (state.line.het || state.script.het || (state.command == CKPTLESS_SRUN && getenv("SLURM_HET_SIZE")))
 		refuse(CKPTLESS_NO_HET);
 	take_rest_from_job(&spec);

@@ -9,9 +9,8 @@
 /* Before Slurm reads #SBATCH lines, environment and command line, in this order. */
 void ckptless_submit_init(void);
 
-/* Slurm's callbacks for the two options. ESPANK_BAD_ARG, after one sentence to the user, ends the command. */
+/* Slurm's callback for the option. ESPANK_BAD_ARG, after one sentence to the user, ends the command. */
 int ckptless_submit_spec(const char *text);
-int ckptless_submit_spares(const char *text);
 
 /* All is read. Ends the command (exit code 1) where the whole makes no sense: Slurm ignores a return value. */
 void ckptless_submit_ready(spank_t sp, const struct ckptless_config *config);

@@ -30,9 +30,13 @@ from seeds import build, members, structs_in
 
 from ckptless.daemon import config as daemon_config
 from ckptless.daemon.agent import config as agent_config
-from ckptless.daemon.agent import keeping as agent_keeping
-from ckptless.daemon.agent import nccl_wire, store_parser, store_protocol, store_wire, zygote_messages
-from ckptless.daemon.agent.rank_link import Heard
+from ckptless.daemon.agent.kvstore import parser as store_parser
+from ckptless.daemon.agent.kvstore import protocol as store_protocol
+from ckptless.daemon.agent.kvstore import wire as store_wire
+from ckptless.daemon.agent.nccl import wire as nccl_wire
+from ckptless.daemon.agent.ranks import zygote_messages
+from ckptless.daemon.agent.ranks.link import Heard
+from ckptless.daemon.agent.versions import keeping as agent_keeping
 from ckptless.daemon.api import (
     eviction,
     keeping,

@@ -13,10 +13,10 @@ from torch import nn
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
-from ckptless.pytorch_hooks.device_copy import DeviceCopies
+from ckptless.pytorch_hooks.commit.device_copy import DeviceCopies
+from ckptless.pytorch_hooks.commit.versions import Versions
 from ckptless.pytorch_hooks.errors import StateMoved
 from ckptless.pytorch_hooks.state import State, TensorSet
-from ckptless.pytorch_hooks.versions import Versions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

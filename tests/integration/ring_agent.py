@@ -1,8 +1,7 @@
 """The agent's part of rings alone: `python ring_agent.py SOCKET LEASE_S`, to the end of its standard input.
 
-Prints a line of JSON for each event, and at the end what was left open. A line of input, [feed, count], has
-another node ask for batches: each is printed, as hex, in an event "lent". The line "told" has what is told of
-the rings printed, in an event of that name.
+Prints a line of JSON for each event, and at the end what was left open. For the line "told" on its input it
+prints what is told of the rings, in an event of that name.
 """
 
 import asyncio
@@ -12,9 +11,8 @@ import sys
 
 import msgspec
 
-from ckptless.daemon.agent.rank_link import Heard, RankLink, RankServer
-from ckptless.daemon.agent.ring_service import RingService
-from ckptless.daemon.api.feed import Feed
+from ckptless.daemon.agent.dataloader.service import RingService
+from ckptless.daemon.agent.ranks.link import Heard, RankLink, RankServer
 from ckptless.daemon.api.ring import FromRing
 
 
@@ -26,18 +24,6 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-async def lend(rings: RingService, line: bytes) -> None:
-    """As `ring_lending.lend`, without the connection."""
-    feed, count = msgspec.json.decode(line, type=tuple[Feed, int])
-    guest = rings.invite(feed, count)
-    for seq in range(feed.seq, feed.seq + count):
-        await guest.came()
-        fd = guest.take(seq)
-        say("lent", os.pread(fd, os.fstat(fd).st_size, 0).hex())
-        os.close(fd)
-    guest.close()
-
-
 async def asked(rings: RingService) -> None:
     """To the end of standard input."""
     loop = asyncio.get_running_loop()
@@ -46,10 +32,8 @@ async def asked(rings: RingService) -> None:
     pipe = os.fdopen(os.dup(0), "rb")
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), pipe)
     while line := await lines.readline():
-        if line == b"told\n":
-            say("told", msgspec.json.encode(rings.told()).decode())
-        else:
-            await lend(rings, line)
+        assert line == b"told\n"
+        say("told", msgspec.json.encode(rings.told()).decode())
 
 
 async def main() -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.api.feed import Feed
 from ckptless.daemon.api.model import RingState
 
 DEADLINE_S = 60.0
@@ -46,15 +45,6 @@ class Agent:
             )
             return next(text for k, text in self.events if k == kind)
 
-    def lend(self, feed: Feed, count: int) -> list[bytes]:
-        """The entries of batches that another node asks for."""
-        assert self._process.stdin is not None
-        first = len(self._lent())
-        self._process.stdin.write(msgspec.json.encode((feed, count)) + b"\n")
-        self._process.stdin.flush()
-        until(lambda: len(self._lent()) >= first + count)
-        return self._lent()[first:]
-
     def told(self) -> tuple[RingState, ...]:
         """What its rings say of themselves."""
         assert self._process.stdin is not None
@@ -64,9 +54,6 @@ class Agent:
         until(lambda: sum(kind == "told" for kind, _ in self.events) > before)
         text = next(text for kind, text in reversed(self.events) if kind == "told")
         return msgspec.json.decode(text, type=tuple[RingState, ...])
-
-    def _lent(self) -> list[bytes]:
-        return [bytes.fromhex(text) for kind, text in self.events if kind == "lent"]
 
     @property
     def pid(self) -> int:

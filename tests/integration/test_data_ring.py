@@ -34,7 +34,7 @@ def batch_of(stream: int, seq: int) -> dict[str, Any]:
 def numbers(stream: int, position: int) -> Iterator[Made]:
     """A stream without an end."""
     while True:
-        yield position, batch_of(stream, position), position + 1, 0.0
+        yield position, batch_of(stream, position), position + 1
         position += 1
 
 
@@ -169,7 +169,7 @@ def test_what_the_loader_raises_is_raised_here(agent: Agent) -> None:
 
 def test_what_cannot_be_in_a_batch_is_named(agent: Agent) -> None:
     def bad(_stream: int, position: int) -> Iterator[Made]:
-        yield position, {"x": object()}, position + 1, 0.0
+        yield position, {"x": object()}, position + 1
 
     rank = reader(agent, bad)
     rank.seek(0, 0, 0)
@@ -180,8 +180,8 @@ def test_what_cannot_be_in_a_batch_is_named(agent: Agent) -> None:
 
 def test_a_loader_that_jumps_is_found(agent: Agent) -> None:
     def jumps(stream: int, position: int) -> Iterator[Made]:
-        for seq, batch, after, took_s in numbers(stream, position):
-            yield seq + (seq > 2), batch, after, took_s
+        for seq, batch, after in numbers(stream, position):
+            yield seq + (seq > 2), batch, after
 
     rank = reader(agent, jumps)
     rank.seek(0, 0, 0)
@@ -415,7 +415,7 @@ def test_a_producer_that_lies(agent: Agent, wrong: dict[str, Any]) -> None:
         assert fd is not None
         os.write(fd, bytes(100))
         said: dict[str, Any] = {"stream": 0, "seq": job.seq, "nbytes": 100, "position": b"after"}
-        said |= {"took_s": 0.1, **wrong}
+        said |= wrong
         liar.send(m.RingMade(**said))
 
     liar = Rank(lie)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -12,22 +11,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ring_world import Agent, children, links, one_agent, producers, until
+from ring_world import Agent, children, one_agent, producers, until
 
-from ckptless.daemon.api import ring_entry
 from ckptless.daemon.api.errors import DataError, UsageError
-from ckptless.daemon.api.ring import AHEAD
-from ckptless.pytorch_hooks.data import MappedLoader, batch_codec
-from ckptless.pytorch_hooks.data.idle import IDLE_ROUNDS
-from ckptless.pytorch_hooks.data.order import Position
+from ckptless.pytorch_hooks.data import MappedLoader
 from ckptless.pytorch_hooks.data.ring_feed import RingFeed
-from ckptless.pytorch_hooks.data.ring_reader import encode_position
 from ckptless.pytorch_hooks.errors import GenerationEnded
 
 COUNT, BATCH, EPOCHS = 23, 4, 3
@@ -193,51 +186,6 @@ def test_a_worker_that_is_killed(agent: Agent) -> None:
             for worker in children(producer):
                 os.kill(worker, signal.SIGKILL)
     same(found, list(make(workers=0)))
-    loader.close()
-
-
-def fds(pid: int) -> list[str]:
-    """What it has open, batches left out: it is being asked for some."""
-    return sorted(re.sub(r"\d+", "", link) for link in links(pid) if "ckptless-batch" not in link)
-
-
-def test_what_a_guest_had_made_is_let_go_of(agent: Agent) -> None:
-    """Another node's replica: its workers end, and where it is asked for again, new ones go on."""
-    want = epochs(make(1, workers=0))
-    loader, _ = fed(agent, workers=2)
-    it = iter(loader)
-    next(it)
-    first = loader.feed_at(loader.state_dict())
-    assert first is not None
-    (producer,) = producers()
-    own, held = children(producer), fds(producer)
-
-    def lent(begin: int, count: int) -> list[torch.Tensor]:
-        """Batches of the other replica, all of the first epoch."""
-        where = encode_position(msgspec.structs.asdict(Position(batch=begin)))
-        entries = agent.lend(msgspec.structs.replace(first, stream=1, seq=begin, position=where), count)
-        headers = [ring_entry.decode(memoryview(entry)) for entry in entries]
-        assert [(header.stream, header.seq) for header in headers] == [(1, begin + n) for n in range(count)]
-        return [
-            batch_codec.decode(bytearray(entry), header.batch_at, header.batch_nbytes)[0]
-            for entry, header in zip(entries, headers, strict=True)
-        ]
-
-    same(lent(0, 2), want[:2])
-    guests = set(children(producer)) - set(own)
-    assert len(guests) == 2
-    until(lambda: len(fds(producer)) == len(held) + 2)
-    for _ in range(2 * IDLE_ROUNDS + 2 * AHEAD):
-        if next(it, None) is None:
-            it = iter(loader)
-        loader.committed(loader.state_dict())
-    until(lambda: set(children(producer)) == set(own))
-    assert not [pid for pid in guests if Path(f"/proc/{pid}").exists()]
-    until(lambda: fds(producer) == held)
-    same(lent(2, 3), want[2:5])
-    assert set(children(producer)) > set(own)
-    (told,) = agent.told()
-    assert (told.lent, told.guests, told.borrowed) == (5, 0, 0)
     loader.close()
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptless.daemon.agent import store_guard
-from ckptless.daemon.agent.store_guard import StoreGuard, descendants, descendants_by_parents
-from ckptless.daemon.agent.store_server import StoreServer
+from ckptless.daemon.agent.kvstore import guard as store_guard
+from ckptless.daemon.agent.kvstore.guard import StoreGuard, descendants, descendants_by_parents
+from ckptless.daemon.agent.kvstore.server import StoreServer
 
 DEADLINE_S = 20.0
 NOBODY = 65534

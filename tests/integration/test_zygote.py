@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from ckptless.daemon.agent.prctl import set_child_subreaper
-from ckptless.daemon.agent.processes import Process, SpawnSpec, Zygote
+from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
+from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.api.errors import PeerError, UsageError
 
 DEADLINE_S = 60.0  # torch is imported more than once, on a machine that may have much else to do
@@ -375,7 +375,7 @@ def test_a_spawn_given_up_runs_nothing(tmp_path: Path, events: list[tuple[str, s
 
 AGENT = """
 import asyncio, pathlib, sys
-from ckptless.daemon.agent.processes import SpawnSpec, Zygote
+from ckptless.daemon.agent.ranks.processes import SpawnSpec, Zygote
 async def main():
     here = pathlib.Path(sys.argv[1])
     zygote = Zygote(print)

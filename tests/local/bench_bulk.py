@@ -33,11 +33,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ckptless.daemon.agent.fetching import TensorsFetch, Wanted
-from ckptless.daemon.agent.memory import Region
-from ckptless.daemon.agent.serving import Serving, receive_tensors
-from ckptless.daemon.agent.vault import Vault
-from ckptless.daemon.agent.verifier import Told
+from ckptless.daemon.agent.versions.fetching import TensorsFetch, Wanted
+from ckptless.daemon.agent.versions.memory import Region
+from ckptless.daemon.agent.versions.serving import Serving, receive_tensors
+from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.agent.versions.verifier import Told
 from ckptless.daemon.api.messages import NodeInfo, TensorsAt
 from ckptless.daemon.api.version import Header, Origin, digest_of, header_nbytes, spans, write_header
 from ckptless.daemon.peers import messages as p

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
+from ckptless.pytorch_hooks.commit.versions import SLOTS, Versions, record_digest
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, read
-from ckptless.pytorch_hooks.versions import SLOTS, Versions, record_digest
 
 GENERATION = 1
 

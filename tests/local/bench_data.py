@@ -49,7 +49,7 @@ def numbers(nbytes: int) -> Produce:
 
     def produce(_stream: int, position: int) -> Iterator[Made]:
         while True:
-            yield position, items[position], position + 1, 0.0
+            yield position, items[position], position + 1
             position += 1
 
     return produce

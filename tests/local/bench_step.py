@@ -179,7 +179,7 @@ def measure(times: float, rows: int, flags: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ckptless-bench-") as scratch:
         out = Path(scratch) / "found.json"
         command = [sys.executable, "-m", "ckptless.daemon.launch.main", "--local", "--tee", "none"]
-        command += ["--nodes", str(RANKS), "--copies", "1"]
+        command += ["--nodes", str(RANKS), "--replicas", "1"]
         command += ["--state-dir", f"{scratch}/state", __file__]
         command += ["--train", str(out), "--times", str(times), "--rows", str(rows)]
         command += flags

@@ -1,18 +1,13 @@
-"""A small job on `ckptless.data`, `data_job.py STEPS OUT SOURCE [faulty] [slow]`: each rank writes what it
-trains on.
+"""A small job on `ckptless.data`, `data_job.py STEPS OUT SOURCE [faulty]`: each rank notes what it trains on.
 
 With "faulty" the cache is encrypted, where that can be, rank 1 is killed after step 7, rank 0 raises after
-step 13, and after step 19 the agent of rank 2, and with it all of its node, is killed. With "slow" a sample
-takes time, and a step more, so that batches are ahead; and the node alone is lost, once another one keeps
-that step's batch.
+step 13, and after step 19 the agent of rank 2, and with it all of its node, is killed.
 """
 
-import contextlib
 import json
 import os
 import signal
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,15 +19,12 @@ import ckptless
 from ckptless.data import Cache, JsonLines, MappedLoader
 
 STEPS, OUT = int(sys.argv[1]), Path(sys.argv[2])
-SOURCE, FAULTY, SLOW = Path(sys.argv[3]), "faulty" in sys.argv[4:], "slow" in sys.argv[4:]
+SOURCE, FAULTY = Path(sys.argv[3]), "faulty" in sys.argv[4:]
 BATCH = 13
-ENCRYPTED = "faulty" in sys.argv[4:] and find_spec("cryptography") is not None
+ENCRYPTED = FAULTY and find_spec("cryptography") is not None
 
 
 def noisy(row: dict[str, Any]) -> tuple[int, torch.Tensor]:
-    if SLOW:
-        # A replica has three at least to a batch, which is what is kept for other nodes from 0.1 s on.
-        time.sleep(0.05)
     return row["id"], torch.full((8,), float(row["id"])) + torch.randn(8)
 
 
@@ -57,23 +49,10 @@ def build() -> ckptless.State:
     )
 
 
-def wait_until_kept(name: str) -> None:
-    """Until another agent than this rank's has this batch. All nodes are on this machine."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            with contextlib.suppress(OSError):
-                if name in str(link.readlink()) and int(link.parts[2]) != os.getppid():
-                    return
-    raise TimeoutError(f"nobody keeps {name}")
-
-
 def strike(run: Any) -> None:
     kind = {(1, 7): "process", (0, 13): "raise", (2, 19): "node"}.get((run.rank, run.step))
-    if not FAULTY or kind is None or (OUT / f"struck-{kind}").exists() or (SLOW and kind != "node"):
+    if not FAULTY or kind is None or (OUT / f"struck-{kind}").exists():
         return
-    if SLOW:
-        wait_until_kept(f"/memfd:ckptless-batch-{run.rank}-{run.step} ")
     (OUT / f"struck-{kind}").touch()
     if kind == "raise":
         raise ValueError("as told")
@@ -88,8 +67,6 @@ def train(run: Any) -> None:
     for batch in run.batches(state.loader, epochs=1000):
         if run.step >= STEPS:
             break
-        if SLOW:
-            time.sleep(0.2)
         loss = state.model(batch["x"]).pow(2).mean()
         loss.backward()
         strike(run)

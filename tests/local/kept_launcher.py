@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.socket_folder import SocketFolder
+from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.config import KeepConfig, LocalConfig
 from ckptless.daemon.launch import local, main, nest
 from ckptless.daemon.launch.saving import newest

@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from points import Point
 
 from ckptless.daemon.agent import main
-from ckptless.daemon.agent.fetching import TensorsFetch
-from ckptless.daemon.agent.holders import TensorHolder
-from ckptless.daemon.agent.lost_copies import LostCopies
-from ckptless.daemon.agent.replicas import Replicas
-from ckptless.daemon.agent.serving import Serving
-from ckptless.daemon.agent.state_service import StateService
-from ckptless.daemon.agent.store_exchange import StoreExchange
-from ckptless.daemon.agent.store_node import StoreNode
-from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.agent.kvstore.exchange import StoreExchange
+from ckptless.daemon.agent.kvstore.node import StoreNode
+from ckptless.daemon.agent.versions.fetching import TensorsFetch
+from ckptless.daemon.agent.versions.holders import TensorHolder
+from ckptless.daemon.agent.versions.lost_copies import LostCopies
+from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.serving import Serving
+from ckptless.daemon.agent.versions.state_service import StateService
+from ckptless.daemon.agent.versions.vault import Vault
 from ckptless.daemon.api.version import PAGE_NBYTES
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pump

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Job, read_toy, toy, wait_until
 
-from ckptless.daemon.agent.socket_folder import ROOT, SocketFolder
+from ckptless.daemon.agent.ranks.socket_folder import ROOT, SocketFolder
 
 DEADLINE_S = 60.0
 

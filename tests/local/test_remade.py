@@ -58,7 +58,7 @@ def test_more_nodes_are_lost_before_the_next_step(
     # Who builds is held up for as long as there is that file, at the start not yet.
     faults: list[Fault] = [fault("build", "hold", first[0], often=True)]
     hold = tmp_path / "out" / "hold"
-    options = ["--copies", copies]
+    options = ["--replicas", copies]
     spares = len(first) + len(then)
     with toy(
         tmp_path, faults, spares=spares, steps=STEPS, options=options, env={"TOY_PARALLEL": "fsdp"}

@@ -16,13 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit/daemon"))
 from nccl_wheels import RECORDED, library
 from store_client import Client  # type: ignore[import-not-found]
 
-from ckptless.daemon.agent import environment, nccl_wire
-from ckptless.daemon.agent.nccl_blocks import block
-from ckptless.daemon.agent.nccl_ids import NcclIds
-from ckptless.daemon.agent.nccl_server import NcclServer
-from ckptless.daemon.agent.nccl_service import NcclService
-from ckptless.daemon.agent.nccl_wire import Address
-from ckptless.daemon.agent.store_server import StoreServer
+from ckptless.daemon.agent.kvstore.server import StoreServer
+from ckptless.daemon.agent.nccl import wire as nccl_wire
+from ckptless.daemon.agent.nccl.blocks import block
+from ckptless.daemon.agent.nccl.ids import NcclIds
+from ckptless.daemon.agent.nccl.server import NcclServer
+from ckptless.daemon.agent.nccl.service import NcclService
+from ckptless.daemon.agent.nccl.wire import Address
+from ckptless.daemon.agent.ranks import environment
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 
 pytestmark = pytest.mark.timeout(900)

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent import store_wire as wire
-from ckptless.daemon.agent.store_answers import Answer, Refusal, Reply
-from ckptless.daemon.agent.store_home import Homes
-from ckptless.daemon.agent.store_node import Cancel, StoreNode
-from ckptless.daemon.agent.store_owner import Owner
-from ckptless.daemon.agent.store_protocol import Request
-from ckptless.daemon.agent.store_state import StoreState
+from ckptless.daemon.agent.kvstore import protocol, wire
+from ckptless.daemon.agent.kvstore.answers import Answer, Refusal, Reply
+from ckptless.daemon.agent.kvstore.home import Homes
+from ckptless.daemon.agent.kvstore.node import Cancel, StoreNode
+from ckptless.daemon.agent.kvstore.owner import Owner
+from ckptless.daemon.agent.kvstore.protocol import Request
+from ckptless.daemon.agent.kvstore.state import StoreState
 
 
 @dataclass

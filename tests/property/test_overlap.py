@@ -26,11 +26,11 @@ from torch import nn
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
-from ckptless.pytorch_hooks import versions as subject
+from ckptless.pytorch_hooks.commit import versions as subject
+from ckptless.pytorch_hooks.commit.overlap import Guard
+from ckptless.pytorch_hooks.commit.versions import Versions
 from ckptless.pytorch_hooks.errors import StateMoved
-from ckptless.pytorch_hooks.overlap import Guard
 from ckptless.pytorch_hooks.state import Copy, State, TensorSet, private
-from ckptless.pytorch_hooks.versions import Versions
 
 PARAMETERS = 3
 STEPS = 4

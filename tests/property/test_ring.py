@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import ring_actions as r
-from ckptless.daemon.agent.ring import DEATHS, JOBS, Ring
+from ckptless.daemon.agent.dataloader import actions as r
+from ckptless.daemon.agent.dataloader.ring import DEATHS, JOBS, Ring
 
 WINDOW = 3
 READERS = 4
@@ -18,8 +18,6 @@ END = 14
 UNIT = 10
 # A batch follows a position, which is a number: 10 more for each batch, and another one's last digit differs.
 Op = tuple[str, int, int]
-# Numbers of those that come from other nodes.
-GUEST = 1 << 20
 
 
 def position(value: int) -> bytes:
@@ -42,18 +40,6 @@ class Reader:
     taken: int = 0
 
 
-@dataclass
-class Guest:
-    """Another node's agent, which takes batches of a stream here, up to one of them."""
-
-    stream: int
-    next: int
-    value: int
-    until: int
-    done: int
-    over: bool = False
-
-
 class World:
     """Readers, one producer at a time, and a ring between them."""
 
@@ -68,8 +54,6 @@ class World:
         self.stands: dict[int, tuple[int, int, int]] = {}
         self.told: list[r.Tell] = []
         self.fails: set[int] = set()
-        self.guests: dict[int, Guest] = {}
-        self.lent = self.visited = 0
         self.end = END
 
     # ------------------------------------------------------------------------------ what it does
@@ -78,8 +62,6 @@ class World:
         anew = any(isinstance(action, r.Tell) and action.kind == "ring-position" for action in actions)
         for action in actions:
             match action:
-                case r.Give() | r.GiveEnd() | r.GiveUp() if action.reader >= GUEST:
-                    self.treat(self.guests[action.reader], action)
                 case r.Give():
                     reader = self.readers[action.reader]
                     assert reader.alive
@@ -109,64 +91,14 @@ class World:
         assert set(self.memory) == {(s, seq) for s in range(STREAMS) for seq in self.ring.ready(s)}
         for stream, seq in self.memory:
             dones = [reader.done for reader in self.readers if reader.stream == stream]
-            dones += [guest.done for guest in self.guests.values() if guest.stream == stream]
             assert seq >= min(dones), "kept, and nobody can be sent back to it"
         if not any(tell.kind == "ring-over-budget" for tell in self.told):
             assert self.ring.used_nbytes <= self.budget + JOBS * UNIT
         # Of those that have died, too: what was made for them while they lived stays.
-        needed = len({(reader.stream, reader.next) for reader in self.readers}) + len(self.guests)
+        needed = len({(reader.stream, reader.next) for reader in self.readers})
         assert self.ring.used_nbytes <= max(self.budget, (WINDOW + 1) * needed * UNIT) + JOBS * UNIT
 
-    def treat(self, guest: Guest, action: r.Give | r.GiveEnd | r.GiveUp) -> None:
-        if isinstance(action, r.Give):
-            assert not guest.over
-            assert (action.stream, action.seq) == (guest.stream, guest.next)
-            assert self.memory[(action.stream, action.seq)] == guest.value
-            assert guest.next < guest.until
-            guest.next, guest.value = guest.next + 1, guest.value + UNIT
-            self.visited += 1
-        else:
-            guest.over = True
-
     # --------------------------------------------------------------------------- what happens
-
-    def visit(self, index: int, count: int) -> None:
-        """Another node asks for batches from where one of the readers here may be sent back to."""
-        like = self.readers[index]
-        at = position(like.done_value)
-        if self.ring.may_visit(like.stream, like.done, at):
-            number = GUEST + len(self.guests)
-            guest = Guest(like.stream, like.done, like.done_value, like.done + count + 1, like.done)
-            self.guests[number] = guest
-            self.do(self.ring.seek(number, guest.stream, guest.next, at, guest.until))
-
-    def leave(self) -> None:
-        for number in list(self.guests)[:1]:
-            # Named before: what is given to it from here on is a bug.
-            del self.guests[number]
-            self.do(self.ring.forget(number))
-
-    def thank(self) -> None:
-        for number, guest in self.guests.items():
-            guest.done = guest.next
-            self.do(self.ring.took(number, guest.next - 1, guest.next))
-
-    def lend(self, index: int, ahead: int) -> None:
-        """A batch comes that another node has made for one of the readers."""
-        reader = self.readers[index]
-        key, value = (reader.stream, reader.next + ahead), reader.value + UNIT * ahead
-        known = key in self.memory
-        if key[1] >= self.end:
-            return
-        self.memory.setdefault(key, value)
-        positions = (position(value), position(value + UNIT))
-        actions = self.ring.lend(*key, UNIT, positions)
-        if actions is not None:
-            assert not known, "a second one"
-            self.lent += 1
-            self.do(actions)
-        elif not known:
-            del self.memory[key]
 
     def seek(self, index: int) -> None:
         reader = self.readers[index]
@@ -259,21 +191,8 @@ class World:
             self.do(self.ring.made(job.stream, job.seq, UNIT, position(value + UNIT)))
         self.stands[job.stream] = (job.history, at + 1, value + UNIT)
 
-    def apply_of_others(self, op: Op) -> None:
-        kind, a, b = op
-        match kind:
-            case "visit":
-                self.visit(a % READERS, b)
-            case "leave":
-                self.leave()
-            case "thank":
-                self.thank()
-            case "lend":
-                self.lend(a % READERS, b)
-
     def apply(self, op: Op) -> None:
         kind, a, b = op
-        self.apply_of_others(op)
         match kind:
             case "seek":
                 self.seek(a % READERS)
@@ -297,8 +216,6 @@ class World:
     def settle(self) -> None:
         """Nothing breaks any more: all of them get to the end, in lock-step, as collectives have it."""
         self.fails.clear()
-        while self.guests:
-            self.leave()
         for index in range(READERS):
             self.seek(index)
         for _ in range(END * READERS * 6):
@@ -330,11 +247,6 @@ kinds = (
     "make",
     "make",
     "fail",
-    "visit",
-    "thank",
-    "leave",
-    "lend",
-    "lend",
 )
 ops = st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 7), st.integers(0, 4)), max_size=80)
 
@@ -354,55 +266,6 @@ def play(budget: int, todo: list[Op], make_ring: Callable[[int, int], Ring] = Ri
 @given(st.sampled_from([1, 30, 60, 200, 1000]), ops)
 def test_any_order(budget: int, todo: list[Op]) -> None:
     play(budget, todo)
-
-
-nodes = st.sampled_from(
-    ("visit", "lend", "lend", "thank", "leave", "make", "make", "take", "seek", "die", "other")
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.sampled_from([1, 60, 1000]),
-    st.lists(st.tuples(nodes, st.integers(0, 7), st.integers(0, 4)), min_size=10, max_size=60),
-)
-def test_any_order_with_other_nodes(budget: int, todo: list[Op]) -> None:
-    play(budget, todo)
-
-
-def test_another_node_has_batches_made_here_of_a_stream_that_nobody_here_takes() -> None:
-    world = World(1000)
-    world.readers = world.readers[:1]
-    world.seek(0)
-    world.start_producer()
-    world.guests[GUEST] = guest = Guest(1, 5, 50, 7, 5)
-    assert world.ring.may_visit(1, 5, position(50))
-    world.do(world.ring.seek(GUEST, 1, 5, position(50), 7))
-    for _ in range(20):
-        world.make()
-    assert (guest.next, guest.over) == (7, False)
-    assert world.ring.ready(1) == (5, 6)
-    assert world.ring.ready(0) == (0, 1, 2)
-    world.leave()
-    assert world.ring.ready(1) == ()
-    assert not world.ring.may_visit(0, 0, position(3))
-    assert not world.ring.may_visit(0, 9, position(90))
-
-
-def test_what_another_node_has_made_is_there_before_a_producer_is() -> None:
-    world = World(1000)
-    world.seek(0)
-    for ahead in (0, 1):
-        world.lend(0, ahead)
-    assert world.lent == 2
-    assert world.readers[0].queue == [(0, 0), (1, 10)]
-    world.start_producer()
-    # What is made here begins behind it.
-    assert [(job.seq, job.base) for job in world.jobs] == [(2, 2)]
-    world.lend(0, 2)
-    world.make()
-    assert world.readers[0].queue == [(0, 0), (1, 10), (2, 20)]
-    assert world.ring.lend(0, 5, UNIT, (position(51), position(61))) is None
 
 
 # --------------------------------------------------------------------------------------- planted bugs
@@ -673,22 +536,3 @@ def test_what_nobody_comes_back_for_is_given_back() -> None:
     world.do(world.ring.forget(0))
     assert not world.memory
     assert world.ring.idle
-
-
-def test_a_guest_does_not_have_tried_again_what_failed_behind_it() -> None:
-    ring = Ring(WINDOW, 1000)
-    ring.open(0)
-    (grant,) = ring.seek(0, 0, 0, position(0))
-    assert isinstance(grant, r.Grant)
-    _welcome, jobs = ring.producer_up(grant.lease)
-    assert [job.seq for job in jobs if isinstance(job, r.Make)] == [0, 1]
-    ring.made(0, 0, UNIT, position(10))
-    assert ring.failed(0, 1, "broken") == [r.GiveUp(0, 1, "broken")]
-    while ring.wants(0, 2) is not None:
-        ring.unwanted()
-    taken = ring.seek(GUEST, 0, 0, position(0), until=1)
-    assert taken[0] == r.Give(GUEST, 0, 0)
-    assert not [job for job in taken if isinstance(job, r.Make)]
-    # But where it wants that itself.
-    again = ring.seek(GUEST + 1, 0, 1, position(10), until=2)
-    assert [job.seq for job in again if isinstance(job, r.Make)] == [1, 2]

@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent import store_wire as wire
-from ckptless.daemon.agent.store_exchange import StoreExchange
-from ckptless.daemon.agent.store_peers import StoreChannel
+from ckptless.daemon.agent.kvstore import protocol, wire
+from ckptless.daemon.agent.kvstore.exchange import StoreExchange
+from ckptless.daemon.agent.kvstore.peers import StoreChannel
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.peers import messages as p
@@ -236,7 +235,7 @@ async def play(seed: int, make: Callable[..., StoreExchange], faults: float) -> 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried in the next turn of the loop."""
-    monkeypatch.setattr("ckptless.daemon.agent.store_exchange.AGAIN_S", 0.0)
+    monkeypatch.setattr("ckptless.daemon.agent.kvstore.exchange.AGAIN_S", 0.0)
 
 
 @pytest.mark.parametrize("faults", [0.0, 0.03])

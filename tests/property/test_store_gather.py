@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent.store_answers import Refusal, Reply
-from ckptless.daemon.agent.store_gather import FANOUT, Tree
-from ckptless.daemon.agent.store_home import Homes
-from ckptless.daemon.agent.store_wire import Ask, Gather, Told
+from ckptless.daemon.agent.kvstore import protocol
+from ckptless.daemon.agent.kvstore.answers import Refusal, Reply
+from ckptless.daemon.agent.kvstore.gather import FANOUT, Tree
+from ckptless.daemon.agent.kvstore.home import Homes
+from ckptless.daemon.agent.kvstore.wire import Ask, Gather, Told
 from ckptless.daemon.api.errors import ProtocolError
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent.store_answers import DONE, Done, nothing
-from ckptless.daemon.agent.store_cache import Cache
-from ckptless.daemon.agent.store_home import Homes
-from ckptless.daemon.agent.store_node import Cancel, StoreNode
-from ckptless.daemon.agent.store_protocol import Request
-from ckptless.daemon.agent.store_wire import Drop, Dropped, Item
+from ckptless.daemon.agent.kvstore import protocol
+from ckptless.daemon.agent.kvstore.answers import DONE, Done, nothing
+from ckptless.daemon.agent.kvstore.cache import Cache
+from ckptless.daemon.agent.kvstore.home import Homes
+from ckptless.daemon.agent.kvstore.node import Cancel, StoreNode
+from ckptless.daemon.agent.kvstore.protocol import Request
+from ckptless.daemon.agent.kvstore.wire import Drop, Dropped, Item
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -5,9 +5,8 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent import store_wire as wire
-from ckptless.daemon.agent.store_answers import Refusal, Reply
+from ckptless.daemon.agent.kvstore import protocol, wire
+from ckptless.daemon.agent.kvstore.answers import Refusal, Reply
 from ckptless.daemon.api.errors import ProtocolError
 
 NUMBER = st.integers(0, (1 << 62) - 1)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.agent.orphan import INTERVAL_S, ROUND, AgentLease, to_ask
-from ckptless.daemon.agent.twin_check import TwinCheck
+from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.peers.messages import CompareTwins, TwinsCompared
 

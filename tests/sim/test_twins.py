@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from ckptless.daemon.agent.twin_check import TwinCheck
+from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.control import sources, twins_agree
 
 from .faults import Shape

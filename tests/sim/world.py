@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
-from ckptless.daemon.agent.twin_check import TwinsMode
+from ckptless.daemon.agent.versions.twin_check import TwinsMode
 from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.control.elector import FORMING_DEADLINE_S

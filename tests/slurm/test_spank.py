@@ -84,10 +84,9 @@ def user(cluster: Cluster) -> User:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_both_options(user: User, command: str) -> None:
+def test_help_shows_the_option(user: User, command: str) -> None:
     text = user.run(f"{command} --help").stdout
     assert "--ckptless=[SPEC]" in text
-    assert "--ckptless-spares=N" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -96,12 +95,8 @@ def test_help_shows_both_options(user: User, command: str) -> None:
     [
         ("--ckptless=bogus", '--ckptless: "bogus" is not known; say auto, off, or a list of'),
         ("--ckptless=spares=-1", '"spares=-1" is not valid; spares wants a number from 0 to 1024'),
-        ("--ckptless --ckptless-spares=x", '--ckptless-spares: "x" is not valid; say a number'),
-        ("--ckptless-spares=1", "--ckptless-spares=1 does nothing without --ckptless; add --ckptless"),
-        ("--ckptless=off --ckptless-spares=1", "--ckptless=off and --ckptless-spares=1 contradict"),
-        ("--ckptless=spares=1 --ckptless-spares=2", "--ckptless says spares=1, and --ckptless-spares"),
         ("-N2 --ckptless=spares=2", "with 2 spares, a job of 2 nodes has none left to train on"),
-        ("-N1-2 --ckptless --ckptless-spares 2", "with 2 spares, a job of 2 nodes has none left"),
+        ("-N1-2 --ckptless=spares=2", "with 2 spares, a job of 2 nodes has none left"),
         ("-N1 --ckptless : -N1", "a heterogeneous job (with : or hetjob) cannot train with ckptless"),
         ("-N1 : -N1 --ckptless", "a heterogeneous job (with : or hetjob) cannot train with ckptless"),
     ],
@@ -119,10 +114,7 @@ def test_nonsense_is_refused_at_submit(user: User, command: str, options: str, s
     [
         (("#SBATCH --ckptless=bogus",), '"bogus" is not known'),
         (("#SBATCH -N2", "#SBATCH --ckptless=spares=2"), "with 2 spares, a job of 2 nodes has none left"),
-        (
-            ("#SBATCH --nodes=1", "#SBATCH --ckptless", "#SBATCH --ckptless-spares=1"),
-            "a job of 1 node has none",
-        ),
+        (("#SBATCH --nodes=1", "#SBATCH --ckptless=spares=1"), "a job of 1 node has none"),
         (("#SBATCH -N1 --ckptless", "#SBATCH hetjob", "#SBATCH -N1"), "a heterogeneous job (with : or het"),
         (("#SBATCH -N1", "#SBATCH hetjob", "#SBATCH -N1 --ckptless"), "a heterogeneous job (with : or het"),
     ],
@@ -141,9 +133,6 @@ def test_nonsense_in_the_environment_is_refused(user: User, command: str, prefix
     result = user.run(f"{command} {script}", **{f"{prefix}_CKPTLESS": "junk"})
     assert result.returncode == 1
     assert f'{prefix}_CKPTLESS: "junk" is not known' in result.stderr
-    result = user.run(f"{command} --ckptless {script}", **{f"{prefix}_CKPTLESS_SPARES": "junk"})
-    assert result.returncode == 1
-    assert f'{prefix}_CKPTLESS_SPARES: "junk" is not valid' in result.stderr
 
 
 # --- effects
@@ -158,14 +147,13 @@ def test_job_and_steps_outlive_a_node(user: User, command: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_values_are_in_the_environment(user: User, command: str) -> None:
-    line = f"{command} -N2 --ckptless=max-stall=2m,replicas=2,profile=big --ckptless-spares=1"
+    line = f"{command} -N2 --ckptless=max-stall=2m,replicas=2,spares=1"
     for environment in user.environments(line):
         assert environment == asked(
-            "spares=1,replicas=2,max-stall=120,profile=big",
+            "spares=1,replicas=2,max-stall=120",
             CKPTLESS_SPARES="1",
             CKPTLESS_REPLICAS="2",
             CKPTLESS_MAX_STALL="120",
-            CKPTLESS_PROFILE="big",
         )
 
 
@@ -182,10 +170,10 @@ def test_without_the_option_nothing_is_different(user: User, command: str) -> No
 @pytest.mark.parametrize(
     ("directive", "env", "options", "spec"),
     [
-        ("--ckptless=profile=a", "", "", "profile=a"),
-        ("--ckptless=profile=a", "profile=b", "", "profile=b"),
-        ("--ckptless=profile=a", "profile=b", "--ckptless=profile=c", "profile=c"),
-        ("--ckptless=profile=a", "", "--ckptless", "auto"),
+        ("--ckptless=replicas=1", "", "", "replicas=1"),
+        ("--ckptless=replicas=1", "replicas=2", "", "replicas=2"),
+        ("--ckptless=replicas=1", "replicas=2", "--ckptless=replicas=3", "replicas=3"),
+        ("--ckptless=replicas=1", "", "--ckptless", "auto"),
         ("--ckptless=off", "auto", "", "auto"),
         ("--ckptless", "off", "", ""),
         ("--ckptless", "", "--ckptless=off", ""),
@@ -208,12 +196,8 @@ def test_the_command_line_beats_the_environment_beats_the_script(
     ("command", "prefix"), [("sbatch", "SBATCH"), ("salloc", "SALLOC"), ("srun", "SLURM")]
 )
 def test_own_variables_of_each_command(user: User, command: str, prefix: str) -> None:
-    variables = {f"{prefix}_CKPTLESS": "profile=a", f"{prefix}_CKPTLESS_SPARES": "1"}
-    batch, _ = user.environments(f"{command} -N2", **variables)
-    assert batch["CKPTLESS"] == "spares=1,profile=a"
-    # a number of spares alone asks for nothing
-    batch, _ = user.environments(f"{command} -N2", **{f"{prefix}_CKPTLESS_SPARES": "1"})
-    assert "CKPTLESS" not in batch
+    batch, _ = user.environments(f"{command} -N2", **{f"{prefix}_CKPTLESS": "spares=1,replicas=1"})
+    assert batch["CKPTLESS"] == "spares=1,replicas=1"
 
 
 # NONE has slurmd log in as the user, which a chroot of the matrix is not made for.
@@ -309,13 +293,13 @@ def test_a_job_knows_when_it_was_submitted(user: User) -> None:
 def test_a_step_takes_what_it_does_not_say_from_its_job(user: User) -> None:
     script = user.script(
         f"srun -N1 -n1 --ckptless=replicas=3 {SHOW}",
-        f"srun -N1 -n1 --ckptless-spares=0 {SHOW}",
+        f"srun -N1 -n1 --ckptless=spares=0 {SHOW}",
         f"srun -N1 -n1 --ckptless=off {SHOW}",
     )
-    _, text = user.batch(f"sbatch -N2 --ckptless=spares=1,profile=a {script}")
+    _, text = user.batch(f"sbatch -N2 --ckptless=spares=1,replicas=1 {script}")
     more, other, off = (ours(json.loads(row)) for row in text.splitlines() if row.startswith("{"))
-    assert more["CKPTLESS"] == "spares=1,replicas=3,profile=a"
-    assert other["CKPTLESS"] == "spares=0,profile=a"
+    assert more["CKPTLESS"] == "spares=1,replicas=3"
+    assert other["CKPTLESS"] == "spares=0,replicas=1"
     assert off == {}
 
 
@@ -459,7 +443,7 @@ def test_lua_of_the_readme(make_cluster: MakeCluster, plugin: Path) -> None:
         "/etc/slurm/job_submit.lua": readme.split("```lua\n")[1].split("```")[0],
     }
     user = User(make_cluster(Plan(nodes=2, conf={"JobSubmitPlugins": "lua"}), files=files))
-    lines = "#!/bin/sh\\n#SBATCH -N2\\n#SBATCH --ckptless=profile=a,spares=%d\\n"
+    lines = "#!/bin/sh\\n#SBATCH -N2\\n#SBATCH --ckptless=replicas=1,spares=%d\\n"
     result = user.run(f'bash -c "printf {shlex.quote(lines)} 2 | sbatch"')
     assert result.returncode != 0
     assert "with 2 spares, a job of 2 nodes has none left to train on" in result.stderr

@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit/daemon"))
 
 from facades import HOST, Facade  # type: ignore[import-not-found]
 
-from ckptless.daemon.agent.environment import GLOO
-from ckptless.daemon.agent.prctl import set_pdeathsig
-from ckptless.daemon.agent.store_guard import StoreGuard
+from ckptless.daemon.agent.kvstore.guard import StoreGuard
+from ckptless.daemon.agent.ranks.environment import GLOO
+from ckptless.daemon.agent.ranks.prctl import set_pdeathsig
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 
 DEADLINE_S = 120.0
@@ -98,7 +98,7 @@ async def serve_agent(number: int, ranks: int) -> None:
 
 def serve_tcp_store() -> None:
     """torch's own, until standard input ends."""
-    from ckptless.pytorch_hooks.torch_private import TCPStore
+    from ckptless.pytorch_hooks.torch_private.calls import TCPStore
 
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     print(json.dumps([store.port]), flush=True)

@@ -21,11 +21,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import Place
 
-from ckptless.pytorch_hooks.comm.ddp import renew, settle_buckets, settled_layout
-from ckptless.pytorch_hooks.comm.fabric import Fabric, guard_optimizers
-from ckptless.pytorch_hooks.comm.older.group import Older
-from ckptless.pytorch_hooks.comm.stock import Stock
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
+from ckptless.pytorch_hooks.process_groups.ddp import renew, settle_buckets, settled_layout
+from ckptless.pytorch_hooks.process_groups.fabric import Fabric, guard_optimizers
+from ckptless.pytorch_hooks.process_groups.older.group import Older
+from ckptless.pytorch_hooks.process_groups.stock import Stock
 
 HOST = "127.0.0.1"
 

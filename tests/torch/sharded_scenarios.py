@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from world import Place
 
-from ckptless.pytorch_hooks import torch_fsdp
-from ckptless.pytorch_hooks.comm.fabric import Fabric
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
+from ckptless.pytorch_hooks.process_groups.fabric import Fabric
+from ckptless.pytorch_hooks.running.training import Run
 from ckptless.pytorch_hooks.state import State, TensorSet
-from ckptless.pytorch_hooks.training import Run
+from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
 
 VICTIM = 1
 MICRO = 2

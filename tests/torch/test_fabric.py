@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from world import run
 
-from ckptless.pytorch_hooks import torch_private
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 KINDS = ["plain", "view", "frozen", "batchnorm", "static", "unused", "no_sync"]
 

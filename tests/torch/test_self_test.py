@@ -18,7 +18,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import planted
 
-from ckptless.pytorch_hooks import comm, torch_fsdp, torch_names, torch_private
+from ckptless.pytorch_hooks import process_groups
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
+from ckptless.pytorch_hooks.torch_private import names as torch_names
 
 NAMES = planted.names()
 # One of each list; the others take a second or more each.
@@ -27,7 +30,7 @@ QUICK = ("Backend", "_rebuild_buckets", "_all_gather_result", "_clear_DTensor_sh
 SETUP = """
 import sys, time
 import torch.distributed as dist
-from ckptless.pytorch_hooks import self_test
+from ckptless.pytorch_hooks.torch_private import self_test
 from torch.nn.parallel import DistributedDataParallel as DDP
 """
 # Each is as if torch had changed so much inside, with all names still there.
@@ -125,7 +128,7 @@ UNTESTED = """
 import importlib.metadata, sys
 real = importlib.metadata.version
 importlib.metadata.version = lambda name: "2.99.0" if name == "torch" else real(name)
-if "ckptless.pytorch_hooks.self_test" in sys.orig_argv or "ckptless.doctor" in sys.orig_argv:
+if "ckptless.pytorch_hooks.torch_private.self_test" in sys.orig_argv or "ckptless.doctor" in sys.orig_argv:
     from torch.nn.parallel import DistributedDataParallel
     DistributedDataParallel._set_static_graph = lambda self: None
 """
@@ -170,7 +173,11 @@ def test_no_private_name_is_used_that_is_not_in_the_list() -> None:
     """In all that stands between models and torch's groups, but for what older torches need."""
     names = (*torch_names.GROUPS, *torch_names.DDP, *torch_names.FSDP, *torch_names.MESHES)
     known = {part for name in names for part in name.where.replace(":", ".").split(".")}
-    files = [Path(torch_private.__file__), Path(torch_fsdp.__file__), *Path(comm.__path__[0]).glob("*.py")]
+    files = [
+        Path(torch_private.__file__),
+        Path(torch_fsdp.__file__),
+        *Path(process_groups.__path__[0]).glob("*.py"),
+    ]
     found = {name for file in files for name in private_names(file)}
     assert found - known == OLDER
     assert all(name.why for name in names)

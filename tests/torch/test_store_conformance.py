@@ -26,8 +26,8 @@ import torch
 # What torch.distributed has too, but only here do type checkers find it.
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent.store_server import StoreServer
+from ckptless.daemon.agent.kvstore import protocol
+from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.api.errors import UsageError
 
 T = TypeVar("T")

@@ -18,10 +18,12 @@ from torch.distributed.tensor import _utils as dtensor_utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptless.pytorch_hooks import torch_dcp, torch_fsdp, torch_private
-from ckptless.pytorch_hooks.comm.fabric import Fabric
-from ckptless.pytorch_hooks.comm.fsdp import Sharded
 from ckptless.pytorch_hooks.errors import TorchMismatch
+from ckptless.pytorch_hooks.process_groups.fabric import Fabric
+from ckptless.pytorch_hooks.process_groups.fsdp import Sharded
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private import dcp as torch_dcp
+from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
 
 
 def test_this_torch_has_all_that_is_used() -> None:

@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks import plain
 from ckptless.pytorch_hooks.cursor import Cursors
+from ckptless.pytorch_hooks.running import standalone as plain
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, gradients, read, readback, restore
 from ckptless.pytorch_hooks.state.objects import parts_of
 from ckptless.pytorch_hooks.state.reach import Outside

@@ -62,7 +62,7 @@ def installed_torch() -> Torch | None:
 
 
 def _tried() -> str:
-    from ckptless.pytorch_hooks import self_test
+    from ckptless.pytorch_hooks.torch_private import self_test
 
     return self_test.tried()
 
@@ -70,8 +70,10 @@ def _tried() -> str:
 def _moved() -> dict[str, str] | None:
     """What the guards refuse, by part; None where torch cannot even be loaded."""
     try:
-        from ckptless.pytorch_hooks import torch_dcp, torch_fsdp, torch_private
         from ckptless.pytorch_hooks.errors import TorchMismatch
+        from ckptless.pytorch_hooks.torch_private import calls as torch_private
+        from ckptless.pytorch_hooks.torch_private import dcp as torch_dcp
+        from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
     except ImportError:
         return None
     found: dict[str, str] = {}

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ckptless.daemon.agent.environment import GLOO, NCCL_COMM_ID, RANKS_PER_ROOT
-from ckptless.daemon.agent.nccl_wire import LAYOUTS, Layout
+from ckptless.daemon.agent.nccl.wire import LAYOUTS, Layout
+from ckptless.daemon.agent.ranks.environment import GLOO, NCCL_COMM_ID, RANKS_PER_ROOT
 from ckptless.doctor.facts import Facts
 from ckptless.torch_versions import (
     NEWEST,

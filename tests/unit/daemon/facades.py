@@ -7,9 +7,9 @@ import asyncio
 import sys
 from typing import Self
 
-from ckptless.daemon.agent.replicas import Replicas
-from ckptless.daemon.agent.store_service import StoreService
-from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.agent.kvstore.service import StoreService
+from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.vault import Vault
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 from ckptless.daemon.api.version import Origin
 from ckptless.daemon.peers.vouch import KeyVouch

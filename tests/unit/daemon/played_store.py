@@ -4,7 +4,7 @@ import asyncio
 import socket
 from typing import Any
 
-from ckptless.daemon.agent.store_peers import StoreChannel, StorePeers
+from ckptless.daemon.agent.kvstore.peers import StoreChannel, StorePeers
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.door import Door

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
-from ckptless.daemon.agent.store_protocol import MAGIC
+from ckptless.daemon.agent.kvstore.protocol import MAGIC
 
 DEADLINE_S = 20.0
 

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.memory import PAGE_NBYTES, Region
-from ckptless.daemon.agent.serving import receive_tensors
-from ckptless.daemon.agent.vault import Vault
-from ckptless.daemon.agent.verifier import STEP_NBYTES, Told, Verifier, WholeVersion
+from ckptless.daemon.agent.versions.memory import PAGE_NBYTES, Region
+from ckptless.daemon.agent.versions.serving import receive_tensors
+from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.agent.versions.verifier import STEP_NBYTES, Told, Verifier, WholeVersion
 from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.api.version import Header, Origin, digest_of, header_nbytes, spans, write_header

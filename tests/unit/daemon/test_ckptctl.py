@@ -447,12 +447,12 @@ def test_replicas_of_two_jobs_or_of_none(run: Run) -> None:
 
 def ring(share: float | None, **more: Any) -> RingState:
     """Of two replicas: both lie there, one of them is taken."""
-    fields = {"budget_nbytes": 9000, "prefetch": 8, "made": 30, "given": 40, "lent": 4, "borrowed": 2}
+    fields = {"budget_nbytes": 9000, "prefetch": 8, "made": 30, "given": 40}
     return RingState(
         loader="batches",
         manifest="ab" * 16,
         nbytes=5000,
-        **{**fields, "guests": 0, "producer": 77, **more},
+        **{**fields, "producer": 77, **more},
         streams=(StreamState(stream=1, ready=5, ahead=3), StreamState(stream=0, ready=2, ahead=2)),
         readers=(
             ReaderState(slot=0, stream=STREAMS + 1, taken=20, waits=7, waited_s=3.25, share=share),
@@ -473,11 +473,11 @@ def test_data(run: Run, state_dir: Path) -> None:
         *("loader", "node", "name", "replica", "ready", "ahead", "waits", "waited", "lately")
     ]
     # Node 1 was lost.
-    assert [row.split()[:20] for row in table[:2]] == [
+    assert [row.split()[:18] for row in table[:2]] == [
         [*("batches", "0", "n0", "0", "2", "2", "0", "0.0", "s"), *table[0].split()[9:]],
         ["1", "5", "3", "8", "4.2", "s", "0.4", "%"],
     ]
-    assert table[0].split()[9:17] == ["5.0", "kB", "9.0", "kB", "30", "2", "4", "77"]
+    assert table[0].split()[9:15] == ["5.0", "kB", "9.0", "kB", "30", "77"]
     assert [row.split()[:2] for row in table[2:]] == [["batches", "2"], ["1", "5"]]
     assert last == (
         "ranks wait for 'batches' on n2 31 % of their time: give the loader more workers, or its transform "
@@ -489,7 +489,7 @@ def test_data(run: Run, state_dir: Path) -> None:
 def test_data_that_holds_nobody_up(run: Run, state_dir: Path) -> None:
     data_of(state_dir, (0, ring(0.09)), (2, ring(None)), (3, ring(1.0, closed=True, producer=None)))
     assert not [line for line in lines(run("data")) if "ranks wait" in line]
-    assert lines(run("data"))[5].split()[16] == "closed"
+    assert lines(run("data"))[5].split()[14] == "closed"
 
 
 def test_data_json(run: Run, state_dir: Path) -> None:
@@ -501,8 +501,8 @@ def test_data_json(run: Run, state_dir: Path) -> None:
     streams, readers = told.pop("streams"), told.pop("readers")
     assert told == {
         **{"node": 2, "name": "n2", "loader": "batches", "manifest": "ab" * 16, "replicas": [0, 1]},
-        **{"nbytes": 5000, "budget_nbytes": 9000, "prefetch": 8, "made": 30, "given": 40, "lent": 4},
-        **{"borrowed": 2, "guests": 0, "producer": 77, "closed": False, "updated_s": 50.0},
+        **{"nbytes": 5000, "budget_nbytes": 9000, "prefetch": 8, "made": 30, "given": 40},
+        **{"producer": 77, "closed": False, "updated_s": 50.0},
     }
     assert streams[0] == {"replica": 1, "stream": 1, "ready": 5, "ahead": 3}
     assert [one["rank"] for one in readers] == [1, None]

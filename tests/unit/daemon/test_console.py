@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent.console import MAX_LINE_BYTES, ConsoleOutput, RankOutput, rank_log_path
+from ckptless.daemon.agent.ranks.console import MAX_LINE_BYTES, ConsoleOutput, RankOutput, rank_log_path
 
 DEADLINE_S = 20.0
 

@@ -17,19 +17,19 @@ from typing import Any, TypeVar, cast
 import pytest
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.holders import Version
-from ckptless.daemon.agent.memory import SLOTS, round_up
-from ckptless.daemon.agent.replicas import Replicas
-from ckptless.daemon.agent.state_service import StateService
-from ckptless.daemon.agent.twins import Twins
-from ckptless.daemon.agent.vault import Held, Vault, digest
+from ckptless.daemon.agent.versions.holders import Version
+from ckptless.daemon.agent.versions.memory import SLOTS, round_up
+from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.state_service import StateService
+from ckptless.daemon.agent.versions.twins import Twins
+from ckptless.daemon.agent.versions.vault import Held, Vault, digest
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.vouch import KeyVouch
-from ckptless.pytorch_hooks.versions import Fetched, Versions
+from ckptless.pytorch_hooks.commit.versions import Fetched, Versions
 
 HOST, JOB, SHARD, STEP, GENERATION = "127.0.0.1", "job", 0, 5, 3
 CHUNK = version.PAGE_NBYTES

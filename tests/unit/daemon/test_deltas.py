@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from vaults import Node, Nodes, payload_of, until
 
-from ckptless.daemon.agent.deltas import Run, missing, spans_of, unchanged
-from ckptless.daemon.agent.holders import Version
+from ckptless.daemon.agent.versions.deltas import Run, missing, spans_of, unchanged
+from ckptless.daemon.agent.versions.holders import Version
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.peers.bulk import Pace

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from vaults import Nodes, payload_of, until
 
-from ckptless.daemon.agent import shares
-from ckptless.daemon.agent.serving import Serving
+from ckptless.daemon.agent.versions import shares
+from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.peers import messages as p

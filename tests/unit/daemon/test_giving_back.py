@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from vaults import Node, Nodes, payload_of, until
 
-from ckptless.daemon.agent import giving_back
-from ckptless.daemon.agent.holders import Version
+from ckptless.daemon.agent.versions import giving_back
+from ckptless.daemon.agent.versions.holders import Version
 from ckptless.daemon.api import version
 
 STEP, NBYTES = 7, 3 * version.PAGE_NBYTES

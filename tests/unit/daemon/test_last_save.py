@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from ckptless.daemon.agent.last_save import agree, leave
-from ckptless.daemon.agent.save_plan import Task
+from ckptless.daemon.agent.saving.last import agree, leave
+from ckptless.daemon.agent.saving.plan import Task
 from ckptless.daemon.api.messages import Holdings
 
 LONG_S = 30.0

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckptless.daemon.agent.nccl_blocks import block, root_of
-from ckptless.daemon.agent.nccl_ids import NcclIds, StaleError, admitted
-from ckptless.daemon.agent.nccl_root import Answer, Roots
-from ckptless.daemon.agent.nccl_wire import Address, CheckIn, decode_id
+from ckptless.daemon.agent.nccl.blocks import block, root_of
+from ckptless.daemon.agent.nccl.ids import NcclIds, StaleError, admitted
+from ckptless.daemon.agent.nccl.root import Answer, Roots
+from ckptless.daemon.agent.nccl.wire import Address, CheckIn, decode_id
 from ckptless.daemon.api.errors import ProtocolError
 
 OURS, THEIRS = b"our job's key", b"another's"

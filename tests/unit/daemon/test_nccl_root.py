@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import nccl_root
-from ckptless.daemon.agent.nccl_blocks import block, root_of
-from ckptless.daemon.agent.nccl_root import DEADLINE_S, Answer, Roots
-from ckptless.daemon.agent.nccl_wire import Address, CheckIn
+from ckptless.daemon.agent.nccl import root as nccl_root
+from ckptless.daemon.agent.nccl.blocks import block, root_of
+from ckptless.daemon.agent.nccl.root import DEADLINE_S, Answer, Roots
+from ckptless.daemon.agent.nccl.wire import Address, CheckIn
 from ckptless.daemon.api.errors import ProtocolError
 
 MAGIC = 77

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import nccl_server, nccl_wire
-from ckptless.daemon.agent.nccl_blocks import block, root_of
-from ckptless.daemon.agent.nccl_ids import NcclIds, magic_of
-from ckptless.daemon.agent.nccl_server import NcclServer
-from ckptless.daemon.agent.nccl_wire import Address, CheckIn, decode_id, encode_check_in, encode_message
+from ckptless.daemon.agent.nccl import server as nccl_server
+from ckptless.daemon.agent.nccl import wire as nccl_wire
+from ckptless.daemon.agent.nccl.blocks import block, root_of
+from ckptless.daemon.agent.nccl.ids import NcclIds, magic_of
+from ckptless.daemon.agent.nccl.server import NcclServer
+from ckptless.daemon.agent.nccl.wire import Address, CheckIn, decode_id, encode_check_in, encode_message
 from ckptless.daemon.api.errors import UsageError
 
 KEY = b"k" * 32
@@ -299,7 +300,7 @@ async def test_many_who_say_nothing_hold_up_nobody(monkeypatch: pytest.MonkeyPat
 
 @in_a_loop
 async def test_what_waits_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptless.daemon.agent.nccl_root.DEADLINE_S", 0.1)
+    monkeypatch.setattr("ckptless.daemon.agent.nccl.root.DEADLINE_S", 0.1)
     async with agents() as running:
         (agent,) = running
         alone = Rank(0, 2, ids_on(running, [0, 0]).ids(b"g", 0, 2), 176)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.environment import GLOO, RANKS_PER_ROOT, ranks_per_root, user_env
-from ckptless.daemon.agent.nccl_service import NcclService
-from ckptless.daemon.agent.nccl_wire import Address
+from ckptless.daemon.agent.nccl.service import NcclService
+from ckptless.daemon.agent.nccl.wire import Address
+from ckptless.daemon.agent.ranks.environment import GLOO, RANKS_PER_ROOT, ranks_per_root, user_env
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import UsageError
 

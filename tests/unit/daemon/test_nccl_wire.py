@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import nccl_wire as wire
+from ckptless.daemon.agent.nccl import wire
 from ckptless.daemon.api.errors import ProtocolError
 
 V4 = wire.Address("10.0.0.7", 40123)

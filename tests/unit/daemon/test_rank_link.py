@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent import rank_link
-from ckptless.daemon.agent.rank_link import Heard, RankLink, RankServer
+from ckptless.daemon.agent.ranks import link as rank_link
+from ckptless.daemon.agent.ranks.link import Heard, RankLink, RankServer
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError

@@ -9,8 +9,8 @@ from pathlib import Path
 from click.testing import CliRunner
 from msgspec import structs
 
-from ckptless.daemon.agent.serving import Serving
-from ckptless.daemon.agent.vault import Vault, digest
+from ckptless.daemon.agent.versions.serving import Serving
+from ckptless.daemon.agent.versions.vault import Vault, digest
 from ckptless.daemon.api.records import REFUSALS, EventRecord, JobRecord
 from ckptless.daemon.api.version import Origin
 from ckptless.daemon.ckptctl.main import ckptctl

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from vaults import DEADLINE_S, Node, Nodes, payload_of, until
 
-from ckptless.daemon.agent.holders import Version
+from ckptless.daemon.agent.versions.holders import Version
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.peers import messages as p

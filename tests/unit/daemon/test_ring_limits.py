@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.agent.config import DataConfig
-from ckptless.daemon.agent.ring_limits import Free, free_memory, limited
+from ckptless.daemon.agent.dataloader.limits import Free, free_memory, limited
 
 MIB = 1 << 20
 

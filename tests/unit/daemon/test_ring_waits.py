@@ -1,10 +1,10 @@
 """How long readers of a ring wait, and what is told of a ring."""
 
-from ckptless.daemon.agent.ring import Ring
-from ckptless.daemon.agent.ring_limits import RingLimits
-from ckptless.daemon.agent.ring_node import RingNode
-from ckptless.daemon.agent.ring_state import MOST_TOLD, ring_state, rings_told
-from ckptless.daemon.agent.ring_waits import WORDS, Waits
+from ckptless.daemon.agent.dataloader.limits import RingLimits
+from ckptless.daemon.agent.dataloader.node import RingNode
+from ckptless.daemon.agent.dataloader.ring import Ring
+from ckptless.daemon.agent.dataloader.state import MOST_TOLD, ring_state, rings_told
+from ckptless.daemon.agent.dataloader.waits import WORDS, Waits
 from ckptless.daemon.api.model import ReaderState, StreamState
 
 

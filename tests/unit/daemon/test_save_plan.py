@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from ckptless.daemon.agent import save_plan
-from ckptless.daemon.agent.save_plan import Task, last_step, step_ahead
+from ckptless.daemon.agent.saving import plan as save_plan
+from ckptless.daemon.agent.saving.plan import Task, last_step, step_ahead
 from ckptless.daemon.api.messages import Holdings
 
 

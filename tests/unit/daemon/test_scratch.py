@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent import socket_folder
-from ckptless.daemon.agent.scratch import MOST_NBYTES, NAME_NBYTES, Scratch
-from ckptless.daemon.agent.socket_folder import RANKS, SocketFolder, scratch_path
+from ckptless.daemon.agent.ranks import socket_folder
+from ckptless.daemon.agent.ranks.scratch import MOST_NBYTES, NAME_NBYTES, Scratch
+from ckptless.daemon.agent.ranks.socket_folder import RANKS, SocketFolder, scratch_path
 
 
 def test_one_for_each_and_all_go() -> None:

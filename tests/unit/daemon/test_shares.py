@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.shares import AHEAD, LEAST_NBYTES, MOST_NBYTES, SLOW_S, Piece, Shares
+from ckptless.daemon.agent.versions.shares import AHEAD, LEAST_NBYTES, MOST_NBYTES, SLOW_S, Piece, Shares
 
 CHUNK = LEAST_NBYTES
 NBYTES = 4 * CHUNK + 5

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from vaults import DEADLINE_S, HOST, JOB, Nodes, payload_of, until
 
-from ckptless.daemon.agent import claims, holders, serving
-from ckptless.daemon.agent.holders import Peer, Version
-from ckptless.daemon.agent.vault import digest
+from ckptless.daemon.agent.versions import claims, holders, serving
+from ckptless.daemon.agent.versions.holders import Peer, Version
+from ckptless.daemon.agent.versions.vault import digest
 from ckptless.daemon.api import version
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve

@@ -17,10 +17,9 @@ from facades import KEY, Facade, Facades
 from played_store import PlayedStore
 from store_client import Client
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent import store_wire as wire
-from ckptless.daemon.agent.store_answers import Refusal
-from ckptless.daemon.agent.store_home import Homes
+from ckptless.daemon.agent.kvstore import protocol, wire
+from ckptless.daemon.agent.kvstore.answers import Refusal
+from ckptless.daemon.agent.kvstore.home import Homes
 from ckptless.daemon.api.messages import Place
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.door import Door
@@ -293,7 +292,7 @@ def test_an_agent_that_talks_nonsense_is_hung_up_on_alone(name: str) -> None:
 
 
 def test_what_a_newer_generation_says_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptless.daemon.agent.store_exchange.MAX_HELD_NBYTES", 1000)
+    monkeypatch.setattr("ckptless.daemon.agent.kvstore.exchange.MAX_HELD_NBYTES", 1000)
 
     async def work() -> None:
         async with Facades(3) as facades:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent.store_answers import Answer, Reply
-from ckptless.daemon.agent.store_exchange import StoreExchange
-from ckptless.daemon.agent.store_home import Homes
-from ckptless.daemon.agent.store_node import Cancel, StoreNode
+from ckptless.daemon.agent.kvstore import protocol
+from ckptless.daemon.agent.kvstore.answers import Answer, Reply
+from ckptless.daemon.agent.kvstore.exchange import StoreExchange
+from ckptless.daemon.agent.kvstore.home import Homes
+from ckptless.daemon.agent.kvstore.node import Cancel, StoreNode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.peers import messages as p

@@ -2,12 +2,12 @@
 
 import pytest
 
-from ckptless.daemon.agent import store_ids
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent.nccl_ids import NcclIds
-from ckptless.daemon.agent.nccl_wire import Address
-from ckptless.daemon.agent.store_ids import ClientIds
-from ckptless.daemon.agent.store_state import StoreState
+from ckptless.daemon.agent.kvstore import ids as store_ids
+from ckptless.daemon.agent.kvstore import protocol
+from ckptless.daemon.agent.kvstore.ids import ClientIds
+from ckptless.daemon.agent.kvstore.state import StoreState
+from ckptless.daemon.agent.nccl.ids import NcclIds
+from ckptless.daemon.agent.nccl.wire import Address
 from ckptless.daemon.api.errors import ProtocolError
 
 WORLD = b"default_pg/0//cuda//"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent.store_parser import StoreParser
-from ckptless.daemon.agent.store_protocol import Op, Request
+from ckptless.daemon.agent.kvstore import protocol
+from ckptless.daemon.agent.kvstore.parser import StoreParser
+from ckptless.daemon.agent.kvstore.protocol import Op, Request
 from ckptless.daemon.api.errors import ProtocolError
 
 HELLO = struct.pack("<BI", Op.VALIDATE, protocol.MAGIC)

@@ -2,13 +2,13 @@
 
 import random
 
-from ckptless.daemon.agent import store_protocol as protocol
-from ckptless.daemon.agent.store_answers import DONE, Answer
-from ckptless.daemon.agent.store_home import Homes
-from ckptless.daemon.agent.store_node import StoreNode
-from ckptless.daemon.agent.store_parser import KeyLists, StoreParser
-from ckptless.daemon.agent.store_protocol import Op
-from ckptless.daemon.agent.store_wire import Ask, Item
+from ckptless.daemon.agent.kvstore import protocol
+from ckptless.daemon.agent.kvstore.answers import DONE, Answer
+from ckptless.daemon.agent.kvstore.home import Homes
+from ckptless.daemon.agent.kvstore.node import StoreNode
+from ckptless.daemon.agent.kvstore.parser import KeyLists, StoreParser
+from ckptless.daemon.agent.kvstore.protocol import Op
+from ckptless.daemon.agent.kvstore.wire import Ask, Item
 
 KEYS = tuple(b"default_pg/0//cpu//0/%d" % rank for rank in range(4))
 HELLO = bytes([Op.VALIDATE]) + protocol.MAGIC.to_bytes(4, "little")

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptless.daemon.agent.store_protocol import MAX_VALUE_NBYTES
-from ckptless.daemon.agent.store_state import ENTRY_NBYTES, StoreState
+from ckptless.daemon.agent.kvstore.protocol import MAX_VALUE_NBYTES
+from ckptless.daemon.agent.kvstore.state import ENTRY_NBYTES, StoreState
 from ckptless.daemon.api.errors import ProtocolError
 
 

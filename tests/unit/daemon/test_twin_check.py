@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.twin_check import TwinCheck, TwinsMode
+from ckptless.daemon.agent.versions.twin_check import TwinCheck, TwinsMode
 from ckptless.daemon.peers.messages import CompareTwins
 
 SHAPE = "0" * 16

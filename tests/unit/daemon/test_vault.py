@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.vault import KEEP, Held, Vault, digest
+from ckptless.daemon.agent.versions.vault import KEEP, Held, Vault, digest
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.messages import Assignment, TensorsAt
 

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptless.daemon.agent.holders import ANY_NETWORK, Network
-from ckptless.daemon.agent.memory import SLOTS, round_up
-from ckptless.daemon.agent.replicas import Replicas
-from ckptless.daemon.agent.vault import Held, Vault, digest
+from ckptless.daemon.agent.versions.holders import ANY_NETWORK, Network
+from ckptless.daemon.agent.versions.memory import SLOTS, round_up
+from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.vault import Held, Vault, digest
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.peers.vouch import KeyVouch

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_service import DEADLINE_S, Site, hello
 
 from ckptless.daemon.agent.config import AgentConfig
-from ckptless.daemon.agent.keeping import KeepService
-from ckptless.daemon.agent.memory import SIZE_SEALS, SLOTS, round_up
-from ckptless.daemon.agent.soundness import header_of
-from ckptless.daemon.agent.vault import Held, Vault, digest
+from ckptless.daemon.agent.versions.keeping import KeepService
+from ckptless.daemon.agent.versions.memory import SIZE_SEALS, SLOTS, round_up
+from ckptless.daemon.agent.versions.soundness import header_of
+from ckptless.daemon.agent.versions.vault import Held, Vault, digest
 from ckptless.daemon.api import keeping as k
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version

@@ -27,8 +27,9 @@ import attacked_ports
 import attackers as a
 from attacked_ports import HOST, KEY, LINK
 
-from ckptless.daemon.agent.nccl_ids import NcclIds
-from ckptless.daemon.agent.nccl_wire import (
+from ckptless.daemon.agent.kvstore.protocol import MAGIC
+from ckptless.daemon.agent.nccl.ids import NcclIds
+from ckptless.daemon.agent.nccl.wire import (
     LAYOUTS,
     Address,
     CheckIn,
@@ -36,7 +37,6 @@ from ckptless.daemon.agent.nccl_wire import (
     encode_check_in,
     encode_message,
 )
-from ckptless.daemon.agent.store_protocol import MAGIC
 from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, Route

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ckptless.daemon.agent.replicas import Replicas
-from ckptless.daemon.agent.vault import Vault
+from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.vault import Vault
 from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.api.model import NO_RUN

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import asdict
 
-from ckptless.daemon.agent.nccl_wire import LAYOUTS
+from ckptless.daemon.agent.nccl.wire import LAYOUTS
 from ckptless.doctor import __main__ as program
 from ckptless.doctor.collect import collect, of_number
 from ckptless.doctor.facts import Daemon, Facts, Limits, Nccl, Torch

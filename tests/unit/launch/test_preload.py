@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent.socket_folder import SocketFolder
+from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.main import command
 from ckptless.daemon.launch.options import local_options

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
-from ckptless.daemon.agent.socket_folder import RANKS, SocketFolder
+from ckptless.daemon.agent.ranks.socket_folder import RANKS, SocketFolder
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import write_outcome

@@ -122,8 +122,8 @@ def test_the_options_come_before_what_sbatch_said(folder: Path) -> None:
     env = {**JOB, "CKPTLESS_REPLICAS": "3", "CKPTLESS_MAX_STALL": "90"}
     config = run("train.py", env=env).config
     assert (config.copies, config.spec.limits) == (3, Limits.from_max_stall(90.0))
-    words = ("--spares", "2", "--copies", "1", "--max-stall", "60", "--nproc-per-node", "4", "--max-restarts")
-    config = run(*words, "5", "--log-dir", "logs/here", "--tee", "all", "train.py", env=env).config
+    words = "--spares 2 --replicas 1 --max-stall 60 --nproc-per-node 4 --max-restarts 5 --log-dir logs/here"
+    config = run(*words.split(), "--tee", "all", "train.py", env=env).config
     assert (config.spec.nodes, config.spec.spares, config.spec.slots_per_node) == (3, 2, 4)
     assert (config.copies, config.tee) == (1, None)
     assert config.spec.limits == Limits.from_max_stall(60.0, start_tries=5)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent import socket_folder
-from ckptless.daemon.agent.socket_folder import RANKS, SocketFolder, rank_sockets
+from ckptless.daemon.agent.ranks import socket_folder
+from ckptless.daemon.agent.ranks.socket_folder import RANKS, SocketFolder, rank_sockets
 
 STRANGER = 65534
 
@@ -111,7 +111,7 @@ def test_one_that_is_replaced_while_it_is_swept_stays(root: Path, monkeypatch: p
 
 def test_what_a_killed_process_left_goes_with_the_next_one(root: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from ckptless.daemon.agent import socket_folder as s\n"
+        "import sys; from pathlib import Path; from ckptless.daemon.agent.ranks import socket_folder as s\n"
         f"s.ROOT = Path({str(root)!r}); folder = s.SocketFolder('8'); print(folder.path, flush=True)\n"
         "sys.stdin.read()"
     )

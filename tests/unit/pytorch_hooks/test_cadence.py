@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks.cadence import (
+from ckptless.pytorch_hooks.commit.cadence import (
     FIRST_COMMITS,
     MAX_STEPS,
     WARM_UP,
@@ -21,8 +21,8 @@ from ckptless.pytorch_hooks.cadence import (
     first_plan,
     together,
 )
-from ckptless.pytorch_hooks.cadence_agreement import Fixed
-from ckptless.pytorch_hooks.comm.fabric import Fabric
+from ckptless.pytorch_hooks.commit.cadence_agreement import Fixed
+from ckptless.pytorch_hooks.process_groups.fabric import Fabric
 
 BUDGET = 0.01
 

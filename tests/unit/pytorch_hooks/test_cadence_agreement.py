@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks import torch_private
-from ckptless.pytorch_hooks.cadence import MAX_STEPS, Meter
-from ckptless.pytorch_hooks.cadence_agreement import Agreed, Cadence, Fixed
-from ckptless.pytorch_hooks.comm.fabric import Fabric
+from ckptless.pytorch_hooks.commit.cadence import MAX_STEPS, Meter
+from ckptless.pytorch_hooks.commit.cadence_agreement import Agreed, Cadence, Fixed
+from ckptless.pytorch_hooks.process_groups.fabric import Fabric
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 BUDGET = 0.05
 RANKS = 4

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from ckptless.daemon.api.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor import Cursor, Cursors
-from ckptless.pytorch_hooks.state import codec, rng, rng_memory
+from ckptless.pytorch_hooks.state import codec, rng
 
 EPOCHS = 6
 LENGTH = 5
@@ -432,16 +432,10 @@ class Noisy(Dataset[torch.Tensor]):
         return torch.tensor([index, random.gauss(0, 1), np.random.standard_normal()], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("by", ["memory", "asking"])
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("drawn_by_step", [1, 2])
-def test_kept_deviates_are_repeated(
-    by: str, batch_size: int, drawn_by_step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_deviates_are_repeated(batch_size: int, drawn_by_step: int) -> None:
     """What is kept is moved by each batch and each step, or by one of them, or by none."""
-    if by == "asking":
-        monkeypatch.setattr(rng._Readers, "python", rng_memory.AskedPython(random))
-        monkeypatch.setattr(rng._Readers, "numpy", rng_memory.AskedNumpy(np.random))
 
     def begun() -> tuple[Cursor, Any]:
         random.seed(3)

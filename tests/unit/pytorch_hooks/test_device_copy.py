@@ -18,11 +18,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ckptless.pytorch_hooks import device_copy
-from ckptless.pytorch_hooks.copying import Copying
-from ckptless.pytorch_hooks.device_copy import DeviceCopies
-from ckptless.pytorch_hooks.host_copy import HostCopies
-from ckptless.pytorch_hooks.overlap import Policy
+from ckptless.pytorch_hooks.commit import device_copy
+from ckptless.pytorch_hooks.commit.copying import Copying
+from ckptless.pytorch_hooks.commit.device_copy import DeviceCopies
+from ckptless.pytorch_hooks.commit.host_copy import HostCopies
+from ckptless.pytorch_hooks.commit.overlap import Policy
 from ckptless.pytorch_hooks.state import Copy
 
 SEEDS = 300

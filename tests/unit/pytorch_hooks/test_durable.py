@@ -17,11 +17,11 @@ from ckptless.daemon.api import saved as s
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, PeerError, RecoveryError
 from ckptless.daemon.api.saving import WritePart, WriteRecord
-from ckptless.pytorch_hooks.durable.finish import finish, prune
-from ckptless.pytorch_hooks.durable.load import load
-from ckptless.pytorch_hooks.durable.write import Shard, write_part
+from ckptless.pytorch_hooks.commit.versions import record_digest
+from ckptless.pytorch_hooks.saving.finish import finish, prune
+from ckptless.pytorch_hooks.saving.load import load
+from ckptless.pytorch_hooks.saving.write import Shard, write_part
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, raw, read, restore
-from ckptless.pytorch_hooks.versions import record_digest
 
 CHUNK = 4096
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ckptless.pytorch_hooks.loaders import Loaders
+from ckptless.pytorch_hooks.running.loaders import Loaders
 from ckptless.pytorch_hooks.state import rng
 
 

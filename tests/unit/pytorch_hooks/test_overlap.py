@@ -17,13 +17,13 @@ from torch import nn
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, UsageError
-from ckptless.pytorch_hooks import versions as subject
-from ckptless.pytorch_hooks.copying import Copying
+from ckptless.pytorch_hooks.commit import versions as subject
+from ckptless.pytorch_hooks.commit.copying import Copying
+from ckptless.pytorch_hooks.commit.host_copy import PIECE_NBYTES, HostCopies, HostTicket
+from ckptless.pytorch_hooks.commit.overlap import TRIALS, Policy, overlap_policy
+from ckptless.pytorch_hooks.commit.versions import Versions, Written
 from ckptless.pytorch_hooks.errors import StateMoved
-from ckptless.pytorch_hooks.host_copy import PIECE_NBYTES, HostCopies, HostTicket
-from ckptless.pytorch_hooks.overlap import TRIALS, Policy, overlap_policy
 from ckptless.pytorch_hooks.state import Copy, State, TensorSet
-from ckptless.pytorch_hooks.versions import Versions, Written
 
 DEADLINE_S = 30.0
 

@@ -13,7 +13,7 @@ import pytest
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import encode
 from ckptless.daemon.api.errors import PeerError
-from ckptless.pytorch_hooks.session import Session
+from ckptless.pytorch_hooks.running.session import Session
 
 DEADLINE_S = 20.0
 

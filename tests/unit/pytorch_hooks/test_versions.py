@@ -15,9 +15,9 @@ from torch import nn
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
-from ckptless.pytorch_hooks import versions as subject
+from ckptless.pytorch_hooks.commit import versions as subject
+from ckptless.pytorch_hooks.commit.versions import SLOTS, Versions
 from ckptless.pytorch_hooks.state import State, TensorSet, raw
-from ckptless.pytorch_hooks.versions import SLOTS, Versions
 
 DEADLINE_S = 20.0
 

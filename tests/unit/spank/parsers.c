@@ -37,32 +37,24 @@ static void answer_spec(char **field)
 	printf("ok\t%s\n", text);
 }
 
-/* settle  SPEC|-  spec-from-env  spares-option  spares-env  spares-on-cmdline  nodes */
-static void answer_settle(char **field)
+/* fits  SPEC  nodes */
+static void answer_fits(char **field)
 {
-	struct ckptless_asked asked = { .spec_given = strcmp(field[0], "-") != 0,
-					.spec_from_env = atoi(field[1]),
-					.spares_option = atoi(field[2]),
-					.spares_env = atoi(field[3]),
-					.spares_on_cmdline = atoi(field[4]) };
 	struct ckptless_spec spec;
-	char text[CKPTLESS_SPEC_SIZE], why[CKPTLESS_WHY_SIZE];
+	char why[CKPTLESS_WHY_SIZE];
 
-	if (asked.spec_given && !ckptless_spec_parse(field[0], &asked.spec, why, sizeof(why)))
+	if (!ckptless_spec_parse(field[0], &spec, why, sizeof(why)))
 		abort();
-	if (!ckptless_settle(&asked, &spec, why, sizeof(why)) ||
-	    !ckptless_fits(&spec, atol(field[5]), why, sizeof(why))) {
+	if (ckptless_fits(&spec, atol(field[1]), why, sizeof(why)))
+		printf("ok\n");
+	else
 		printf("refused\t%s\n", why);
-		return;
-	}
-	ckptless_spec_format(&spec, text);
-	printf("ok\t%s\n", text);
 }
 
 static void answer_said(const struct ckptless_cmdline *said)
 {
-	printf("%s\t%s\t%s\t%s\t%ld\t%d\n", shown(said->spec), shown(said->spares), shown(said->no_kill),
-	       shown(said->program), said->nodes, said->het);
+	printf("%s\t%s\t%s\t%ld\t%d\n", shown(said->spec), shown(said->no_kill), shown(said->program),
+	       said->nodes, said->het);
 }
 
 static enum ckptless_command command(const char *name)
@@ -136,8 +128,8 @@ static void answer(char *line)
 		field[i] = "";
 	if (!strcmp(field[0], "spec"))
 		answer_spec(field + 1);
-	else if (!strcmp(field[0], "settle"))
-		answer_settle(field + 1);
+	else if (!strcmp(field[0], "fits"))
+		answer_fits(field + 1);
 	else if (!strcmp(field[0], "frame"))
 		answer_frame(field + 1);
 	else if (!strcmp(field[0], "script"))
@@ -159,7 +151,7 @@ static void answer(char *line)
 /* ---- random input ---- */
 
 static const char *const pieces[] = {
-	"spares",  "replicas", "max-stall", "profile", "=",    ",",	   "1",	 "1024", "1025", "99999999999", "s",
+	"spares",  "replicas", "max-stall", "=",    ",",	   "1",	 "1024", "1025", "99999999999", "s",
 	"m",	   "auto",     "off",	    "(null)",  "-",    "--",	   "\n", " ",	 "\t",	 "\"",		"'",
 	"\\",	   "#SBATCH ", "#",	    "-N",      "-N2",  "--nodes=", "2-", "k",	 "-HN",	 "--ckptless",	"=1",
 	"bandwidth", "interface", "MB/s", "none", "GiB/s", "/16",
@@ -200,35 +192,19 @@ static void fuzz_spec(void)
 {
 	char *text = random_text(12);
 	char written[CKPTLESS_SPEC_SIZE], again[CKPTLESS_SPEC_SIZE], why[CKPTLESS_WHY_SIZE] = "";
-	struct ckptless_asked asked = { .spec_given = rand() % 4,
-					.spec_from_env = rand() % 2,
-					.spares_option = rand() % 4 - 1,
-					.spares_env = rand() % 4 - 1,
-					.spares_on_cmdline = rand() % 2 };
 	struct ckptless_spec spec, same;
-	int spares;
 
-	if (ckptless_spec_parse(text, &asked.spec, why, sizeof(why))) {
-		ckptless_spec_format(&asked.spec, written);
+	if (ckptless_spec_parse(text, &spec, why, sizeof(why))) {
+		ckptless_spec_format(&spec, written);
 		assert(strlen(written) < CKPTLESS_SPEC_SIZE);
 		assert(ckptless_spec_parse(written, &same, why, sizeof(why)));
 		ckptless_spec_format(&same, again);
 		assert(!strcmp(written, again));
-		if (ckptless_settle(&asked, &spec, why, sizeof(why))) {
-			assert(spec.on == (asked.spec_given && asked.spec.on));
-			assert(ckptless_fits(&spec, 1025, why, sizeof(why)));
-			assert(!spec.on || ckptless_fits(&spec, 1, why, sizeof(why)) == (spec.spares < 1));
-		} else {
-			check_sentence(why);
-		}
+		assert(ckptless_fits(&spec, 1025, why, sizeof(why)));
+		assert(!spec.on || ckptless_fits(&spec, 1, why, sizeof(why)) == (spec.spares < 1));
 	} else {
 		check_sentence(why);
 	}
-	why[0] = '\0';
-	if (ckptless_spares_parse(text, &spares, why, sizeof(why)))
-		assert(spares >= 0 && spares <= 1024);
-	else
-		check_sentence(why);
 	free(text);
 }
 

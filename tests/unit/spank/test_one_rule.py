@@ -11,8 +11,6 @@ from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.launch import bounds
 from ckptless.daemon.launch.main import command
 
-NONE = "-1"
-
 
 def here(spares: int, nodes: int) -> str:
     """What ckptless-run says; empty: nothing."""
@@ -25,7 +23,7 @@ def here(spares: int, nodes: int) -> str:
 
 @pytest.mark.parametrize(("spares", "nodes"), [(0, 1), (1, 1), (1, 2), (2, 2), (3, 4), (4, 3), (1024, 1024)])
 def test_spares_of_so_many_nodes(parsers: Parsers, spares: int, nodes: int) -> None:
-    verdict, *said = parsers.ask("settle", f"spares={spares}", "0", NONE, NONE, "0", str(nodes))
+    verdict, *said = parsers.ask("fits", f"spares={spares}", str(nodes))
     assert here(spares, nodes) == ("" if verdict == "ok" else said[0])
 
 
@@ -39,7 +37,7 @@ def test_a_heterogeneous_job() -> None:
     ("key", "option", "low", "high"),
     [
         ("spares", "--spares", 0, bounds.MAX_SPARES),
-        ("replicas", "--copies", 1, bounds.MAX_COPIES),
+        ("replicas", "--replicas", 1, bounds.MAX_COPIES),
         ("max-stall", "--max-stall", bounds.MIN_STALL_S, bounds.MAX_STALL_S),
     ],
 )

@@ -18,7 +18,7 @@ from native import Parsers
         ("spares=1", "spares=1"),
         ("spares=0", "spares=0"),
         ("spares=1024,replicas=64", "spares=1024,replicas=64"),
-        ("profile=big-model_2.1,spares=2", "spares=2,profile=big-model_2.1"),
+        ("replicas=3,spares=2", "spares=2,replicas=3"),
         ("max-stall=90", "max-stall=90"),
         ("max-stall=90s", "max-stall=90"),
         ("max-stall=2m", "max-stall=120"),
@@ -27,12 +27,9 @@ from native import Parsers
         ("bandwidth=none,interface=10.1.0.0/16", "bandwidth=none,interface=10.1.0.0/16"),
         ("bandwidth=1000GB/s,interface=fd00::/8", "bandwidth=1000GB/s,interface=fd00::/8"),
         (
-            f"spares=1024,replicas=64,max-stall=86400,bandwidth=000000000000500.0MiB/s,"
-            f"interface={'i' * 47},profile={'p' * 64}",
-            f"spares=1024,replicas=64,max-stall=86400,bandwidth=000000000000500.0MiB/s,"
-            f"interface={'i' * 47},profile={'p' * 64}",
+            f"spares=1024,replicas=64,max-stall=86400,bandwidth=000000000000500.0MiB/s,interface={'i' * 47}",
+            f"spares=1024,replicas=64,max-stall=86400,bandwidth=000000000000500.0MiB/s,interface={'i' * 47}",
         ),
-        (f"profile={'p' * 64}", f"profile={'p' * 64}"),
     ],
 )
 def test_spec_is_brought_into_one_form(parsers: Parsers, given: str, written: str) -> None:
@@ -78,10 +75,7 @@ def test_spec_is_brought_into_one_form(parsers: Parsers, given: str, written: st
         ("interface=ib0;ls", "not valid"),
         (f"interface={'i' * 48}", "not valid"),
         ("interface=a,interface=a", "interface is given twice"),
-        ("profile=", "profile wants a name of letters, digits, _ - and ."),
-        ("profile=../../etc", "not valid"),
-        ("profile=a b", "not valid"),
-        (f"profile={'p' * 65}", "not valid"),
+        ("profile=a", '"profile=a" is not known'),
         ("\x1b[31mred", '"?[31mred" is not known'),
         ("x" * 5000, f'"{"x" * 48}" is not known'),
     ],
@@ -92,63 +86,30 @@ def test_a_bad_spec_is_refused_with_one_sentence(parsers: Parsers, given: str, s
     assert says in sentence
 
 
-NONE = "-1"
-
-
 @pytest.mark.parametrize(
-    ("spec", "option", "env", "nodes", "settled"),
+    ("spec", "nodes", "says"),
     [
-        ("auto", NONE, NONE, 2, "auto"),
-        ("auto", "1", NONE, 2, "spares=1"),
-        ("spares=1", "1", NONE, 2, "spares=1"),
-        ("auto", NONE, "1", 2, "spares=1"),
-        ("spares=3", "3", "1", 2, "spares=1"),  # the environment is newer than #SBATCH lines
-        ("-", NONE, "1", 2, "off"),  # and asks for nothing by itself
-        ("off", NONE, "1", 2, "off"),
-        ("spares=9", NONE, NONE, 0, "spares=9"),  # the number of nodes is not known
-        ("spares=1", NONE, NONE, -1, "spares=1"),
+        ("auto", 1, ""),
+        ("off", 1, ""),
+        ("spares=1", 2, ""),
+        ("spares=9", 0, ""),  # the number of nodes is not known
+        ("spares=1", -1, ""),
+        ("spares=1", 1, "with 1 spare, a job of 1 node has none left to train on"),
+        ("spares=4", 3, "with 4 spares, a job of 3 nodes has none left"),
     ],
 )
-def test_what_was_asked_becomes_one_spec(
-    parsers: Parsers, spec: str, option: str, env: str, nodes: int, settled: str
-) -> None:
-    assert parsers.ask("settle", spec, "0", option, env, "0", str(nodes)) == ["ok", settled]
-
-
-def test_the_command_line_is_newer_than_the_environment(parsers: Parsers) -> None:
-    assert parsers.ask("settle", "spares=2", "0", NONE, "1", "1", "3") == ["ok", "spares=2"]
-    assert parsers.ask("settle", "auto", "0", "2", "1", "1", "3") == ["ok", "spares=2"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        (
-            ("-", "0", "1", NONE, "0", "2"),
-            "--ckptless-spares=1 does nothing without --ckptless; add --ckptless",
-        ),
-        (("off", "0", "1", NONE, "0", "2"), "--ckptless=off and --ckptless-spares=1 contradict each other"),
-        (("spares=1", "0", "2", NONE, "0", "4"), "--ckptless says spares=1, and --ckptless-spares"),
-        (("spares=1", "1", NONE, "2", "0", "4"), "--ckptless says spares=1, and --ckptless-spares"),
-        (("spares=1", "0", NONE, NONE, "0", "1"), "with 1 spare, a job of 1 node has none left to train on"),
-        (
-            ("spares=4", "0", NONE, NONE, "0", "3"),
-            "with 4 spares, a job of 3 nodes has none left",
-        ),
-    ],
-)
-def test_what_contradicts_itself_is_refused(parsers: Parsers, asked: tuple[str, ...], says: str) -> None:
-    verdict, sentence = parsers.ask("settle", *asked)
-    assert verdict == "refused"
-    assert says in sentence
+def test_a_node_is_left_to_train_on(parsers: Parsers, spec: str, nodes: int, says: str) -> None:
+    verdict, *sentence = parsers.ask("fits", spec, str(nodes))
+    assert verdict == ("refused" if says else "ok")
+    assert says in "".join(sentence)
 
 
 def said(parsers: Parsers, *words: str) -> dict[str, str]:
-    names = ("spec", "spares", "no_kill", "program", "nodes", "het")
+    names = ("spec", "no_kill", "program", "nodes", "het")
     return dict(zip(names, parsers.ask(*words), strict=True))
 
 
-NOTHING = {"spec": "-", "spares": "-", "no_kill": "-", "program": "-", "nodes": "0", "het": "0"}
+NOTHING = {"spec": "-", "no_kill": "-", "program": "-", "nodes": "0", "het": "0"}
 
 
 @pytest.mark.parametrize(
@@ -175,8 +136,7 @@ NOTHING = {"spec": "-", "spares": "-", "no_kill": "-", "program": "-", "nodes": 
         ("srun -lu -w node01 --pty bash -c --ckptless", {"program": "bash"}),
         ("srun -I30 prog", {"program": "prog"}),
         ("srun --others-flag --ckptless prog", {"spec": "", "program": "prog"}),
-        ("salloc -N2 --ckptless-spares 1", {"nodes": "2", "spares": "1"}),
-        ("salloc --ckptless-sp=1", {"spares": "1"}),
+        ("salloc -N2 --ckptless=spares=1", {"nodes": "2", "spec": "spares=1"}),
         ("sbatch -k job.sh", {"no_kill": "", "program": "job.sh"}),
         ("sbatch -koff job.sh", {"no_kill": "off", "program": "job.sh"}),
         ("sbatch --no-kill=off job.sh", {"no_kill": "off", "program": "job.sh"}),
@@ -229,8 +189,8 @@ def test_what_can_be_read_only_once_is_left_alone(parsers: Parsers, tmp_path: Pa
 
 def test_variables_are_those_that_were_given(parsers: Parsers) -> None:
     assert parsers.ask("variables", "auto") == ["CKPTLESS=auto", "CKPTLESS_SPEC=auto", ""]
-    spec = "spares=1,replicas=2,max-stall=120,bandwidth=2GB/s,interface=ib0,profile=x"
-    given = "interface=ib0,profile=x,max-stall=2m,replicas=2,bandwidth=2GB/s,spares=1"
+    spec = "spares=1,replicas=2,max-stall=120,bandwidth=2GB/s,interface=ib0"
+    given = "interface=ib0,max-stall=2m,replicas=2,bandwidth=2GB/s,spares=1"
     assert parsers.ask("variables", given) == [
         f"CKPTLESS={spec}",
         f"CKPTLESS_SPEC={spec}",
@@ -239,7 +199,6 @@ def test_variables_are_those_that_were_given(parsers: Parsers) -> None:
         "CKPTLESS_MAX_STALL=120",
         "CKPTLESS_BANDWIDTH=2GB/s",
         "CKPTLESS_INTERFACE=ib0",
-        "CKPTLESS_PROFILE=x",
         "",
     ]
 

@@ -1,0 +1,286 @@
+"""The store as a node's own ranks see it: torch's clients connect here, as they would to torch's server."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from ckptless.daemon.agent.kvstore import protocol
+from ckptless.daemon.agent.kvstore.answers import Answer, Refusal, Reply
+from ckptless.daemon.agent.kvstore.home import Homes
+from ckptless.daemon.agent.kvstore.ids import ClientIds
+from ckptless.daemon.agent.kvstore.node import Cancel, StoreNode
+from ckptless.daemon.agent.kvstore.parser import KeyLists, StoreParser
+from ckptless.daemon.agent.kvstore.protocol import Request
+from ckptless.daemon.agent.kvstore.sharing import Memo
+from ckptless.daemon.agent.kvstore.state import StoreState
+from ckptless.daemon.agent.kvstore.wire import Item
+from ckptless.daemon.agent.nccl.ids import NcclIds
+from ckptless.daemon.agent.sock_owner import Endpoint
+from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.daemon.peers.listening import serve
+
+logger = logging.getLogger(__name__)
+
+# Answers that several ranks get alike are made once, up to this size.
+MAX_ENCODED_NBYTES = 256 << 10
+
+Refuses = Callable[[Endpoint, Endpoint], str | None]
+"""From our end of a connection and the other one to why it is refused; None where it is not."""
+
+
+def _to_nobody(_node: int, _item: Item) -> None:
+    raise RuntimeError("a store of one node has nobody to ask")
+
+
+def alone() -> StoreNode:
+    """A store of one node, which keeps every key."""
+    return StoreNode(0, Homes([0]), _to_nobody)
+
+
+class StoreServer:
+    """A node's end of the job's key-value store, spoken to by `dist.TCPStore(..., is_master=False)`.
+
+    Owned by the event loop that `start` ran in; every method belongs to that loop's thread. `requests`
+    counts what clients have asked, `refused` those that were cut off because they broke the protocol or its
+    limits, or because `refuses` gave a reason when they connected. torch's clients cannot be asked for a
+    secret: without `refuses` (see `StoreGuard`) whoever can reach the address can use the store.
+    """
+
+    def __init__(self, refuses: Refuses | None = None) -> None:
+        self.refused = 0
+        self.refuses = refuses
+        self.requests = 0
+        self._node, self._rounds = alone(), StoreState()
+        self._ids: NcclIds | None = None
+        self._clients: set[_Client] = set()
+        self._server: asyncio.Server | None = None
+        self.lists = KeyLists()
+        self._encoded: Memo[tuple[Reply, bytes]] = Memo()
+
+    async def start(self, host: str) -> int:
+        """Listen at `host`, one numeric address, and return the port (the system chooses it)."""
+        try:
+            ipaddress.ip_address(host)
+        except ValueError as error:
+            # A name may stand for several addresses, which would get a port each.
+            raise UsageError(f"the store listens at a numeric address, not at {host!r}") from error
+        if self._server is not None:
+            raise RuntimeError("the store is started already")
+        self._server, port = await serve(host, self._make_client)
+        return port
+
+    def cut(self, ids: NcclIds | None = None, node: StoreNode | None = None) -> int:
+        """Begin a new generation: hang up on every client, and use `node` (None: one that is alone).
+
+        Return how many were cut. A client that is blocked in a wait fails at once. Whoever connects from now
+        on, even a process of the old generation, is in the new one. With `ids` NCCL's unique ids are
+        computed, else they are keys as any others.
+        """
+        self._node, self._ids, self._rounds = node or alone(), ids, StoreState()
+        self._encoded = Memo()
+        return sum(client.hang_up() for client in self._clients)
+
+    async def close(self) -> None:
+        """Stop listening and hang up on every client. Harmless when not started or closed already."""
+        if self._server is None:
+            return
+        self._server.close()
+        self.cut()
+        if self._clients:
+            # no deadline: they have been hung up on
+            await asyncio.wait([client.lost for client in self._clients])
+        await self._server.wait_closed()
+        self._server = None
+
+    def encoded(self, request: Request, reply: Reply) -> bytes:
+        """What the client expects back, empty if nothing. Raises ProtocolError where that is too much."""
+        if not isinstance(request, protocol.MultiGet):
+            return _encode(request, reply)
+        known = self._encoded.get(request.keys)
+        if known is not None and known[0] is reply:
+            return known[1]
+        data = _encode(request, reply)
+        if len(data) <= MAX_ENCODED_NBYTES:
+            self._encoded.put(request.keys, (reply, data))
+        return data
+
+    def _make_client(self) -> "_Client":
+        # Only this node's: a root's own rank is here for the whole generation.
+        ids = ClientIds(self._ids, self._rounds) if self._ids is not None else None
+        return _Client(self._node, ids, self)
+
+    @property
+    def clients(self) -> "set[_Client]":
+        """Who is connected."""
+        return self._clients
+
+
+class _Client(asyncio.Protocol):
+    """One connection. It keeps the store of the generation that it was made in."""
+
+    def __init__(self, node: StoreNode, ids: ClientIds | None, server: StoreServer) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._node, self._ids, self._server = node, ids, server
+        self._parser = StoreParser(server.lists)
+        self._pending: deque[Request] = deque()
+        # Of the wait that goes on, and whether another request is being answered.
+        self._cancel_wait: Cancel | None = None
+        self._wait_number = 0
+        self._busy = False
+        self._writable = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        # Answers of a few bytes, each waited for: Nagle's algorithm would add 40 ms to some of them.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._server.clients.add(self)
+        if self._server.refuses is not None:
+            own, peer = (transport.get_extra_info(name) for name in ("sockname", "peername"))
+            # Who has reset the connection already has no address any more.
+            why = self._server.refuses(own[:2], peer[:2]) if own and peer else "it is gone already"
+            if why is not None:
+                self._server.refused += 1
+                logger.debug("store: hung up on %s: %s", peer, why)  # `refuses` tells of it, within limits
+                self.hang_up()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is not None:
+            logger.debug("store: a client's connection broke: %s", error)
+        self._stop_waiting()
+        self._pending.clear()
+        self._server.clients.discard(self)
+        self.lost.set_result(None)
+
+    def hang_up(self) -> bool:
+        """Close at once, without sending what is still to be sent. Return False if that was done before."""
+        if self._transport.is_closing():
+            return False
+        self._transport.abort()
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._pending.extend(self._parser.feed(data))
+        except ProtocolError as error:
+            self._refuse(Refusal(str(error), hostile=True))
+        else:
+            self._work()
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._work()
+
+    def _work(self) -> None:
+        """Serve what is pending, one after the other, for as long as the client takes its answers.
+
+        A client that does not read holds up nobody but itself: one answer, one piece of input.
+        """
+        while self._pending and self._writable and not self._busy and not self._transport.is_closing():
+            self._server.requests += 1
+            try:
+                self._serve(self._pending.popleft())
+            except ProtocolError as error:
+                self._refuse(Refusal(str(error), hostile=True))
+        if self._transport.is_closing():
+            self._pending.clear()
+        elif self._pending:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def _serve(self, request: Request) -> None:
+        left = self._ids.take(request) if self._ids is not None else request
+        if isinstance(left, bytes):
+            self._transport.write(left)
+        elif isinstance(left, protocol.Ping):
+            self._transport.write(protocol.encode_nonce(left.nonce))
+        elif isinstance(left, protocol.CancelWait):
+            self._stop_waiting()
+            self._transport.write(protocol.WAIT_CANCELED)
+        elif isinstance(left, protocol.Wait | protocol.Barrier):
+            self._wait(left)
+        else:
+            self._ask(left)
+
+    def _ask(self, request: Request) -> None:
+        """The next request waits for the answer to this one, also where the client does not."""
+        at_once = True
+        self._busy = True
+
+        def done(answer: Answer) -> None:
+            self._busy = False
+            if self._transport.is_closing():
+                return
+            if isinstance(answer, Refusal):
+                self._refuse(answer)
+                return
+            try:
+                self._transport.write(self._server.encoded(request, answer))
+            except ProtocolError as error:
+                self._refuse(Refusal(str(error), hostile=True))
+            if not at_once:
+                # Not from inside of what has brought the answer.
+                asyncio.get_running_loop().call_soon(self._work)
+
+        self._node.ask(request, done)
+        at_once = False
+
+    def _wait(self, request: protocol.Wait | protocol.Barrier) -> None:
+        if self._cancel_wait is not None:
+            raise ProtocolError("a second wait while the first goes on")
+        number = self._wait_number = self._wait_number + 1
+        over = False
+
+        def done(answer: Answer) -> None:
+            nonlocal over
+            over = True
+            if number != self._wait_number or self._transport.is_closing():
+                return  # canceled
+            self._cancel_wait = None
+            if isinstance(answer, Refusal):
+                self._refuse(answer)
+            else:
+                self._transport.write(protocol.STOP_WAITING)
+
+        cancel = self._node.ask(request, done)
+        if not over:
+            self._cancel_wait = cancel
+
+    def _stop_waiting(self) -> None:
+        if self._cancel_wait is not None:
+            self._wait_number += 1
+            cancel, self._cancel_wait = self._cancel_wait, None
+            cancel()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        peer = self._transport.get_extra_info("peername")
+        logger.warning("store: hung up on %s: %s", peer, refusal.text)
+        if refusal.hostile:
+            self._server.refused += 1
+        self.hang_up()
+
+
+def _encode(request: Request, reply: Reply) -> bytes:
+    """What the client expects back, empty if nothing. Raises ProtocolError where that is too much."""
+    match request:
+        case protocol.Get() | protocol.CompareSet():
+            return protocol.encode_value(reply.values[0] or b"")
+        case protocol.MultiGet():
+            return protocol.encode_values([value or b"" for value in reply.values])
+        case protocol.Check():
+            return protocol.encode_check(bool(reply.count))
+        case protocol.ListKeys():
+            return protocol.encode_keys([key or b"" for key in reply.values])
+        case protocol.QueuePop():
+            return protocol.encode_popped(reply.count, reply.values[0])
+        case protocol.Add() | protocol.Delete() | protocol.NumKeys() | protocol.QueueLen():
+            return protocol.encode_number(reply.count)
+        case _:
+            return b""

@@ -1,0 +1,1 @@
+"""The training processes of a node: forked from a zygote, watched, and ended."""

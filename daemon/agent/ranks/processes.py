@@ -1,0 +1,351 @@
+"""The agent's training processes: asked of the zygote, watched by pidfd, and reaped with all they leave.
+
+Everything here belongs to one asyncio loop in the agent's main thread. Nobody else may wait for children with
+waitpid(-1): a status taken from under us is a death without a reason.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from ckptless.daemon.agent.ranks import zygote_messages as wire
+from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
+from ckptless.daemon.agent.ranks.zygote_link import ZygoteGoneError, ZygoteLink, hatched, launch
+from ckptless.daemon.api.errors import PeerError, ProtocolError, UsageError
+
+SPAWN_DEADLINE_S = 30.0
+GROUP_DEADLINE_S = 30.0
+GROUP_POLL_S = 0.02
+# What a process counts as whose status someone else has taken; asyncio's own choice.
+STATUS_UNKNOWN = 255
+# Read once, when the interpreter or a library is loaded: a rank gets the zygote's, whatever its own say.
+READ_AT_LOAD = ("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LC_", "LANG")
+
+OnEvent: TypeAlias = Callable[[str, str], None]
+Output: TypeAlias = Path | Literal["pipe", "inherit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpawnSpec:
+    """A training process to start.
+
+    `argv` is a script (or, with `module`, a module) and its arguments. `env` is the whole environment; what
+    is named in READ_AT_LOAD has an effect only if the zygote was started with the same. An output is a log
+    file, opened for appending, or "inherit" (the caller's standard output), or "pipe": see `Process.stdout`.
+    `umask` None is the agent's. `scratch`: see `agent.scratch`.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path
+    stdout: Output
+    stderr: Output | Literal["stdout"] = "stdout"
+    module: bool = False
+    umask: int | None = None
+    scratch: Path | None = None
+
+    def program(self) -> wire.Program:
+        """Return it as the zygote takes it; raises UsageError where the user must mend something."""
+        if not self.argv:
+            raise UsageError("name a training script or a module to run")
+        if not self.cwd.is_dir():
+            raise UsageError(f"the working directory {self.cwd} does not exist: name one that does")
+        return wire.Program(
+            argv=tuple(map(os.fsencode, self.argv)),
+            module=self.module,
+            env=tuple((os.fsencode(name), os.fsencode(value)) for name, value in self.env.items()),
+            cwd=os.fsencode(self.cwd),
+            umask=self.umask,
+            scratch=os.fsencode(self.scratch) if self.scratch is not None else b"",
+        )
+
+
+class Process:
+    """A training process, the agent's own child and the leader of its session and process group.
+
+    `pidfd` is closed, and `returncode` set, when the death is seen. `returncode` is as in subprocess: None
+    while alive, minus the signal's number if one ended it. `stdout` and `stderr` are the non-blocking read
+    ends of the pipes asked for, the caller's to close.
+    """
+
+    def __init__(self, pid: int, on_event: OnEvent) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.returncode: int | None = None
+        self.stdout: int | None = None
+        self.stderr: int | None = None
+        self._on_event = on_event
+        self._loop = asyncio.get_running_loop()
+        self._died_at: float | None = None
+        self._dead = asyncio.Event()
+        self._loop.add_reader(self.pidfd, self._on_death)
+
+    @property
+    def dead_for_s(self) -> float | None:
+        """Seconds since the agent saw its death; None while it lives."""
+        return None if self._died_at is None else self._loop.time() - self._died_at
+
+    async def wait(self) -> int:
+        """Return the status once it is dead. Lasts as long as the process: bound it with asyncio.timeout."""
+        # no deadline: the caller's: see above
+        await self._dead.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Send it `sig`; nothing if it is dead. At its death the rest of its process group is killed."""
+        if self.returncode is None:
+            signal.pidfd_send_signal(self.pidfd, sig)
+
+    def _on_death(self) -> None:
+        self._died_at = self._loop.time()
+        self._loop.remove_reader(self.pidfd)
+        # Before the reaping: the unreaped leader keeps the group's number from being given to anyone else.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.returncode = self._reap()
+        os.close(self.pidfd)
+        self._dead.set()
+        self._reap_group(self._loop.time() + GROUP_DEADLINE_S)
+
+    def _reap(self) -> int:
+        try:
+            status = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
+        except ChildProcessError:
+            status = None
+        if status is None:
+            self._on_event(
+                "process-status-lost", f"the status of process {self.pid} was taken by someone else"
+            )
+            return STATUS_UNKNOWN
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def _reap_group(self, deadline: float) -> None:
+        """Reap the DataLoader workers and such, which we inherited, as they go."""
+        try:
+            while os.waitid(os.P_PGID, self.pid, os.WEXITED | os.WNOHANG) is not None:
+                pass
+        except ChildProcessError:
+            return
+        if self._loop.time() < deadline:
+            self._loop.call_later(GROUP_POLL_S, self._reap_group, deadline)
+        else:
+            self._on_event(
+                "group-lingers", f"processes of {self.pid}'s group outlive SIGKILL by {GROUP_DEADLINE_S:g} s"
+            )
+
+
+class Zygote:
+    """Where training processes come from.
+
+    `on_event(kind, text)` hears of what was mended or could not be: "zygote-died", "zygote-restarted",
+    "zygote-warning", "environment", and what `Process` reports. Processes outlive the zygote.
+    """
+
+    def __init__(self, on_event: OnEvent) -> None:
+        self.warnings: tuple[str, ...] = ()
+        self._on_event = on_event
+        self._preload: tuple[str, ...] = ()
+        self._env: dict[str, str] = {}
+        self._deadline_s = 0.0
+        self._link: ZygoteLink | None = None
+        self._starting = asyncio.Lock()
+        self._spawning = 0
+        self._alive: dict[int, Process] = {}
+        self._mismatches: set[str] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """The zygote's process id, None when it is not running."""
+        return None if self._link is None or self._link.gone.is_set() else self._link.pid
+
+    async def start(
+        self,
+        preload: Sequence[str],
+        env: Mapping[str, str],
+        deadline_s: float,
+        own: tuple[int, int] | None = None,
+    ) -> None:
+        """Start the zygote, in place of a running one, and wait until it has imported `preload`.
+
+        Waits at most `deadline_s`, also when `spawn` starts it again. Makes the caller a subreaper. `env`
+        should be the ranks' environment without what differs between them. `own`: the pid of a zygote that
+        the caller has already, and the descriptor of the socket to it. Raises UsageError if a module cannot
+        be imported, PeerError if the zygote dies or is late.
+        """
+        set_child_subreaper()
+        self._preload, self._env, self._deadline_s = tuple(preload), dict(env), deadline_s
+        async with self._starting:
+            await self.close()
+            await self._start(own)
+
+    async def spawn(self, spec: SpawnSpec, deadline_s: float = SPAWN_DEADLINE_S) -> Process:
+        """Start a process; a zygote that has died is started again, once, on top of `deadline_s`.
+
+        If this raises or is cancelled, no process runs. Raises UsageError for a spec that cannot be run,
+        PeerError if the zygote fails.
+        """
+        program = wire.write_program(spec.program())
+        self._compare_environment(spec.env)
+        self.reap_orphans()
+        self._spawning += 1
+        try:
+            restarted = await self._ensure_running()
+            try:
+                return await self._spawn_once(program, spec, deadline_s)
+            except ZygoteGoneError:
+                if restarted:
+                    raise
+            await self._ensure_running()
+            return await self._spawn_once(program, spec, deadline_s)
+        finally:
+            self._spawning -= 1
+            os.close(program)
+
+    async def close(self) -> None:
+        """Stop the zygote. The processes go on."""
+        link, self._link = self._link, None
+        if link is None:
+            return
+        link.hang_up()
+        try:
+            await link.wait_gone()
+        except TimeoutError:
+            await _discard(link)
+
+    def reap_orphans(self) -> None:
+        """Reap what ranks left outside their process groups and the agent adopted, once it is dead.
+
+        Such a process may serve others still (a tracker's helper, say), so it is not killed. `spawn` calls
+        this; an agent that never spawns may, now and then.
+        """
+        if self._spawning:
+            # A process that died at once may be known only by its pid, on its way to us.
+            return
+        self._alive = {pid: process for pid, process in self._alive.items() if process.returncode is None}
+        ours = os.getsid(0)
+        for pid in _children():
+            # Our session's are the agent's own subprocesses.
+            if pid not in self._alive and pid != self.pid and os.getsid(pid) != ours:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+
+    async def _ensure_running(self) -> bool:
+        """Start the zygote if it is not running, and say whether that was so."""
+        async with self._starting:
+            if self.pid is not None:
+                return False
+            if self._link is None:
+                raise PeerError("the zygote is not started")
+            self._on_event("zygote-died", f"the zygote has ended: {self._link.status}")
+            await self._start()
+            self._on_event("zygote-restarted", f"a new zygote runs as process {self.pid}")
+            return True
+
+    async def _start(self, own: tuple[int, int] | None = None) -> None:
+        link = ZygoteLink(*(hatched(*own) if own is not None else launch(self._preload, self._env)))
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                reply = await link.started
+            if isinstance(reply, wire.PreloadFailed):
+                raise UsageError(f"cannot preload {reply.module!r}: {reply.error}")
+            if not isinstance(reply, wire.Ready):
+                raise ProtocolError(f"a zygote began with {reply}")
+            wire.check_version(reply.version)
+        except TimeoutError as error:
+            await _discard(link)
+            modules = ", ".join(self._preload)
+            raise PeerError(
+                f"the zygote was not ready in {self._deadline_s:g} s (imports: {modules})"
+            ) from error
+        except BaseException:
+            await _discard(link)
+            raise
+        self._link, self.warnings = link, reply.warnings
+        for warning in reply.warnings:
+            self._on_event("zygote-warning", warning)
+
+    async def _spawn_once(self, program: int, spec: SpawnSpec, deadline_s: float) -> Process:
+        if self._link is None:
+            raise PeerError("the zygote was closed")
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            stdout, our_stdout = _open_output(spec.stdout, theirs, ours)
+            stderr, our_stderr = stdout, None
+            if spec.stderr != "stdout":
+                stderr, our_stderr = _open_output(spec.stderr, theirs, ours)
+            # Both ends close on every way out: whoever waits at the gate without the byte exits.
+            gate, opener = _pipe(theirs, theirs)
+            pid = await _ask(self._link, (program, gate, stdout, stderr), deadline_s)
+            process = self._alive[pid] = Process(pid, self._on_event)
+            process.stdout, process.stderr = our_stdout, our_stderr
+            with contextlib.suppress(BrokenPipeError):
+                # Broken: it died at the gate, which its pidfd tells.
+                os.write(opener, b"\n")
+            ours.pop_all()
+        return process
+
+    def _compare_environment(self, env: Mapping[str, str]) -> None:
+        for name in sorted(env.keys() | self._env.keys()):
+            if not name.startswith(READ_AT_LOAD) or env.get(name) == self._env.get(name):
+                continue
+            if name not in self._mismatches:
+                self._mismatches.add(name)
+                had, wanted = self._env.get(name), env.get(name)
+                self._on_event(
+                    "environment",
+                    f"{name} is {wanted!r} for a rank but was {had!r} when its libraries were loaded",
+                )
+
+
+async def _discard(link: ZygoteLink) -> None:
+    link.kill()
+    await link.wait_gone()
+
+
+async def _ask(link: ZygoteLink, fds: tuple[int, int, int, int], deadline_s: float) -> int:
+    """Have the zygote make a process, and return its pid."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            reply = await link.request(*fds)
+    except TimeoutError as error:
+        # Stuck for one is stuck for all: the next spawn starts another.
+        link.kill()
+        raise PeerError(f"the zygote made no process in {deadline_s:g} s") from error
+    if not isinstance(reply, wire.Spawned):
+        raise PeerError(f"the zygote could not make a process: {getattr(reply, 'error', reply)}")
+    return reply.pid
+
+
+def _open_output(
+    output: Output, theirs: contextlib.ExitStack, ours: contextlib.ExitStack
+) -> tuple[int, int | None]:
+    """Return the process's end of `output` and, of a pipe, ours; each stack closes its own."""
+    if output == "pipe":
+        reader, writer = _pipe(ours, theirs)
+        os.set_blocking(reader, False)
+        return writer, reader
+    if output == "inherit":
+        fd = os.dup(1)
+        theirs.callback(os.close, fd)
+        return fd, None
+    # 0666 as a shell's redirection has it: the umask decides.
+    log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    theirs.callback(os.close, log)
+    return log, None
+
+
+def _pipe(reads: contextlib.ExitStack, writes: contextlib.ExitStack) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    reads.callback(os.close, reader)
+    writes.callback(os.close, writer)
+    return reader, writer
+
+
+def _children() -> list[int]:
+    listing = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in listing.read_text().split()]

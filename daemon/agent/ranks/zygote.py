@@ -1,0 +1,385 @@
+"""The zygote: a process with torch loaded that forks a training process in milliseconds.
+
+Run by the agent as `python -m ckptless.daemon.agent.ranks.zygote --fd N --preload MODULE ...`; see
+`zygote_messages` for what goes over the socket. It never runs anything of the user's but the imports: a
+new process unwinds from `serve` to `main` and runs the training script there, as the last thing on the
+stack, so that it ends through the interpreter's own way out (threads joined, atexit, traceback, status).
+"""
+
+import argparse
+import builtins
+import gc
+import importlib
+import importlib.machinery
+import io
+import os
+import pkgutil
+import random
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+from ckptless.daemon.agent.ranks import zygote_messages as wire
+from ckptless.daemon.agent.ranks.prctl import set_pdeathsig, set_process_name
+from ckptless.daemon.agent.signals import ENDING, ignore_others
+from ckptless.daemon.api.errors import ProtocolError
+
+MIDDLE_DEADLINE_S = 10.0
+GATE_DEADLINE_S = 60.0
+# The status of a process that its agent gave up before it ran anything; nobody waits for it.
+ABANDONED = 75
+
+# `python -m` has put the working directory here; taken before any import could change it.
+_OWN_PATH = sys.path[0]
+# In a C locale the interpreter sets it by itself, for its children to inherit (PEP 538).
+_LC_CTYPE = os.environ.get("LC_CTYPE")
+_PEERCRED = struct.Struct("3i")
+_FORKED = struct.Struct("i")
+
+
+Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers
+
+
+class Job(NamedTuple):
+    """What a new training process starts with: its program and the descriptors that came with it."""
+
+    program: wire.Program
+    gate: int
+    stdout: int
+    stderr: int
+
+
+def serve(connection: socket.socket) -> Job | None:
+    """Answer spawn requests. Returns None when the agent is gone, and in each new process its job."""
+    while True:
+        # no deadline: waiting is what a zygote does, and the agent's end is its own (EOF, PDEATHSIG)
+        packet, fds, flags, _ = socket.recv_fds(
+            connection, wire.MAX_PACKET_BYTES, len(wire.SPAWN_FDS), socket.MSG_CMSG_CLOEXEC
+        )
+        if not packet:
+            return None
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) != len(wire.SPAWN_FDS):
+            raise ProtocolError(f"a spawn request with {len(fds)} descriptors, flags {flags:#x}")
+        job = _answer(connection, wire.decode_spawn(packet), fds)
+        if job is not None:
+            return job
+
+
+def _answer(connection: socket.socket, spawn: wire.Spawn, fds: list[int]) -> Job | None:
+    program_fd, gate, stdout, stderr = fds
+    reply: wire.Reply
+    try:
+        program = wire.read_program(program_fd)
+        pid = fork_orphan()
+    except (ProtocolError, OSError) as error:
+        reply = wire.SpawnFailed(id=spawn.id, error=wire.shorten(str(error)))
+    else:
+        if pid == 0:
+            # Through the object: a socket that outlives its descriptor would one day close someone else's.
+            connection.close()
+            os.close(program_fd)
+            return Job(program, gate, stdout, stderr)
+        reply = wire.Spawned(id=spawn.id, pid=pid)
+    for fd in fds:
+        os.close(fd)
+    connection.send(wire.encode(reply))
+    return None
+
+
+def fork_orphan() -> int:
+    """Fork a process whose parent has ended, so that the subreaper adopts it: its pid here, 0 in it.
+
+    Returns only when it has been adopted. Raises OSError if a fork failed.
+    """
+    reader, writer = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        os.close(reader)
+        _fork_and_exit(writer)
+        os.close(writer)
+        return 0
+    os.close(writer)
+    try:
+        pid = _reported_pid(reader)
+    finally:
+        os.close(reader)
+        _reap(middle)
+    if pid < 0:
+        raise OSError(-pid, f"fork: {os.strerror(-pid)}")
+    return pid
+
+
+def _fork_and_exit(writer: int) -> None:
+    """In the middle process: fork, report the pid (or -errno) and exit. Returns only in the new process."""
+    child = -1
+    try:
+        child = os.fork()
+        if child:
+            os.write(writer, _FORKED.pack(child))
+    except OSError as error:
+        os.write(writer, _FORKED.pack(-(error.errno or 1)))
+    finally:
+        # Whatever happened: a middle process that went on would be a second zygote.
+        if child:
+            os._exit(0)
+
+
+def _reported_pid(reader: int) -> int:
+    if not _readable(reader, MIDDLE_DEADLINE_S):
+        raise TimeoutError(f"the middle process said nothing in {MIDDLE_DEADLINE_S:g} s")
+    report = os.read(reader, _FORKED.size)
+    if len(report) != _FORKED.size:
+        raise ChildProcessError("the middle process died before it had forked")
+    return int(_FORKED.unpack(report)[0])
+
+
+def _reap(middle: int) -> None:
+    pidfd = os.pidfd_open(middle)
+    try:
+        if not _readable(pidfd, MIDDLE_DEADLINE_S):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        # no deadline: it is dead, or was killed just now
+        os.waitpid(middle, 0)
+    finally:
+        os.close(pidfd)
+
+
+def _readable(fd: int, deadline_s: float) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(deadline_s * 1000))
+
+
+def enter(job: Job, agent: int) -> None:
+    """Make the caller, fresh from `serve`, the agent's training process; exits if the agent gave it up."""
+    os.setsid()
+    # The byte comes after the agent has registered us, hence after the adoption: no polling of getppid().
+    opened = _readable(job.gate, GATE_DEADLINE_S) and os.read(job.gate, 1) != b""
+    set_pdeathsig(signal.SIGKILL)
+    if not opened or os.getppid() != agent:
+        os._exit(ABANDONED)
+    os.close(job.gate)
+    os.dup2(job.stdout, 1)
+    os.dup2(job.stderr, 2)
+    os.close(job.stdout)
+    os.close(job.stderr)
+
+
+def run_program(program: wire.Program) -> None:
+    """Run the program in a process that looks like a fresh interpreter's; ends by returning or raising."""
+    _restore_signals()
+    _restore_interpreter(program)
+    try:
+        _run(program)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _leave_our_frames_out(error)
+        raise
+
+
+def _restore_signals() -> None:
+    fresh: dict[int, Handler] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGPIPE: signal.SIG_IGN,
+        signal.SIGXFSZ: signal.SIG_IGN,
+    }
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        wanted = fresh.get(number, signal.SIG_DFL)
+        # None: set by C code, which is faulthandler (PYTHONFAULTHANDLER) and as a fresh process has it.
+        if signal.getsignal(number) not in (wanted, None):
+            signal.signal(number, wanted)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _restore_interpreter(program: wire.Program) -> None:
+    """Undo what a process shares with the zygote and a fresh one would have of its own."""
+    set_process_name(Path(sys.executable).name)
+    os.environb.clear()
+    os.environb.update(program.env)
+    if _LC_CTYPE is not None and "LC_ALL" not in os.environ:
+        os.environ.setdefault("LC_CTYPE", _LC_CTYPE)
+    time.tzset()
+    os.chdir(program.cwd)
+    if program.umask is not None:
+        os.umask(program.umask)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A fresh process would hold back up to 8 KiB here, which a SIGKILL takes along.
+        sys.stdout.reconfigure(line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
+    random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # Drawn from the system's entropy at import: all ranks would have one. A device draws its own later.
+        torch.default_generator.seed()
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None:
+        # A secret, made at import: every rank of the node would have the same one.
+        multiprocessing.current_process().authkey = os.urandom(32)
+        if program.scratch:
+            # Else `pymp-...`, which a process that is killed leaves behind. Its children inherit it.
+            multiprocessing.current_process()._config["tempdir"] = os.fsdecode(program.scratch)
+    importlib.invalidate_caches()
+    gc.enable()
+
+
+def _run(program: wire.Program) -> None:
+    """What CPython's own start does for `python SCRIPT` and `python -m MODULE`."""
+    target, *arguments = map(os.fsdecode, program.argv)
+    sys.modules["__main__"] = main_module = ModuleType("__main__")
+    main_module.__dict__.update(__builtins__=builtins, __annotations__={})
+    if program.module:
+        sys.argv = ["-m", *arguments]
+        sys.orig_argv = [sys.executable, "-m", target, *arguments]
+        _set_first_path(str(Path.cwd()))
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]
+        return
+    sys.argv = [target, *arguments]
+    sys.orig_argv = [sys.executable, target, *arguments]
+    script = os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH118 - CPython keeps a "./", pathlib does not
+    if pkgutil.get_importer(script) is not None:
+        # A directory or a zip file with a __main__.py.
+        _set_first_path(script)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    # Not runpy.run_path(): it takes its __main__ away again before the exit handlers and threads are done.
+    _set_first_path(os.path.dirname(os.path.realpath(script)))  # noqa: PTH120 - "as CPython does it"
+    try:
+        source = Path(script).read_bytes()
+    except OSError as error:
+        reason = f"[Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: can't open file {script!r}: {reason}", file=sys.stderr)
+        sys.exit(2)
+    loader = importlib.machinery.SourceFileLoader("__main__", script)
+    main_module.__dict__.update(__file__=script, __loader__=loader, __cached__=None, __package__=None)
+    exec(compile(source, script, "exec", dont_inherit=True), main_module.__dict__)
+
+
+def _set_first_path(path: str) -> None:
+    """Put `path` where the interpreter has the place of the zygote's own program; not in safe-path mode."""
+    if sys.flags.safe_path:
+        return
+    if _OWN_PATH in sys.path:
+        sys.path[sys.path.index(_OWN_PATH)] = path
+    else:
+        sys.path.insert(0, path)
+
+
+def _leave_our_frames_out(error: BaseException) -> None:
+    """Have the traceback of `error`, about to leave the interpreter, begin where a fresh process's would."""
+    first = frame = error.__traceback__
+    while frame is not None:
+        # The last of ours: of a hatched zygote (see `hatch`) there are some above others.
+        if frame.tb_frame.f_code.co_filename == __file__:
+            first = frame.tb_next
+        frame = frame.tb_next
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, tb: TracebackType | None) -> None:
+        # Only for `error` itself: exit handlers and threads may still raise others.
+        show(kind, value.with_traceback(first), first) if value is error else show(kind, value, tb)
+
+    sys.excepthook = hook
+
+
+def preload(modules: list[str]) -> wire.Ready | wire.PreloadFailed:
+    """Import `modules` in order and get the process ready to fork."""
+    open_before = _open_fds()
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an import may raise anything; it is reported
+            traceback.print_exc()
+            return wire.PreloadFailed(
+                module=wire.shorten(module), error=wire.shorten(f"{type(error).__name__}: {error}")
+            )
+    # What is loaded stays: keep the collector's writes off the pages that every rank shares with us.
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    return wire.Ready(version=wire.VERSION, warnings=_fork_hazards(_open_fds() - open_before))
+
+
+def _fork_hazards(fds: set[int]) -> tuple[str, ...]:
+    """Say which threads and descriptors the imports have left behind that every fork would trip over."""
+    # After a trial fork: OpenBLAS, which numpy brings, stops its threads by itself before a fork.
+    _reap(_forked_nothing())
+    warnings = []
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - the names are all that is wanted
+    if threads > 1 or threading.active_count() > 1:
+        names = ", ".join(sorted(thread.name for thread in threading.enumerate()[1:])) or "none of Python's"
+        warnings.append(
+            f"the preloaded modules left {threads} threads running ({names}): "
+            "ranks are forked without them and may hang on locks they hold"
+        )
+    if fds:
+        warnings.append(f"the preloaded modules left descriptors {sorted(fds)} open: all ranks share them")
+    return tuple(map(wire.shorten, warnings))
+
+
+def _open_fds() -> set[int]:
+    listed = os.listdir("/proc/self/fd")  # noqa: PTH208 - the names are all that is wanted
+    # The one of the listing itself is among them, and closed by now.
+    return {int(fd) for fd in listed if Path("/proc/self/fd", fd).is_symlink()}
+
+
+def _forked_nothing() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    return pid
+
+
+def live(connection: socket.socket, agent: int, modules: list[str]) -> None:
+    """Be the zygote of the process `agent`: load, serve, and in each training process run its program."""
+    set_pdeathsig(signal.SIGKILL)
+    if os.getppid() != agent:
+        return
+    set_process_name("ckptless-zygote")
+    # Slurm signals all there is in the step; at a time limit the last step is saved by a process from here.
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    ignore_others()
+    state = preload(modules)
+    connection.send(wire.encode(state))
+    if isinstance(state, wire.PreloadFailed):
+        sys.exit(1)
+    # Now, not in a fork: what the imports have printed must not be printed again by every rank.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    job = serve(connection)
+    if job is None:
+        # Exit handlers that the imports registered belong to the ranks, which may still run.
+        os._exit(0)
+    enter(job, agent)
+    run_program(job.program)
+
+
+def main() -> None:
+    """Of a zygote that its agent starts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--preload", action="append", default=[])
+    options = parser.parse_args()
+    connection = socket.socket(fileno=options.fd)
+    connection.set_inheritable(False)
+    agent, _, _ = _PEERCRED.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+    )
+    live(connection, agent, options.preload)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Which bytes of a version its holder has already, in one of an earlier step: they are not sent again.
+
+Chunks are the same where they stand in the same place with the same digest: so parameters that no optimizer
+touches go over the network once. All of it is verified as if it had been sent.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptless.daemon.agent.versions.memory import Region
+from ckptless.daemon.agent.versions.soundness import header_of
+from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.api.errors import BadVersionError, ProtocolError
+from ckptless.daemon.api.messages import TensorsAt
+from ckptless.daemon.api.version import Header
+from ckptless.daemon.peers.messages import MOST_RUNS, OfferTensors
+
+# The first chunk, and how many.
+Run: TypeAlias = tuple[int, int]
+# Bytes of the version, header included: from, to.
+Span: TypeAlias = tuple[int, int]
+
+
+def unchanged(header: Header, base: Header) -> tuple[Run, ...]:
+    """Which chunks of a version another one has in the same place; the first so many runs of them."""
+    shape = (header.layout, header.nbytes, header.chunk_nbytes)
+    if shape != (base.layout, base.nbytes, base.chunk_nbytes):
+        return ()
+    runs: list[Run] = []
+    for index, (one, other) in enumerate(zip(header.chunks, base.chunks, strict=True)):
+        if one != other:
+            continue
+        if runs and sum(runs[-1]) == index:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        elif len(runs) == MOST_RUNS:
+            break
+        else:
+            runs.append((index, 1))
+    return tuple(runs)
+
+
+def spans_of(header: Header, runs: Sequence[Run]) -> list[Span]:
+    """Where those chunks lie. Raises ProtocolError where they are not in order, or not chunks of it."""
+    found: list[Span] = []
+    done, start = 0, header.header_nbytes
+    for first, count in runs:
+        if first < done or count < 1 or first + count > len(header.chunks):
+            raise ProtocolError(f"chunks {first} to {first + count} of a version of {len(header.chunks)}")
+        done = first + count
+        end = min(start + done * header.chunk_nbytes, header.total_nbytes)
+        found.append((start + first * header.chunk_nbytes, end))
+    return found
+
+
+def missing(header: Header, have: Sequence[Run]) -> list[Span]:
+    """All of the version but those chunks, in order; the header is always in it. Raises ProtocolError."""
+    found: list[Span] = []
+    start = 0
+    for first, end in spans_of(header, have):
+        if first > start:
+            found.append((start, first))
+        start = end
+    return [*found, (start, header.total_nbytes)] if start < header.total_nbytes else found
+
+
+@dataclass(frozen=True)
+class Base:
+    """A version that a holder has, and which runs of it are the same in one that it is offered, `header`."""
+
+    step: int
+    at: TensorsAt
+    region: Region
+    header: Header
+    runs: tuple[Run, ...]
+
+    async def copy(self, slot: memoryview) -> None:
+        """Put what is the same into the slot of the one that is coming, in a thread."""
+        try:
+            view = self.region.view(self.at.offset, self.at.nbytes)
+        except ValueError:
+            return  # its memory has been given back: what is there instead does not verify
+        with view:
+            copying = asyncio.get_running_loop().run_in_executor(None, self._copy, slot)
+            try:
+                await asyncio.shield(copying)
+            finally:
+                # A thread cannot be cancelled, and writes to the memory until it is through.
+                # no deadline: it copies memory, and cannot be ended
+                await asyncio.wait([copying])
+
+    def _copy(self, slot: memoryview) -> None:
+        for start, end in spans_of(self.header, self.runs):
+            with slot[start:end] as into:
+                filled = 0
+                while filled < len(into):
+                    # By the kernel, which other threads need not wait for.
+                    filled += os.preadv(self.region.fd, [into[filled:]], self.at.offset + start + filled)
+
+
+def base_of(vault: Vault, offer: OfferTensors, header: Header) -> Base | None:
+    """The newest version of that shard here, if it has something of the one that is offered."""
+    for step in sorted(vault.steps(offer.shard), reverse=True):
+        found = vault.tensors(offer.shard, step)
+        if found is None or step == offer.step:
+            continue
+        at, region = found
+        try:
+            runs = unchanged(header, header_of(region, at))
+        except BadVersionError:
+            continue  # it is found to be bad by whoever wants it
+        return Base(step, at, region, header, runs) if runs else None
+    return None

@@ -1,0 +1,291 @@
+"""State for this node's ranks: takes commits, replicates them, gives back what a rank must restore."""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from ckptless.daemon.agent.ranks.crew import Crew
+from ckptless.daemon.agent.ranks.link import RankLink
+from ckptless.daemon.agent.ranks.slots import Slot
+from ckptless.daemon.agent.versions.holders import Version
+from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.soundness import header_of
+from ckptless.daemon.agent.versions.twins import Twins
+from ckptless.daemon.agent.versions.vault import Held, Vault
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.peers.messages import PutRecord
+
+logger = logging.getLogger(__name__)
+
+
+class OnStep(Protocol):
+    """Told of every step and commit; `first`: the slot's first in its generation."""
+
+    def __call__(self, slot: Slot, step: m.Commit | m.Stepped, *, first: bool) -> None:
+        """See the class."""
+
+
+class StateService:
+    """Owned by the agent's event loop."""
+
+    def __init__(self, node: int, vault: Vault, replicas: Replicas, crew: Crew, twins: Twins) -> None:
+        self._node, self._vault, self._replicas, self._crew = node, vault, replicas, crew
+        self._twins = twins
+        self._assignment: m.Assignment | None = None
+        self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cache_key = b""
+        # Fetches of records, of which somebody waits to hear where the rank stands in its batches.
+        self._moved: set[int] = set()
+        self._twin_nodes: dict[int, frozenset[int]] = {}
+        self._writers: dict[int, int] = {}
+        # What a rank's newest commit still waits for: it counts once all of it is there.
+        self._waiting: dict[tuple[int, int], set[str]] = {}
+        self.on_step: Callable[..., None] = lambda *_args, **_kw: None
+        # A new process will go on with these batches.
+        replicas.on_acked = lambda rank, step: self._acked(rank, step, "record")
+
+    def learn_key(self, key: bytes) -> None:
+        """The job's key: what ranks encrypt cached data with is made of it (HKDF-Extract, RFC 5869)."""
+        self._cache_key = hmac.digest(b"ckptless data cache", key, "sha256")
+
+    def follow(self, assignment: m.Assignment) -> None:
+        """A new generation: nothing of the old one is fetched any more."""
+        for task in self._fetches.values():
+            task.cancel()
+        self._fetches.clear()
+        self._moved.clear()
+        self._twin_nodes.clear()
+        self._writers.clear()
+        self._waiting.clear()
+        self._assignment = assignment
+
+    def assigned(self, assignment: m.Assignment, rank: int) -> m.Assigned:
+        """A rank's part of the assignment."""
+        mine = assignment.ranks_on(self._node)
+        nodes = sorted(assignment.ranks_by_node)
+        return m.Assigned(
+            generation=assignment.generation,
+            rank=rank,
+            world_size=len(assignment.places),
+            local_world_size=len(mine),
+            group_rank=nodes.index(self._node),
+            restore_step=assignment.restore_step,
+            store=self._crew.store,
+            peers=tuple(info.address for info in assignment.nodes),
+            ranks_per_root=self._crew.ranks_per_root(assignment),
+            cache_key=self._cache_key,
+            local_ranks=tuple(mine),
+        )
+
+    # ----------------------------------------------------------------------------------- commits
+
+    def serve(
+        self,
+        slot: Slot,
+        link: RankLink,
+        message: m.Twins | m.Commit | m.Stepped | m.Fetch | m.Allocate,
+        *,
+        frozen: bool,
+    ) -> None:
+        """A rank's request; its generation is the slot's. Raises ProtocolError."""
+        if frozen:
+            link.send(m.Refused(generation=message.generation, what=type(message).__name__))
+        elif isinstance(message, m.Twins):
+            self._share(slot, link, message)
+        elif slot.shard[0] != message.generation:
+            raise ProtocolError(f"{type(message).__name__} before Twins")
+        elif isinstance(message, m.Commit):
+            self._commit(slot, message)
+        elif isinstance(message, m.Stepped):
+            self._tell(slot, message)
+        elif isinstance(message, m.Allocate):
+            region = self._vault.allocate(slot.shard[1], message.slot_nbytes, message.slots)
+            link.send(m.Allocated(region=region.number), region.fd)
+        else:
+            task = asyncio.create_task(self._give(slot, link, message))
+            self._tasks.add(task)
+            task.add_done_callback(lambda done: self._given(done, link, message.step))
+
+    def _share(self, slot: Slot, link: RankLink, message: m.Twins) -> None:
+        """Of the twins on this node the first to come writes for all of them."""
+        assert self._assignment is not None
+        ranks = message.ranks or tuple(range(len(self._assignment.places)))
+        if any(rank not in range(len(self._assignment.places)) for rank in ranks):
+            raise ProtocolError("a twin that is no rank of this job")
+        shard = min(ranks)
+        slot.shard = (message.generation, shard)
+        self._twin_nodes[shard] = frozenset(self._assignment.places[rank].node for rank in ranks)
+        writer = self._writers.setdefault(shard, slot.index)
+        link.send(m.Writes(generation=message.generation, writes=writer == slot.index))
+
+    def _commit(self, slot: Slot, commit: m.Commit) -> None:
+        rank = self._rank(slot)
+        if rank is None:
+            return
+        assert self._assignment is not None
+        shard, key = slot.shard[1], (rank, commit.step)
+        self._waiting[key] = {"record"}
+        if commit.tensors is not None:
+            self._waiting[key] |= {"tensors", "twins"}
+            # What was restored is held, and maybe in another place by now: a twin may have found it bad.
+            if commit.step != self._assignment.restore_step:
+                self._check_version(commit, shard, rank)
+                self._vault.put_tensors(shard, commit.step, commit.tensors)
+        self._vault.put_record(rank, commit.step, Held(commit.record, commit.digest, shard))
+        record = PutRecord(
+            generation=commit.generation,
+            rank=rank,
+            shard=shard,
+            step=commit.step,
+            record=commit.record,
+            digest=commit.digest,
+        )
+        self._replicas.push(record)
+        if commit.tensors is not None:
+            self._push_tensors(shard, commit, lambda: self._acked(*key, "tensors"))
+            nodes = self._twin_nodes.get(shard, frozenset())
+            self._twins.committed((shard, commit.step), rank, nodes, lambda: self._acked(*key, "twins"))
+        self._tell(slot, commit)
+
+    def _tell(self, slot: Slot, message: m.Commit | m.Stepped) -> None:
+        assert self._assignment is not None
+        # The step that was restored is committed again, to have its copies in the new generation.
+        new = message.step > (self._assignment.restore_step or 0)
+        first = new and slot.index not in self._moved
+        if new:
+            self._moved.add(slot.index)
+        self.on_step(slot, message, first=first)
+
+    def _check_version(self, commit: m.Commit, shard: int, rank: int) -> None:
+        """Raises BadVersionError, and tells, where what was written is not what the commit says."""
+        assert self._assignment is not None
+        assert commit.tensors is not None
+        try:
+            region = self._vault.region(commit.tensors.region)
+            if region is None or not region.has_slot(commit.tensors.offset, commit.tensors.nbytes):
+                raise BadVersionError("it lies in a place that was not allocated")
+            header = header_of(region, commit.tensors)
+            header.check(self._replicas.origin, shard, commit.step, commit.generation)
+            if (header.generation, header.rank) != (commit.generation, rank):
+                raise BadVersionError(f"it is of generation {header.generation}, rank {header.rank}")
+        except BadVersionError as error:
+            text = f"of rank {rank}, shard {shard}, step {commit.step}: {error}"
+            self._replicas.on_event("commit-refused", text)
+            raise
+
+    def _push_tensors(self, shard: int, commit: m.Commit, acked: Callable[[], None]) -> None:
+        """Of the nodes that have a shard anyway, that of its lowest rank gives it to others."""
+        assert self._assignment is not None
+        found = self._vault.tensors(shard, commit.step)
+        if found is None or self._assignment.places[shard].node != self._node:
+            acked()
+            return
+        version = Version(commit.generation, shard, commit.step, *found)
+        self._replicas.push_tensors(version, self._twin_nodes[shard], acked)
+
+    def _acked(self, rank: int, step: int, what: str) -> None:
+        waiting = self._waiting.get((rank, step))
+        if waiting is None:
+            return
+        waiting.discard(what)
+        if waiting:
+            return
+        del self._waiting[(rank, step)]
+        for slot in self._crew.slots:
+            if self._rank(slot) == rank and slot.tenant is not None and slot.tenant.link is not None:
+                slot.tenant.link.send(m.Acked(generation=slot.generation, step=step))
+
+    def _rank(self, slot: Slot) -> int | None:
+        if self._assignment is None:
+            return None
+        return self._assignment.rank_at(m.Place(node=self._node, slot=slot.index))
+
+    # ----------------------------------------------------------------------------------- restore
+
+    def prefetch(self, rank: int) -> None:
+        """A new process will want this rank's state: get it while it builds."""
+        assignment = self._assignment
+        if assignment is not None and assignment.restore_step is not None:
+            self._fetch_record(rank, assignment.restore_step)
+            self._fetch_tensors(assignment.shards[rank], assignment.restore_step)
+
+    def _fetch_record(self, rank: int, step: int) -> asyncio.Task[None] | None:
+        assert self._assignment is not None
+        if self._vault.record(rank, step) is not None:
+            return None
+        nodes = self._assignment.record_nodes[rank]
+        return self._once(("record", rank), self._replicas.fetch_record(rank, step, nodes))
+
+    def _fetch_tensors(self, shard: int, step: int) -> asyncio.Task[None] | None:
+        assert self._assignment is not None
+        if self._replicas.soundness.seems(shard, step):
+            return None
+        nodes = self._assignment.holders_of(shard)
+        return self._once(("tensors", shard), self._replicas.fetch_tensors(shard, step, nodes))
+
+    def _once(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._fetches.get(key)
+        # What came and is not here any more was bad: it is fetched again.
+        again = task is not None and task.done() and not task.cancelled() and task.exception() is None
+        if task is not None and not again:
+            work.close()
+            return task
+        task = asyncio.create_task(work)
+        # Whoever asks for the state hears of a failure; nobody may ask if the generation ends first.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._fetches[key] = task
+        return task
+
+    async def _give(self, slot: Slot, link: RankLink, request: m.Fetch) -> None:
+        rank, shard = self._rank(slot), slot.shard[1]
+        if rank is None:
+            return
+        if request.unsound is not None:
+            why = f"{request.why} (says rank {rank})"
+            self._replicas.soundness.drop(shard, request.step, request.unsound, why)
+        assert self._assignment is not None
+        # Any other step is one that this rank has committed itself: it is here, or nowhere.
+        if request.step == self._assignment.restore_step:
+            try:
+                self._check_shard(rank, shard)
+                for task in (
+                    self._fetch_record(rank, request.step),
+                    self._fetch_tensors(shard, request.step),
+                ):
+                    if task is not None:
+                        await asyncio.shield(task)
+            except CkptlessError as error:
+                link.send(m.Fetched(step=request.step, error=str(error)))
+                return
+        held, found = self._vault.record(rank, request.step), self._vault.tensors(shard, request.step)
+        if held is None or found is None:
+            link.send(m.Fetched(step=request.step, error=f"step {request.step} is not held here any more"))
+            return
+        at, region = found
+        reply = m.Fetched(step=request.step, record=held.record, tensors=at, slot_nbytes=region.slot_nbytes)
+        link.send(reply, region.fd)
+
+    def _given(self, done: asyncio.Task[None], link: RankLink, step: int) -> None:
+        """Answer a rank also where this agent has failed: it waits for nothing else."""
+        self._tasks.discard(done)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            logger.error("the state of step %d could not be given", step, exc_info=error)
+            link.send(m.Fetched(step=step, error=f"its agent failed: {type(error).__name__}: {error}"))
+
+    def _check_shard(self, rank: int, shard: int) -> None:
+        """Raises PeerError where a rank was built to hold another part of the model than it had."""
+        assert self._assignment is not None
+        was = self._assignment.shards[rank]
+        if was != shard:
+            raise PeerError(f"rank {rank} is built as a twin of rank {shard} and was one of rank {was}")
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        tasks = [*self._fetches.values(), *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

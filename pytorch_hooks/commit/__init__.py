@@ -1,0 +1,1 @@
+"""A commit in the training process: when, what is copied beside the training, and the versions."""

@@ -1,0 +1,156 @@
+"""What stands between the groups of models and the backend of a generation, whichever way torch takes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptless.pytorch_hooks.errors import CollectiveFailed
+from ckptless.pytorch_hooks.process_groups.work import AbortableWork, FinishedWork, Scope
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
+
+NAME = "ckptless"
+
+
+def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors that a collective writes: its first argument, a list of them or a list of lists."""
+    if not arguments:
+        return []
+    first = arguments[0]
+    if isinstance(first, torch.Tensor):
+        return [first]
+    if not isinstance(first, (list, tuple)):
+        return []
+    flat: list[torch.Tensor] = []
+    for item in first:
+        flat.extend([item] if isinstance(item, torch.Tensor) else _tensors((item,)))
+    return flat
+
+
+class Exchange:
+    """Lives as long as the process; `attach` puts each generation's backend into it.
+
+    To be mixed into what torch calls collectives on. `_inner` has the collectives by the same names.
+    """
+
+    _inner: Any = None
+    _scope: Scope | None = None
+    _fake = False
+
+    def attach(self, inner: Any, scope: Scope, *, fake: bool) -> None:
+        """Work through `inner`, in `scope`, from now on."""
+        self._inner, self._scope, self._fake = inner, scope, fake
+
+    def detach(self) -> Any:
+        """Give the backend up; the scope stays, to say why nothing works any more."""
+        before, self._inner = self._inner, None
+        return before
+
+    def _ready(self) -> tuple[Any, Scope]:
+        scope = self._scope
+        if scope is None:
+            raise CollectiveFailed("this process group was never opened")
+        scope.check()
+        if self._inner is None:
+            raise CollectiveFailed("this process group has been closed")
+        return self._inner, scope
+
+    def _blocking(self, call: Callable[[Any], None]) -> None:
+        """What blocks in Gloo, in another thread so that it can be left."""
+        inner, scope = self._ready()
+        scope.calls += 1
+        if not self._fake:
+            scope.run(lambda: call(inner))
+
+    def getBackendName(self) -> str:
+        """Asked for by C++."""
+        return NAME
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Done for each backend when it is made."""
+
+    def abort(self) -> None:
+        """End the generation: Gloo cannot leave one group alone."""
+        if self._scope is not None:
+            self._scope.end()
+
+    def shutdown(self) -> None:
+        """Nothing: the fabric takes backends down, when it is safe to."""
+
+
+class Way(ABC):
+    """How a group that torch knows comes to work through an exchange."""
+
+    @abstractmethod
+    def make(self, rank: int, size: int) -> Exchange:
+        """What torch gets where it asks for a new group's backend."""
+
+    @abstractmethod
+    def inner(self, backend: torch_private.Backend, rank: int, size: int) -> Any:
+        """A backend, as this way's exchanges take it."""
+
+    @abstractmethod
+    def serves(self, exchange: Exchange, group: dist.ProcessGroup) -> bool:
+        """Whether this group, which torch knows, works through that exchange."""
+
+
+_POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+
+# Those that a torch does not have (the *_single names are new in 2.13) are left out below.
+_COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "broadcast",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    *_POINT_TO_POINT,
+)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def call(self: Exchange, *args: Any, **kwargs: Any) -> Any:
+        inner, scope = self._ready()
+        scope.calls += 1
+        try:
+            work = getattr(inner, name)(*args, **kwargs)
+        except RuntimeError as error:
+            scope.check()  # the verdict may have come in the middle
+            if name in _POINT_TO_POINT:
+                # These talk to the socket at once; the others only check their arguments here.
+                scope.breaks(str(error))
+                scope.check()
+            raise
+        if self._fake:
+            return FinishedWork(_tensors(args))
+        return AbortableWork(scope, work, _tensors(args))
+
+    call.__name__ = name
+    call.__doc__ = f"`{name}` through this generation's backend, abortable."
+    return call
+
+
+def forward(kind: type[Exchange], base: type) -> None:
+    """Give `kind` the collectives that `base`, which is torch's, has."""
+    for name in _COLLECTIVES:
+        if hasattr(base, name):
+            setattr(kind, name, _forward(name))

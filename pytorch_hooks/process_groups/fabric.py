@@ -1,0 +1,368 @@
+"""All process groups of a rank: opened once, left at any moment, renewed for each generation."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ckptless.pytorch_hooks.errors import GenerationEnded
+from ckptless.pytorch_hooks.process_groups.exchange import NAME, Exchange, Way
+from ckptless.pytorch_hooks.process_groups.graveyard import Graveyard
+from ckptless.pytorch_hooks.process_groups.older.group import Older
+from ckptless.pytorch_hooks.process_groups.sockets import Opened
+from ckptless.pytorch_hooks.process_groups.stock import Stock
+from ckptless.pytorch_hooks.process_groups.work import Scope
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
+
+T = TypeVar("T")
+
+# A worker of an aborted backend is out in a millisecond or two, or else stuck without touching a tensor
+# until its timeout. New state is written into the same tensors after configure(): give it that long.
+_SETTLE_S = 0.05
+_CLOSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Link:
+    """Our own connection to a store."""
+
+    source: torch_private.Store
+    own: torch_private.Store
+    opened: Opened
+
+
+@dataclass
+class _Member:
+    """A group that this rank belongs to."""
+
+    name: str
+    rank: int
+    size: int
+    timeout: timedelta
+    exchange: Exchange
+
+
+class Fabric:
+    """The process groups of this process, and their life over generations.
+
+    `on_broken(text)` is called once in a generation, from whichever thread saw it, when a collective fails
+    before anybody said that the generation is over.
+    """
+
+    _current: Fabric | None = None
+
+    def __init__(
+        self, timeout: timedelta, host: str | None = None, on_broken: Callable[[str], None] | None = None
+    ) -> None:
+        self.on_broken = on_broken
+        self._way: Way = Stock() if torch_private.takes_backends() else Older()
+        self._timeout = timeout
+        self._host = host
+        # Reentrant, since abort() may come in a signal handler of the thread that holds it.
+        self._lock = threading.RLock()
+        self._scope: Scope | None = None
+        self._link: _Link | None = None
+        self._fake = True
+        self._ended = -1  # the newest generation that is known to be over
+        self._members: dict[str, _Member] = {}
+        self._marked: tuple[frozenset[str], int] | None = None
+        self._graveyard = Graveyard()
+
+    # -- opening
+
+    def open(self, *, rank: int, world_size: int, generation: int, store: torch_private.Store | None) -> None:
+        """Make the default group, through which every later group goes, too.
+
+        Without a store this is a newcomer: all groups are fakes, whose collectives do nothing, until
+        `configure`.
+        """
+        torch_private.check()
+        torch_fsdp.forget_meshes()
+        scope = self._enter(generation)
+        self._fake = store is None
+        if store is not None:
+            self._connect_store(scope, store)
+        Fabric._current = self
+        torch_private.register_backend(NAME, _create)
+        atexit.register(self.close)
+        # torch asks for a store. Not ours: it would be that of the first generation for good.
+        dist.init_process_group(
+            NAME, store=torch_private.HashStore(), rank=rank, world_size=world_size, timeout=self._timeout
+        )
+
+    def _enter(self, generation: int) -> Scope:
+        with self._lock:
+            if generation <= self._ended:
+                raise GenerationEnded(f"generation {generation} was over before it was entered")
+            self._scope = Scope(generation, self._on_scope_broken)
+            return self._scope
+
+    def create(self, options: Any) -> Exchange:
+        """What serves a group, as torch asks for it (`dist.Backend.register_backend`, extended)."""
+        scope = self._scope
+        if scope is None:
+            raise RuntimeError("the fabric is not open")
+        default = torch_private.is_default_timeout(options.timeout)
+        member = _Member(
+            name=str(options.group_id),
+            rank=options.group_rank,
+            size=options.group_size,
+            # torch fills in 30 minutes where the user said nothing, for DeviceMesh's groups always.
+            timeout=self._timeout if default else options.timeout,
+            exchange=self._way.make(options.group_rank, options.group_size),
+        )
+        if self._fake:
+            fake = torch_private.fake_backend(member.rank, member.size)
+            inner = self._way.inner(fake, member.rank, member.size)
+            member.exchange.attach(inner, scope, fake=True)
+        else:
+            link = self._link
+            if link is None:
+                scope.check()
+                raise RuntimeError("the fabric has no store")
+            self._connect(scope, [member], link)
+        self._members[member.name] = member
+        return member.exchange
+
+    # -- connecting
+
+    def _connect_store(self, scope: Scope, store: torch_private.Store) -> _Link:
+        """A connection of our own: a wait in it can be cut off, and holds up nobody else's requests."""
+
+        def clone() -> _Link:
+            opened = Opened(port=torch_private.store_port(store))
+            own = torch_private.store_clone(store)
+            opened.freeze()
+            return _Link(store, own, opened)
+
+        link = self._link
+        if link is None or link.source is not store:
+            link = self._link = scope.run(clone)
+        return link
+
+    def _connect(self, scope: Scope, members: list[_Member], link: _Link) -> None:
+        """Put a connected backend under each group; anything that goes wrong leaves them without."""
+        with self._waiting_in(scope, link):
+            scope.run(lambda: self._build(scope, members, link.own))
+
+    @contextmanager
+    def _waiting_in(self, scope: Scope, link: _Link) -> Iterator[None]:
+        with scope.lock:
+            scope.opened.append(link.opened)
+        try:
+            yield
+        finally:
+            # At other times nobody waits in the store, and its connection outlives the generation.
+            with scope.lock:
+                scope.opened.remove(link.opened)
+            if scope.error() is not None and self._link is link:
+                self._link = None  # it may have been cut, and the thread that was left may still be in it
+
+    def in_store(self, call: Callable[[torch_private.Store], T]) -> T:
+        """What `call` gets from the generation's key-value store, where it may wait as long as that lasts.
+
+        In a helper thread. Raises GenerationEnded and CollectiveFailed.
+        """
+        scope, link = self._scope, self._link
+        if scope is None or link is None:
+            raise RuntimeError("the fabric has no store")
+        try:
+            with self._waiting_in(scope, link):
+                return scope.run(lambda: call(link.own))
+        except RuntimeError as error:
+            scope.breaks(f"its key-value store failed: {error}")
+            scope.check()
+            raise
+
+    def _build(self, scope: Scope, members: list[_Member], store: torch_private.Store) -> None:
+        """In a helper thread. Left alone when the scope ends, it must leave nothing connected behind."""
+        try:
+            for member in members:
+                scope.check()
+                inner = self._backend(scope, store, member)
+                if scope.ended:
+                    self._graveyard.bury(scope, inner)
+                else:
+                    member.exchange.attach(inner, scope, fake=False)
+        except GenerationEnded:
+            return  # whoever waits for this thread raises it
+        except RuntimeError as error:
+            scope.breaks(f"groups of generation {scope.generation} did not come together: {error}")
+            raise
+        finally:
+            if scope.ended:
+                scope.end()  # once more, for what has been connected since
+
+    def _backend(self, scope: Scope, store: torch_private.Store, member: _Member) -> Any:
+        opened = Opened()
+        with scope.lock:
+            scope.opened.append(opened)
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        backend = torch_private.gloo_backend(
+            torch_private.PrefixStore(f"ckptless/{scope.generation}/{member.name}/", store),
+            member.rank,
+            member.size,
+            timeout=member.timeout,
+            devices=torch_private.gloo_devices(self._host, interfaces),
+        )
+        opened.freeze()
+        return self._way.inner(backend, member.rank, member.size)
+
+    def configure(self, generation: int, store: torch_private.Store) -> None:
+        """Put a new backend under every group; every rank of the world does this, in its main thread.
+
+        Raises `GenerationEnded` as soon as `abort` says so, `CollectiveFailed` when the others do not come.
+        """
+        old = self._scope
+        if old is None:
+            raise RuntimeError("the fabric is not open")
+        if not old.ended and generation <= old.generation and not self._fake:
+            raise RuntimeError(f"generation {generation} does not come after {old.generation}")
+        scope = self._enter(generation)
+        self._leave(old)
+        self._retire(old, self._members.values())
+        self._forget_unmarked()
+        self.sweep()
+        link = self._connect_store(scope, store)
+        self._fake = False
+        self._connect(scope, list(self._members.values()), link)
+        old.settle(_SETTLE_S)
+
+    def mark(self) -> None:
+        """The groups made so far are those of every rank: later ones are dropped by the next `configure`.
+
+        For groups that are made again on each entry into the training function: a newcomer has none of
+        them, and the numbers that torch names groups by must agree.
+        """
+        self._marked = frozenset(self._members), torch_private.group_count()
+
+    def _forget_unmarked(self) -> None:
+        for name, member in list(self._members.items()):
+            group = torch_private.group_named(name)
+            if group is None or not self._way.serves(member.exchange, group):
+                del self._members[name]  # the user has destroyed it, or its making failed
+            elif self._marked is not None and name not in self._marked[0]:
+                dist.destroy_process_group(group)
+                del self._members[name]
+        if self._marked is not None:
+            torch_private.set_group_count(self._marked[1])
+
+    # -- leaving
+
+    def abort(self, generation: int | None = None) -> None:
+        """This generation is over: free whoever waits, cut the connections. Any thread, idempotent, in ms.
+
+        With a number: only if the fabric has not gone beyond that generation; and if it has not come to it,
+        then it never will.
+        """
+        with self._lock:
+            scope = self._scope
+            if generation is not None:
+                self._ended = max(self._ended, generation)
+            elif scope is not None:
+                self._ended = max(self._ended, scope.generation)
+            if scope is None or scope.generation > self._ended:
+                return
+        scope.end()
+
+    def check(self) -> None:
+        """Raise if this generation is over or broken: before parameters change, before a commit."""
+        if self._scope is not None:
+            self._scope.check()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the generation that the fabric stands in is over."""
+        return self._scope is not None and self._scope.ended
+
+    @property
+    def broken(self) -> str | None:
+        """What the first collective that failed by itself said."""
+        return None if self._scope is None else self._scope.broken
+
+    @property
+    def calls(self) -> int:
+        """How many collectives this process has begun in this generation."""
+        return 0 if self._scope is None else self._scope.calls
+
+    @property
+    def generation(self) -> int | None:
+        """The generation that the fabric stands in."""
+        return None if self._scope is None else self._scope.generation
+
+    def _on_scope_broken(self, scope: Scope, text: str) -> None:
+        if scope is self._scope and self.on_broken is not None:
+            self.on_broken(text)
+
+    def _leave(self, scope: Scope) -> None:
+        """End a scope, unless it is at rest: then its connections close in order, when it is taken down."""
+        if scope.unsettled or scope.broken is not None:
+            scope.end()
+        else:
+            with scope.lock:
+                scope.ended = True
+
+    def _retire(self, scope: Scope, members: Any) -> None:
+        for member in members:
+            inner = member.exchange.detach()
+            if inner is not None:
+                self._graveyard.bury(scope, inner)
+
+    def sweep(self) -> int:
+        """Take down old backends that nothing is stuck in (a few ms each); how many stay."""
+        return self._graveyard.sweep()
+
+    def reset(self) -> None:
+        """Destroy all groups, so that `open` can be called again in this process, also after an abort."""
+        with self._lock:
+            scope, self._scope = self._scope, None
+            if scope is None or self._ended <= scope.generation:
+                self._ended = -1  # what was over is gone; an end announced for a later generation still holds
+        if scope is not None:
+            self._leave(scope)
+            self._retire(scope, self._members.values())
+        self._members.clear()
+        self._marked = None
+        if Fabric._current is self:
+            Fabric._current = None
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            # destroy_process_group does this, but cannot be called when the default group's making failed.
+            torch_private.set_group_count(0)
+        self.sweep()
+
+    def close(self) -> None:
+        """The end of the process: nothing may hold it up, nothing stuck is taken down."""
+        atexit.unregister(self.close)
+        self.reset()
+        self._link = None
+        self._graveyard.seal(_CLOSE_S)
+
+
+def _create(options: Any, _backend_options: Any = None) -> Exchange:
+    """What torch calls for each new group of backend "ckptless"."""
+    fabric = Fabric._current
+    if fabric is None:
+        raise RuntimeError("no ckptless fabric is open in this process")
+    return fabric.create(options)
+
+
+def guard_optimizers(fabric: Fabric) -> RemovableHandle:
+    """Make every optimizer's step ask `fabric.check()` first: no update with gradients of the past."""
+
+    def check(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        fabric.check()
+
+    return register_optimizer_step_pre_hook(check)

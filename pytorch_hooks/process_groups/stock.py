@@ -1,0 +1,75 @@
+"""Stock groups, with a backend of ours in each: torch 2.14 and later, where one can be written in Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptless.pytorch_hooks.process_groups.exchange import Exchange, Way, forward
+from ckptless.pytorch_hooks.process_groups.work import behind
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
+
+# What scripts, and dist.recv, ask of a work besides wait() and get_future().
+_ASKED = ("is_completed", "is_success", "exception", "result", "synchronize", "source_rank", "_source_rank")
+
+
+class Within(Exchange, torch_private.Backend):
+    """The backend that a group is made with. Gloo's own, which comes and goes, is in it.
+
+    DDP, FSDP2, DeviceMesh and user code keep references to the group, which is torch's in every respect.
+    """
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """Gloo's own blocking barrier."""
+        self._blocking(lambda gloo: gloo.monitored_barrier(opts.timeout, wait_all_ranks))
+
+
+forward(Within, torch_private.Backend)
+for _name in dir(torch_private.Backend):
+    # A question that is not answered here goes from Python to C++ and back, until a RecursionError (2.15).
+    if "supports_" in _name and isinstance(getattr(torch_private.Backend, _name), property):
+        setattr(Within, _name, False)
+
+
+@functools.cache
+def answer_for_works() -> None:
+    """Have works of ours answer what is asked of those that torch hands out for them.
+
+    Torch asks ours for wait() and get_future() alone: is_completed() of a collective was False for ever,
+    is_success() always True, and nobody knew the source of a message.
+    """
+    for name in _ASKED:
+        setattr(torch_private.Work, name, _answer(name, getattr(torch_private.Work, name)))
+
+
+def _answer(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(work: torch_private.Work) -> Any:
+        ours = behind(work)
+        return stock(work) if ours in (None, work) else getattr(ours, name)()
+
+    answer.__name__ = name
+    return answer
+
+
+class Stock(Way):
+    """See the module."""
+
+    def __init__(self) -> None:
+        answer_for_works()
+
+    def make(self, rank: int, size: int) -> Exchange:
+        """A backend, which torch puts into a group."""
+        return Within(rank, size)
+
+    def inner(self, backend: torch_private.Backend, rank: int, size: int) -> Any:
+        """As it is."""
+        return backend
+
+    def serves(self, exchange: Exchange, group: dist.ProcessGroup) -> bool:
+        """Whether it is in it."""
+        backend: object = torch_private.backend_of(group, torch.device("cpu"))
+        return backend is exchange

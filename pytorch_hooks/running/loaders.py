@@ -1,0 +1,112 @@
+"""A script's loaders under an agent: where each stands, what it tells, and its end of the node's ring."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from ckptless.daemon.api import messages as m
+from ckptless.pytorch_hooks.cursor import Cursors
+from ckptless.pytorch_hooks.running.session import Session
+
+if TYPE_CHECKING:
+    from ckptless.pytorch_hooks.data.ring_feed import RingFeed
+
+
+class Loaders:
+    """All loaders of one process, by name, over all generations. Main thread only, but for `stop`."""
+
+    def __init__(
+        self,
+        session: Session,
+        calls: Callable[[], int] = lambda: 0,
+        shared: Callable[[], Container[int]] = tuple,
+    ) -> None:
+        self._session = session
+        self._new = partial(Cursors, calls, shared, partial(self._tell, "outside-state"))
+        self._cursors = self._new()
+        self._rank = self._generation = self._stopped = 0
+        # Those that take their batches from the ring, and their ends of it.
+        self._fed: dict[str, tuple[Any, RingFeed]] = {}
+        # `stop` looks through them while the main thread may add one.
+        self._lock = threading.Lock()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the loader that is not named."""
+        return self._cursors.position.epoch
+
+    def enter(self, part: m.Assigned) -> None:
+        """A generation begins; where nothing is restored in it, so do the loaders."""
+        self._rank, self._generation = part.rank, part.generation
+        if part.restore_step is None:
+            self._cursors = self._new()
+        for _loader, feed in self._fed.values():
+            feed.enter(part.generation)
+
+    def batches(self, loader: Iterable[Any], epochs: int, name: str) -> Iterator[Any]:
+        """See Run.batches."""
+        if hasattr(loader, "on_event"):
+            loader.on_event = self._tell
+        if isinstance(loader, DataLoader) and loader.num_workers and loader.persistent_workers:
+            # Its workers' random numbers would go on from epoch to epoch: nobody could give them to new ones.
+            object.__setattr__(loader, "persistent_workers", False)
+            self._tell("workers-anew", "persistent_workers is ignored: each epoch begins with new workers")
+        if hasattr(loader, "feed_from"):
+            self._feed(loader, name)
+        return self._cursors.batches(loader, epochs, name)
+
+    def _feed(self, loader: Any, name: str) -> None:
+        """Have it take its batches from the ring; the one that had this name before does not any more."""
+        if name in self._fed:
+            former, feed = self._fed[name]
+            if former is loader:
+                return
+            former.feed_from(None)
+            feed.close()
+        # Only here: a script whose loaders are others need not have what data.ring_feed imports.
+        from ckptless.pytorch_hooks.data.ring_feed import RingFeed
+
+        feed = RingFeed(self._session.agent_socket, self._session.welcome.slot, name)
+        feed.enter(self._generation)
+        loader.feed_from(feed)
+        with self._lock:
+            self._fed[name] = (loader, feed)
+            feed.stop(self._stopped)
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._session.send(m.Note(level="warning", kind=kind, text=f"rank {self._rank}: {text}"))
+
+    def committed(self) -> dict[str, Any]:
+        """All positions, for the record; batches that no recovery can ask for are given back."""
+        saved = self._cursors.committed()
+        for name, (loader, _feed) in self._fed.items():
+            oldest = self._cursors.oldest(name)
+            if oldest is not None and oldest.loader is not None:
+                loader.committed(oldest.loader)
+        return saved
+
+    def restore(self, saved: Any) -> None:
+        """Go back to committed positions. Raises ProtocolError."""
+        self._cursors.restore(saved)
+
+    def stop(self, generation: int) -> None:
+        """A generation is over: who waits for a batch is woken. Any thread."""
+        with self._lock:
+            self._stopped = max(self._stopped, generation)
+            for _loader, feed in self._fed.values():
+                feed.stop(generation)
+
+    def abandon(self) -> None:
+        """This process ends, and leaves its batches for the one that takes its place."""
+        for _loader, feed in self._fed.values():
+            feed.abandon()
+
+    def close(self) -> None:
+        """The job is done, and needs no batches any more."""
+        for _loader, feed in self._fed.values():
+            feed.close()

@@ -1,0 +1,161 @@
+"""`ckptless.run`: calls a training function, again after every fault; without an agent, once."""
+
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import StateUnavailableError
+from ckptless.pytorch_hooks import env
+from ckptless.pytorch_hooks.commit.cadence import Meter, checked
+from ckptless.pytorch_hooks.commit.cadence_agreement import Agreed, Fixed
+from ckptless.pytorch_hooks.commit.overlap import Policy, Wanted, overlap_policy
+from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
+from ckptless.pytorch_hooks.process_groups.fabric import Fabric
+from ckptless.pytorch_hooks.running import standalone as plain
+from ckptless.pytorch_hooks.running.session import Session
+from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
+from ckptless.pytorch_hooks.state import rng
+
+logger = logging.getLogger(__name__)
+
+CAUSE_LIMIT = 500
+
+
+def run(
+    train: Callable[[Any], object],
+    *,
+    commit_every: int | Literal["auto"] = 1,
+    commit_budget: float = 0.01,
+    overlap: Wanted = "off",
+) -> None:
+    """Call `train(run)`; under an agent, call it again in every living process after each fault.
+
+    Returns when `train` has returned on every rank. Process groups are made before the first call and renewed
+    after a fault: the script makes no init_process_group of its own. Without an agent around it (plain
+    Python, torchrun) `train` is called once, and nothing is protected.
+
+    `commit_every`: of so many calls of `run.commit` one makes the step restorable, and a fault takes all
+    ranks back to the newest such step. With "auto" as often as commits take no more than `commit_budget` of
+    the time, and at least once in 100 steps. Both must be the same on all ranks.
+
+    `overlap`: whether a commit's tensors are copied while the next step runs ("on"), or before `run.commit`
+    returns ("off"). With "on" a rank to whose parameters anything but `optimizer.step` writes in between
+    loses that step, and copies in order from then on. Raises UsageError.
+    """
+    cadence = checked(commit_every, commit_budget)
+    policy = overlap_policy(overlap)
+    socket_name = env.read().agent_socket
+    if socket_name is None:
+        plain.run(train)
+        return
+    _Worker(socket_name, train, cadence, commit_budget, policy).run()
+
+
+class _Worker:
+    """A rank's life: generation after generation, until all ranks have finished."""
+
+    def __init__(
+        self,
+        socket_name: str,
+        train: Callable[[Any], object],
+        commit_every: int | str,
+        commit_budget: float,
+        overlap: Policy,
+    ) -> None:
+        self._train = train
+        self._random = rng.capture()
+        self._session = Session(socket_name)
+        self._fabric = Fabric(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken)
+        self._session.on_stop = self._fabric.abort
+        meter = Meter()
+        cadence = (
+            Fixed(self._fabric, commit_every)
+            if isinstance(commit_every, int)
+            else Agreed(self._fabric, meter, commit_budget)
+        )
+        self._run = Run(self._session, self._fabric, cadence, meter, overlap)
+        self._run.watch_outside(train)
+        self._session.on_stop = self._stop
+
+    def _stop(self, generation: int) -> None:
+        """Free the main thread from whatever it waits for, in the listener's."""
+        self._fabric.abort(generation)
+        self._run.loaders.stop(generation)
+
+    def _broken(self, text: str) -> None:
+        """A collective failed: say so at once, from whichever thread saw it."""
+        generation = self._fabric.generation
+        if generation is not None and not self._session.ended(generation):
+            self._session.send(m.Broken(generation=generation, text=_shorten(text)))
+
+    def run(self) -> None:
+        try:
+            self._generations()
+        except BaseException:
+            # The script ends itself (sys.exit, Ctrl-C): no thread is left waiting for it.
+            self._run.leave()
+            self._run.loaders.abandon()
+            raise
+
+    def _generations(self) -> None:
+        generation = 0
+        while True:
+            part = self._session.wait_assigned(after=generation)
+            if part is None:
+                self._run.close()
+                return
+            generation = part.generation
+            cause = self._generation(part)
+            if cause is None:
+                self._run.close()
+                return
+            self._session.send(m.Left(generation=generation, cause=cause))
+
+    def _generation(self, part: m.Assigned) -> m.Cause | None:
+        """One call of the training function; None when the job is done, or why it was left."""
+        try:
+            if part.restore_step is None:
+                rng.restore(self._random)
+            self._run.enter(part)
+            self._train(self._run)
+            self._run.finish()
+        except GenerationEnded as end:
+            return self._left(m.Cause(kind="stop", text=str(end)), end)
+        except CollectiveFailed as failure:
+            return self._left(m.Cause(kind="broken", text=_shorten(str(failure))), failure)
+        except Exception as error:  # noqa: BLE001  # whatever the user's code raises is a fault to report
+            return self._left(self._blame(part, error), error)
+        return None
+
+    def _blame(self, part: m.Assigned, error: Exception) -> m.Cause:
+        """An error that is only a consequence of the end of the generation is nobody's fault."""
+        # Before `keep` the fabric of a survivor still stands, aborted, in the generation before.
+        entered = self._fabric.generation == part.generation
+        if self._session.ended(part.generation) or (entered and self._fabric.aborted):
+            return m.Cause(kind="stop", text=_shorten(repr(error)))
+        if entered and self._fabric.broken is not None:
+            return m.Cause(kind="broken", text=_shorten(self._fabric.broken))
+        traceback.print_exc()
+        kind = "no-state" if isinstance(error, StateUnavailableError) else "raised"
+        # MemoryError and others say nothing more.
+        return m.Cause(kind=kind, text=_shorten(": ".join(filter(None, (type(error).__name__, str(error))))))
+
+    def _left(self, cause: m.Cause, error: BaseException) -> m.Cause:
+        """Out of the training function: let go of its frames, which hold activations and graphs."""
+        self._fabric.abort()
+        self._run.leave()
+        while error.__context__ is not None or error.__traceback__ is not None:
+            error.__traceback__ = None
+            error, context = error.__context__ or error, error.__context__
+            if context is None:
+                break
+        sys.stdout.flush()
+        logger.debug("left: %s", cause)
+        return cause
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= CAUSE_LIMIT else text[: CAUSE_LIMIT - 3] + "..."

@@ -1,0 +1,506 @@
+"""`Run`: what a training function is given, under an agent."""
+
+import logging
+import time
+from collections.abc import Callable, Container, Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
+from ckptless.pytorch_hooks import env
+from ckptless.pytorch_hooks.commit.cadence import Meter
+from ckptless.pytorch_hooks.commit.cadence_agreement import Cadence, Fixed
+from ckptless.pytorch_hooks.commit.copying import Copying
+from ckptless.pytorch_hooks.commit.overlap import Policy
+from ckptless.pytorch_hooks.commit.versions import Versions, record_digest
+from ckptless.pytorch_hooks.process_groups.buckets import Buckets
+from ckptless.pytorch_hooks.process_groups.fabric import Fabric, guard_optimizers
+from ckptless.pytorch_hooks.process_groups.fsdp import Sharded
+from ckptless.pytorch_hooks.running import job_key, likeness
+from ckptless.pytorch_hooks.running.loaders import Loaders
+from ckptless.pytorch_hooks.running.session import Session
+from ckptless.pytorch_hooks.saving.load import load
+from ckptless.pytorch_hooks.state import (
+    RecordView,
+    State,
+    TensorSet,
+    capture,
+    gradients,
+    read,
+    readback,
+    restore,
+)
+from ckptless.pytorch_hooks.state.attributes import MANY
+from ckptless.pytorch_hooks.state.objects import parts_of, tree_of, watch_of
+from ckptless.pytorch_hooks.state.reach import Outside
+from ckptless.pytorch_hooks.state.second_look import SecondLook, is_due
+from ckptless.pytorch_hooks.state.twins import refuse, twins
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
+
+logger = logging.getLogger(__name__)
+
+# How long one collective may take before Gloo itself gives up; the agent notices a hang long before.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+STORE_TIMEOUT = timedelta(seconds=60)
+WAIT_WORTH_A_NOTE_S = 1.0
+# Of steps that are not committed the agent is told so often.
+TELL_INTERVAL_S = 0.2
+
+
+class Run:
+    """One rank's part of a job, over all generations. Main thread only."""
+
+    def __init__(
+        self,
+        session: Session,
+        fabric: Fabric,
+        cadence: Cadence | None = None,
+        meter: Meter | None = None,
+        overlap: Policy | None = None,
+    ) -> None:
+        self._session, self._fabric = session, fabric
+        self._cadence: Cadence = cadence or Fixed(fabric, 1)
+        self._meter = meter or Meter()
+        self._told_at = 0.0
+        self._told_many = False
+        self._versions = Versions(session)
+        self._copying = Copying(self._versions, overlap or Policy("off"), self._tell_overlap)
+        self._part: m.Assigned | None = None
+        self._state: State | None = None
+        self._tensors: TensorSet | None = None
+        self._second_look: SecondLook | None = None
+        self._outside: Outside | None = None
+        # Whether what this process writes has been read back.
+        self._read_back = False
+        self.loaders = Loaders(session, lambda: fabric.calls, self._shared)
+        self._kept = False
+        # The ranks that have the same tensors as this one (none named: all), and which of those on this node
+        # writes them.
+        self._twins: tuple[int, ...] = ()
+        self._writes = False
+        self._alike: tuple[int, ...] = ()
+        self._compared = self._commits = 0
+        # The newest step that is done, the newest that is committed, and the one that the process began with.
+        self._step = self._saved = self._built_at = 0
+        self._buckets = Buckets()
+        self._fsdp = Sharded(())
+        self._on_recovery: list[Callable[[Run], None]] = []
+        self._was_spare = False
+        self._fabric_open = False
+        self._aftermath = False
+        self.waited_s = 0.0
+        guard_optimizers(fabric)
+        register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(gradients.mark_used)
+
+    def _before_update(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+        began = time.monotonic()
+        self._copying.before_update()
+        self._meter.held_up(time.monotonic() - began)
+
+    def watch_outside(self, train: Callable[["Run"], object]) -> None:
+        """Tell where what `train` has beside its State changes, once; rank 0 does."""
+        self._outside = Outside(train, self._tell_outside)
+
+    def _tell_outside(self, text: str) -> None:
+        if self.rank == 0:
+            logger.warning("%s", text)
+            self._session.send(m.Note(level="warning", kind="outside-state", text=text))
+
+    def _tell_many(self, look: SecondLook, took_s: float, nbytes: int) -> None:
+        """Tell, once, of plain data that makes each commit slow, and how slow this one was."""
+        name = look.many() if look.is_whole and self.rank == 0 and not self._told_many else None
+        if name is not None:
+            self._told_many = True
+            text = (
+                f"state.{name} has more than {MANY} numbers or other items in lists and dicts, which each "
+                f"commit writes out one by one: this record took {took_s * 1000:.0f} ms and has {nbytes} "
+                "bytes. In a tensor or an array they would take no time"
+            )
+            logger.warning("%s", text)
+            self._session.send(m.Note(level="warning", kind="state-slow", text=text))
+
+    def _shared(self) -> Container[int]:
+        """By id what the State has as plain data."""
+        return parts_of(self._state).own if self._state is not None else ()
+
+    def _tell_overlap(self, why_not: str) -> None:
+        self._session.send(m.Note(level="warning", kind="overlap-off", text=why_not))
+
+    # ------------------------------------------------------------------------------------- words
+
+    @property
+    def _assigned(self) -> m.Assigned:
+        if self._part is None:
+            raise UsageError("this belongs inside the function that is given to ckptless.run")
+        return self._part
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; it keeps it for the whole job."""
+        return self._assigned.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this process on its node."""
+        return self._session.welcome.slot
+
+    @property
+    def _shard(self) -> int:
+        """What this rank has tensors of: the lowest of its twins, itself among them."""
+        return min(self._twins, default=0)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._assigned.world_size
+
+    @property
+    def generation(self) -> int:
+        """Number of the present assignment of ranks to slots; every recovery makes a new one."""
+        return self._assigned.generation
+
+    @property
+    def step(self) -> int:
+        """The newest step that is done; 0 right after `keep` built the state."""
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the data that `batches` is in, of the loader that is not named."""
+        return self.loaders.epoch
+
+    @property
+    def spare(self) -> bool:
+        """Whether this process began as a spare."""
+        return self._was_spare
+
+    def on_recovery(self, function: Callable[["Run"], None]) -> None:
+        """Call `function(run)` when the state is back after a fault.
+
+        To be said on each entry into the training function, before `keep`.
+        """
+        self._on_recovery.append(function)
+
+    # ------------------------------------------------------------------------------------- enter
+
+    def enter(self, part: m.Assigned) -> None:
+        """Begin a generation: what `ckptless.run` does before it calls the training function."""
+        if self._part is None:
+            self._was_spare = env.read().rank < 0
+        self._part, self._kept, self._compared, self._commits = part, False, 0, 0
+        self._on_recovery.clear()
+        job_key.learn(part.cache_key)
+        self.loaders.enter(part)
+        env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
+        if part.restore_step is None:
+            self._state = self._tensors = None
+            self._step = self._saved = 0
+            self._join()
+            self._open(self._store())
+        elif self._state is None:
+            self._open(None)
+
+    def _open(self, store: torch_private.Store | None) -> None:
+        if self._fabric_open:
+            self._fabric.reset()
+        part = self._assigned
+        self._fabric_open = True
+        self._fabric.open(rank=part.rank, world_size=part.world_size, generation=part.generation, store=store)
+
+    def _join(self) -> None:
+        """Tell that this rank is ready, and wait until every rank is."""
+        self._session.send(m.Joined(generation=self.generation))
+        self._session.wait_go(self.generation)
+
+    def _store(self) -> torch_private.Store:
+        host, port = self._assigned.store
+        return torch_private.TCPStore(host, port, None, False, STORE_TIMEOUT, wait_for_workers=False)
+
+    # -------------------------------------------------------------------------------------- keep
+
+    def keep(self, build: Callable[[], State]) -> State:
+        """The job's state: built once in a process, and after a fault brought back to the agreed step.
+
+        `build` makes model, optimizer and everything else that the next step depends on. In a process that
+        lives through a fault it is not called again: the same objects come back, their process groups
+        renewed. In a new process it is called, and the state is then restored into what it built. Call it
+        once, before any collective. Raises UsageError, GenerationEnded.
+        """
+        if self._kept:
+            raise UsageError("run.keep was called twice: put everything into one State")
+        part = self._assigned
+        if self._state is None:
+            state = build()
+            if not isinstance(state, State):
+                raise UsageError(
+                    f"the function given to run.keep returned {type(state).__name__}, not a State"
+                )
+            refuse(state)
+            self._fabric.mark()
+            self._state, self._tensors = state, TensorSet(state)
+            self._second_look = SecondLook(state, self._tensors.names)
+            gradients.watch_steps(state)
+            self._buckets = Buckets(state)
+            self._alike = twins(state, self.rank, self.world_size)
+            self._twins = () if len(self._alike) == self.world_size else self._alike
+            self._fsdp = Sharded(module for _prefix, module in tree_of(state).modules())
+        self._session.send(m.Twins(generation=part.generation, ranks=self._twins))
+        if part.restore_step is None:
+            if resume := env.read().resume:
+                self._resume(Path(resume))
+            self.compare("before the first step")
+            self._session.send(m.Restored(generation=part.generation))
+            self._writes = self._session.wait_writes(part.generation)
+            self._kept = True
+            self._built_at = self._step
+            self._check()
+            self._put(self._step)
+            self._begin(self._step)
+        else:
+            self._recover(part.restore_step)
+            self._kept = True
+        return self._state
+
+    def compare(self, where: str = "") -> None:
+        """Compare parameters, buffers and optimizer state with those of the rank's twins, bit by bit.
+
+        To find where a script makes ranks differ: at several places of a step, on every rank alike; not for
+        each step of a long run, since all is read. UsageError where they differ, with `where` and the first
+        tensor. Also raises GenerationEnded, CollectiveFailed.
+        """
+        assert self._tensors is not None
+        self._compared += 1
+        when = where or f"at step {self._step}, comparison {self._compared}"
+        likeness.compare(self._fabric, self.rank, self._alike, self._tensors, when, str(self._compared))
+
+    def _resume(self, folder: Path) -> None:
+        """Memory has nothing: go on from a step on the disk, into what was built just now."""
+        assert self._state is not None
+        assert self._tensors is not None
+        found = load(folder, self.rank, self.world_size)
+        if found.shard != self._shard:
+            raise RecoveryError(
+                f"rank {self.rank} is built as a twin of rank {self._shard}; in {folder} it was one of "
+                f"rank {found.shard}"
+            )
+        view = read(found.record)
+        self._tensors.unpack(found.payload, view.layout)
+        self._take(found.record, view)
+        self._step = found.step
+        for function in self._on_recovery:
+            function(self)
+
+    def _take(self, record: bytes, view: RecordView) -> None:
+        """What is not in the tensors' buffer, once they are there."""
+        assert self._state is not None
+        self._buckets.renew(view.ddp_layouts)
+        restore(record, self._state)
+        self.loaders.restore(view.cursor)
+
+    def _recover(self, step: int) -> None:
+        """Renew the groups, then copy the state of `step` back into whatever lives here.
+
+        Nobody can tell what has been written to since: an update by hand is like any other operation.
+        """
+        assert self._state is not None
+        assert self._tensors is not None
+        # Before anybody looks at the tensors: parameters must be shards again.
+        self._fsdp.renew()
+        # What came in the step that was cut off a new process does not have.
+        self._tensors.check_built()
+        assert self._second_look is not None
+        self._second_look.at_modules()
+        self._join()
+        self._fabric.configure(self.generation, self._store())
+        self._writes = self._session.wait_writes(self.generation)
+        found = self._versions.fetch(self.generation, step, self._shard, self._tensors)
+        record, at, view = found.record, found.at, read(found.record)
+        if view.step != step:
+            raise RecoveryError(f"the record of step {step} says it is of step {view.step}")
+        if view.layout.digest != found.header.layout:
+            raise StateUnavailableError(f"record and tensors of step {step} are not of one layout")
+        self._tensors.unpack(found.payload, view.layout)
+        self._take(record, view)
+        self._step, self._aftermath = step, True
+        self._built_at = step
+        self._begin(step)
+        self._session.send(m.Restored(generation=self.generation))
+        # Its copies on other nodes may have gone with them: commit it again.
+        self._versions.send(self._commit_of(step, record, at if self._writes else None, None))
+        for function in self._on_recovery:
+            function(self)
+
+    # ----------------------------------------------------------------------------------- batches
+
+    def batches(self, loader: Iterable[Any], epochs: int = 1, *, name: str = "") -> Iterator[Any]:
+        """Batches of `loader` from the committed position on, to the end of `epochs` epochs.
+
+        The position is committed with the step. A loop over epochs goes `for epoch in range(run.epoch, n)`.
+        A loader with state_dict and load_state_dict is continued by them; any other is begun again in a new
+        process, and the batches already trained on are passed over. Of several loaders each has a `name`.
+        """
+        self._need_state("batches")
+        return self.loaders.batches(loader, epochs, name)
+
+    # ------------------------------------------------------------------------------------ commit
+
+    def commit(self, loss: float | torch.Tensor | None = None) -> int:
+        """The step is done: from here on it can be restored. Its number.
+
+        Call it after optimizer, scheduler and scaler have stepped; it is refused where there are gradients
+        that no optimizer has used, or what was not there in `keep`. It waits only when the copies of the one
+        before are not yet held elsewhere. What only optimizers change is copied while the training goes on; a
+        rank that ends before that goes back to the step before. With `commit_every` of `ckptless.run` only
+        some of the calls make their step restorable. `loss` is shown by `ckptctl status`. Raises
+        UsageError, GenerationEnded, StateMoved.
+        """
+        self._need_state("commit")
+        step = self._step + 1
+        due = self._cadence.is_due(step)
+        self._meter.enter(time.monotonic())
+        if due:
+            self._save(step, loss)
+        else:
+            self._pass(step, loss)
+        self._meter.leave(time.monotonic(), committed=due)
+        if due:
+            self._cadence.committed(step)
+        if self._aftermath and step > (self._assigned.restore_step or 0):
+            # Off the critical path of the recovery: take down what the old generation left.
+            self._aftermath = self._fabric.sweep() > 0
+        return step
+
+    def _begin(self, step: int) -> None:
+        """All ranks are at this step, which is committed."""
+        self._saved = step
+        self._meter.begin()
+        self._cadence.begin(step, self.rank, self.world_size)
+        self._told_at = 0.0
+
+    def _pass(self, step: int, loss: float | torch.Tensor | None) -> None:
+        """A step that is not committed; of the first one it is told at once, of others now and then."""
+        self._fabric.check()
+        self._buckets.settle()
+        self._step = step
+        now = time.monotonic()
+        if now - self._told_at >= TELL_INTERVAL_S:
+            self._told_at = now
+            every, share = self._cadence.every, self._meter.share
+            generation, number = self.generation, _number(loss)
+            told = m.Stepped(generation=generation, step=step, loss=number, every=every, share=share)
+            self._session.send(told)
+
+    def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
+        self._fabric.check()
+        # Before the buckets: gradients may lie in them.
+        self._check()
+        self._buckets.settle()
+        self._compare_here()
+        self._wait_for_copies()
+        self._put(step, loss)
+
+    def _check(self) -> None:
+        """Raise UsageError where a new process would not get all that the next step depends on."""
+        assert self._state is not None
+        assert self._tensors is not None
+        self._tensors.check_built()
+        self._tensors.check_shared()
+        gradients.check_used(self._state, pending=self._fsdp.holds_gradients())
+
+    def _compare_here(self) -> None:
+        """Of twins on this node one writes: others are compared with it now and then."""
+        self._commits += 1
+        here = tuple(rank for rank in self._alike if rank in self._assigned.local_ranks)
+        if len(here) < 2 or not is_due(self._commits):
+            return
+        assert self._tensors is not None
+        when = f"after step {self._step + 1}"
+        likeness.compare(self._fabric, self.rank, here, self._tensors, when, f"commit-{self._commits}")
+
+    def _put(self, step: int, loss: float | torch.Tensor | None = None) -> None:
+        """Commit a step, of which nothing is to be waited for."""
+        assert self._state is not None
+        assert self._tensors is not None
+        assert self._second_look is not None
+        self._second_look.look(self._tensors)
+        if self._outside is not None:
+            self._outside.look(self._second_look)
+        written = None
+        if self._writes:
+            written = self._copying.write(self._tensors, step, self.generation, self._shard, self.rank)
+        began = time.monotonic()
+        record = capture(self._state, step, self.loaders.committed(), self._buckets.layouts, self._tensors)
+        self._tell_many(self._second_look, time.monotonic() - began, len(record))
+        own = self._tensors.spans(watch_of(self._state).recorded) if self._writes else ()
+        self._versions.send(self._commit_of(step, record, None, _number(loss)), written, own)
+        self._step = self._saved = step
+        # The first step that was trained: what is made lazily is there.
+        if self._writes and not self._read_back and step > self._built_at:
+            self._read_back = True
+            self._check_written(step)
+
+    def _check_written(self, step: int) -> None:
+        """Read the version back, as a recovery would, and compare. Raises UsageError."""
+        assert self._state is not None
+        assert self._tensors is not None
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
+        self._copying.wait()
+        found = self._versions.fetch(self.generation, step, self._shard, self._tensors)
+        readback.check_written(self._state, found.record, found.payload)
+
+    def _commit_of(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> m.Commit:
+        return m.Commit(
+            generation=self.generation,
+            step=step,
+            record=record,
+            digest=record_digest(record),
+            tensors=at,
+            loss=loss,
+            every=self._cadence.every,
+            share=self._meter.share,
+        )
+
+    def _wait_for_copies(self) -> None:
+        """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
+        self._copying.wait()
+        waited_s = self._session.wait_acked(self.generation, self._saved)
+        self.waited_s += waited_s
+        if waited_s > WAIT_WORTH_A_NOTE_S:
+            text = f"rank {self.rank} waited {waited_s:.2f} s for the copies of step {self._saved}"
+            self._session.send(m.Note(level="warning", kind="commit-waited", text=text))
+
+    def _need_state(self, what: str) -> None:
+        if not self._kept:
+            raise UsageError(f"run.{what} needs the state: call run.keep(build) first")
+
+    # ----------------------------------------------------------------------------------- the end
+
+    def finish(self) -> None:
+        """The training function has returned: wait for the others, who may still need this rank."""
+        # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
+        self._copying.wait()
+        if self._kept:
+            # The last step, too, is compared with the twins' before training counts as over.
+            self._session.wait_acked(self.generation, self._saved)
+        self._session.send(m.Finished(generation=self.generation))
+        self._session.wait_released(self.generation)
+
+    def leave(self) -> None:
+        """The training function has raised: nothing of this generation is sent any more after this."""
+        self._copying.leave()
+
+    def close(self) -> None:
+        """The job is done: end the threads that send commits, and what makes batches."""
+        self.loaders.close()
+        self._versions.close()
+
+
+def _number(loss: float | torch.Tensor | None) -> float | None:
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None

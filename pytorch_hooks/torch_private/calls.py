@@ -1,0 +1,234 @@
+"""Every private part of torch that recovery stands on, each behind one function, and a check of them all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    Backend,
+    DebugLevel,
+    FakeProcessGroup,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    Work,
+    get_debug_level,
+)
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptless.pytorch_hooks.errors import TorchMismatch
+from ckptless.pytorch_hooks.torch_private.names import DDP, GROUPS, refuse_moved, span, version
+from ckptless.torch_versions import NEWEST, OLDEST, OLDEST_PYTHON_BACKEND
+
+# torch.distributed has these under the same names, but its types do not say so.
+__all__ = ["Backend", "HashStore", "PrefixStore", "Store", "TCPStore", "Work", "check"]
+
+_log = logging.getLogger(__name__)
+
+
+def check() -> None:
+    """Raise `TorchMismatch`, in one sentence, if this torch is not one that recovery can stand on."""
+    if version() < OLDEST:
+        raise TorchMismatch(f"torch {torch.__version__} is too old for ckptless, which supports {span()}.")
+    refuse_moved((*GROUPS, *DDP))
+    if version() > NEWEST:
+        # What is compiled says nothing of what it does: only tests tell, and nobody has run them.
+        _log.warning(
+            "torch %s is newer than what ckptless was tested with (%s): what recovery uses inside it was "
+            "looked for by name here; ckptless-run (once) and ckptless-doctor try what it does",
+            torch.__version__,
+            span(),
+        )
+
+
+# ------------------------------------------------------------------------------------- process groups
+
+
+def register_backend(name: str, create: Callable[..., object]) -> None:
+    """Let torch make groups of backend `name` by `create(options, backend_options)`, once in a process."""
+    if name in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(name, cast("Any", create), extended_api=True, devices=["cpu"])
+
+
+def takes_backends() -> bool:
+    """Whether a stock group can have a backend that is written in Python.
+
+    Not where TORCH_DISTRIBUTED_DEBUG is DETAIL: torch wraps every backend then, and connects one of its own.
+    """
+    return version() >= OLDEST_PYTHON_BACKEND and get_debug_level() != DebugLevel.DETAIL
+
+
+class GroupBase(dist.ProcessGroup):
+    """A ProcessGroup that Python overrides: C++ callers, too, come to a subclass's methods."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        # Not the documented constructor with a store: pybind11 makes no overridable object with that one.
+        super().__init__(rank, size)  # type: ignore[call-arg]
+
+
+def fake_backend(rank: int, size: int) -> Backend:
+    """A backend whose collectives do nothing and need nobody."""
+    # Until 2.8 the class was constructed like any other; later it refuses that and has a factory.
+    make: Callable[[int, int], Any] = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    return cast("Backend", make(rank, size))
+
+
+def gloo_devices(host: str | None, interfaces: list[str]) -> list[Any]:
+    """Gloo devices (each a listening socket and an event loop) on an address, on interfaces or as stock.
+
+    Never lazy: every pair must be connected, so that its socket is known, when the constructor returns.
+    """
+    gloo = dist.ProcessGroupGloo
+    if host is not None:
+        return [gloo.create_device(hostname=host, lazy_init=False)]
+    if interfaces:
+        return [gloo.create_device(interface=name, lazy_init=False) for name in interfaces]
+    return [gloo.create_default_device(lazy_init=False)]
+
+
+def gloo_backend(store: Store, rank: int, size: int, *, timeout: timedelta, devices: list[Any]) -> Backend:
+    """A connected Gloo backend; blocks until every other rank of the group has come, or the timeout."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = devices
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    if version() < (2, 14):  # since then it does nothing but warn
+        backend._set_sequence_number_for_group()
+    return backend
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
+    """The backend that a group uses for a device."""
+    return group._get_backend(device)
+
+
+def store_clone(store: Store) -> Store:
+    """The same store over a connection of its own."""
+    return cast("Store", store.clone())  # type: ignore[attr-defined]
+
+
+def store_get(store: Store, key: str) -> bytes:
+    """The value of a key, for which it waits: for good, where the connection is not cut."""
+    while True:
+        try:
+            return store.get(key)
+        except dist.DistStoreError:  # nobody has set it within the store's own timeout
+            continue
+
+
+def store_port(store: Store) -> int:
+    """The port that a store's server listens on; 0 where it has none (then nothing is ever matched by it)."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else 0
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """The living group that torch knows by this name."""
+    return next((group for group, known in c10d._world.pg_names.items() if known == name), None)
+
+
+def group_count() -> int:
+    """How many groups torch has given a number to: the next group's name."""
+    return c10d._world.group_count
+
+
+def set_group_count(count: int) -> None:
+    """Make the next group's name the same on all ranks again.
+
+    A group whose construction failed has used up a number on this rank, which the others may not have.
+    """
+    c10d._world.group_count = count
+
+
+def is_default_timeout(timeout: timedelta) -> bool:
+    """Whether this is what torch fills in where nobody named a timeout (30 min)."""
+    return timeout == c10d.default_pg_timeout
+
+
+def source_rank(work: Work) -> int:
+    """The rank that a received message came from."""
+    return work._source_rank()
+
+
+# ------------------------------------------------------------------------------------- DDP's Reducer
+
+
+def ddp_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters that the Reducer reduces, in the order of its indices."""
+    parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    return cast("list[torch.nn.Parameter]", parameters)
+
+
+def ddp_reduces(ddp: DistributedDataParallel) -> bool:
+    """Whether there is a C++ Reducer (not in a DDP with every reduction delayed)."""
+    return getattr(ddp, "reducer", None) is not None
+
+
+def ddp_rebuilds(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP lays its buckets out anew after the first backward."""
+    return ddp_reduces(ddp) and bool(ddp.static_graph or not ddp.find_unused_parameters)
+
+
+def ddp_has_rebuilt(ddp: DistributedDataParallel) -> bool:
+    """Whether it has done so."""
+    return bool(ddp._has_rebuilt_buckets)
+
+
+def ddp_buckets(ddp: DistributedDataParallel) -> list[list[torch.Tensor]]:
+    """The parameters in each bucket, in the order in which buckets are reduced."""
+    reducer: Any = ddp.reducer
+    return [list(bucket.parameters()) for bucket in reducer._get_zeros_like_grad_buckets()]
+
+
+def ddp_rebuild(ddp: DistributedDataParallel) -> bool:
+    """The rebuild that DDP would do in its next forward (two broadcasts from rank 0), now."""
+    reducer: Any = ddp.reducer
+    rebuilt = bool(reducer._rebuild_buckets())
+    if rebuilt:
+        ddp._has_rebuilt_buckets = True
+    return rebuilt
+
+
+def ddp_rebuild_under(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
+    """The same before any backward, with `group` in the place of the process group for its two broadcasts."""
+    reducer: Any = ddp.reducer
+    reducer._push_all_rebuilt_params()  # without it the Reducer has seen no gradient and rebuilds nothing
+    reducer._update_process_group(group)
+    try:
+        return ddp_rebuild(ddp)
+    finally:
+        reducer._update_process_group(ddp.process_group)
+
+
+def ddp_new_reducer(ddp: DistributedDataParallel) -> None:
+    """Put a Reducer as of construction into a DDP object, whatever state the old one was left in."""
+    old: Any = ddp.reducer
+    # At once, not in a destructor that waits for the last reference: two Reducers' hooks would both fire.
+    old._remove_autograd_hooks()
+    del old
+    wrapped: Any = ddp
+    wrapped.logger = None
+    wrapped.reducer = None
+    parameters, sparse = wrapped._build_params_for_reducer()
+    names = wrapped._build_debug_param_to_name_mapping(parameters)
+    static, hooks = wrapped.static_graph, wrapped._comm_hooks
+    wrapped._ddp_init_helper(parameters, sparse, names, static)
+    if static:
+        wrapped.static_graph = False  # else it does nothing
+        wrapped._set_static_graph()
+    wrapped._comm_hooks = []
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+    wrapped._has_rebuilt_buckets = False
+    # An abort may have fallen between a forward under no_sync() and the next one.
+    wrapped.require_backward_grad_sync = True
+    wrapped.require_forward_param_sync = True
