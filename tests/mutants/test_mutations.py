@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .__main__ import ROOMS, ROOT, equivalents
+from .__main__ import ROOMS, equivalents
 from .mutations import mutants
+from .warm import ROOT
 
 
 def changes(source: str) -> list[tuple[str, str]]:
