@@ -158,7 +158,7 @@ ORDERS: tuple[Named, ...] = (
         ),
         (
             "a rival's Stop is unnoticed",
-            "and self._tally and self._tally.disputed:",
+            "and self._tally.disputed:",
             "and False:",
             "test_what_another_leader_has_stopped_stops_here",
         ),
