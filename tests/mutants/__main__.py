@@ -134,6 +134,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="which ones")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="every result, into this file")
+    parser.add_argument("--again", action="store_true", help="only those that survive by that file")
     args = parser.parse_args()
     paths = args.files or [
         str(path.relative_to(ROOT)) for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))
@@ -142,16 +143,31 @@ def main() -> int:
 
     def work(items: list[pytest.Item]) -> None:
         nonlocal code
-        code = run(items, chosen(paths, args.count, args.seed), args.processes, args.json)
+        todo, kept = chosen(paths, args.count, args.seed), list[Result]()
+        if args.again:
+            todo, kept = survivors(paths, args.json)
+        code = run(items, todo, args.processes, kept, args.json)
 
     with_tests(SUITES, work)
     return code
 
 
+def survivors(paths: list[str], told: Path) -> tuple[list[tuple[str, Mutant]], list[Result]]:
+    """Return what survived in an earlier run, by where it stands now, and the results that stay."""
+    before = [Result(**result) for result in json.loads(told.read_text())]
+    left = {(one.path, one.mistake.partition(": ")[2]) for one in before if one.found is None}
+    todo = [(path, m) for path, m in chosen(paths, 0, 0) if (path, str(m).partition(": ")[2]) in left]
+    return todo, [one for one in before if one.found is not None]
+
+
 def run(
-    items: list[pytest.Item], todo: list[tuple[str, Mutant]], processes: int, as_json: Path | None
+    items: list[pytest.Item],
+    todo: list[tuple[str, Mutant]],
+    processes: int,
+    kept: list[Result],
+    as_json: Path | None,
 ) -> int:
-    """Try them all; the exit code."""
+    """Try them all; the exit code. `kept`: results of before."""
     began = time.monotonic()
     checks = checks_of(items)
     reached = measure(checks, ROOMS)
@@ -166,7 +182,7 @@ def run(
         what = f"{result.path}:{result.mistake}: {result.found or 'SURVIVES'} ({result.took_s:.1f} s)"
         print(f"[{len(results)}/{len(todo)}] {what}", flush=True)
     print(f"{(time.monotonic() - began) / max(1, len(results)):.2f} s each")
-    return report(results, as_json)
+    return report([*kept, *results], as_json)
 
 
 if __name__ == "__main__":

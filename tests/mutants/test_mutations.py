@@ -44,6 +44,7 @@ def test_mistakes(source: str, expected: set[tuple[str, str]]) -> None:
         "raise ValueError(f'{a + b}')",
         "assert a < b",
         "def f(x: A | B) -> C | D: ...",
+        "class A(B, frozen=True): ...",
     ],
 )
 def test_what_is_only_told_is_left_alone(source: str) -> None:

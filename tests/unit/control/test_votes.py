@@ -78,6 +78,7 @@ def test_others_are_asked_for_promises_once_the_own_one_is_on_the_disk() -> None
     assert isinstance(save, Save)
     assert save.durable.promised == MINE
     daemon.it.out.clear()
+    assert daemon.it.campaigns
     # Somebody else's promise is none as long as the own one is not there.
     daemon.it.hear(1, Promise(ballot=MINE, index=0, vote=None), daemon.now, content=False)
     daemon.it.hear(2, Promise(ballot=MINE, index=0, vote=None), daemon.now, content=False)
