@@ -315,7 +315,7 @@ class Controller(Follower):
             if late:
                 return late
         training = any(slot is not None and slot.phase == "restored" for _, _, slot in slots)
-        if self.stage in ("restoring", "running") and training and stalled:
+        if training and stalled:
             node = self.assignment.places[0].node
             text = f"no step in {limits.stall_s:.0f} s"
             if (early := telling.returned_early(self.assignment, self.nodes)) is not None:
@@ -462,8 +462,8 @@ class Controller(Follower):
             return
         self._mark("agree", now)
         self._share(story.generation(assignment, now))
-        if self.spec is not None:
-            self._share(story.job(self.spec, "running", self._started))
+        assert self.spec is not None
+        self._share(story.job(self.spec, "running", self._started))
         if self._timeline is not None:
             self._share(story.recovery(assignment, self._timeline, None))
         self._out += [ToAgent(m.Announce(text=text[: m.MAX_ANNOUNCED])) for text in self._ended_so]
@@ -482,8 +482,8 @@ class Controller(Follower):
         self._note_gone(list(self._dark))
         if self._timeline is not None and self.assignment is not None:
             self._share(story.failed_recovery(self.assignment, self._timeline, plan.causes(self._log.faults)))
-        if self.spec is not None:
-            self._share(story.job(self.spec, outcome.state, self._started, outcome, now))
+        assert self.spec is not None
+        self._share(story.job(self.spec, outcome.state, self._started, outcome, now))
         level: Literal["info", "error"] = "info" if outcome.exit_code == 0 else "error"
         self._note(now, level, "end", f"{outcome.state}: {outcome.reason}")
 
