@@ -108,7 +108,7 @@ def check_tool(trials: Trials) -> None:
         raise SystemExit(f"{path} that cannot be imported is found by {found.found}")
 
 
-def report(results: list[Result], as_json: Path | None) -> int:
+def report(results: list[Result]) -> int:
     """Print who survived and the share that was found; the exit code."""
     survivors = [result for result in results if result.found is None]
     for result in survivors:
@@ -120,8 +120,6 @@ def report(results: list[Result], as_json: Path | None) -> int:
     by_file = Counter(result.path for result in survivors)
     for path, count in by_file.most_common():
         print(f"  {path}: {count} survive of {sum(result.path == path for result in results)}")
-    if as_json is not None:
-        as_json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     return int(share < WANTED)
 
 
@@ -179,10 +177,12 @@ def run(
     began = time.monotonic()
     for result in trials.results(todo, processes):
         results.append(result)
+        if as_json is not None:
+            as_json.write_text(json.dumps([asdict(one) for one in (*kept, *results)], indent=1) + "\n")
         what = f"{result.path}:{result.mistake}: {result.found or 'SURVIVES'} ({result.took_s:.1f} s)"
         print(f"[{len(results)}/{len(todo)}] {what}", flush=True)
     print(f"{(time.monotonic() - began) / max(1, len(results)):.2f} s each")
-    return report([*kept, *results], as_json)
+    return report([*kept, *results])
 
 
 if __name__ == "__main__":

@@ -121,6 +121,13 @@ def test_who_hears_its_leader_again_does_not_try() -> None:
     assert after_s >= 3 * TURN_S
 
 
+def test_a_try_ends_where_the_leader_is_heard_of_again() -> None:
+    node = lone(1)
+    assert node.control.agreement.campaigns
+    node.control.handle(e.Pulsing(frozenset({0})), node.now)
+    assert not node.control.agreement.campaigns
+
+
 def test_a_try_that_was_ended_by_another_is_made_again_after_a_while() -> None:
     node = lone(1)
     assert node.control.agreement.campaigns

@@ -68,6 +68,7 @@ def test_a_rank_that_stays_inside_is_ended_after_a_while_and_has_time_to_end() -
     job.node.wait(2.0, 0.5)
     assert job.lost == [2]
     assert job.generation == 2
+    assert job.node.told.events.count("kill") == 1
 
 
 def test_a_rank_that_is_ended_is_a_process_to_replace_and_no_lost_node() -> None:
@@ -116,6 +117,21 @@ def test_orders_are_said_again_to_whoever_missed_them() -> None:
     for node in range(NODES):
         job.say(node, "joined", stepped=False)
     assert kinds(job.node.wait(3 * REPEAT_S, 0.25)) == [m.Go] * 3
+
+
+def test_where_only_consequences_are_known_one_of_them_is_announced_once() -> None:
+    job = Job()
+    broken = m.Cause(kind="broken", text="connection reset")
+    job.say(0, "left", cause=broken)
+    assert "broken" not in job.node.told.events
+    job.node.quiet = {1, 2, 3}
+    for node in range(NODES):
+        job.say(node, "left", cause=broken if node == 0 else None, frozen=True)
+    for _ in range(3):
+        job.node.now += 0.25
+        job.node.feed(e.Tick())
+    assert job.generation == 1, "nobody has agreed yet"
+    assert job.node.told.events.count("broken") == 1
 
 
 # --------------------------------------------------------------------------------------- other leaders
@@ -190,6 +206,19 @@ def test_a_node_that_goes_with_the_release_fails_nothing_for_a_while() -> None:
     assert (outcome.why, outcome.exit_code) == ("after-training", 1)
 
 
+def test_a_new_leader_has_the_same_patience_with_nodes_that_go() -> None:
+    node = Node(1, NODES)
+    node.feed(e.OrderFrom(0, 1, m.Release(generation=1)))
+    node.now += 10 * ENDING_S
+    node.feed(lost_by(0, "its agent is gone"))
+    assert node.control.leads
+    node.wait(ENDING_S - 0.5)
+    assert node.outcome is None
+    node.wait(1.0)
+    assert node.outcome is not None
+    assert node.outcome.why == "after-training"
+
+
 def test_a_node_whose_ranks_have_ended_may_go() -> None:
     job = finished()
     job.say(1, "exited", code=0)
@@ -234,5 +263,20 @@ def test_of_two_nodes_that_cannot_reach_each_other_one_gives_way() -> None:
     job.node.wait(SETTLED_S - 0.5, 0.25)
     assert job.lost == []
     job.node.feed(*(e.PeerUp(node, standing) for node, standing in told.items()))
-    job.node.wait(1.0, 0.25)
+    found = job.node.wait(1.0, 0.25)
     assert job.lost == [2]
+    assert kinds(found) == [m.Stop]
+
+
+def test_a_spare_that_gives_way_is_stopped_for_too() -> None:
+    """It holds copies of others' state."""
+    job = Job()
+    told = {node: e.Standing(1, 0, "running", None, index=1, apart=(4 - node,)) for node in (1, 3)}
+    job.node.wait(APART_S, 0.25)
+    job.node.feed(*(e.PeerUp(node, standing) for node, standing in told.items()))
+    job.node.wait(SETTLED_S - 0.5, 0.25)
+    assert job.lost == []
+    found = job.node.wait(1.0, 0.25)
+    assert job.lost == [3]
+    assert kinds(found)[:1] == [m.Stop]
+    assert "cannot reach each other" in found.orders[0].reason  # type: ignore[union-attr]

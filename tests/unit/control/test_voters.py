@@ -142,6 +142,15 @@ def test_a_leader_replaces_a_voter_whose_daemon_stays_away() -> None:
     assert node.outcome is None
 
 
+@pytest.mark.parametrize(("unable", "voters"), [((2,), (0, 1)), ((1, 2), (0, 2))])
+def test_who_cannot_vote_is_left_out_while_two_others_can(
+    unable: tuple[int, ...], voters: tuple[int, ...]
+) -> None:
+    node = Node(0, 3)
+    node.feed(*(e.PeerUp(one, e.Standing(1, 0, "running", None, index=1, able=False)) for one in unable))
+    assert node.control.known.voters == voters
+
+
 @pytest.mark.parametrize("name", ["", "a b", "x" * 65, "tab\t", 7, None])
 def test_what_is_no_name_of_a_domain(name: object) -> None:
     with pytest.raises(UsageError, match=r"no name of a domain|must be text"):

@@ -239,7 +239,9 @@ def test_whoever_has_not_answered_is_asked_again_and_not_too_often() -> None:
     daemon.hear(4, Accepted(ballot=MINE, index=1))
     ask = Propose(ballot=MINE, decree=decree(1, voters=(0, 1, 2, 3, 4)))
     assert daemon.repeat(a.REPEAT_S / 2) == []
+    written = len(daemon.saves)
     assert daemon.repeat(a.REPEAT_S) == [(node, ask) for node in (1, 2, 3)]
+    assert len(daemon.saves) == written, "its own vote it has"
 
 
 def test_who_wants_nothing_asks_nothing() -> None:
