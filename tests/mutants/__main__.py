@@ -132,7 +132,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="which ones")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="every result, into this file")
-    parser.add_argument("--again", action="store_true", help="only those that survive by that file")
+    parser.add_argument(
+        "--again", action="store_true", help="only what survives by that file, or is not in it"
+    )
     args = parser.parse_args()
     paths = args.files or [
         str(path.relative_to(ROOT)) for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))
@@ -143,18 +145,25 @@ def main() -> int:
         nonlocal code
         todo, kept = chosen(paths, args.count, args.seed), list[Result]()
         if args.again:
-            todo, kept = survivors(paths, args.json)
+            todo, kept = left_by(args.json, todo, chosen(paths, 0, 0))
         code = run(items, todo, args.processes, kept, args.json)
 
     with_tests(SUITES, work)
     return code
 
 
-def survivors(paths: list[str], told: Path) -> tuple[list[tuple[str, Mutant]], list[Result]]:
-    """Return what survived in an earlier run, by where it stands now, and the results that stay."""
+def left_by(
+    told: Path, drawn: list[tuple[str, Mutant]], every: list[tuple[str, Mutant]]
+) -> tuple[list[tuple[str, Mutant]], list[Result]]:
+    """Return what survived in an earlier run, wherever it stands now, and what that did not come to.
+
+    And the results that stay.
+    """
     before = [Result(**result) for result in json.loads(told.read_text())]
-    left = {(one.path, one.mistake.partition(": ")[2]) for one in before if one.found is None}
-    todo = [(path, m) for path, m in chosen(paths, 0, 0) if (path, str(m).partition(": ")[2]) in left]
+    tried = {(one.path, one.mistake) for one in before}
+    survived = {(one.path, one.mistake.partition(": ")[2]) for one in before if one.found is None}
+    todo = [(path, m) for path, m in every if (path, str(m).partition(": ")[2]) in survived]
+    todo += [(path, m) for path, m in drawn if (path, str(m)) not in tried]
     return todo, [one for one in before if one.found is not None]
 
 

@@ -56,7 +56,7 @@ def test_who_has_not_joined_in_time_hangs() -> None:
     second(job)
     for node in (0, 2, 3):
         job.say(node, "joined", stepped=False)
-    job.say(1, "assigned", stepped=False)
+    job.say(1, "assigned", stepped=False, hooked=False)
     assert kinds(job.node.wait(JOIN_S, 1.0)) == []
     assert set(kinds(job.node.wait(2.0, 1.0))) == {m.Stop}
     assert job.node.told.events.count("hung") == 1

@@ -275,3 +275,53 @@ def test_why_a_node_is_lost_is_said() -> None:
     watcher.it.looked(1, "refused", watcher.now + 2.0)
     (gone,) = (one for one in watcher.it.take() if isinstance(one, w.Gone))
     assert gone == w.Gone(1, "the connection was reset; its agent is gone", 2.0, dark=False)
+
+
+def test_the_verdict_comes_in_that_moment_and_only_of_what_was_heard_since() -> None:
+    watcher = Watcher()
+    watcher.suspect()
+    for node in (2, 3, 4):
+        watcher.says(node, lives=False)
+    asked: list[float] = []
+
+    def judge(when: float) -> bool:
+        asked.append(when)
+        return True
+
+    watcher.it.tick(100.0 + DARK_S - 0.01, judge)
+    assert not [one for one in watcher.it.take() if isinstance(one, w.Gone)]
+    watcher.it.tick(100.0 + DARK_S, judge)
+    (gone,) = (one for one in watcher.it.take() if isinstance(one, w.Gone))
+    assert "node-0 has heard nothing of it for 1.0 s; nothing on it answers, 3 of 3" in gone.reason
+    assert gone.dark
+    assert asked == [100.0 + DARK_S / 2] * 2
+
+
+def test_what_is_not_watched_is_nothing_to_this_daemon() -> None:
+    watcher = Watcher()
+    watcher.it.unlinked(9, "reset", watcher.now)
+    watcher.it.heard(9, watcher.now)
+    watcher.it.known_gone(9)
+    watcher.it.looked(9, "silent", watcher.now)
+    watcher.it.hear(2, Saw(node=9, lives=True), watcher.now)
+    watcher.it.hear(2, Alive(node=9, incarnation=1), watcher.now)
+    assert watcher.it.take() == []
+    assert set(watcher.it.watched) == set(OTHERS)
+
+
+def test_a_node_that_is_looked_at_seldom_is_looked_at_often_once_it_is_suspected() -> None:
+    watcher = Watcher()
+    watcher.it.watch(OTHERS, OTHERS, watcher.now, {6})
+
+    def looks(seconds: float, answer: w.Answer) -> int:
+        count = 0
+        for _ in range(round(seconds / 0.125)):
+            found = [one for one in watcher.tick() if one == w.Look(6)]
+            count += len(found)
+            if found:
+                watcher.it.looked(6, answer, watcher.now)
+                watcher.it.take()
+        return count
+
+    assert looks(2 * DARK_S, "open") <= 2
+    assert looks(3 * DARK_S, "silent") >= 8
