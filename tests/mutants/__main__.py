@@ -103,6 +103,9 @@ def check_tool(trials: Trials) -> None:
     (passed,) = trials.results([(path, as_it_is)], 1)
     if passed.found is not None:
         raise SystemExit(f"{path} without any mistake is found by {passed.found}")
+    (passed,) = trials.results([(path, Mutant(1, "", "", source))], 1)
+    if passed.found is not None:
+        raise SystemExit(f"{path} loaded anew without any mistake is found by {passed.found}")
     (found,) = trials.results([(path, broken)], 1)
     if found.found is None or not found.found.startswith("import of"):
         raise SystemExit(f"{path} that cannot be imported is found by {found.found}")

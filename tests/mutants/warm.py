@@ -118,6 +118,8 @@ def load_and_run(ids: Sequence[str]) -> str | None:
     code = pytest.main(["-x", *OPTIONS, *ids], plugins=[reports])
     if code == pytest.ExitCode.OK:
         return None
+    if code == pytest.ExitCode.USAGE_ERROR and not reports.failed:
+        return "import of a conftest"
     if not reports.failed:
         raise RuntimeError(f"pytest ends with {code}, and no test has failed")
     return reports.failed[0]

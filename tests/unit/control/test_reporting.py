@@ -81,6 +81,15 @@ def test_an_agent_that_comes_again_is_not_up_again() -> None:
     assert node.feed(e.Report(2, structs.replace(hello, pid=999))).events == []
 
 
+def test_the_leader_needs_no_more_of_an_agent_than_who_it_is() -> None:
+    node = Node(1, NODES)
+    hello = node.control.nodes[1].hello
+    assert isinstance(hello, m.AgentHello)
+    (forward,) = forwards(node.feed(e.Report(1, hello)))
+    introduction = m.Introduction(info=hello.info, pid=hello.pid, brought=hello.brought)
+    assert forward == e.Forward(0, e.Report(1, introduction))
+
+
 def test_who_lacks_a_decree_is_sent_it_and_who_has_a_newer_one_is_asked() -> None:
     node = Node(1, NODES)
     found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=0)))
