@@ -82,9 +82,15 @@ simulate: $(STAMP)
 simulate-night: $(STAMP)
 	$(BIN)/python -m tests.sim $(SEED) --until 1000000
 
-# Small mistakes in the pure rooms: COUNT of them, drawn by SEED, each of which some test has to notice. An hour.
+# Small mistakes in the pure rooms: COUNT of them, drawn by SEED, each of which some test has to notice. Minutes.
 mutants: $(STAMP)
+	mkdir -p build/mutants
 	$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(SEED) $(ARGS)
+
+# Those that have a name, and a test that has to find them: every rule of the agreement, seconds.
+.PHONY: mutants-named
+mutants-named: $(STAMP)
+	$(BIN)/python -m tests.mutants.named
 
 # Thousands of simulated nodes: what they say to each other, and how long a recovery takes. Ten minutes.
 SIZES ?= 16 64 256 1024 4096 12500

@@ -67,7 +67,7 @@ class Controller(Follower):
 
     def _drive(self, now: float) -> None:
         """Bring the job forward as far as the reports allow."""
-        if self.stage == "ended" or self.spec is None or not self.leads:
+        if self.stage == "ended" or not self.leads:
             self._tally = None
             self._touched.clear()
             return
@@ -87,7 +87,8 @@ class Controller(Follower):
         elif self.stage in ("joining", "restoring", "running", "releasing"):
             self._part(now)
             self._watch(now)
-            if self.stage not in ("stopping", "releasing") and self._tally and self._tally.disputed:
+            assert self._tally is not None
+            if self.stage not in ("stopping", "releasing") and self._tally.disputed:
                 self._stop("another leader has stopped it, too", now)
             self._advance(now)
         if self.stage == "stopping":
@@ -142,7 +143,7 @@ class Controller(Follower):
             return
         self._mended = mended
         voters = self._next_voters(now)
-        if self.agreement.ready and voters != self.known.voters:
+        if voters != self.known.voters:
             self._propose(self.assignment, None, now)
 
     def _note_losses(self, now: float) -> None:
@@ -187,12 +188,12 @@ class Controller(Follower):
         if now - self._said < REPEAT_S or self.assignment is None:
             return
         generation = self.assignment.generation
-        inside = self._tally.inside if self._tally is not None and self.stage == "stopping" else []
+        assert self._tally is not None
         orders: dict[str, m.Order] = {
             "stopping": m.Stop(
                 generation=generation,
                 reason="repeated",
-                kill=tuple(place for place in inside if place in self._killed),
+                kill=tuple(place for place in self._tally.inside if place in self._killed),
             ),
             "restoring": m.Go(generation=generation),
             "releasing": m.Release(generation=generation),
@@ -314,7 +315,7 @@ class Controller(Follower):
             if late:
                 return late
         training = any(slot is not None and slot.phase == "restored" for _, _, slot in slots)
-        if self.stage in ("restoring", "running") and training and stalled:
+        if training and stalled:
             node = self.assignment.places[0].node
             text = f"no step in {limits.stall_s:.0f} s"
             if (early := telling.returned_early(self.assignment, self.nodes)) is not None:
@@ -412,8 +413,9 @@ class Controller(Follower):
     def _settle_cut(self) -> None:
         """Say how the recovery ended that was cut off: well, where every rank had made its first step."""
         cut, self._cut = self._cut, None
-        if cut is None or self._timeline is None:
+        if cut is None:
             return
+        assert self._timeline is not None
         assert self.assignment is not None
         assert self._tally is not None
         well = self._tally.all_have("stepped")
@@ -460,8 +462,8 @@ class Controller(Follower):
             return
         self._mark("agree", now)
         self._share(story.generation(assignment, now))
-        if self.spec is not None:
-            self._share(story.job(self.spec, "running", self._started))
+        assert self.spec is not None
+        self._share(story.job(self.spec, "running", self._started))
         if self._timeline is not None:
             self._share(story.recovery(assignment, self._timeline, None))
         self._out += [ToAgent(m.Announce(text=text[: m.MAX_ANNOUNCED])) for text in self._ended_so]
@@ -480,8 +482,8 @@ class Controller(Follower):
         self._note_gone(list(self._dark))
         if self._timeline is not None and self.assignment is not None:
             self._share(story.failed_recovery(self.assignment, self._timeline, plan.causes(self._log.faults)))
-        if self.spec is not None:
-            self._share(story.job(self.spec, outcome.state, self._started, outcome, now))
+        assert self.spec is not None
+        self._share(story.job(self.spec, outcome.state, self._started, outcome, now))
         level: Literal["info", "error"] = "info" if outcome.exit_code == 0 else "error"
         self._note(now, level, "end", f"{outcome.state}: {outcome.reason}")
 

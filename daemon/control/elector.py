@@ -70,7 +70,7 @@ class Elector(Knowledge):
 
     def _support_late(self, now: float) -> None:
         """Who was refused for a leader that is heard no more need not ask again."""
-        if self._refused and not self.leads and not self._hears_leader:
+        if not self.leads and not self._hears_leader:
             for event in self._refused.values():
                 self.agreement.hear(event.node, event.say, now, content=False)
             self._refused.clear()

@@ -35,6 +35,8 @@ ARITHMETIC: dict[type[ast.operator], str] = {
     ast.BitAnd: "|",
 }
 FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+# Of a definition, what it is; not what it does.
+NOT_RUN = ("annotation", "returns", "decorator_list", "bases", "type_params")
 # What a statement says to a reader only.
 TOLD = ("logger", "logging")
 
@@ -126,7 +128,7 @@ def _code(node: ast.AST) -> Iterator[ast.AST]:
     """All that runs: no annotations, decorators, texts, and nothing that is only said to a reader."""
     yield node
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
+        if name in NOT_RUN or (name == "keywords" and isinstance(node, ast.ClassDef)):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not _said(child):

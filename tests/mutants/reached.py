@@ -1,94 +1,150 @@
-"""Which tests reach which line of the pure rooms, and how long all take, by one run under coverage.py."""
+"""Which tests and simulated jobs reach which line of the pure rooms, and how long each takes."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ast
+import json
+import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import coverage
+import pytest
+
+from .transplant import is_in_function
+from .warm import PASSED, ROOT, Fork, Say, allow, passes, waited
 
 # What decides and nothing else: no process, socket or disk in them.
 SUITES = (
     "tests/unit/control",
     "tests/unit/membership",
+    "tests/unit/daemon/test_faults.py",
+    "tests/unit/daemon/test_placement.py",
+    "tests/unit/daemon/test_plan.py",
+    "tests/unit/daemon/test_timeline.py",
     "tests/property/test_peering.py",
     "tests/property/test_protection.py",
     "tests/property/test_keeping.py",
     "tests/property/test_idle_replicas.py",
+    "tests/sim/test_agreement.py",
 )
-# A mutant that runs for so many times as long as everything does has stuck.
-PATIENCE = 4.0
-LEAST_S = 60.0
+# Jobs in the simulator, and quarrels about decrees, that a mutant has to come through in the end.
+SEEDS = 40
+# The quickest of them, so many seconds for each mutant; and no test takes longer than the second.
+SIMULATED_S, EACH_S = 5.0, 60.0
+# Of a constant: the quickest tests.
+ANEW_S = 10.0
+
+Check = Callable[[], bool]
+
+
+def simulated() -> dict[str, Check]:
+    """The jobs by name; each says whether it went well."""
+    from tests.sim.agreeing import quarrel
+    from tests.sim.world import simulate
+
+    def check(job: Callable[[int], object], seed: int) -> Check:
+        def run() -> bool:
+            try:
+                job(seed)
+            except Exception:  # noqa: BLE001  # a violation, or a daemon that falls over
+                return False
+            return True
+
+        return run
+
+    jobs: tuple[tuple[str, Callable[[int], object]], ...] = (("quarrel", quarrel), ("simulate", simulate))
+    return {f"{name} {seed}": check(job, seed) for name, job in jobs for seed in range(SEEDS)}
+
+
+def checks_of(items: Sequence[pytest.Item]) -> dict[str, Check]:
+    """All tests and simulated jobs, by their ids."""
+    return {**{item.nodeid: partial(passes, item) for item in items}, **simulated()}
 
 
 @dataclass(frozen=True)
 class Reached:
-    """`lines` has for each file, from the root, and line the tests (ids, whatever parameters)."""
+    """`lines`: for each file, from the root, and line, the ids of what reaches it. `seconds`: of each id."""
 
-    lines: dict[str, dict[int, tuple[str, ...]]]
-    took_s: float
+    lines: Mapping[str, Mapping[int, Sequence[str]]]
+    seconds: Mapping[str, float]
 
-    @property
-    def tests(self) -> set[str]:
-        return {test for lines in self.lines.values() for tests in lines.values() for test in tests}
+    def by(self, path: str, line: int) -> list[str]:
+        """What may notice a mistake in that line, the quickest first, and tests before simulated jobs."""
+        source = (ROOT / path).read_text()
+        if is_in_function(source, line):
+            found = set(self.lines.get(path, {}).get(line, ()))
+        else:
+            found = self._by_name(source, line) or {
+                one for ids in self.lines.get(path, {}).values() for one in ids
+            }
+        tests = [one for one in found if "::" in one]
+        jobs = self._quickest(found.difference(tests), SIMULATED_S)
+        return self._quickest(tests, EACH_S if is_in_function(source, line) else ANEW_S) + jobs
 
-    @property
-    def deadline_s(self) -> float:
-        return max(LEAST_S, PATIENCE * self.took_s)
+    def _quickest(self, names: Iterable[str], seconds: float) -> list[str]:
+        ordered = sorted(names, key=lambda one: self.seconds[one])
+        spent = accumulate(self.seconds[one] for one in ordered)
+        return [one for one, by_then in zip(ordered, spent, strict=True) if by_then <= seconds]
 
-    def by(self, path: str, line: int) -> tuple[str, ...]:
-        """Return the tests that reach a line."""
-        return self.lines.get(path, {}).get(line, ())
+    def _by_name(self, source: str, line: int) -> set[str]:
+        """Of a constant: what reaches a line that names it."""
+        names = {
+            target.id
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Assign) and node.lineno <= line <= (node.end_lineno or 0)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        found: set[str] = set()
+        for path, lines in self.lines.items() if names else ():
+            text = (ROOT / path).read_text().splitlines()
+            for number, ids in lines.items():
+                if names.intersection(re.findall(r"\w+", text[number - 1])):
+                    found.update(ids)
+        return found
 
 
-def measure(root: Path, rooms: Sequence[str]) -> Reached:
-    """Run the suites as they are. Raises SystemExit where one fails already."""
-    began = time.monotonic()
+def measure(checks: Mapping[str, Check], rooms: Sequence[str]) -> Reached:
+    """Run everything once, as it is. Raises SystemExit where something fails already."""
     with tempfile.TemporaryDirectory(prefix="ckptless-mutants-") as folder:
-        data, rc = Path(folder) / "data", Path(folder) / "rc"
-        rc.write_text(f"[run]\ndata_file = {data}\ndynamic_context = test_function\n")
-        include = ",".join(f"{root / room}/*" for room in rooms)
-        pytest = (
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow",
-            "--timeout=0",
-            "--hypothesis-seed=0",
-            *SUITES,
-        )
-        run = [sys.executable, "-m", "coverage", "run", f"--rcfile={rc}", f"--include={include}", *pytest]
-        done = subprocess.run(run, cwd=root, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"the tests fail without any mutant:\n{done.stdout[-4000:]}")
-        found = coverage.CoverageData(str(data))
-        found.read()
-        lines = {_path(root, name): _tests(root, found, name) for name in found.measured_files()}
-    return Reached(lines, time.monotonic() - began)
-
-
-def _path(root: Path, name: str) -> str:
-    return str(Path(name).resolve().relative_to(root.resolve()))
-
-
-def _tests(root: Path, data: coverage.CoverageData, name: str) -> dict[int, tuple[str, ...]]:
-    contexts = data.contexts_by_lineno(name)
-    return {
-        line: tuple(sorted(filter(None, (_id(root, c) for c in found)))) for line, found in contexts.items()
+        told = Path(folder) / "reached.json"
+        verdict = waited(Fork.of(lambda say: _measure(checks, rooms, told, say)))
+        if verdict.found is not None:
+            raise SystemExit(f"{verdict.found} fails without any mutant")
+        lines, seconds = json.loads(told.read_text())
+    ids = list(seconds)
+    named = {
+        path: {int(line): [ids[one] for one in found] for line, found in by_line.items()}
+        for path, by_line in lines.items()
     }
+    return Reached(named, seconds)
 
 
-def _id(root: Path, context: str) -> str | None:
-    """`tests.unit.control.test_plan.test_x` as pytest's id; None for what no test has run (imports)."""
-    module, _, function = context.rpartition(".")
-    path = Path(*module.split(".")).with_suffix(".py") if module else None
-    return f"{path}::{function}" if path is not None and (root / path).is_file() else None
+def _measure(checks: Mapping[str, Check], rooms: Sequence[str], told: Path, say: Say) -> int:
+    run = coverage.Coverage(data_file=None, config_file=False, include=[f"{ROOT / room}/*" for room in rooms])
+    seconds: dict[str, float] = {}
+    run.start()
+    for number, (name, check) in enumerate(checks.items()):
+        began = time.process_time()
+        run.switch_context(str(number))
+        allow(EACH_S)
+        if not check():
+            say(name)
+            return 1
+        seconds[name] = time.process_time() - began
+    run.stop()
+    data = run.get_data()
+    lines = {
+        str(Path(name).resolve().relative_to(ROOT.resolve())): {
+            line: [int(one) for one in found if one] for line, found in data.contexts_by_lineno(name).items()
+        }
+        for name in data.measured_files()
+    }
+    told.write_text(json.dumps((lines, seconds)))
+    return PASSED

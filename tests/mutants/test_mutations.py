@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .__main__ import ROOMS, ROOT, equivalents
+from .__main__ import ROOMS, equivalents
 from .mutations import mutants
+from .warm import ROOT
 
 
 def changes(source: str) -> list[tuple[str, str]]:
@@ -43,6 +44,7 @@ def test_mistakes(source: str, expected: set[tuple[str, str]]) -> None:
         "raise ValueError(f'{a + b}')",
         "assert a < b",
         "def f(x: A | B) -> C | D: ...",
+        "class A(B, frozen=True): ...",
     ],
 )
 def test_what_is_only_told_is_left_alone(source: str) -> None:

@@ -31,6 +31,7 @@ class Wires:
     def __init__(self, links: Collection[int]) -> None:
         self.links = set(links)
         self.sent = 0
+        self.wanted: frozenset[int] = frozenset()
         self.peering: Peering | None = None
 
     @property
@@ -39,6 +40,7 @@ class Wires:
 
     def want(self, nodes: frozenset[int]) -> None:
         assert len(nodes) <= NODES
+        self.wanted = nodes
 
     def send(self, node: int, message: p.DaemonMessage) -> bool:
         self.sent += node in self.links
@@ -219,3 +221,16 @@ def test_nodes_that_the_job_does_not_have(message: p.DaemonMessage) -> None:
     peering, _, _ = make({1, 2})
     with pytest.raises(ProtocolError, match="which the job does not have"):
         peering.hear(1, message)
+
+
+def test_voters_are_connected_to_each_other_wherever_they_are() -> None:
+    peering, wires, clock = make(())
+    around = peering.overlay.neighbours(ME)
+    far = sorted(set(range(NODES)) - around - {ME})
+    assert far
+    for index, (voters, wanted) in enumerate(((far, around), ([ME, *far], around.union(far))), 1):
+        decree = Decree(index=index, voters=tuple(sorted(voters)))
+        peering.hear(far[0], p.Agree(job=JOB, say=Decided(decree=decree)))
+        clock[0] += 1.0
+        peering.tick()
+        assert wires.wanted == wanted, "who votes not needs no more than its neighbours"

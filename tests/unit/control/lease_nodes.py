@@ -156,10 +156,22 @@ class Node:
         standing = e.Standing(1, self.leader, "running", agreed(self.nodes, self.leader))
         self.feed(*(e.PeerUp(node, standing) for node in self.others))
 
-    def _lead(self) -> None:
+    @classmethod
+    def begun(cls, nodes: int) -> Self:
+        """Node 0 leads, and generation 1 is agreed on; no agent has said anything of it."""
+        node = cls(0, nodes, fresh=True)
+        node.control = Controller(0, "s", {number: NodeView(number) for number in range(nodes)})
+        node._form()
+        node.forget()
+        return node
+
+    def _form(self) -> None:
         nothing = first_decree(tuple(range(self.nodes)))
         self.feed(*(e.PeerUp(node, e.Standing(0, NOBODY, "forming", nothing)) for node in self.others))
         self.feed(*(e.Report(node, hello(node, self.nodes)) for node in range(self.nodes)))
+
+    def _lead(self) -> None:
+        self._form()
         assignment = self.control.assignment
         assert assignment is not None
         phases: tuple[m.Phase, ...] = ("joined", "restored")

@@ -113,6 +113,11 @@ def test_a_daemon_that_is_away_for_long_is_replaced_where_there_is_another() -> 
     assert choose_voters((0, 1, 2, 3, 4), few, few - {2}, (), {2}) == (0, 1, 2, 3, 4)
 
 
+def test_a_lost_voter_is_replaced_however_long_it_was_away_before() -> None:
+    assert choose_voters((0, 1, 2), {0, 1}, {0, 1}, (), {2}) == (0, 1)
+    assert choose_voters((0, 1, 2), {0, 1, 3}, {0, 1, 3}, (), {2}) == (0, 1, 3)
+
+
 def test_most_of_the_new_voters_can_be_reached_or_nothing_changes() -> None:
     assert choose_voters((0, 1, 2, 3, 4), set(range(6)), {0, 5}, (), {1, 2, 3, 4}) == (0, 1, 2, 3, 4)
 
@@ -142,10 +147,24 @@ def test_a_leader_replaces_a_voter_whose_daemon_stays_away() -> None:
     assert node.outcome is None
 
 
+@pytest.mark.parametrize(("unable", "voters"), [((2,), (0, 1)), ((1, 2), (0, 2))])
+def test_who_cannot_vote_is_left_out_while_two_others_can(
+    unable: tuple[int, ...], voters: tuple[int, ...]
+) -> None:
+    node = Node(0, 3)
+    node.feed(*(e.PeerUp(one, e.Standing(1, 0, "running", None, index=1, able=False)) for one in unable))
+    assert node.control.known.voters == voters
+
+
 @pytest.mark.parametrize("name", ["", "a b", "x" * 65, "tab\t", 7, None])
 def test_what_is_no_name_of_a_domain(name: object) -> None:
     with pytest.raises(UsageError, match=r"no name of a domain|must be text"):
         check_name(name)
+
+
+def test_what_is_a_name_of_a_domain() -> None:
+    assert check_name("rack-1") == "rack-1"
+    assert check_name("x" * 64) == "x" * 64
 
 
 def test_domains_by_their_members() -> None:

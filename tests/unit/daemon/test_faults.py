@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.faults import FaultLog, Finding, NodeView, observe
+from ckptless.daemon.control.faults import CONSEQUENCES, FaultLog, Finding, NodeView, observe
 
 INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1)
 ASSIGNMENT = m.Assignment(
@@ -87,6 +87,14 @@ def test_the_log_takes_each_fault_once() -> None:
     assert log.add(dataclasses.replace(finding, detail="told again", source="leader"), "b") is None
     assert log.add(dataclasses.replace(finding, slot=0, rank=0), "c") is not None
     assert [fault.id for fault in log.faults] == ["a", "c"]
+
+
+def test_of_very_many_consequences_the_log_takes_some_and_every_cause() -> None:
+    log = FaultLog()
+    for rank in range(2 * CONSEQUENCES):
+        log.add(Finding("broken", rank, 0, rank, "reset", source="process"), f"b{rank}")
+    assert len(log.faults) == CONSEQUENCES
+    assert log.add(Finding("died", 0, 0, 0, "killed", source="process"), "d") is not None
 
 
 def test_usable_means_known_and_not_lost() -> None:

@@ -1,0 +1,300 @@
+"""Whose turn it is to lead: the order, the times, and what a daemon says when that changes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.controller import Controller
+from ckptless.daemon.control.decree import Canvass, Decided, Decree
+from ckptless.daemon.control.elector import (
+    AGAIN_S,
+    AGREEING_S,
+    CANCEL_S,
+    FORMING_DEADLINE_S,
+    FORMING_GRACE_S,
+    RENEWALS,
+    TURN_S,
+)
+from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.control.knowledge import NOBODY
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lease_nodes import LEASE_S, START_S, Heard, Node, agreed, first_generation, hello, lost_by
+
+NODES = 5
+TICK_S = 0.0625
+
+
+def canvasses(found: Heard) -> list[int | None]:
+    tells = [out for out in found.outputs if isinstance(out, e.Tell)]
+    return [out.node for out in tells if isinstance(out.say, Canvass)]
+
+
+def tries_after(node: Node, most_s: float) -> float | None:
+    """Seconds until it asks for support, with the others silent about it."""
+    began = node.now
+    while node.now - began < most_s:
+        for output in node.control.handle(e.Tick(), node.now):
+            if isinstance(output, e.Tell) and isinstance(output.say, Canvass):
+                return node.now - began
+        node.now += TICK_S
+    return None
+
+
+def lone(me: int, *, away: tuple[int, ...] = (0,), losses: tuple[int, ...] = ()) -> Node:
+    """A follower of node 0, which hears of nothing more."""
+    node = Node(me, NODES)
+    node.control.handle_all(
+        [*(e.PeerDown(one) for one in away), *(lost_by(one, "gone") for one in losses)], node.now
+    )
+    return node
+
+
+# ------------------------------------------------------------------------------------------- the order
+
+
+def test_the_lowest_voter_that_is_left_tries_at_once() -> None:
+    node = Node(1, NODES)
+    found = node.control.handle(e.PeerDown(0), node.now)
+    asked = [out.node for out in found if isinstance(out, e.Tell)]
+    assert asked == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("me", "turn"), [(2, 1), (3, 2), (4, 3)])
+def test_each_other_one_waits_for_its_turn(me: int, turn: int) -> None:
+    after_s = tries_after(lone(me), 10.0)
+    assert after_s is not None
+    assert turn * TURN_S <= after_s <= 2 * turn * TURN_S + TICK_S
+
+
+def test_who_cannot_vote_or_is_lost_or_away_has_no_turn() -> None:
+    assert lone(3, away=(0, 1), losses=(2,)).control.agreement.campaigns
+    node = Node(3, NODES)
+    unable = e.Standing(1, 0, "running", None, index=1, able=False)
+    node.feed(e.PeerUp(1, unable), e.PeerUp(2, unable))
+    node.control.handle(e.PeerDown(0), node.now)
+    assert node.control.agreement.campaigns
+    again = e.Standing(1, 0, "running", None, index=1)
+    able = Node(3, NODES)
+    able.feed(e.PeerUp(1, unable), e.PeerUp(1, again))
+    able.control.handle(e.PeerDown(0), able.now)
+    assert not able.control.agreement.campaigns
+
+
+def test_who_led_last_is_the_first_again() -> None:
+    node = Node(1, NODES)
+    # Node 3 led, and says that it leads no more; its daemon is there.
+    node.feed(e.PeerUp(3, e.Standing(2, 3, "running", None, index=1)))
+    node.control.handle(e.PeerUp(3, e.Standing(2, NOBODY, "running", None, index=1)), node.now)
+    after_s = tries_after(node, 10.0)
+    assert after_s is not None
+    # Behind nodes 3 and 0.
+    assert after_s >= 2 * TURN_S
+
+
+def test_who_does_not_vote_does_not_lead_unless_all_voters_are_lost() -> None:
+    for losses, tries in (((0,), False), ((0, 1, 2), True)):
+        node = Node(4, NODES)
+        named = Decree(index=2, voters=(0, 1, 2), assignment=first_generation(NODES))
+        node.feed(e.Said(0, Decided(decree=named)))
+        node.control.handle_all(
+            [*(lost_by(one, "gone") for one in losses), e.Pulsing(frozenset({0, 1, 2}))], node.now
+        )
+        assert (tries_after(node, 10.0) is not None) is tries
+
+
+def test_who_hears_its_leader_again_does_not_try() -> None:
+    node = lone(4)
+    node.now += TURN_S
+    node.control.handle(e.PeerUp(0, e.Standing(1, 0, "running", None, index=1)), node.now)
+    assert tries_after(node, 30.0) is None
+    # And its turn begins anew.
+    node.control.handle(e.PeerDown(0), node.now)
+    after_s = tries_after(node, 10.0)
+    assert after_s is not None
+    assert after_s >= 3 * TURN_S
+
+
+def test_a_try_ends_where_the_leader_is_heard_of_again() -> None:
+    node = lone(1)
+    assert node.control.agreement.campaigns
+    node.control.handle(e.Pulsing(frozenset({0})), node.now)
+    assert not node.control.agreement.campaigns
+
+
+def test_a_try_that_was_ended_by_another_is_made_again_after_a_while() -> None:
+    node = lone(1)
+    assert node.control.agreement.campaigns
+    node.control.agreement.resign()
+    after_s = tries_after(node, 10.0)
+    assert after_s is not None
+    assert AGAIN_S <= after_s <= 2 * AGAIN_S + TICK_S
+
+
+def test_no_two_tries_of_a_life_and_no_two_lives_wait_alike() -> None:
+    waits = set()
+    for session in ("s", "t"):
+        node = Node(4, NODES)
+        node.control.session = session
+        node.control.handle(e.PeerDown(0), node.now)
+        for _ in range(2):
+            waits.add(tries_after(node, 10.0))
+            node.control.agreement.resign()
+            node.now += TICK_S
+    assert len(waits) == 4
+    assert None not in waits
+
+
+# ------------------------------------------------------------------------------------------- becoming it
+
+
+def test_who_is_elected_tells_all_and_notes_it() -> None:
+    node = Node(1, NODES)
+    node.feed(e.AgentAnswers(0, True))
+    found = node.feed(e.PeerDown(0))
+    assert node.control.leads
+    assert node.control.leader == 1
+    assert found.events == ["leader"]
+    told = [out.standing for out in found.outputs if isinstance(out, e.Meet) and out.node is None]
+    assert [(standing.term, standing.leader) for standing in told] == [(2, 1)]
+
+
+def test_who_is_deposed_tells_all_that_it_leads_no_more() -> None:
+    node = Node(0, NODES)
+    node.control.agreement.resign()
+    found = node.feed(e.Tick())
+    told = [out.standing.leader for out in found.outputs if isinstance(out, e.Meet) and out.node is None]
+    assert told[0] == NOBODY
+
+
+def test_a_leader_that_is_elected_again_at_once_begins_nothing_anew() -> None:
+    node = Node(0, NODES)
+    node.control.agreement.resign()
+    node.wait(3.0)
+    assert node.control.leads
+    assert "leader" not in node.told.events
+    assert node.control.nodes[1].state is not None, "what the others have told it still counts"
+
+
+def test_a_new_leader_waits_for_what_the_others_say_now() -> None:
+    node = Node(1, NODES)
+    node.feed(e.Report(2, m.AgentState(seq=5, slots=(), assigned=1)), e.AgentAnswers(0, True), e.PeerDown(0))
+    assert node.control.leads
+    assert node.control.nodes[2].state is None
+    assert node.control.nodes[1].state is not None
+
+
+# ----------------------------------------------------------------------------------------- the beginning
+
+
+def begun(me: int, *others: int) -> Node:
+    """A daemon at the beginning of a job, that has met these others."""
+    node = Node(me, NODES, fresh=True)
+    node.control = Controller(me, "s", {number: NodeView(number) for number in range(NODES)})
+    node.feed(e.Report(me, hello(me, NODES)))
+    nothing = e.Standing(0, NOBODY, "forming", None)
+    node.feed(*(e.PeerUp(other, nothing) for other in others))
+    return node
+
+
+def test_at_the_beginning_the_lowest_leads_at_once() -> None:
+    node = begun(0)
+    assert canvasses(node.told)[:4] == [1, 2, 3, 4]
+
+
+def test_at_the_beginning_the_others_wait_for_the_lowest() -> None:
+    after_s = tries_after(begun(2, 1, 3, 4), 60.0)
+    assert after_s is not None
+    assert FORMING_GRACE_S + TURN_S <= after_s <= FORMING_GRACE_S + 2 * TURN_S + TICK_S
+
+
+def test_who_meets_too_few_gives_up_in_the_end() -> None:
+    node = begun(4)
+    node.wait(FORMING_DEADLINE_S + AGREEING_S - 1.0, 0.5)
+    assert node.told.ends == []
+    node.wait(2.0, 0.5)
+    (end,) = node.told.ends
+    assert end.outcome.why == "no-quorum"
+    assert "1 of 5 daemons have met, too few to begin" in end.outcome.reason
+
+
+def test_an_agent_that_does_not_come_up_is_given_up_and_the_job_begins_without_it() -> None:
+    node = begun(0, 1, 2, 3, 4)
+    node.feed(*(e.Report(other, hello(other, NODES)) for other in (1, 2, 4)))
+    node.wait(FORMING_DEADLINE_S - 1.0, 0.5)
+    assert node.control.known.index == 0
+    node.wait(2.0, 0.5)
+    assert node.control.assignment is not None
+    assert [place.node for place in node.control.assignment.places] == [0, 1, 2, 4]
+    assert node.control.nodes[3].lost == "its agent did not come up in 120 s"
+
+
+# ------------------------------------------------------------------------------------------- the end
+
+
+@pytest.mark.parametrize(("quiet", "after_s"), [((), AGREEING_S), ((0, 2, 3), CANCEL_S)])
+def test_who_is_to_end_and_hears_of_no_end_ends_by_itself(quiet: tuple[int, ...], after_s: float) -> None:
+    node = Node(1, NODES)
+    if quiet:
+        node.feed(*(e.PeerDown(one) for one in quiet))
+    node.feed(e.Report(1, m.Cancel(exit_code=130, reason="Ctrl-C")))
+    node.wait(after_s, 0.5)
+    assert node.told.ends == []
+    node.wait(1.0, 0.5)
+    (end,) = node.told.ends
+    assert (end.outcome.state, end.outcome.exit_code, end.outcome.reason) == ("stopped", 130, "Ctrl-C")
+    assert node.control.stage == "ended"
+    # What is agreed on later holds more.
+    outcome = m.Outcome(state="done", exit_code=0, reason="")
+    node.feed(e.Said(0, Decided(decree=Decree(index=2, voters=(0, 1, 2), outcome=outcome))))
+    assert node.outcome == outcome
+
+
+# ------------------------------------------------------------------------------------ lease and witness
+
+
+def test_the_agent_hears_of_the_lease_ten_times_in_it() -> None:
+    node = Node(1, NODES)
+    found = node.wait(2 * LEASE_S, TICK_S)
+    assert 2 * RENEWALS - 2 <= found.renewals <= 2 * RENEWALS
+
+
+def test_half_asks_the_witness_and_says_so_until_it_has_the_word() -> None:
+    node = Node(0, 4)
+    node.silent((2, 3))
+    found = node.wait(1.5)
+    asked = [out for out in found.outputs if isinstance(out, e.AskWitness)]
+    assert asked[:1] == [e.AskWitness((2, 3), (0, 1))]
+    assert "half of the voters is silent: node-2, node-3" in str(found.outputs)
+    found = node.feed(e.Witnessed((2, 3)))
+    assert node.held
+    assert found.events[0] == "witness"
+    assert "node-2, node-3 are dead by the cluster's word" in str(found.outputs)
+    told = [out.standing.dead for out in found.outputs if isinstance(out, e.Meet) and out.node is None]
+    assert told[0] == (2, 3)
+    again = node.feed(e.Witnessed((2,)))
+    assert "witness" not in again.events
+    assert not [out for out in node.wait(3.0).outputs if isinstance(out, e.AskWitness)]
+
+
+def test_a_majority_asks_nobody() -> None:
+    node = Node(0, NODES)
+    node.silent((3, 4))
+    assert not [out for out in node.wait(3.0).outputs if isinstance(out, e.AskWitness)]
+
+
+def test_who_is_lost_by_the_word_of_others_has_no_lease_to_tell_of() -> None:
+    node = Node(1, NODES)
+    node.feed(lost_by(1, "drained", source="slurm"))
+    (end,) = node.told.ends
+    assert (end.outcome.why, end.here_only) == ("node-lost", True)
+    assert node.wait(2 * LEASE_S).renewals == 0
+    assert len(node.told.ends) == 1
+    assert node.now > START_S
+    assert agreed(NODES).voters == node.control.known.voters

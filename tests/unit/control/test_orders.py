@@ -1,0 +1,346 @@
+"""Whose word counts: orders of an old ballot or generation, reports of before, nodes that are lost."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.decree import Ballot, Canvass, Decided, Decree, Prepare, Refusal, Support
+from ckptless.daemon.control.knowledge import NOBODY
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lease_nodes import LEASE_S, Heard, Node, agreed, first_generation, info, lost_by, trains
+
+NODES = 3
+STOP, GO = m.Stop(generation=1, reason="x"), m.Go(generation=1)
+
+
+def to_agent(found: Heard) -> list[type]:
+    return [type(out.order) for out in found.outputs if isinstance(out, e.ToAgent)]
+
+
+def standing(term: int, leader: int, stage: e.Stage = "running", **more: Any) -> e.Standing:
+    return replace(e.Standing(term, leader, stage, None, index=1), **more)
+
+
+def stage(node: Node) -> str:
+    return node.control.stage
+
+
+def is_held(node: Node) -> bool:
+    return node.control.decides
+
+
+def leader_of(node: Node) -> int:
+    return node.control.leader
+
+
+def refusals(found: Heard) -> list[Refusal]:
+    tells = [out.say for out in found.outputs if isinstance(out, e.Tell)]
+    return [say for say in tells if isinstance(say, Refusal)]
+
+
+# ------------------------------------------------------------------------------------------- reports
+
+
+@pytest.mark.parametrize("seq", [1, 2])
+def test_a_report_that_is_no_newer_changes_nothing(seq: int) -> None:
+    leader = Node(0, NODES)
+    late = trains(1, first_generation(NODES), seq, "joined")
+    leader.feed(e.Report(1, late))
+    state = leader.control.nodes[1].state
+    assert state is not None
+    assert (state.seq, state.slots[0].phase) == (2, "restored")
+    leader.feed(e.Report(1, structs.replace(late, seq=3)))
+    assert leader.control.nodes[1].slots()[0].phase == "joined"
+
+
+def test_the_leader_is_passed_every_report_of_the_own_agent_and_no_other() -> None:
+    node = Node(1, NODES)
+    for sender, seq in ((1, 5), (2, 6)):
+        state = trains(sender, first_generation(NODES), seq)
+        found = node.feed(e.Report(sender, state))
+        passed = [out for out in found.outputs if isinstance(out, e.Forward)]
+        assert passed == ([e.Forward(0, e.Report(1, state))] if sender == 1 else [])
+
+
+# -------------------------------------------------------------------------------------------- orders
+
+
+def test_an_order_of_an_older_ballot_is_refused() -> None:
+    node = Node(1, NODES)
+    node.feed(e.OrderFrom(2, 2, STOP))
+    assert (node.control.leader, stage(node)) == (2, "stopping")
+    found = node.feed(e.OrderFrom(0, 1, GO))
+    assert (node.control.leader, stage(node)) == (2, "stopping")
+    assert found.events == ["order-refused"]
+    assert to_agent(found) == []
+    # Whoever gave it hears who leads.
+    assert [(out.node, out.standing.leader) for out in found.outputs if isinstance(out, e.Meet)] == [(0, 2)]
+    assert to_agent(node.feed(e.OrderFrom(2, 2, GO))) == [m.Go]
+
+
+def test_of_one_number_the_higher_node_has_the_higher_ballot() -> None:
+    node = Node(1, NODES)
+    node.feed(e.OrderFrom(2, 1, STOP))
+    assert leader_of(node) == 2
+    assert node.feed(e.OrderFrom(0, 1, GO)).events == ["order-refused"]
+
+
+def test_an_order_of_another_generation_is_not_obeyed() -> None:
+    node = Node(1, NODES)
+    early = node.feed(e.OrderFrom(0, 1, m.Stop(generation=2, reason="x")))
+    assert (early.events, to_agent(early), stage(node)) == ([], [], "running")
+    late = node.feed(e.OrderFrom(0, 1, m.Stop(generation=0, reason="x")))
+    assert (late.events, to_agent(late), stage(node)) == (["order-refused"], [], "running")
+
+
+def test_no_order_is_obeyed_once_the_job_is_over() -> None:
+    node = Node(1, NODES)
+    outcome = m.Outcome(state="done", exit_code=0, reason="")
+    over = Decree(index=2, voters=(0, 1, 2), assignment=first_generation(NODES), outcome=outcome)
+    assert to_agent(node.feed(e.Said(0, Decided(decree=over)))) == [m.End]
+    found = node.feed(e.OrderFrom(0, 1, STOP))
+    assert (found.events, to_agent(found), stage(node)) == (["order-refused"], [], "ended")
+
+
+def test_what_is_agreed_on_is_no_order() -> None:
+    node = Node(1, NODES)
+    with pytest.raises(TypeError, match="Assign is agreed on"):
+        node.feed(e.OrderFrom(0, 1, m.Assign(assignment=first_generation(NODES))))
+
+
+def test_an_order_that_is_said_again_is_answered_by_how_far_it_is() -> None:
+    node = Node(1, NODES)
+    first = node.feed(e.OrderFrom(0, 1, STOP))
+    assert not [out for out in first.outputs if isinstance(out, e.Forward)]
+    again = node.feed(e.OrderFrom(0, 1, STOP))
+    told = [out.report.message for out in again.outputs if isinstance(out, e.Forward)]
+    assert [type(message) for message in told] == [m.Introduction, m.AgentState]
+    assert to_agent(again) == [m.Stop]
+
+
+@pytest.mark.parametrize(
+    ("order", "then", "handed"),
+    [
+        (STOP, "stopping", [m.Stop]),
+        (GO, "restoring", [m.Go]),
+        (m.Release(generation=1), "releasing", [m.Release]),
+        (m.Running(generation=1), "running", []),
+    ],
+)
+def test_where_an_order_leads(order: m.Order, then: str, handed: list[type]) -> None:
+    node = Node(1, NODES)
+    assert to_agent(node.feed(e.OrderFrom(0, 1, order))) == handed
+    assert stage(node) == then
+
+
+# ---------------------------------------------------------------------------------------- generations
+
+
+def test_a_change_of_voters_begins_nothing_again() -> None:
+    node = Node(1, NODES)
+    named = Decree(index=2, voters=(1, 2), assignment=first_generation(NODES))
+    found = node.feed(e.Said(0, Decided(decree=named)))
+    assert node.control.known == named
+    assert stage(node) == "running"
+    assert to_agent(found) == []
+
+
+def test_a_new_generation_is_joined() -> None:
+    node = Node(1, NODES)
+    second = structs.replace(first_generation(NODES), generation=2)
+    found = node.feed(e.Said(0, Decided(decree=Decree(index=2, voters=(0, 1, 2), assignment=second))))
+    assert stage(node) == "joining"
+    assert to_agent(found) == [m.Assign]
+
+
+# -------------------------------------------------------------------------------------- whose word
+
+
+def test_the_word_of_a_lost_node_does_not_count() -> None:
+    node = Node(0, 5)
+    accuses = standing(1, 0, lost=((1, "silent", "membership"),))
+    node.feed(lost_by(3, "silent"), e.PeerUp(3, accuses))
+    assert node.control.nodes[1].lost is None
+    node.feed(e.PeerUp(2, accuses))
+    assert node.control.nodes[1].lost == "silent"
+
+
+def test_the_word_of_a_node_that_is_out_of_the_generation_does_not_count() -> None:
+    """It may have been cut off when the others went on without it, and not know that."""
+    node = Node(1, 5)
+    without = structs.replace(
+        first_generation(5), nodes=tuple(info(one) for one in (0, 1, 2, 4)), generation=2
+    )
+    node.feed(e.Said(0, Decided(decree=Decree(index=2, voters=tuple(range(5)), assignment=without))))
+    accuses = standing(1, 0, lost=((2, "silent", "membership"),), index=2)
+    node.feed(e.PeerUp(3, accuses))
+    assert node.control.nodes[2].lost is None
+    node.feed(e.PeerUp(4, accuses))
+    assert node.control.nodes[2].lost == "silent"
+
+
+def test_an_answer_of_a_lost_node_is_none() -> None:
+    node = Node(0, 5)
+    node.feed(e.AgentAnswers(3, True), e.AgentAnswers(4, True))
+    assert node.control.answering == {3, 4}
+    node.feed(lost_by(3, "silent"), e.AgentAnswers(3, True), e.AgentAnswers(4, False))
+    assert node.control.answering == set()
+
+
+def test_the_first_who_says_that_a_node_is_lost_is_believed() -> None:
+    node = Node(0, 5)
+    node.feed(lost_by(3, "silent", 2.0, dark=True), lost_by(3, "drained", source="slurm"))
+    view = node.control.nodes[3]
+    assert (view.lost, view.lost_source, view.lost_age_s, view.dark) == ("silent", "membership", 2.0, True)
+
+
+def test_nothing_is_lost_by_the_end_of_the_job() -> None:
+    node = Node(1, NODES)
+    outcome = m.Outcome(state="done", exit_code=0, reason="")
+    node.feed(e.Said(0, Decided(decree=Decree(index=2, voters=(0, 1, 2), outcome=outcome))))
+    node.feed(lost_by(2, "gone"))
+    assert node.control.nodes[2].lost is None
+
+
+# --------------------------------------------------------------------------------------- two leaders
+
+
+def test_who_hears_its_leader_supports_no_other_until_it_is_heard_no_more() -> None:
+    node = Node(1, NODES)
+    ask = Canvass(ballot=Ballot(number=2, node=2), index=1)
+    yes = Support(ballot=ask.ballot, index=ask.index)
+    (no,) = refusals(node.feed(e.Said(2, ask)))
+    assert no.content
+    # It is told who leads.
+    assert [s.leader for s in node.told.meetings] == [0]
+    found = node.feed(e.PeerDown(0))
+    assert e.Tell(2, yes) in found.outputs
+    node.feed(e.PeerDown(0))
+    assert node.told.outputs.count(e.Tell(2, yes)) == 1
+
+
+def test_a_try_to_depose_that_is_no_canvass_is_not_supported_later() -> None:
+    node = Node(1, NODES)
+    (no,) = refusals(node.feed(e.Said(2, Prepare(ballot=Ballot(number=2, node=2), index=1))))
+    assert no.content
+    found = node.feed(e.PeerDown(0))
+    assert [out for out in found.outputs if isinstance(out, e.Save) and out.node == 2] == []
+
+
+def test_a_leader_that_is_only_heard_of_by_others_is_heard() -> None:
+    node = Node(3, 5)
+    node.feed(e.PeerDown(0), e.Pulsing(frozenset({0})))
+    ask = Canvass(ballot=Ballot(number=2, node=1), index=1)
+    (no,) = refusals(node.feed(e.Said(1, ask)))
+    assert no.content
+    node.feed(e.Pulsing(frozenset()))
+    assert refusals(node.feed(e.Said(1, ask))) == []
+
+
+def test_a_leader_that_is_lost_is_not() -> None:
+    node = Node(3, 5)
+    node.feed(lost_by(0, "gone"))
+    assert refusals(node.feed(e.Said(1, Canvass(ballot=Ballot(number=2, node=1), index=1)))) == []
+
+
+def test_the_leader_itself_is_answered() -> None:
+    node = Node(1, NODES)
+    assert refusals(node.feed(e.Said(0, Prepare(ballot=Ballot(number=2, node=0), index=1)))) == []
+
+
+def test_a_leader_that_holds_its_lease_supports_no_other() -> None:
+    leader = Node(0, NODES)
+    ask = Canvass(ballot=Ballot(number=9, node=2), index=1)
+    (no,) = refusals(leader.feed(e.Said(2, ask)))
+    assert no.content
+    leader.feed(e.PeerDown(1), e.PeerDown(2))
+    assert refusals(leader.feed(e.Said(2, ask))) == []
+
+
+def test_of_two_reigns_the_newer_one_is_followed() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(0, standing(1, 0)), e.PeerUp(2, standing(2, 2)))
+    assert (node.control.leader, node.control.term) == (2, 2)
+    found = node.feed(e.PeerUp(0, standing(1, 0)))
+    assert (node.control.leader, node.control.term) == (2, 2)
+    # Who follows an older one hears of the newer.
+    assert (0, 2) in [(out.node, out.standing.leader) for out in found.outputs if isinstance(out, e.Meet)]
+
+
+def test_a_leader_that_says_that_it_leads_no_more_is_not_followed() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(2, standing(1, NOBODY)))
+    assert leader_of(node) == 0, "that is not for node 2 to say"
+    node.feed(e.PeerUp(0, standing(0, NOBODY)))
+    assert leader_of(node) == 0, "it says so of the time before"
+    node.feed(e.PeerUp(0, standing(1, NOBODY)))
+    assert leader_of(node) == NOBODY
+
+
+def test_who_is_taken_for_the_leader_and_is_not_says_so() -> None:
+    node = Node(1, NODES)
+    found = node.feed(e.PeerUp(2, standing(4, 1, "restoring")))
+    told = [(out.node, out.standing.leader) for out in found.outputs if isinstance(out, e.Meet)]
+    assert (2, 0) in told
+    assert node.control.term == 4
+    assert stage(node) == "restoring", "how far the job is, they know"
+
+
+def test_how_far_the_job_is_its_leader_says() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(2, standing(1, 0, "stopping")))
+    assert stage(node) == "running", "that is not for node 2 to say"
+    for told in (standing(1, 0, "forming"), standing(1, 0, "ended"), standing(1, 0, "stopping", index=0)):
+        node.feed(e.PeerUp(0, told))
+        assert stage(node) == "running"
+    node.feed(e.PeerUp(0, standing(1, 0, "stopping")))
+    assert stage(node) == "stopping"
+
+
+# ------------------------------------------------------------------------------------- the lease
+
+
+def test_a_leader_without_its_lease_gives_no_orders() -> None:
+    """A rank raises on its own node while it is cut off."""
+    leader = Node(0, 5)
+    leader.silent((1, 2, 3))
+    assert not leader.control.decides
+    raised = structs.replace(
+        trains(0, first_generation(5), 9, "left").slots[0], cause=m.Cause(kind="raised", text="x")
+    )
+    state = m.AgentState(seq=9, slots=(raised,), assigned=1)
+    assert leader.feed(e.Report(0, state)).orders == []
+    leader.heals((1, 2, 3))
+    assert [type(order) for order in leader.told.orders] == [m.Stop]
+
+
+def test_a_node_whose_lease_is_over_decides_no_more_and_has_said_why() -> None:
+    node = Node(1, 5)
+    node.silent((0, 2, 3))
+    node.wait(LEASE_S + 0.5)
+    (end,) = node.told.ends
+    assert end.here_only
+    assert end.outcome.why == "no-quorum"
+    assert "it heard 2 of 5 voters for 3.0 s" in end.outcome.reason
+    assert node.told.events.count("fenced") == 1
+
+
+def test_who_hears_of_the_dead_passes_it_on_and_counts_on_it() -> None:
+    node = Node(0, 4)
+    node.silent((2, 3))
+    assert not is_held(node)
+    node.feed(e.PeerUp(1, standing(1, 0, dead=(2, 3))))
+    assert is_held(node)
+    found = node.feed(e.PeerUp(1, standing(1, 0)))
+    assert [out.standing.dead for out in found.outputs if isinstance(out, e.Meet)] == [(2, 3)]
+    assert agreed(4).voters == node.control.known.voters

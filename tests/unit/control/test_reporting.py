@@ -1,0 +1,260 @@
+"""What a daemon passes on, repeats and writes down, whether it leads or not; and what it says of its disk."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from msgspec import structs
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.records import EventRecord, HoldingRecord, NodeRecord
+from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.controller import Controller
+from ckptless.daemon.control.decree import Decided, Decree
+from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.control.follower import NODES_A_SECOND, REPORT_INTERVAL_S
+from ckptless.daemon.control.knowledge import NOBODY
+from ckptless.daemon.control.protection import FEW_NODES
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lease_nodes import START_S, STEP, Heard, Node, agreed, first_generation, lost_by, trains
+
+NODES = 3
+MANY = 2 * FEW_NODES
+
+
+def meets(found: Heard) -> list[int | None]:
+    return [out.node for out in found.outputs if isinstance(out, e.Meet)]
+
+
+def forwards(found: Heard) -> list[e.Forward]:
+    return [out for out in found.outputs if isinstance(out, e.Forward)]
+
+
+def nodes_written(found: Heard) -> list[int]:
+    writes = [out for out in found.outputs if isinstance(out, e.Write)]
+    return sorted({row.node for write in writes for row in write.records if isinstance(row, NodeRecord)})
+
+
+def state(node: int, seq: int, step: int = STEP, **more: object) -> m.AgentState:
+    told = trains(node, first_generation(NODES), seq)
+    slots = tuple(structs.replace(slot, step=step) for slot in told.slots)
+    return structs.replace(told, slots=slots, **more)
+
+
+# ------------------------------------------------------------------------------------------- passed on
+
+
+def test_what_the_own_agent_has_to_say_is_said_again_every_second() -> None:
+    node = Node(1, NODES)
+    for _ in range(3):
+        found = node.wait(REPORT_INTERVAL_S, 0.25)
+        assert meets(found) == [0]
+        (told,) = (out for out in found.outputs if isinstance(out, e.Meet))
+        assert [type(report.message) for report in told.reports] == [m.Introduction, m.AgentState]
+        assert nodes_written(found) == [1], "of itself, since no other agent has said who it is"
+        assert sum(isinstance(out, e.Write) for out in found.outputs) == 1
+
+
+def test_without_a_leader_the_lowest_that_lives_hears_it() -> None:
+    node = Node(3, 5)
+    node.feed(lost_by(0, "gone"), e.PeerDown(1))
+    assert 2 in meets(node.wait(0.25, 0.25)) or 2 in meets(node.wait(1.0, 0.25))
+    assert 1 not in meets(node.told)
+
+
+def test_an_agent_s_words_are_a_line_of_the_story_once() -> None:
+    node = Node(1, NODES)
+    said = m.AgentEvent(level="warning", kind="slow-disk", text="it takes a second", generation=1)
+    assert node.feed(e.Report(1, said)).events == ["slow-disk"]
+    assert node.feed(e.Report(2, said)).events == [], "node 2's daemon writes it"
+
+
+def test_an_agent_that_comes_again_is_not_up_again() -> None:
+    node = Node.started_again(1, NODES, 0, START_S)
+    assert node.told.events.count("agent-up") == 1
+    hello = node.control.nodes[1].hello
+    assert isinstance(hello, m.AgentHello)
+    assert node.feed(e.Report(1, structs.replace(hello, pid=999))).events == []
+    assert node.feed(e.Report(2, structs.replace(hello, pid=999))).events == []
+
+
+def test_the_leader_needs_no_more_of_an_agent_than_who_it_is() -> None:
+    node = Node(1, NODES)
+    hello = node.control.nodes[1].hello
+    assert isinstance(hello, m.AgentHello)
+    (forward,) = forwards(node.feed(e.Report(1, hello)))
+    introduction = m.Introduction(info=hello.info, pid=hello.pid, brought=hello.brought)
+    assert forward == e.Forward(0, e.Report(1, introduction))
+
+
+def test_who_lacks_a_decree_is_sent_it_and_who_has_a_newer_one_is_asked() -> None:
+    node = Node(1, NODES)
+    found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=0)))
+    assert e.Tell(2, Decided(decree=agreed(NODES))) in found.outputs
+    found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=1)))
+    assert (meets(found), [out for out in found.outputs if isinstance(out, e.Tell)]) == ([], [])
+    found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=2)))
+    assert meets(found) == [2]
+
+
+def test_who_was_only_heard_of_is_not_reached() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerDown(2), e.PeerUp(2, e.Standing(1, 0, "running", None, index=1), direct=False))
+    assert node.control.reachable == {0, 1}
+    node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=1)))
+    assert node.control.reachable == {0, 1, 2}
+
+
+def test_whom_it_cannot_reach_the_leader_hears() -> None:
+    node = Node(1, NODES)
+    found = node.feed(e.Apart(frozenset({2})))
+    assert [(out.node, out.standing.apart) for out in found.outputs if isinstance(out, e.Meet)] == [(0, (2,))]
+    assert meets(Node(0, NODES).feed(e.Apart(frozenset({2})))) == []
+
+
+def test_a_connection_is_answered_by_all_that_there_is_to_know() -> None:
+    node = Node(1, NODES)
+    found = node.feed(e.Connected(2))
+    (told,) = (out for out in found.outputs if isinstance(out, e.Meet))
+    assert told.node == 2
+    assert [type(report.message) for report in told.reports] == [m.AgentHello, m.AgentState]
+
+
+# ---------------------------------------------------------------------------------------- of many nodes
+
+
+def follower_of_many() -> Node:
+    """Node 1 of many that train under node 0."""
+    return Node(1, MANY)
+
+
+def test_of_many_nodes_a_new_step_alone_is_told_in_turns() -> None:
+    node = follower_of_many()
+    told = [len(forwards(node.feed(e.Report(1, state(1, 10 + n, STEP + n))))) for n in range(5)]
+    assert sum(told) <= 1
+    node.now += MANY / NODES_A_SECOND
+    (forward,) = forwards(node.feed(e.Report(1, state(1, 20, STEP + 20))))
+    assert isinstance(forward.report.message, m.AgentState)
+    assert forward.report.message.slots[0].step == STEP + 20
+    cause = m.Cause(kind="raised", text="x")
+    slot = structs.replace(state(1, 21).slots[0], cause=cause)
+    assert len(forwards(node.feed(e.Report(1, structs.replace(state(1, 21), slots=(slot,)))))) == 1
+    frozen = structs.replace(state(1, 22), frozen=1)
+    assert len(forwards(node.feed(e.Report(1, frozen)))) == 1
+
+
+def test_of_many_nodes_what_is_held_is_not_told_with_every_step() -> None:
+    node = follower_of_many()
+    held = m.Copies(tensors=(), records=(), nbytes=0)
+    node.now += 1.0
+    (forward,) = forwards(node.feed(e.Report(1, state(1, 10, STEP + 1, copies=held))))
+    assert isinstance(forward.report.message, m.AgentState)
+    assert forward.report.message.copies is None
+    assert node.control.nodes[1].copies is not None
+
+
+def test_of_many_nodes_each_writes_its_own_row_and_the_leader_those_with_news() -> None:
+    node = follower_of_many()
+    node.feed(e.Report(5, state(5, 10)))
+    assert nodes_written(node.wait(REPORT_INTERVAL_S, 0.5)) == [1]
+    leader = Node(0, MANY)
+    leader.wait(2 * REPORT_INTERVAL_S, 0.5)
+    leader.feed(e.Report(5, state(5, 10)), e.Report(7, state(7, 10)))
+    assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0, 5, 7]
+    assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0]
+
+
+def test_what_is_held_is_written_where_it_has_changed() -> None:
+    def holdings(found: Heard) -> int:
+        writes = [out for out in found.outputs if isinstance(out, e.Write)]
+        return sum(isinstance(row, HoldingRecord) for write in writes for row in write.records)
+
+    node = Node(1, NODES)
+    held = m.Copies(tensors=(), records=(), nbytes=0)
+    node.feed(e.Report(1, state(1, 10, copies=held)), e.Report(2, state(2, 10, copies=held)))
+    assert holdings(node.wait(REPORT_INTERVAL_S, 0.5)) == 1
+    assert holdings(node.wait(3 * REPORT_INTERVAL_S, 0.5)) == 0
+    leader = Node(0, NODES)
+    leader.feed(e.Report(1, state(1, 10, copies=held)), e.Report(2, state(2, 10, copies=held)))
+    assert holdings(leader.wait(REPORT_INTERVAL_S, 0.5)) == 2
+
+
+# -------------------------------------------------------------------------------------------- no step
+
+
+def test_how_long_the_own_ranks_have_made_no_step() -> None:
+    node = Node(1, NODES)
+    assert node.control.still_s(START_S + 4.0) == 4.0
+    node.now = START_S + 2.0
+    node.feed(e.Report(1, state(1, 10)))
+    assert node.control.still_s(START_S + 4.0) == 4.0, "it was no new step"
+    node.feed(e.Report(1, state(1, 11, STEP + 1)), e.Report(0, state(0, 11, STEP + 2)))
+    assert node.control.still_s(START_S + 4.0) == 2.0
+    node.feed(e.OrderFrom(0, 1, m.Stop(generation=1, reason="x")))
+    assert node.control.still_s(START_S + 4.0) == 0.0
+    spare = Node(2, NODES)
+    assert spare.control.still_s(START_S + 4.0) == 0.0
+
+
+# -------------------------------------------------------------------------------------------- the disk
+
+
+def test_a_bad_disk_is_said_once_and_so_is_its_end() -> None:
+    node = Node(1, NODES)
+    for _ in range(2):
+        node.feed(e.NotSaved("it is full"))
+    assert node.told.events == ["vote-lost"]
+    assert [told.able for told in node.told.meetings] == [False]
+    assert node.control.unable == {1}
+    node.forget()
+    for _ in range(2):
+        node.feed(e.Saved())
+    assert node.told.events == ["vote-again"]
+    assert [told.able for told in node.told.meetings] == [True]
+    assert node.control.unable == set()
+
+
+def test_who_has_forgotten_what_it_promised_cannot_vote_again() -> None:
+    views = {node: NodeView(node) for node in range(NODES)}
+    node = Node(1, NODES)
+    node.control = Controller(1, "s", views, node.control.agreement.durable, may_vote=False)
+    found = Heard(node.control.handle(e.NotSaved("it is full"), START_S))
+    found.outputs += node.control.handle(e.Saved(), START_S)
+    assert found.events == []
+    assert node.control.unable == {1}
+
+
+# ------------------------------------------------------------------------------------------ lost nodes
+
+
+def test_a_lost_node_that_is_heard_again_is_told_of_once_by_the_leader() -> None:
+    for me, told in ((0, ["node-returned"]), (1, [])):
+        node = Node(me, NODES)
+        node.feed(lost_by(2, "silent"))
+        node.forget()
+        for _ in range(2):
+            node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=1)))
+        assert [kind for kind in node.told.events if kind == "node-returned"] == told
+
+
+def test_whom_a_daemon_waits_for_at_the_beginning() -> None:
+    node = Node(1, NODES, fresh=True)
+    node.control = Controller(1, "s", {number: NodeView(number) for number in range(NODES)})
+    assert node.control._waits_for == [0, 2]
+    node.feed(e.PeerUp(2, e.Standing(0, NOBODY, "forming", None)))
+    assert node.control._waits_for == [0], "its daemon knows whether its agent is up"
+    node.feed(lost_by(0, "gone"))
+    assert node.control._waits_for == []
+
+
+def test_what_the_own_node_had_at_last_is_written_with_the_end() -> None:
+    node = Node(1, NODES)
+    outcome = m.Outcome(state="done", exit_code=0, reason="")
+    found = node.feed(e.Said(0, Decided(decree=Decree(index=2, voters=(0, 1, 2), outcome=outcome))))
+    assert nodes_written(found) == [1]
+    assert found.ends == [m.End(outcome=outcome)]
+    kinds = [row for out in found.outputs if isinstance(out, e.Write) for row in out.records]
+    assert not [row for row in kinds if isinstance(row, EventRecord)]

@@ -1,0 +1,327 @@
+"""What speaks for a silent node and what against it: whose word counts, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from ckptless.daemon.config import Timers
+from ckptless.daemon.membership import watch as w
+from ckptless.daemon.membership.messages import Alive, Saw, Suspect
+from ckptless.daemon.membership.suspicion import suspicion_s
+
+DARK_S, BEAT_S = 1.0, 0.25
+TIMES = Timers(beat_s=BEAT_S, dark_s=DARK_S)
+OTHERS = (1, 2, 3, 4)
+
+
+@dataclass
+class Watcher:
+    """Node 0, which watches nodes 1 to 4; they are connected and beat, but for node 1, which is silent."""
+
+    now: float = 100.0
+    judges: bool = True
+
+    def __post_init__(self) -> None:
+        self.it = w.Membership(0, TIMES)
+        self.it.watch(OTHERS, OTHERS, self.now)
+        self.said: list[w.Output] = []
+
+    def tick(self, seconds: float = 0.125) -> list[w.Output]:
+        """So much later; all but node 1 have beaten until then."""
+        found: list[w.Output] = []
+        for _ in range(round(seconds / 0.125)):
+            self.now += 0.125
+            for node in OTHERS[1:]:
+                self.it.heard(node, self.now)
+            self.it.tick(self.now, lambda _when: self.judges)
+            found += self.it.take()
+        self.said += found
+        return found
+
+    def suspect(self) -> None:
+        """Until nothing has answered a look, and others were asked."""
+        self.tick(DARK_S / 2 + 0.125)
+        self.it.looked(1, "silent", self.now)
+        self.it.take()
+
+    @property
+    def gone(self) -> list[int]:
+        return [one.node for one in self.said if isinstance(one, w.Gone)]
+
+    def says(self, node: int, *, lives: bool) -> list[w.Output]:
+        self.it.hear(node, Saw(node=1, lives=lives), self.now)
+        found = self.it.take()
+        self.said += found
+        return found
+
+
+def questions(found: list[w.Output]) -> list[int]:
+    return [one.node for one in found if isinstance(one, w.Say) and isinstance(one.message, Suspect)]
+
+
+def test_a_refusal_does_not_beat_a_living_link() -> None:
+    """The agent may just be started again, or its port be closed to this node; its daemon knows better."""
+    watcher = Watcher()
+    watcher.it.looked(1, "refused", watcher.now)
+    assert watcher.it.take() == []
+    watcher.it.unlinked(1, "the connection was reset", watcher.now)
+    watcher.it.looked(1, "refused", watcher.now)
+    assert [one.node for one in watcher.it.take() if isinstance(one, w.Gone)] == [1]
+
+
+def test_half_of_the_time_is_silence_before_anybody_is_asked() -> None:
+    watcher = Watcher()
+    found = watcher.tick(DARK_S / 2)
+    assert questions(found) == []
+    found = watcher.tick()
+    assert questions(found) == [2, 3, 4, 1], "three others, and the node itself"
+    # And not again before as long has passed.
+    assert questions(watcher.tick(DARK_S / 2 - 0.125)) == []
+    assert sorted(questions(watcher.tick())) == [1, 2, 3, 4]
+
+
+def test_one_who_says_the_same_is_not_enough() -> None:
+    watcher = Watcher()
+    watcher.suspect()
+    watcher.says(2, lives=False)
+    watcher.tick(DARK_S)
+    assert watcher.gone == []
+    for node in (3, 4):
+        watcher.says(node, lives=False)
+    watcher.tick()
+    assert watcher.gone == [1]
+    assert suspicion_s(1.0, 1, 3) == pytest.approx(2.0)
+
+
+def test_one_who_sees_it_is_enough() -> None:
+    watcher = Watcher()
+    watcher.suspect()
+    assert [type(one) for one in watcher.says(2, lives=True)] == [w.Withdrawn]
+    assert watcher.it.health.score == 1, "it had accused a node that lives"
+    watcher.tick(DARK_S / 2)
+    assert watcher.gone == []
+
+
+def test_a_stranger_s_word_neither_condemns_nor_saves() -> None:
+    watcher = Watcher()
+    watcher.suspect()
+    assert watcher.says(9, lives=True) == []
+    for node in (2, 3, 4):
+        watcher.says(node, lives=False)
+    watcher.tick(DARK_S)
+    assert watcher.gone == [1]
+
+
+def test_a_word_that_comes_unasked_is_none() -> None:
+    watcher = Watcher()
+    assert watcher.says(2, lives=True) == []
+    assert watcher.says(2, lives=False) == []
+
+
+def test_who_has_confirmed_is_not_asked_again_and_counts_on() -> None:
+    watcher = Watcher()
+    watcher.suspect()
+    watcher.says(2, lives=False)
+    watcher.says(3, lives=False)
+    found = watcher.tick(DARK_S / 2 + 0.125)
+    assert questions(found) == [4, 1]
+    watcher.says(4, lives=False)
+    watcher.tick()
+    assert watcher.gone == [1]
+
+
+def test_an_objection_counts_once() -> None:
+    watcher = Watcher()
+    watcher.suspect()
+    watcher.it.hear(2, Alive(node=1, incarnation=1), watcher.now)
+    assert [type(one) for one in watcher.it.take()] == [w.Withdrawn]
+    # It has accused a node that lives: it waits for twice as long.
+    watcher.tick(DARK_S / 2)
+    watcher.suspect()
+    watcher.it.hear(3, Alive(node=1, incarnation=1), watcher.now)
+    assert watcher.it.take() == [], "the same one, on another way"
+    watcher.it.hear(3, Alive(node=1, incarnation=2), watcher.now)
+    assert [type(one) for one in watcher.it.take()] == [w.Withdrawn]
+
+
+def test_whoever_asks_again_knows_of_the_last_objection() -> None:
+    watcher = Watcher()
+    watcher.it.hear(2, Alive(node=1, incarnation=6), watcher.now)
+    found = watcher.tick(DARK_S / 2 + 0.125)
+    asked = {one.message for one in found if isinstance(one, w.Say)}
+    assert asked == {Suspect(node=1, incarnation=6)}
+
+
+def test_what_comes_of_a_look_after_the_verdict_is_nothing() -> None:
+    watcher = Watcher()
+    watcher.it.unlinked(1, "reset", watcher.now)
+    watcher.it.looked(1, "refused", watcher.now)
+    watcher.it.take()
+    for answer in ("open", "refused", "lives", "silent"):
+        watcher.it.looked(1, answer, watcher.now)
+        assert watcher.it.take() == []
+
+
+@pytest.mark.parametrize(("answer", "kept"), [("open", True), ("lives", True), ("silent", False)])
+def test_what_a_look_says_of_a_suspicion(answer: w.Answer, kept: bool) -> None:
+    watcher = Watcher()
+    watcher.suspect()
+    watcher.it.looked(1, answer, watcher.now)
+    assert (w.Withdrawn in [type(one) for one in watcher.it.take()]) is kept
+    for node in (2, 3, 4):
+        watcher.says(node, lives=False)
+    watcher.tick(DARK_S / 2)
+    assert (watcher.gone == []) is kept
+
+
+def test_only_what_has_no_connection_answers_for_itself() -> None:
+    watcher = Watcher()
+    watcher.it.looked(1, "open", watcher.now)
+    assert watcher.it.take() == []
+    watcher.it.unlinked(1, "reset", watcher.now)
+    watcher.it.take()
+    for answer, told in (("open", True), ("silent", False)):
+        watcher.it.looked(1, answer, watcher.now)  # type: ignore[arg-type]  # each is an Answer
+        assert watcher.it.take() == [w.Answers(1, answers=told)]
+
+
+def test_silence_while_this_daemon_was_late_is_its_own() -> None:
+    watcher = Watcher()
+    watcher.tick(BEAT_S)
+    watcher.now += 50.0
+    watcher.it.tick(watcher.now, lambda _when: True)
+    assert watcher.it.take() == []
+    assert watcher.it.health.score == 8
+    watcher.it.tick(watcher.now + 0.1, lambda _when: True)
+    assert not [one for one in watcher.it.take() if isinstance(one, w.HangUp | w.Gone)]
+
+
+def test_after_a_cut_it_is_looked_and_asked_again() -> None:
+    watcher = Watcher(judges=False)
+    watcher.suspect()
+    for node in (2, 3, 4):
+        watcher.says(node, lives=False)
+    watcher.tick(4 * DARK_S)
+    assert watcher.gone == []
+    watcher.judges = True
+    watcher.tick()
+    assert watcher.gone == [], "what it saw while it was cut off says nothing"
+    watcher.it.looked(1, "silent", watcher.now)
+    watcher.tick()
+    for node in (2, 3, 4):
+        watcher.says(node, lives=False)
+    watcher.tick()
+    assert watcher.gone == [1]
+
+
+def test_a_silent_connection_is_ended() -> None:
+    watcher = Watcher()
+    assert not [one for one in watcher.tick(DARK_S) if isinstance(one, w.HangUp)]
+    (hang_up,) = (one for one in watcher.tick() if isinstance(one, w.HangUp))
+    assert (hang_up.node, hang_up.why) == (1, "its daemon was silent for 1.1 s")
+
+
+def test_who_asks_about_a_node_that_is_heard_is_answered_and_the_node_is_told() -> None:
+    watcher = Watcher()
+    question = Suspect(node=2, incarnation=3)
+    watcher.it.hear(4, question, watcher.now)
+    assert watcher.it.take() == [w.Say(4, Saw(node=2, lives=True)), w.Say(2, question)]
+    watcher.tick(DARK_S / 2)
+    for asker, looks in ((4, [w.Look(1)]), (3, [])):
+        watcher.it.hear(asker, Suspect(node=1, incarnation=0), watcher.now)
+        assert watcher.it.take() == looks
+    watcher.it.looked(1, "silent", watcher.now)
+    saw = Saw(node=1, lives=False)
+    assert watcher.it.take() == [w.Say(3, saw), w.Say(4, saw)]
+
+
+def test_which_three_are_asked_depends_on_who_asks() -> None:
+    asked = set()
+    for me in (0, 9, 10):
+        it = w.Membership(me, TIMES)
+        it.watch(range(1, 8), range(1, 8), 100.0)
+        for node in range(2, 8):
+            it.heard(node, 100.9)
+        it.tick(101.0, lambda _when: True)
+        nodes = tuple(node for node in questions(it.take()) if node != 1)
+        assert len(nodes) == w.ASKED
+        asked.add(nodes)
+    assert len(asked) == 3
+
+
+def test_who_is_away_and_who_was_met() -> None:
+    watcher = Watcher()
+    watcher.it.watch((*OTHERS, 5), OTHERS, watcher.now, {6})
+    watcher.tick(2 * DARK_S)
+    assert watcher.it.away(watcher.now) == set()
+    watcher.tick()
+    assert watcher.it.away(watcher.now) == {5}, "6 is looked at seldom; 1 is connected"
+    assert not watcher.it.was_met(1)
+    assert not watcher.it.was_met(7)
+    watcher.it.unlinked(1, "reset", watcher.now)
+    assert watcher.it.was_met(1)
+    assert watcher.it.lived_since(watcher.now - 0.01) == {2, 3, 4}
+
+
+def test_why_a_node_is_lost_is_said() -> None:
+    watcher = Watcher()
+    watcher.it.watch((*OTHERS, 5), OTHERS, watcher.now)
+    watcher.it.looked(5, "refused", watcher.now)
+    (gone,) = watcher.it.take()
+    assert gone == w.Gone(5, "its daemon was never met; its agent is gone", 0.0, dark=False)
+    watcher.it.unlinked(1, "the connection was reset", watcher.now)
+    watcher.it.looked(1, "refused", watcher.now + 2.0)
+    (gone,) = (one for one in watcher.it.take() if isinstance(one, w.Gone))
+    assert gone == w.Gone(1, "the connection was reset; its agent is gone", 2.0, dark=False)
+
+
+def test_the_verdict_comes_in_that_moment_and_only_of_what_was_heard_since() -> None:
+    watcher = Watcher()
+    watcher.suspect()
+    for node in (2, 3, 4):
+        watcher.says(node, lives=False)
+    asked: list[float] = []
+
+    def judge(when: float) -> bool:
+        asked.append(when)
+        return True
+
+    watcher.it.tick(100.0 + DARK_S - 0.01, judge)
+    assert not [one for one in watcher.it.take() if isinstance(one, w.Gone)]
+    watcher.it.tick(100.0 + DARK_S, judge)
+    (gone,) = (one for one in watcher.it.take() if isinstance(one, w.Gone))
+    assert "node-0 has heard nothing of it for 1.0 s; nothing on it answers, 3 of 3" in gone.reason
+    assert gone.dark
+    assert asked == [100.0 + DARK_S / 2] * 2
+
+
+def test_what_is_not_watched_is_nothing_to_this_daemon() -> None:
+    watcher = Watcher()
+    watcher.it.unlinked(9, "reset", watcher.now)
+    watcher.it.heard(9, watcher.now)
+    watcher.it.known_gone(9)
+    watcher.it.looked(9, "silent", watcher.now)
+    watcher.it.hear(2, Saw(node=9, lives=True), watcher.now)
+    watcher.it.hear(2, Alive(node=9, incarnation=1), watcher.now)
+    assert watcher.it.take() == []
+    assert set(watcher.it.watched) == set(OTHERS)
+
+
+def test_a_node_that_is_looked_at_seldom_is_looked_at_often_once_it_is_suspected() -> None:
+    watcher = Watcher()
+    watcher.it.watch(OTHERS, OTHERS, watcher.now, {6})
+
+    def looks(seconds: float, answer: w.Answer) -> int:
+        count = 0
+        for _ in range(round(seconds / 0.125)):
+            found = [one for one in watcher.tick() if one == w.Look(6)]
+            count += len(found)
+            if found:
+                watcher.it.looked(6, answer, watcher.now)
+                watcher.it.take()
+        return count
+
+    assert looks(2 * DARK_S, "open") <= 2
+    assert looks(3 * DARK_S, "silent") >= 8
