@@ -217,8 +217,8 @@ class Elector(Knowledge):
             return
         heard = self.heard_voters
         if self.stage == "forming":
-            # Whoever was not met yet may just not have started.
-            heard = set(self.known.voters) - self.losses.keys()
+            # Whoever was not met yet may just not have started; the daemon of a lost node votes on.
+            heard |= set(self.known.voters) - self.losses.keys()
         self._lease.renew(self.known.voters, heard, self.agreement.dead, now)
         if self.spec is None or self.nodes[self.me].lost is not None:
             return
