@@ -76,11 +76,12 @@ test-slurm-matrix: $(STAMP) slurm-packages
 # The story of one seed, or with COUNT=N which of so many fail; NODES and FAULTS of its job, if not the seed's.
 SEED ?= 1
 simulate: $(STAMP)
-	$(BIN)/python -m tests.sim $(SEED) --count $(or $(COUNT),1) --nodes $(or $(NODES),0) --faults $(or $(FAULTS),0)
+	$(BIN)/python -m tests.sim $(SEED) --count $(or $(COUNT),1) --nodes $(or $(NODES),0) \
+		--faults $(or $(FAULTS),0) --components $(or $(COMPONENTS),0)
 
-# An hour of it and more.
+# A million faults of components, each job with so many: hours.
 simulate-night: $(STAMP)
-	$(BIN)/python -m tests.sim $(SEED) --until 1000000
+	$(BIN)/python -m tests.sim $(SEED) --until 1000000 --components $(or $(COMPONENTS),40)
 
 # Small mistakes in the pure rooms: COUNT of them, drawn by SEED, each of which some test has to notice. Minutes.
 mutants: $(STAMP)

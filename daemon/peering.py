@@ -311,7 +311,8 @@ class Peering:
 
     def _may_judge(self, when: float) -> bool:
         control = self._session.control
-        if not control.decides or control.outcome is not None:
+        given_up = control.nodes[self._me].lost is not None
+        if not control.decides or control.outcome is not None or given_up:
             return False
         return control.is_quorum(self._member.lived_since(when) | self._pulses.seen_since(when))
 

@@ -26,7 +26,10 @@ from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.control.tally import Tally
 from ckptless.daemon.control.timeline import Timeline
 
+# An order is said again after so long, and more often where it is short: so often within the time that agents
+# have to stop, since whoever has not heard of it by then is given up.
 REPEAT_S = 1.0
+REPEATS = 3
 # So long after training an agent may be gone because the job has ended, which the leader is about to hear.
 ENDING_S = 2.0
 # So long a voter's daemon may be away while its node lives; restarts and upgrades are shorter.
@@ -185,7 +188,9 @@ class Controller(Follower):
 
     def _repeat(self, now: float) -> None:
         """Orders are idempotent: say the last one again to whoever has not followed it yet."""
-        if now - self._said < REPEAT_S or self.assignment is None:
+        if self.assignment is None or self.spec is None:
+            return
+        if now - self._said < min(REPEAT_S, self.spec.limits.leave_s / REPEATS):
             return
         generation = self.assignment.generation
         assert self._tally is not None

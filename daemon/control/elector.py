@@ -189,7 +189,9 @@ class Elector(Knowledge):
         knows = (told and self.leader not in (NOBODY, self.me)) or (
             theirs.leader == self.me and not self.leads
         )
-        begun = theirs.stage not in ("forming", "ended") and theirs.newest == self.known.index
+        # A leader that was started again knows of no reign, nor how far the job has come in it.
+        current = reign >= self._reign and theirs.newest == self.known.index
+        begun = current and theirs.stage not in ("forming", "ended")
         if knows and begun:
             self._enter(theirs.stage, now)
         if told and self.leader not in (NOBODY, self.me):
@@ -215,8 +217,8 @@ class Elector(Knowledge):
             return
         heard = self.heard_voters
         if self.stage == "forming":
-            # Whoever was not met yet may just not have started.
-            heard = set(self.known.voters) - self.losses.keys()
+            # Whoever was not met yet may just not have started; the daemon of a lost node votes on.
+            heard |= set(self.known.voters) - self.losses.keys()
         self._lease.renew(self.known.voters, heard, self.agreement.dead, now)
         if self.spec is None or self.nodes[self.me].lost is not None:
             return

@@ -161,6 +161,9 @@ class Follower(Elector):
                 newest = max((slot.step or 0 for slot in message.slots), default=0)
                 self._stepped = self._stepped if newest == self._stepped[0] else (newest, now)
                 self._tend()
+                if view.lost is not None and self.outcome is None:
+                    # It has missed the word, and may hear the others: it would run on.
+                    self._out.append(ToAgent(self._end_of_lost(view.lost, view.lost_source)))
         elif isinstance(message, m.Cancel):
             self._cancelled = message
         elif report.node == self.me:
@@ -205,13 +208,13 @@ class Follower(Elector):
 
     def _tend(self) -> None:
         """Give the own agent what it missed while its daemon, or a link, was away."""
-        state = self.nodes[self.me].state
-        if state is None or self.assignment is None:
+        state, assigned = self.nodes[self.me].state, self.assignment
+        if state is None:
             return
         if self.outcome is not None:
             self._out.append(ToAgent(m.End(outcome=self.outcome)))
-        elif state.assigned is None or state.assigned < self.assignment.generation:
-            self._out.append(ToAgent(m.Assign(assignment=self.assignment)))
+        elif assigned is not None and (state.assigned is None or state.assigned < assigned.generation):
+            self._out.append(ToAgent(m.Assign(assignment=assigned)))
 
     def _on_peer_up(self, event: PeerUp, now: float) -> None:
         if event.direct:

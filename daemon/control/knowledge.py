@@ -166,12 +166,15 @@ class Knowledge:
         self._touched.add(loss.node)
         self.answering.discard(loss.node)
         if loss.node == self.me and self.outcome is None:
-            # The others go on without this node, whatever still runs on it.
-            text = f"node-{loss.node} counts as lost: {loss.reason}"
-            why: m.Why = "no-quorum" if loss.source == "lease" else "node-lost"
-            outcome = m.Outcome(state="failed", exit_code=4, reason=text, why=why)
-            self._out.append(ToAgent(m.End(outcome=outcome, here_only=True)))
+            self._out.append(ToAgent(self._end_of_lost(loss.reason, loss.source)))
             self.agreement.resign()
+
+    def _end_of_lost(self, reason: str, source: FaultSource) -> m.End:
+        """For this node's agent: the others go on without this node, whatever still runs on it."""
+        text = f"node-{self.me} counts as lost: {reason}"
+        why: m.Why = "no-quorum" if source == "lease" else "node-lost"
+        outcome = m.Outcome(state="failed", exit_code=4, reason=text, why=why)
+        return m.End(outcome=outcome, here_only=True)
 
     def _elected(self, former: int, now: float) -> None:
         """This daemon leads from now on, which it did not before; `former` did."""

@@ -49,9 +49,13 @@ class LocalHealth:
 
 @dataclass
 class Suspicion:
-    """That a node is dark: `asked` were asked last, at `asked_at`; `confirmed` hear nothing of it either."""
+    """That a node is dark: `asked` were asked last, at `asked_at`; `confirmed` hear nothing of it either.
+
+    `since`: when somebody was asked first.
+    """
 
     incarnation: int
     asked: frozenset[int]
     asked_at: float
     confirmed: set[int] = field(default_factory=set)
+    since: float = 0.0

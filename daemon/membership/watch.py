@@ -318,6 +318,8 @@ class Membership:
             one.dark, one.suspicion = False, None
             return
         confirmed, asked = len(one.suspicion.confirmed), len(one.suspicion.asked)
+        if confirmed < asked and now - one.suspicion.since < self.times.dark_s / 2:
+            return  # they were asked only now, and may see it
         if now - one.lived >= suspicion_s(patience_s, confirmed, asked):
             what = f"nothing on it answers, {confirmed} of {asked} others say the same"
             self._lose(node, one, what, now, dark=True)
@@ -328,7 +330,9 @@ class Membership:
             return
         asked = self._whom_to_ask(node, one)
         known = self._incarnations.get(node, 0)
-        one.suspicion = Suspicion(known, asked, now, old.confirmed & asked if old is not None else set())
+        confirmed = old.confirmed & asked if old is not None else set()
+        since = old.since if old is not None and old.asked else now
+        one.suspicion = Suspicion(known, asked, now, confirmed, since)
         question = Suspect(node=node, incarnation=known)
         self._out += [Say(other, question) for other in sorted(asked - one.suspicion.confirmed)]
         if one.linked:

@@ -1,7 +1,8 @@
 """`python -m tests.sim SEED`: the story of one seed; if it fails, with as few of its faults as that takes.
 
 `--count N`: so many seeds from SEED on, or `--until N`: as many as it takes to inject N faults, on all cores.
-`--nodes` and `--faults` of each job, where they are not left to the seed.
+`--nodes` and `--faults` of each job, where they are not left to the seed; `--components`: so many faults of
+components more, which are what N counts.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult
 
 from .agreeing import quarrel
+from .components import COMPONENTS
 from .faults import Shape
 from .story import Violation
 from .world import World, shrink, simulate
@@ -36,6 +38,7 @@ def batch(first: int, count: int, shape: Shape) -> Found:
     """Whole jobs, and as many quarrels about decrees."""
     logging.disable(logging.CRITICAL)
     injected: Counter[str] = Counter()
+    quarrels = 0
     violations: list[str] = []
     for seed in range(first, first + count):
         try:
@@ -43,10 +46,16 @@ def batch(first: int, count: int, shape: Shape) -> Found:
         except Violation as violation:
             violations.append(str(violation).splitlines()[0])
         try:
-            injected += quarrel(seed).injected
+            quarrels += quarrel(seed).injected.total()
         except Violation as violation:
             violations.append(f"quarrel {seed}: {violation}")
+    injected["quarrels"] += quarrels
     return Found(count, injected, tuple(violations))
+
+
+def of_components(injected: Counter[str]) -> int:
+    """What counts: not what ranks do, messages that were perturbed, nor what happens in a quarrel."""
+    return sum(count for kind, count in injected.items() if kind in COMPONENTS)
 
 
 def many(args: argparse.Namespace, shape: Shape) -> int:
@@ -59,7 +68,7 @@ def many(args: argparse.Namespace, shape: Shape) -> int:
         waiting: list[AsyncResult[Found]] = []
 
         def more() -> bool:
-            return injected.total() < until if until else following < end
+            return of_components(injected) < until if until else following < end
 
         while waiting or more():
             while more() and len(waiting) < 2 * (os.cpu_count() or 1):
@@ -73,9 +82,10 @@ def many(args: argparse.Namespace, shape: Shape) -> int:
                 print(violation, flush=True)
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
-                print(f"{said - begun:.0f} s: {seeds} seeds, {injected.total()} faults", flush=True)
+                print(f"{said - begun:.0f} s: {seeds} seeds, {of_components(injected)} faults", flush=True)
     kinds = ", ".join(f"{kind} {count}" for kind, count in injected.most_common())
-    print(f"{seeds} seeds, {injected.total()} faults in {time.monotonic() - begun:.0f} s: {kinds}")
+    count, took_s = of_components(injected), time.monotonic() - begun
+    print(f"{seeds} seeds, {count} faults of components in {took_s:.0f} s; all: {kinds}")
     print(f"{failed} violations")
     return 1 if failed else 0
 
@@ -109,9 +119,10 @@ def main() -> None:
     parser.add_argument("--until", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0)
+    parser.add_argument("--components", type=int, default=0)
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    shape = Shape(nodes=args.nodes, faults=args.faults)
+    shape = Shape(nodes=args.nodes, faults=args.faults, components=args.components)
     several = args.count > 1 or args.until
     sys.exit(many(args, shape) if several else one(args.seed, shape))
 

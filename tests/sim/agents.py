@@ -68,6 +68,16 @@ class Agent:
         self._daemon.send(self._hello)
         self._daemon.send(self._told())
 
+    def say(self, message: m.FromAgent) -> None:
+        """To the daemon, where there is one."""
+        if self._daemon is not None:
+            self._daemon.send(message)
+
+    def hold(self, until: float) -> None:
+        """Its daemon hears nothing of it before then."""
+        if self._daemon is not None:
+            self._daemon.hold(until)
+
     def daemon_gone(self, daemon: "Daemon") -> None:
         """The connection is no more; what was under way is lost."""
         if self._daemon is not None:
@@ -96,7 +106,9 @@ class Agent:
     def _asked(self, asked: tuple[int, ...], heard: set[int], began: float) -> None:
         self.lease.asked(asked, heard, began)
         if self.sound and self.lease.over(self.world.events.now):
-            self.world.story.tell(self.name, f"ends its ranks: of {len(asked)} it heard {len(heard)}")
+            text = f"of {len(asked)} it heard {len(heard)}"
+            self.world.story.tell(self.name, f"ends its ranks: {text}")
+            self.world.living.fences(self.node, text)
             self.die(dark=False)
 
     def _told(self) -> m.AgentState:
@@ -222,6 +234,8 @@ class Agent:
         if self.outcome is None and not order.here_only:
             self.outcome = order.outcome
         self.world.story.tell(self.name, f"ends: {order.outcome.reason}")
+        if order.here_only and order.outcome.why == "no-quorum":
+            self.world.living.fences(self.node, order.outcome.reason)
         self.die(dark=False)
 
     def die(self, *, dark: bool) -> None:

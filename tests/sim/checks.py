@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.decree import Accepted, Decree, Promise, Say, first_decree, is_quorum
+from ckptless.daemon.control.decree import Accepted, Decree, Durable, Promise, Say, first_decree, is_quorum
 from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.peers import messages as p
 
@@ -23,6 +23,11 @@ RECENTLY_S = 0.5
 ASKED_OFTEN_S = 1.5
 # So long after an order at the latest, everybody who is connected has heard it.
 HEARD_S = 0.5
+
+
+def _has(durable: Durable, decree: Decree) -> bool:
+    """Whether a disk has it, as chosen or as a vote."""
+    return durable.known.index >= decree.index or (durable.vote is not None and durable.vote.decree == decree)
 
 
 class Checks:
@@ -122,6 +127,20 @@ class Checks:
         awake_s = now - daemon.awake_since if daemon is not None and daemon.control is not None else 0.0
         return awake_s > (ASKED_OFTEN_S if stormy else RECENTLY_S)
 
+    def can_agree(self) -> bool:
+        """Whether enough of the voters live, and can vote, and some of these hear each other."""
+        world = self._world
+        able = {
+            node
+            for node, daemon in world.daemons.items()
+            if daemon.control is not None
+            and node not in world.forgot | world.hung
+            and not world.is_full(node)
+            and world.agents[node].sound
+        }
+        dead = world.witness.down
+        return any(is_quorum(self.voters, able & world.network.reached_from(node), dead) for node in able)
+
     def cut_off(self, side: set[int], voters: tuple[int, ...], steady: set[int]) -> None:
         """So long after a cut, nobody runs on without a quorum, whose daemon was there all the time."""
         for node in side & steady:
@@ -135,11 +154,9 @@ class Checks:
         if new.index - 1 not in self._decrees:
             self._fail(f"decree {new.index} comes before {new.index - 1}")
         voters = self._decrees[new.index - 1].voters
-        kept = {
-            node
-            for node, durable in world.disks.items()
-            if durable.known.index >= new.index or (durable.vote is not None and durable.vote.decree == new)
-        }
+        kept = {node for node, durable in world.disks.items() if _has(durable, new)}
+        # One of them may have lost its disk since, and votes no more.
+        kept |= {node for node in world.forgot if any(_has(one, new) for one in world.history.get(node, ()))}
         dead = {node for node, agent in world.agents.items() if not agent.alive} | world.witness.down
         if not is_quorum(voters, kept, dead):
             self._fail(f"decree {new.index} of voters {voters} is on the disks of {sorted(kept)} only")
@@ -167,7 +184,10 @@ class Checks:
         control = daemon.control
         assert control is not None
         # What is said again and again may be lost each time, as long as messages are: then a deadline passes.
-        stormy = self._world.events.now < self._world.storm_until + self._world.spec.limits.leave_s
+        world, leave_s = self._world, self._world.spec.limits.leave_s
+        stormy = world.events.now < world.storm_until + leave_s or (
+            world.crowded and any(at > world.events.now - leave_s - RECENTLY_S for at in world.control_faults)
+        )
         for node, view in control.nodes.items():
             if stormy and view.lost_source == "leader":
                 continue
@@ -295,6 +315,8 @@ class Checks:
         """Why an outcome is wrong, by what really happened."""
         world, spec = self._world, self._world.spec
         everything = all(step == world.job.steps for step in self.newest.values())
+        if outcome.state == "stopped":
+            return None if world.cancelled or outcome.why != "cancelled" else "nobody has cancelled it"
         if outcome.state == "done":
             return None if everything and outcome.exit_code == 0 else f"the steps are {self.newest}"
         if not outcome.reason or outcome.exit_code == 0:

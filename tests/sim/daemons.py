@@ -51,6 +51,9 @@ class Daemon:
         self._orders: Channel[m.Order | m.Announce | m.Renewed] | None = None
         self._written = 0.0
         self._writing: list[Durable] = []
+        # Writes that a hung disk has not taken, and until when orders do not get to the agent.
+        self._held: list[tuple[Durable, Callable[[], None], Callable[[str], None]]] = []
+        self._deaf_until = 0.0
         self._awake_at = 0.0
         # When its life began, and when the job did for it: until then everybody counts as heard.
         self.born = self.began = world.events.now
@@ -209,6 +212,13 @@ class Daemon:
         """Its messages come next."""
         self._agent = agent
         self._orders = self.world.channel(agent.obey)
+        self._orders.hold(self._deaf_until)
+
+    def hold_orders(self, until: float) -> None:
+        """The agent hears nothing of this daemon before then."""
+        self._deaf_until = until
+        if self._orders is not None:
+            self._orders.hold(until)
 
     def agent_says(self, message: m.FromAgent) -> None:
         """A message of this node's agent."""
@@ -302,6 +312,8 @@ class Daemon:
     def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
         """See jobs.Outlets. What comes every moment takes no draw of the seed's."""
         agent = self._agent
+        if agent is not None and isinstance(order, m.Renewed) and self._deaf_until > self.world.events.now:
+            return
         if agent is not None and isinstance(order, m.Renewed):
             self.world.events.after(RENEWED_S, lambda: agent.lease.renew(self.world.events.now))
         elif self._orders is not None:
@@ -324,9 +336,21 @@ class Daemon:
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """See jobs.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
         self._writing.append(durable)
+        self.world.begun[self.node] += 1
         if self.node in self.world.hung:
+            self._held.append((durable, then, failed))
             return
-        self._written = max(self._written, self.world.events.now + self.world.disk_delay())
+        self._write(durable, then, failed)
+
+    def write_held(self) -> None:
+        """The disk hangs no more."""
+        held, self._held = self._held, []
+        for durable, then, failed in held:
+            self._write(durable, then, failed)
+
+    def _write(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
+        delay_s = self.world.disk_delay() + self.world.slow_s(self.node)
+        self._written = max(self._written, self.world.events.now + delay_s)
         self.world.events.at(self._written, lambda: self._save(durable, then, failed))
 
     def _save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
@@ -336,6 +360,7 @@ class Daemon:
                 failed("the disk is full")
                 return
             self.world.disks[self.node] = durable
+            self.world.history.setdefault(self.node, []).append(durable)
             if durable.vote is not None:
                 self.world.stage_entered("voting")
             then()

@@ -50,6 +50,10 @@ class Channel(Generic[T]):
         """The sender has died: what it sent still comes, and then its end."""
         self._then(closed)
 
+    def hold(self, until: float) -> None:
+        """Nothing gets through before then; afterwards all of it does, in order."""
+        self._last = max(self._last, until)
+
     @property
     def is_open(self) -> bool:
         """Whether what is sent still arrives."""

@@ -29,6 +29,7 @@ TWINS_CHANCE = 0.5
 MANY = 12
 AGREEING = ("electing", "proposing", "voting")
 STAGES = (*(stage for stage in get_args(Stage) if stage not in ("ended", "forming")), *AGREEING)
+OF_RANKS = ("kill", "raise", "hang", "freeze", "start")
 CONTROL_KINDS = ("daemon", "leader", "link", "storm", "cut", "grey", "pause", "starve")
 HALF_CHANCE = 0.4
 DISK_CHANCE = 0.2
@@ -54,7 +55,7 @@ class Fault:
 class Shape:
     """What is not left to the seed; 0: it is. `without`: faults that are left out, by their numbers.
 
-    `others`: whether disks and cables have faults, too.
+    `others`: whether disks and cables have faults, too. `components`: so many faults of components more.
     """
 
     nodes: int = 0
@@ -63,6 +64,7 @@ class Shape:
     others: bool = True
     spares: int = 0
     limits: m.Limits = LIMITS
+    components: int = 0
 
 
 ANY = Shape()
@@ -158,8 +160,11 @@ def happen(world: "World", fault: Fault) -> None:
     if world.over:
         return
     world.faulted(fault.kind)
-    world.injected[fault.kind] += 1
+    before = len(world.story.lines)
     (_ACTIONS | _OTHERS)[fault.kind](world, fault)
+    if fault.kind in OF_RANKS or len(world.story.lines) > before:
+        # One that found nobody to happen to has told of nothing.
+        world.injected[fault.kind] += 1
 
 
 def _victim(world: "World", fault: Fault, *, linked: bool = False) -> Process | None:
@@ -271,10 +276,11 @@ def _cut(world: "World", fault: Fault) -> None:
     nodes = sorted(world.agents)
     if world.network.broken or not world.generation:
         return
+    lease_s = world.spec.limits.lease_s
     count = len(nodes) // 2 if fault.pick < HALF_CHANCE else 1 + int(fault.twist * (len(nodes) - 1))
     side = frozenset(world.random.sample(nodes, count))
     world.witness.place = world.random.choice([None, min(side), min(set(nodes) - side)])
-    world.network.cut(side, world.random.choice([0.4, 1.5, LIMITS.lease_s, 3 * LIMITS.lease_s]))
+    world.network.cut(side, world.random.choice([0.4, 1.5, lease_s, 3 * lease_s]))
 
 
 def _grey(world: "World", fault: Fault) -> None:
@@ -285,7 +291,7 @@ def _grey(world: "World", fault: Fault) -> None:
     chosen = set(world.random.sample(pairs, 1 + int(fault.pick * len(pairs) / 3)))
     if fault.twist < 0.5:
         chosen |= {(b, a) for a, b in chosen}
-    world.network.block(chosen, world.random.choice([0.4, 1.5, LIMITS.lease_s]))
+    world.network.block(chosen, world.random.choice([0.4, 1.5, world.spec.limits.lease_s]))
 
 
 def _pause(world: "World", fault: Fault) -> None:
@@ -295,7 +301,7 @@ def _pause(world: "World", fault: Fault) -> None:
         for_s = world.random.choice([0.3, 1.0, 5.0]) * (0.5 + fault.twist)
         world.story.tell("fault", f"daemon-{node} is stopped for {for_s:.2f} s")
         world.daemons[node].stop_for(for_s)
-        if for_s > LIMITS.leave_s / 2:
+        if for_s > world.spec.limits.leave_s / 2:
             # A recovery that is due meanwhile does not wait for it.
             world.network.ever.add(node)
         world.events.after(for_s, lambda: world.faulted("daemon"))

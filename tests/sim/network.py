@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from .world import World
 
 DARK_S = 0.6
-# The lease of the simulated jobs, and what it takes to notice and to end.
-LEASE_OVER_S = 3.0 + 2 * DARK_S + 1.0
+# What it takes to notice that the lease is over, and to end.
+OVER_S = 2 * DARK_S + 1.0
 
 
 class Network:
@@ -22,6 +22,7 @@ class Network:
         self._blocked: frozenset[tuple[int, int]] = frozenset()
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
         self.healed_at = self.broken_at = -1.0
+        self.over_s = world.spec.limits.lease_s + OVER_S
 
     @property
     def broken(self) -> bool:
@@ -58,10 +59,10 @@ class Network:
         world.story.tell("fault", f"the network is cut: {sorted(side)} and the others, for {away_s:.2f} s")
         rest = set(world.agents) - side
         self._block({(a, b) for a in side for b in rest} | {(b, a) for a in side for b in rest}, away_s)
-        if away_s > LEASE_OVER_S:
+        if away_s > self.over_s:
             voters, cut_at = world.checks.voters, world.events.now
             for half in (set(side), rest):
-                world.events.after(LEASE_OVER_S, lambda half=half: self._look(half, voters, cut_at))  # type: ignore[misc]
+                world.events.after(self.over_s, lambda half=half: self._look(half, voters, cut_at))  # type: ignore[misc]
 
     def block(self, pairs: set[tuple[int, int]], away_s: float) -> None:
         """Nothing gets from one node of each pair to the other; the other way it may."""
@@ -81,8 +82,8 @@ class Network:
             return
         # One that was stopped passes signs of life from before the cut on when it goes on.
         awake = max((d.awake_since for n, d in world.daemons.items() if n in half), default=0.0)
-        if awake > cut_at and awake + LEASE_OVER_S > world.events.now:
-            world.events.at(awake + LEASE_OVER_S, lambda: self._look(half, voters, cut_at))
+        if awake > cut_at and awake + self.over_s > world.events.now:
+            world.events.at(awake + self.over_s, lambda: self._look(half, voters, cut_at))
             return
         steady = {n for n, d in world.daemons.items() if max(d.born, d.began, d.awake_since) <= cut_at}
         world.checks.cut_off(half, voters, steady)
@@ -109,25 +110,37 @@ class Witness:
         self.down: set[int] = set()
         # Of a cut, the side that it is on: with these nodes, with the others, or it reaches all.
         self.place: int | None = None
+        # Until when it answers late, not at all, or without saying that anybody is down.
+        self.late_until = self.gone_until = self.says_no_until = -1.0
+        # When each node was marked last.
+        self.marked: dict[int, float] = {}
 
     def _reaches(self, node: int) -> bool:
         return self.place is None or not self._world.network.apart(self.place, node)
 
     def ask(self, daemon: "Daemon", nodes: set[int], ours: set[int]) -> None:
         """Mark, then look."""
-        self._world.soon(lambda: self._mark(daemon, nodes, ours))
+        late_s = max(0.0, self.late_until - self._world.events.now)
+        if late_s:
+            self._world.events.after(late_s, lambda: self._mark(daemon, nodes, ours))
+        else:
+            self._world.soon(lambda: self._mark(daemon, nodes, ours))
 
     def _mark(self, daemon: "Daemon", nodes: set[int], ours: set[int]) -> None:
         world = self._world
-        if not daemon.alive or not self._reaches(daemon.node):
+        if not daemon.alive or not self._reaches(daemon.node) or world.events.now < self.gone_until:
             return
         self.down |= nodes
+        self.marked.update(dict.fromkeys(nodes, world.events.now))
         world.network.ever |= nodes
         for node in nodes:
             world.events.after(world.random.uniform(0.01, 3.0), lambda node=node: self._end(node))  # type: ignore[misc]
         world.soon(lambda: self._look(daemon, nodes, ours))
 
     def _look(self, daemon: "Daemon", nodes: set[int], ours: set[int]) -> None:
+        now = self._world.events.now
+        if now < max(self.gone_until, self.says_no_until):
+            return
         if daemon.alive and self._reaches(daemon.node) and nodes <= self.down and not ours & self.down:
             self._world.soon(lambda: daemon.hear_witness(nodes))
 

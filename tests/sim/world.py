@@ -14,11 +14,14 @@ from ckptless.daemon.jobs import LIFE_BITS
 from ckptless.daemon.membership.overlay import overlay
 from ckptless.daemon.peers import messages as p
 
+from . import components
 from .agents import Agent
 from .checks import Checks
 from .daemons import Daemon
 from .events import Channel, Events
 from .faults import ANY, Fault, Job, Shape, draw, happen, share
+from .frames import tamper
+from .living import Living
 from .network import Network, Witness
 from .ranks import Barriers, Process
 from .story import Story, Violation
@@ -30,6 +33,8 @@ EPOCH_S = 100_000.0
 # With no more faults, a job is over within this time.
 BOUND_S = 60.0
 EVENTS_MAX = 1_000_000
+# The number of the first of the faults that are drawn apart, see `Shape.without`.
+FIRST_COMPONENT = 1000
 SLOW_CHANCE = 0.03
 LATE_CHANCE = 0.3
 
@@ -42,6 +47,12 @@ class World:
         self.events = Events()
         self.story = Story(lambda: self.events.now)
         job = draw(self.random, shape, f"sim-{seed}", Random(f"disks and cables of {seed}"))
+        chance, self._broken = Random(f"{seed}-components"), tuple[components.Broken, ...]()
+        if shape.components:
+            job = replace(job, spec=components.of_components(job.spec, chance))
+            drawn = components.draw(chance, shape.components)
+            job = replace(job, steps=components.steps(shape.components), sticky=None)
+            self._broken = components.without(drawn, shape.without, FIRST_COMPONENT)
         self.job: Job = share(job, Random(f"shards of {seed}"))
         self.spec = self.job.spec
         self.checks = Checks(self)
@@ -54,6 +65,7 @@ class World:
         # What any daemon has written of the job as a whole.
         self.job_rows: list[JobRecord] = []
         self.network, self.witness = Network(self), Witness(self)
+        self.living = Living(self)
         self.fates: list[str] = []
         self.raised: Counter[str] = Counter()
         # Faults that happened, and messages that were lost or doubled, or held up by a broken network.
@@ -69,6 +81,13 @@ class World:
         # Whether anything has changed that `checks.after_event` looks at.
         self.touched = False
         self.storm_until = 0.0
+        # Until when each write of a node takes how much longer; what was ever on its disk; writes begun.
+        self.slow_until: dict[int, tuple[float, float]] = {}
+        self.history: dict[int, list[Durable]] = {}
+        self.begun: Counter[int] = Counter()
+        # Links, from and to, whose next frame is not what was sent; whether the user has ended the job.
+        self.tampered: dict[tuple[int, int], float] = {}
+        self.cancelled = False
         # Until when a node's disk takes nothing.
         self.full_until: dict[int, float] = {}
         # Nodes on which no write ever ends.
@@ -96,7 +115,9 @@ class World:
                 self.touched = False
                 self.checks.after_event()
             if self.events.now > self._deadline():
-                raise Violation(f"not over {BOUND_S:.0f} s after the last fault")
+                if self.checks.can_agree():
+                    raise Violation(f"not over {BOUND_S:.0f} s after the last fault")
+                return
         if not self.over:
             raise Violation(f"not over after {EVENTS_MAX} events")
         self.checks.finished()
@@ -126,6 +147,12 @@ class World:
                 self.events.after(fault.delay, lambda fault=fault: happen(self, fault))  # type: ignore[misc]
             else:
                 self._waiting.append(fault)
+        components.schedule(self, self._broken)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether faults of components come again and again."""
+        return bool(self._broken)
 
     @property
     def over(self) -> bool:
@@ -192,6 +219,11 @@ class World:
     def is_full(self, node: int) -> bool:
         """Whether a node's disk takes nothing now."""
         return self.events.now < self.full_until.get(node, 0.0)
+
+    def slow_s(self, node: int) -> float:
+        """How much longer a write takes there."""
+        until, slow_s = self.slow_until.get(node, (0.0, 0.0))
+        return slow_s if self.events.now < until else 0.0
 
     def next_pid(self) -> int:
         """A new number for a process."""
@@ -264,6 +296,13 @@ class World:
 
     def _link(self, sender: int, receiver: Daemon) -> Channel[p.DaemonMessage]:
         def deliver(message: p.DaemonMessage) -> None:
+            twist = self.tampered.pop((sender, receiver.node), None)
+            if twist is not None:
+                why = tamper(message, twist)
+                self.story.tell(receiver.name, f"ends the link of node-{sender}: {why}")
+                self.hang_up(receiver, sender, why)
+                return
+
             def hear() -> None:
                 if link.is_open:
                     receiver.peer_says(sender, message)
@@ -344,7 +383,8 @@ def simulate(seed: int, shape: Shape = ANY) -> World:
 
 def shrink(seed: int, shape: Shape) -> Shape:
     """The same seed with as few of its faults as it takes to fail, in whatever way it then does."""
-    left = [number for number in range(len(World(seed, shape).job.faults))]
+    left = list(range(len(World(seed, shape).job.faults)))
+    left += range(FIRST_COMPONENT, FIRST_COMPONENT + shape.components + 1)
     without: set[int] = set()
     for number in left:
         smaller = replace(shape, without=frozenset(without | {number}))

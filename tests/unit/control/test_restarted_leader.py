@@ -1,0 +1,44 @@
+"""A leader whose daemon was started again knows of no reign: what it says of the job's stage is not news."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.knowledge import NOBODY
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lease_nodes import Node, agreed
+
+NODES = 4
+
+
+@pytest.mark.parametrize("me", [1, 2, 3])
+def test_its_stage_of_term_0_is_not_believed(me: int) -> None:
+    """It has read the generation from its disk and takes the job for joining; the job trains."""
+    node = Node(me=me, nodes=NODES)
+    known = agreed(NODES)
+    for standing in (e.Standing(0, NOBODY, "joining", known), e.Standing(0, NOBODY, "stopping", known)):
+        node.feed(e.PeerDown(0), e.Connected(0), e.PeerUp(0, standing))
+        assert node.control.stage == "running"
+
+
+def test_who_leads_next_does_not_stop_a_job_that_trains() -> None:
+    """It would take it for half a recovery."""
+    node = Node(me=1, nodes=NODES)
+    known = agreed(NODES)
+    node.feed(e.PeerDown(0), e.Connected(0), e.PeerUp(0, e.Standing(0, NOBODY, "joining", known)))
+    orders = [*node.silent([0]).orders, *node.wait(5.0).orders]
+    assert node.control.leads
+    assert not [order for order in orders if isinstance(order, m.Stop) and "recovery" in order.reason]
+
+
+def test_what_it_says_of_its_own_reign_is_believed() -> None:
+    node = Node(me=1, nodes=NODES)
+    node.feed(e.PeerUp(0, e.Standing(1, 0, "releasing", agreed(NODES))))
+    assert node.control.stage == "releasing"
