@@ -74,7 +74,7 @@ ORDERS: tuple[Named, ...] = (
         "unit/control/test_missed.py",
         (
             "an agent is not told of what it has missed",
-            "elif state.assigned is None or state.assigned < self.assignment.generation:",
+            "elif assigned is not None and (state.assigned is None or state.assigned < assigned.generation):",
             "elif False:",
             "test_it_is_told_what_it_has_missed",
         ),
