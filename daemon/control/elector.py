@@ -154,7 +154,8 @@ class Elector(Knowledge):
         # Another one that leads decides it, and may have begun to wait later than this daemon.
         limit_s = AGREEING_S + FORMING_DEADLINE_S * (1 + self._hears_leader)
         if self.stage == "forming" and now - self._since > limit_s:
-            text = f"{len(self.reachable)} of {len(self.nodes)} daemons have met, too few to begin"
+            few = "too few of them can vote" if self.unable or not self.agreement.able else "too few"
+            text = f"{len(self.reachable)} of {len(self.nodes)} daemons have met, {few} to begin"
             self._lose(NodeLost(self.me, text, now - self._since, source="lease"))
         if self._cancelled is None or self.stage == "ended":
             return

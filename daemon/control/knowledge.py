@@ -152,7 +152,9 @@ class Knowledge:
         hello: m.AgentHello | m.Introduction | None = mine.hello
         if short and hello is not None:
             hello = m.Introduction(info=hello.info, pid=hello.pid, brought=hello.brought)
-        return tuple(Report(self.me, part) for part in (hello, mine.state) if part is not None)
+        # A user's word is said to each new leader: the one that heard it may be gone.
+        parts = (hello, mine.state, self._cancelled)
+        return tuple(Report(self.me, part) for part in parts if part is not None)
 
     def _lose(self, loss: NodeLost) -> None:
         """Whoever says it first is believed; what others say of the same node is no news."""

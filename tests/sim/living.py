@@ -62,6 +62,11 @@ class Living:
         self.fenced.add(node)
         steady_s = world.events.now - self.steady_since
         group = self.quorum_of(node)
+        control = world.daemons[node].control
+        if group is not None and control is not None and control.stage == "forming":
+            # Only those that can write begin a job; what trains goes on without that.
+            able = {n for n in group if (c := world.daemons[n].control) is not None and c.agreement.able}
+            group = group if is_quorum(world.checks.voters, able, world.witness.down) else None
         if group is not None and steady_s > world.spec.limits.lease_s + 2 * DARK_S + 1.0:
             raise Violation(f"node-{node} ends its ranks, and can hear a quorum of {sorted(group)}: {why}")
 

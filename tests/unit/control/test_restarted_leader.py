@@ -42,3 +42,13 @@ def test_what_it_says_of_its_own_reign_is_believed() -> None:
     node = Node(me=1, nodes=NODES)
     node.feed(e.PeerUp(0, e.Standing(1, 0, "releasing", agreed(NODES))))
     assert node.control.stage == "releasing"
+
+
+def test_a_user_who_ends_the_job_is_heard_by_the_next_leader() -> None:
+    """The word came where nobody led: it is not lost with that."""
+    node = Node(me=2, nodes=NODES)
+    node.feed(e.PeerDown(0))
+    cancel = m.Cancel(exit_code=143, reason="signal 15", restarts=None)
+    node.feed(e.Report(2, cancel))
+    out = node.feed(e.PeerUp(1, e.Standing(2, 1, "running", agreed(NODES)))).outputs
+    assert e.Forward(1, e.Report(2, cancel)) in out
