@@ -25,7 +25,7 @@ $(STAMP): setup.cfg Makefile
 demo: $(STAMP)
 	$(BIN)/python docs/demo/demo.py $(ARGS)
 
-# All of it in three runs side by side; with ARGS (folders, -k NAME) in one.
+# All of it in two runs side by side; with ARGS (folders, -k NAME) in one.
 test: $(STAMP)
 ifdef ARGS
 	$(BIN)/python -m pytest -q -m 'not slow and not soak' $(ARGS)

@@ -1,4 +1,4 @@
-"""All of `make test`, as three runs of pytest side by side: `python tests/side_by_side.py [OPTION...]`.
+"""All of `make test`, as two runs of pytest side by side: `python tests/side_by_side.py [OPTION...]`.
 
 What computes (unit and property tests, the simulator) leaves a core to jobs and clusters, which wait most of
 the time. What each run prints goes to build/test-NAME.txt; here one line a minute says how far they are, and
@@ -19,8 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 RUNS = {
     "core": ("unit", "property", "sim", "fuzz", "mutants"),
-    "jobs": ("local", "integration"),
-    "clusters": ("slurm", "torch", "nccl", "gpu"),
+    "jobs": ("local", "integration", "slurm", "torch", "nccl", "gpu"),
 }
 EVERY_S = 60.0
 POLL_S = 0.5
