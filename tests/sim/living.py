@@ -62,7 +62,7 @@ class Living:
         self.fenced.add(node)
         steady_s = world.events.now - self.steady_since
         group = self.quorum_of(node)
-        control = world.daemons[node].control
+        control = world.daemons[node].control if node in world.daemons else None
         if group is not None and control is not None and control.stage == "forming":
             # Only those that can write begin a job; what trains goes on without that.
             able = {n for n in group if (c := world.daemons[n].control) is not None and c.agreement.able}
