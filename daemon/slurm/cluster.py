@@ -188,7 +188,9 @@ class SlurmCluster:
                 self._marked_down.discard(name)
                 return
             # Which nodes a run has is its user's word; what is done to a node is Slurm's business.
-            if name not in (await self._now(slurm_job_id(runtime.job))).nodes:
+            # A job that is over still names the nodes that it had: by then they may be given to another.
+            job = await self._now(slurm_job_id(runtime.job), 0.0 if down else FRESH_S)
+            if not job.holds_nodes or name not in job.nodes:
                 raise SlurmRefusedError(f"{name} is no node of job {runtime.job} (any more)")
             if down:
                 self._marked_down.add(name)
@@ -220,9 +222,9 @@ class SlurmCluster:
         """
         job_id, mark = slurm_job_id(run), reason_text(f"job {run}: ")
         if self.on_node_lost == "down":
-            allocated = (await self._now(job_id)).nodes
-            for name in theirs:
-                if name in allocated:
+            job = await self._now(job_id, 0.0)
+            for name in theirs if job.holds_nodes else ():
+                if name in job.nodes:
                     reason = f"{mark}silent, as is half of its nodes"
                     await self._slurm.drain(name, reason)
                     await self._slurm.mark_down(name, reason)
@@ -295,9 +297,9 @@ class SlurmCluster:
         node = reading.value
         return job.batch_host not in job.nodes or node is None or node.down or not node.responding
 
-    async def _now(self, job_id: int) -> Job:
+    async def _now(self, job_id: int, max_age_s: float = FRESH_S) -> Job:
         """The job as Slurm knows it at this moment. Raises SlurmUnreachableError, SlurmNotFoundError."""
-        reading = await self._slurm.job(job_id, max_age_s=FRESH_S, wait_s=ADMIT_S)
+        reading = await self._slurm.job(job_id, max_age_s=max_age_s, wait_s=ADMIT_S)
         if not reading.fresh:
             raise SlurmUnreachableError(f"Slurm cannot be asked about job {job_id}: {reading.trouble}")
         if reading.value is None:

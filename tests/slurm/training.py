@@ -146,6 +146,7 @@ class Training:
             for path in sorted(self.log_dir.glob("*.log"))
             if (text := path.read_text(errors="replace"))
         ]
+        parts.append(f"--- slurmctld\n{self.cluster.log('ctl', 'slurmctld')[-3000:]}")
         events = sorted(self.ledger().events, key=lambda e: e.at_s)
         parts += [
             f"{e.at_s:.3f} node-{e.node} g{e.generation} {e.kind}: {e.text}"

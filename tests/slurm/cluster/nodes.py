@@ -32,8 +32,11 @@ def slurmd_starts(text: str) -> dict[str, int]:
     """Node to the time, in s since 1970, at which the slurmd that it last heard of was started.
 
     `text` is what `scontrol -o show nodes` prints with SLURM_TIME_FORMAT=%s; a node without a time is not in.
+    Nor is one without a boot time: it was resumed, and is asked to register once more. Slurm reckons that
+    boot from the moment of its answer, so that one that booted within the last second or so may be taken for
+    rebooted since it was resumed, and be down again.
     """
     return {name: int(start) for name, start in _START.findall(text)}
 
 
-_START = re.compile(r"^NodeName=(\S+) .*\bSlurmdStartTime=(\d+)", re.MULTILINE)
+_START = re.compile(r"^NodeName=(\S+) (?=.*\bBootTime=\d).*\bSlurmdStartTime=(\d+)", re.MULTILINE)

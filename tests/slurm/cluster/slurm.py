@@ -57,8 +57,9 @@ class Slurm:
         """
         limit = time.monotonic() + timeout_s
         while True:
+            # First, for what is asked later must be at least as new: a report may set a node down.
+            silent = self._silent(names) if reported else []
             states = self.states()
-            silent = [name for name in self._silent(names) if states] if reported else []
             bad = nodes.not_in(accepted, states, names) + [f"{name} has not reported yet" for name in silent]
             if not bad:
                 return

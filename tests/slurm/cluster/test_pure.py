@@ -86,8 +86,9 @@ def test_states_and_starts_are_read_from_what_slurm_prints() -> None:
         "drained",
     ]
     text = (
-        "NodeName=a Arch=x\n   SlurmdStartTime=5 X=1\n".replace("\n   ", " ")
-        + "NodeName=b SlurmdStartTime=None\n"
+        "NodeName=a Arch=x\n   BootTime=4 SlurmdStartTime=5 X=1\n".replace("\n   ", " ")
+        + "NodeName=b BootTime=None SlurmdStartTime=None\n"
+        + "NodeName=c BootTime=None SlurmdStartTime=5\n"
     )
     assert nodes.slurmd_starts(text) == {"a": 5}
 

@@ -356,11 +356,15 @@ def test_a_dark_node_where_the_site_wants_nothing() -> None:
     run(work)
 
 
-def test_a_node_that_slurm_did_not_give_the_job_is_not_marked() -> None:
+@pytest.mark.parametrize("had", [job(nodes=("n1", "n2")), job(state="COMPLETED"), job(state="CANCELLED")])
+@pytest.mark.parametrize("state", ["dark", "gone"])
+def test_a_node_that_the_job_does_not_have_now_is_not_marked(had: Job, state: DarkState) -> None:
+    """Not given to it, or of a job that is over by then: the node may be back, and another job's."""
+
     async def work() -> None:
-        slurm, runtime = FakeSlurm(job(nodes=("n1", "n2"))), FakeRuntime()
+        slurm, runtime = FakeSlurm(had), FakeRuntime()
         edge = cluster(slurm)
-        edge.node_is_dark(runtime.it, 2, "silent", "gone")
+        edge.node_is_dark(runtime.it, 2, "silent", state)
         await until(lambda: runtime.notes)
         await edge.aclose()
         assert slurm.told == []
