@@ -206,8 +206,9 @@ class Fabric:
                 scope.end()  # once more, for what has been connected since
 
     def _backend(self, scope: Scope, store: torch_private.Store, member: _Member) -> Any:
-        opened = Opened()
         with scope.lock:
+            scope.check()
+            opened = Opened()
             scope.opened.append(opened)
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         backend = torch_private.gloo_backend(
@@ -307,12 +308,16 @@ class Fabric:
             self.on_broken(text)
 
     def _leave(self, scope: Scope) -> None:
-        """End a scope, unless it is at rest: then its connections close in order, when it is taken down."""
+        """End a scope, unless it is at rest: then its connections close in order, when it is taken down.
+
+        What a thread that was left in it opens from now on is never cut: it could be the next scope's.
+        """
         if scope.unsettled or scope.broken is not None:
             scope.end()
-        else:
-            with scope.lock:
-                scope.ended = True
+        with scope.lock:
+            scope.ended = True
+            for opened in scope.opened:
+                opened.freeze()
 
     def _retire(self, scope: Scope, members: Any) -> None:
         for member in members:

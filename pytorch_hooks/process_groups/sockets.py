@@ -92,8 +92,9 @@ class Opened:
         self._found: dict[int, int] | None = None
 
     def freeze(self) -> None:
-        """The call has returned: what it has opened by now is all."""
-        self._found = self._mine()
+        """The call has returned, or was left: what it has opened by now is all. Once frozen it stays so."""
+        if self._found is None:
+            self._found = self._mine()
 
     def __len__(self) -> int:
         return len(self._mine() if self._found is None else self._found)

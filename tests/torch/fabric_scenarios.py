@@ -26,6 +26,7 @@ from ckptless.pytorch_hooks.process_groups.ddp import renew, settle_buckets, set
 from ckptless.pytorch_hooks.process_groups.fabric import Fabric, guard_optimizers
 from ckptless.pytorch_hooks.process_groups.older.group import Older
 from ckptless.pytorch_hooks.process_groups.stock import Stock
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 HOST = "127.0.0.1"
 
@@ -157,6 +158,37 @@ def nobody_comes(place: Place) -> dict[str, Any]:
         "text": text,
         "threads": threads,
     }
+
+
+def late_builder(place: Place) -> dict[str, Any]:
+    """A thread that was left while it connected comes out of it when the next generation is connected."""
+    fabric = new_fabric()
+    fabric.open(rank=place.index, world_size=2, generation=0, store=None)
+    stock, leaving, left = torch_private.gloo_backend, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        made = stock(*args, **kwargs)
+        leaving.wait(20.0)
+        left.set()
+        return made
+
+    torch_private.gloo_backend = slow
+    later(0.5, fabric.abort)
+    entered = outcome(lambda: fabric.configure(1, place.store))
+    torch_private.gloo_backend = stock
+    fabric.configure(2, place.store)
+    leaving.set()
+    left.wait(20.0)
+    old = [grave.scope for grave in fabric._graveyard._graves]
+    place.meet("left", 2)
+    sums = []
+    for _ in range(20):  # it has still to come from there to its end
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        sums.append(float(tensor))
+        time.sleep(0.01)
+    fabric.close()
+    return {"entered": entered, "sums": sums, "old": len(old)}
 
 
 def guarded(_place: Place) -> dict[str, Any]:
@@ -529,6 +561,8 @@ def stress(place: Place, aborts: int) -> dict[str, Any]:
         began = time.monotonic()
         fabric.configure(generation, place.store)
         joins.append(time.monotonic() - began)
+        # Since torch 2.14 a rank can be through while another still connects, which its abort would break.
+        place.meet(f"in{generation}", place.size)
         job.restore(record)
         if generation == 2:
             start = counts()

@@ -65,6 +65,12 @@ def test_meshes_and_groups_made_later_come_along() -> None:
     assert all(len(result["losses"]) == 3 for result in results)
 
 
+def test_a_builder_that_was_left_cuts_nothing_of_the_next_generation() -> None:
+    for result in run("fabric_scenarios:late_builder", 2, deadline=30):
+        assert result["entered"] == "GenerationEnded"
+        assert result["sums"] == [2.0] * 20
+
+
 def test_a_newcomer_changes_no_bit() -> None:
     results = run("fabric_scenarios:bitwise", 4, deadline=45, kinds=KINDS, steps=6, at=3)
     stock = run("fabric_scenarios:stock", 3, deadline=30, kinds=KINDS, steps=6)
