@@ -91,10 +91,10 @@ def test_the_witness_is_asked_once_it_is_the_same_half_for_a_while() -> None:
     assert not lease.witness_due(20.5, 0)
     lease.renew(voters, {0, 2}, set(), 20.6)
     assert not lease.witness_due(21.1, 0)
-    assert not lease.witness_due(21.7, 1), "one of them asks first"
-    assert lease.witness_due(21.7, 0)
+    assert not lease.witness_due(21.75, 1), "one of them asks first"
+    assert lease.witness_due(21.75, 0)
     assert not lease.witness_due(22.0, 0)
-    assert lease.witness_due(22.8, 0)
+    assert lease.witness_due(22.75, 0)
     lease.renew(voters, {0, 2}, {1, 3}, 23.0)
     assert lease.held
     assert not lease.witness_due(30.0, 0)
@@ -348,6 +348,15 @@ def test_a_dark_node_that_is_heard_again_is_back_and_never_gone() -> None:
     node.feed(e.PeerUp(4, e.Standing(0, 0, "running", None)))
     node.wait(2 * DARK_FOR_GOOD_S)
     assert node.told.dark_states == [(4, "dark"), (4, "back")]
+
+
+def test_one_that_is_dead_by_the_cluster_s_word_is_not_told_of_again() -> None:
+    """It is marked already, and whatever it says when it is back, the mark stays."""
+    node = Node(0, NODES)
+    node.silent((4,))
+    node.feed(e.Witnessed((4,)))
+    node.feed(e.PeerUp(4, e.Standing(0, 0, "running", None)))
+    assert node.told.dark_states == [(4, "dark")]
 
 
 def test_an_agent_that_was_refused_is_no_dark_node() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api.limits import MOST_SLOTS
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Outcome, Place
 from ckptless.daemon.control.agreement import Agreement
 from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decided, Decree, Durable, Propose
@@ -110,6 +111,23 @@ def test_a_bomb_and_a_stranger_are_refused() -> None:
         unpack(zlib.compress(bytes(65 << 20)), BASE, "", NODES)
     with pytest.raises(ProtocolError, match="node 1, which the job does not have"):
         unpack(pack(DECREE, BASE) or b"", BASE, digest_of(DECREE), (0,))
+
+
+def test_a_spare_that_is_a_stranger_is_refused() -> None:
+    assert DECREE.assignment is not None
+    infos = (*DECREE.assignment.nodes, NodeInfo(node=9, name="n", address="a", agent_port=1))
+    decree = replace(DECREE, assignment=replace(DECREE.assignment, nodes=infos))
+    with pytest.raises(ProtocolError, match="node 9, which the job does not have"):
+        unpack(pack(decree, BASE) or b"", BASE, digest_of(decree), (0, 1))
+
+
+def test_a_shard_of_no_rank_goes_unpacked_and_a_slot_beyond_all_is_refused() -> None:
+    assert DECREE.assignment is not None
+    assert pack(replace(DECREE, assignment=replace(DECREE.assignment, shards=(0, 2))), BASE) is None
+    places = (Place(node=0, slot=0), Place(node=1, slot=MOST_SLOTS))
+    beyond = replace(DECREE, assignment=replace(DECREE.assignment, places=places))
+    with pytest.raises(ProtocolError, match="a slot that there is not"):
+        unpack(pack(beyond, BASE) or b"", BASE, digest_of(beyond), NODES)
 
 
 # ----------------------------------------------------------------------------- from daemon to daemon

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
+from ckptless.daemon.control.placement import Ring
 from ckptless.daemon.control.remaking import Copies, Holders, Remake, remakes
 
 STEP = 7
@@ -104,3 +105,21 @@ def test_then_it_is_held_as_a_new_step_would_be(
         found = wanted.of_tensors(number) if what == "tensors" else wanted.of_record(number)
         assert {info.node for info in found} <= known
         assert len(known) >= min(copies + 1, len(nodes))
+
+
+def test_twins_of_a_shard_are_all_nodes_that_have_ranks_of_it() -> None:
+    hsdp = assignment([5, 6, 7, 8], [5, 6, 7, 8], {}, [], shards=[0, 1, 0, 1])
+    of = Holders(hsdp, Copies(1))
+    assert [of.twins(shard) for shard in range(4)] == [{5, 7}, {6, 8}, set(), set()]
+
+
+def test_holders_are_the_next_ones_and_begin_at_the_first_for_a_node_that_is_none_of_them() -> None:
+    nodes = [NodeInfo(node=n, name=f"n{n}", address="a", agent_port=1) for n in (1, 3, 5)]
+    ring = Ring(nodes)
+    assert [[info.node for info in ring.holders(me, 1)] for me in (1, 3, 5, 9)] == [[3], [5], [1], [1]]
+
+
+def test_a_copy_in_another_domain_where_only_some_domains_are_known() -> None:
+    nodes = [NodeInfo(node=n, name=f"n{n}", address="a", agent_port=1) for n in range(3)]
+    given = Ring(nodes, ("a", "a", "")).shard_holders(0, 1, {0, 1})
+    assert [info.node for info in given] == [2]

@@ -195,6 +195,10 @@ def test_how_long_the_own_ranks_have_made_no_step() -> None:
     assert node.control.still_s(START_S + 4.0) == 2.0
     node.feed(e.OrderFrom(0, 1, m.Stop(generation=1, reason="x")))
     assert node.control.still_s(START_S + 4.0) == 0.0
+    first = Node(1, NODES)
+    first.now = START_S + 3.0
+    first.feed(e.Report(1, state(1, 10, 1)))
+    assert first.control.still_s(START_S + 4.0) == 1.0, "a step is a step, the first one too"
     spare = Node(2, NODES)
     assert spare.control.still_s(START_S + 4.0) == 0.0
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import plan
+from ckptless.daemon.control import plan, seats
 from ckptless.daemon.control.domains import domain_of
 from ckptless.daemon.control.faults import Fault, Finding, NodeView
 
@@ -113,6 +113,12 @@ def test_warm_slots_first_on_one_node() -> None:
     current = m.Assignment(**{**_fields(now.current), "tries": tries})
     following = plan.next_assignment(plan.Situation(spec, nodes, current, [Fault("f", died)], STEP, 1, 0))
     assert following.places == (m.Place(node=1, slot=1), m.Place(node=0, slot=1))
+
+
+def test_a_node_whose_last_slot_is_taken_is_free_no_more() -> None:
+    free = {1: [0, 1], 2: [0]}
+    seats.remove(free, [m.Place(node=1, slot=0), m.Place(node=2, slot=0)])
+    assert free == {1: [1]}
 
 
 def _fields(value: m.Assignment) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from lease_nodes import Node
+from msgspec import structs
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import NodeRecord, SlotRecord
@@ -81,3 +82,13 @@ def test_one_that_was_lost_before_stays_so() -> None:
     node.refused([2])
     node.wait(3.0)
     assert states(node) == {0: "up", 1: "up", 2: "up", 3: "lost"}
+
+
+def test_a_generation_in_one_line() -> None:
+    place = m.Place(node=0, slot=1)
+    first = m.Assignment(
+        job="j", generation=1, term=1, leader=0, places=(place,), nodes=(), restore_step=None, rung="start"
+    )
+    assert story.describe(first) == "generation 1 (start), from the start: rank 0 on node-0/1"
+    again = structs.replace(first, generation=2, restore_step=0, rung="process")
+    assert story.describe(again) == "generation 2 (process), from step 0: rank 0 on node-0/1"

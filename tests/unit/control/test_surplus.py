@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from msgspec.structs import replace
 from test_remaking import STEP, assignment
 
 from ckptless.daemon.control import surplus
@@ -180,3 +181,17 @@ def test_a_home_counts_what_is_newer_and_held_by_all() -> None:
     assert settled.holders(item) == frozenset({1, 2})
     settled.lost(2)
     assert settled.holders(item) == frozenset({1})
+
+
+def test_what_belongs_to_no_rank_is_not_given_back() -> None:
+    held: list[Item] = [("record", 7), ("tensors", 7)]
+    to = Holders(assignment([0, 1], [0, 1, 2], {}, []), Copies(1))
+    assert surplus.surplus(to, 2, held) == ()
+    assert surplus.surplus(to, 2, [*held, ("record", 0)]) == (("record", 0),)
+
+
+def test_in_a_first_generation_whatever_is_newer_is_kept() -> None:
+    now = replace(assignment([0, 1], [0, 1, 2], {}, []), restore_step=None)
+    to = Holders(now, Copies(1))
+    assert not may_go(to, 2, ("record", 0), 3, {1})
+    assert may_go(to, 2, ("record", 0), None, {1})

@@ -43,6 +43,7 @@ NODES = {0: view(0), 1: view(1)}
     [
         ("died", "was ended by SIGKILL", -9, "was ended by SIGKILL", "died", {"signal": "SIGKILL"}),
         ("died", "ended with exit code 3", 3, "ended with exit code 3", "died", {"exit_code": 3}),
+        ("died", "ended with exit code 0", 0, "ended with exit code 0", "died", {"exit_code": 0}),
         ("died", "was ended by 35", -35, "was ended by 35", "died", {"signal": "signal 35"}),
         (
             "raised",
@@ -62,6 +63,7 @@ NODES = {0: view(0), 1: view(1)}
         ),
         ("silent-corruption", "shard 0", None, "has other tensors than its twins: shard 0", "corrupt", {}),
         ("no-state", "nobody", None, "did not get its state: nobody", "no-state", {}),
+        ("hung", "", None, "hung", "hung", {}),
     ],
 )
 def test_who_it_was_and_why(
@@ -76,6 +78,7 @@ def test_who_it_was_and_why(
 
 def test_signals_have_their_names() -> None:
     assert {number: signal.Signals(number).name for number in telling.SIGNALS} == telling.SIGNALS
+    assert telling.SIGNALS.keys() == {*range(1, 16), 24, 25, 31}
 
 
 def test_consequences_are_told_where_there_is_no_cause() -> None:
@@ -100,6 +103,11 @@ def test_nodes_that_are_gone(source: FaultSource, reason: str, kind: str, text: 
     line = telling.loss_line(NodeLost(1, reason, 0.0, source=source), NODES[1], assignment(2))
     assert (line.kind, line.text) == (kind, text)
     assert line.about == Subject(node=1, name="n01", error=reason)
+
+
+def test_a_node_without_a_rank_is_gone() -> None:
+    line = telling.loss_line(NodeLost(1, "silent", 0.0, source="membership"), NODES[1], assignment(1))
+    assert line.text == "node-1 (n01, no rank) is lost: silent (membership)"
 
 
 def test_causes_are_parts_of_a_sentence() -> None:
@@ -141,3 +149,5 @@ def test_a_line_stays_one() -> None:
     assert telling.one_line("") == ""
     assert telling.one_line("\x1b[2Jforged") == "\\x1b[2Jforged"
     assert len(telling.one_line("x" * 9999)) == telling.TEXT_LIMIT
+    longest = "x" * telling.TEXT_LIMIT
+    assert telling.one_line(longest) == longest

@@ -151,6 +151,20 @@ def test_two_that_differ_wait_for_the_word_of_a_third() -> None:
     assert ripe(found, assignment, nodes, 100.0) == found
 
 
+def test_the_third_is_waited_for_until_the_oldest_step_that_is_in_doubt() -> None:
+    assignment, nodes = doubting(7, behind=6)
+    found = observe(assignment, nodes)
+    state = nodes[1].state
+    assert state is not None
+    doubts = (replace(state.doubts[0], step=6),)
+    nodes[1].state = replace(state, doubts=doubts)
+    assert ripe(found, assignment, nodes, 100.0) == found
+    third = nodes[2].state
+    assert third is not None
+    nodes[2].state = replace(third, slots=(replace(third.slots[0], step=None),))
+    assert ripe(found, assignment, nodes, 100.0) == []
+
+
 def test_doubts_of_an_older_generation_are_no_news() -> None:
     assignment, nodes = doubting(7)
     assert observe(replace(assignment, generation=2), nodes) == []

@@ -209,6 +209,22 @@ def test_no_spare_left_names_node_and_rank() -> None:
     assert "node-1" in outcome.reason
 
 
+def test_the_outcome_names_the_process_whose_log_may_say_more() -> None:
+    with pytest.raises(plan.NoPlanError) as error:
+        again([fault("died", 1, 1, exit_code=-9)], 5, job=spec(spares=0))
+    outcome = error.value.outcome
+    assert (outcome.why, outcome.rank, outcome.node) == ("no-spare", 3, 1)
+    with pytest.raises(plan.NoPlanError) as error:
+        again([fault("node-lost", 1, None, "dark")], 1, job=spec(spares=0), lost=[1])
+    assert (error.value.outcome.rank, error.value.outcome.node) == (None, None)
+
+
+def test_the_odd_one_out_is_the_process_in_its_slot() -> None:
+    odd = fault("silent-corruption", 1, 1, detail="ranks differ", odd=True)
+    following = again([odd], 1, job=spec(spares=0))
+    assert following.renew == (m.Place(node=1, slot=1),)
+
+
 def test_a_slot_that_went_bad_is_not_used_again() -> None:
     job = spec(nodes=2, spares=1, slots=1)
     faults = [Fault("f", Finding("died", 0, 0, 0, "SIGKILL", exit_code=-9, source="process"))]
@@ -254,6 +270,14 @@ def test_progress_gives_the_budgets_back() -> None:
     after = plan.next_assignment(situation(faults, current=before, progress=8))
     assert after.rung == "in-process"
     assert [(tries.count, tries.step) for tries in after.tries] == [(1, 8)]
+
+
+def test_a_cause_that_did_not_come_again_is_remembered_until_there_is_progress() -> None:
+    before = again([fault("raised")], 2)
+    other = [fault("raised", 1, detail="F: y")]
+    same, later = (plan.next_assignment(situation(other, current=before, progress=p)) for p in (7, 8))
+    assert sorted(tries.count for tries in same.tries) == [1, 2]
+    assert [tries.count for tries in later.tries] == [1]
 
 
 # --------------------------------------------------------------------------------------- flapping

@@ -65,3 +65,14 @@ def test_every_daemon_computes_the_same() -> None:
     nodes = tuple(range(100))
     assert all(Overlay("a", nodes).neighbours(n) == Overlay("a", nodes).neighbours(n) for n in nodes)
     assert any(Overlay("a", nodes).neighbours(n) != Overlay("b", nodes).neighbours(n) for n in nodes)
+
+
+def test_neighbours_are_the_next_ones_that_are_there_on_each_ring() -> None:
+    graph = Overlay("4711", tuple(range(100)))
+    found = graph.neighbours(7)
+    assert len(graph._rings) * 2 == DEGREE
+    for ring in graph._rings:
+        at = ring.index(7)
+        before, after, second = ring[at - 1], ring[(at + 1) % 100], ring[(at + 2) % 100]
+        assert {before, after} <= found
+        assert second in graph.neighbours(7, {after})

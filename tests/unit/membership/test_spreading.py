@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.membership.offers import ASK_AGAIN_S, KEPT, Offers
+from ckptless.daemon.membership.offers import ASK_AGAIN_S, ASKED_MOST, KEPT, Offers
 from ckptless.daemon.membership.pulses import MOST, Pulses
 from ckptless.daemon.membership.router import LIFE_SERIALS, WINDOW, Router
 
@@ -52,6 +52,23 @@ def test_what_was_said_earlier_shows_no_way() -> None:
     assert router.toward(7) is None
     router.learn(7, 2, 201)
     assert router.toward(7) == 2
+
+
+def test_a_message_that_was_passed_over_has_not_come() -> None:
+    router = Router(me=0, life=0)
+    router.heard(1, 7, 5, 100)
+    assert router.has(7, 5)
+    assert not router.has(7, 4)
+    assert not router.has(7, 6)
+    assert router.has(0, 99)
+
+
+def test_one_neighbour_gone_is_one_way_gone() -> None:
+    router = Router(me=0, life=0)
+    router.heard(1, 7, 1, 100)
+    router.heard(2, 8, 1, 100)
+    router.forget(2)
+    assert (router.toward(7), router.toward(8)) == (1, None)
 
 
 def test_a_daemon_whose_clock_was_set_back_is_found_again() -> None:
@@ -132,6 +149,23 @@ def test_few_are_kept() -> None:
     assert kept == list(range(100 - KEPT, 100))
 
 
+def test_who_was_asked_instead_has_as_long_to_answer() -> None:
+    offers: Offers[str] = Offers()
+    for node in (1, 2, 3):
+        offers.offered((7, 1), node=node, now=0.0)
+    assert offers.overdue(ASK_AGAIN_S) == [((7, 1), 2)]
+    assert offers.overdue(1.5 * ASK_AGAIN_S) == []
+    assert offers.overdue(2 * ASK_AGAIN_S) == [((7, 1), 3)]
+
+
+def test_of_very_many_offers_the_oldest_are_forgotten() -> None:
+    offers: Offers[str] = Offers()
+    for serial in range(ASKED_MOST + 1):
+        assert offers.offered((7, serial), node=1, now=0.0)
+    assert not offers.offered((7, 1), node=2, now=0.0)
+    assert offers.offered((7, 0), node=2, now=0.0)
+
+
 # --------------------------------------------------------------------------------------------- pulses
 
 VOTERS = (0, 5)
@@ -183,3 +217,12 @@ def test_who_votes_no_more_has_no_pulse() -> None:
     assert len(pulses.fresh(1.0, 1.0)) == MOST
     assert pulses.beat((1, 2), 2.0) == ((1, 2000, 0), (2, 1, 1000))
     assert pulses.fresh(2.0, 5.0) == {2}
+
+
+def test_a_sign_of_life_that_was_given_at_the_end_of_a_connection_is_none() -> None:
+    pulses = Pulses(1)
+    pulses.hear(((0, 1000, 0),), 1.0)
+    pulses.doubt(0, margin_s=2.0)
+    for pulse, sure in ((2999, False), (3000, False), (3001, True)):
+        pulses.hear(((0, pulse, 0),), pulse / 1000)
+        assert (pulses.seen_since(0.0) == {0}) is sure

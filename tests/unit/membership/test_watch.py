@@ -304,3 +304,30 @@ def test_what_is_not_watched_any_more_answers_no_more() -> None:
     nodes.member.watch((2, 3, 4), (2, 3, 4), nodes.now)
     nodes.carry()
     assert nodes.outputs[-1] == Answers(1, answers=False)
+
+
+def test_three_others_are_asked_and_no_more() -> None:
+    nodes = Nodes(silent={1})
+    nodes.member.watch((*OTHERS, 5, 6), (), nodes.now)
+    for node in (5, 6):
+        nodes.member.linked(node, nodes.now)
+    for _ in range(round(0.7 * DARK_S / TICK_S)):
+        nodes.pass_time(TICK_S)
+        for node in (5, 6):
+            nodes.member.heard(node, nodes.now)
+    asked = [
+        out.node
+        for out in nodes.outputs
+        if isinstance(out, Say) and out.message == Suspect(node=1, incarnation=0)
+    ]
+    assert len(set(asked) - {1}) == 3
+
+
+def test_a_daemon_is_away_when_it_has_had_no_connection_for_twice_as_long() -> None:
+    nodes = Nodes(silent={1}, answers={1: "open"})
+    nodes.member.unlinked(1, "cut", nodes.now)
+    nodes.carry()
+    nodes.pass_time(2 * DARK_S - 2 * TICK_S)
+    assert nodes.member.away(nodes.now) == set()
+    nodes.pass_time(4 * TICK_S)
+    assert nodes.member.away(nodes.now) == {1}

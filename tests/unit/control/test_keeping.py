@@ -1,0 +1,32 @@
+"""What a daemon keeps of ended runs, and for how long."""
+
+from __future__ import annotations
+
+from ckptless.daemon.control.keeping import Entry, Shelf
+
+TTL_S = 60.0
+
+
+def entry(number: int, since_s: float) -> Entry:
+    return Entry(
+        number=number,
+        job=str(number),
+        uid=5,
+        node=0,
+        program="t",
+        run=str(number),
+        restarts=0,
+        nbytes=10,
+        pieces=1,
+        since_s=since_s,
+    )
+
+
+def test_each_is_kept_for_its_time_and_what_is_on_its_way_for_longer() -> None:
+    shelf = Shelf(limit_nbytes=100, ttl_s=TTL_S)
+    for number, since_s in ((1, 1000.0), (2, 1010.0), (3, 1000.0)):
+        shelf.put(entry(number, since_s))
+    shelf.settled(entry(1, 1000.0))
+    shelf.settled(entry(2, 1010.0))
+    found = [tuple(one.number for one in shelf.expired(now)) for now in (1059.0, 1060.0, 1070.0)]
+    assert found == [(), (1,), (1, 2)]
