@@ -20,6 +20,9 @@ from ckptless.daemon.api.messages import Holdings
 from ckptless.daemon.api.model import Value
 
 POLL_S = 0.05
+# That what is there makes no whole step is decided only after so many times as long: on a busy node an agent
+# may come later than others wait for it, and hold what they lack.
+NOTHING_TIMES = 4
 DECISION = "decision.json"
 
 
@@ -35,10 +38,10 @@ async def agree(
     """What to save, the same at all who call this. Raises ProtocolError, OSError."""
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(_tell, folder, me, holdings)
-    limit = loop.time() + gather_s
+    began_s = loop.time()
     while True:
-        late = loop.time() > limit
-        decision = await asyncio.to_thread(_decide, folder, nodes, world_size, late=late)
+        waited = (loop.time() - began_s) / gather_s
+        decision = await asyncio.to_thread(_decide, folder, nodes, world_size, waited)
         if decision is not None:
             return decision.task
         await asyncio.sleep(POLL_S)
@@ -56,12 +59,12 @@ def _tell(folder: Path, me: int, holdings: Holdings) -> None:
     _whole(folder, f"node-{me}.json", msgspec.json.encode(holdings)).rename(folder / f"node-{me}.json")
 
 
-def _decide(folder: Path, nodes: Sequence[int], world_size: int, *, late: bool) -> Decision | None:
-    """The decision that stands, if one can be made."""
+def _decide(folder: Path, nodes: Sequence[int], world_size: int, waited: float) -> Decision | None:
+    """The decision that stands, if one can be made; `waited` is in times of `gather_s`."""
     path = folder / DECISION
     if not path.exists():
         there = [node for node in nodes if (folder / f"node-{node}.json").exists()]
-        if len(there) < len(nodes) and not late:
+        if len(there) < len(nodes) and waited <= 1.0:
             return None
         held = {
             node: saved.decode(one.read_bytes(), Holdings, one)
@@ -69,6 +72,9 @@ def _decide(folder: Path, nodes: Sequence[int], world_size: int, *, late: bool) 
             if (one := folder / f"node-{node}.json")
         }
         mine = Decision(task=last_step(held, world_size))
+        partly = mine.task is None and any(holdings.records for holdings in held.values())
+        if partly and len(there) < len(nodes) and waited <= NOTHING_TIMES:
+            return None
         partial = _whole(folder, DECISION, msgspec.json.encode(mine))
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)

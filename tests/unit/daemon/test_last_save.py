@@ -44,5 +44,23 @@ def test_who_does_not_come_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     assert asyncio.run(agree(tmp_path / "e", 1, (0, 1), holds(0, 1, steps=(6,)), 2, LONG_S)) == task
 
 
+def test_nothing_is_not_decided_where_one_who_comes_late_has_what_the_others_lack(tmp_path: Path) -> None:
+    folder = tmp_path / "e"
+
+    async def one_late() -> list[Task | None]:
+        first = asyncio.create_task(agree(folder, 0, (0, 1, 2), holds(0), 2, gather_s=0.5))
+        await asyncio.sleep(1.0)
+        assert not first.done()
+        return [await agree(folder, 1, (0, 1, 2), holds(1), 2, gather_s=LONG_S), await first]
+
+    for task in asyncio.run(one_late()):
+        assert task is not None
+        assert (task.step, task.nodes) == (5, (0, 1))
+
+
+def test_nothing_is_decided_in_the_end(tmp_path: Path) -> None:
+    assert asyncio.run(agree(tmp_path / "e", 0, (0, 1), holds(0), 2, gather_s=0.05)) is None
+
+
 def test_nothing_to_save_is_a_decision_too(tmp_path: Path) -> None:
     assert asyncio.run(agree(tmp_path / "e", 0, (0,), holds(), 1, LONG_S)) is None
