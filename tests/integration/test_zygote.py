@@ -521,6 +521,35 @@ def test_what_does_not_go_with_fork_is_a_warning(tmp_path: Path) -> None:
     assert events == ["zygote-warning"] * 2
 
 
+@pytest.mark.parametrize("module", ["triton", "another"])
+def test_what_triton_has_loaded_is_collected_at_the_end(tmp_path: Path, module: str) -> None:
+    loaded = """
+        import os
+
+        class Kept:
+            def __del__(self, write=os.write):
+                write(1, b"collected\\n")
+
+        kept = Kept()
+        kept.itself = kept
+        """
+    script(tmp_path, loaded, f"{module}.py")
+    train = script(tmp_path, "print('trained')")
+
+    async def main() -> None:
+        zygote = Zygote(lambda kind, text: None)
+        env = {**ENV, "PYTHONPATH": str(tmp_path)}
+        await zygote.start([module], env, DEADLINE_S)
+        try:
+            assert await (await zygote.spawn(spec(tmp_path, train, env=env))).wait() == 0
+        finally:
+            await zygote.close()
+
+    asyncio.run(main())
+    told = (tmp_path / "rank.log").read_text().split()
+    assert told == (["trained", "collected"] if module == "triton" else ["trained"])
+
+
 def test_seeds_with_torch_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     path = script(
