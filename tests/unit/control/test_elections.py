@@ -10,7 +10,7 @@ import pytest
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.decree import Canvass, Decided, Decree
+from ckptless.daemon.control.decree import Accepted, Ballot, Canvass, Decided, Decree
 from ckptless.daemon.control.elector import (
     AGAIN_S,
     AGREEING_S,
@@ -121,6 +121,29 @@ def test_who_hears_its_leader_again_does_not_try() -> None:
     assert after_s >= 3 * TURN_S
 
 
+@pytest.mark.parametrize(("away", "told"), [((), True), ((0,), False)])
+def test_who_asks_for_support_hears_of_the_leader_where_there_is_one(
+    away: tuple[int, ...], told: bool
+) -> None:
+    node = lone(3, away=away)
+    ballot = Ballot(number=2, node=2)
+    found = node.control.handle(e.Said(2, Canvass(ballot=ballot, index=1)), node.now)
+    assert any(isinstance(out, e.Meet) and out.node == 2 for out in found) is told
+    found = node.control.handle(e.Said(2, Accepted(ballot=ballot, index=1)), node.now)
+    assert not any(isinstance(out, e.Meet) and out.node == 2 for out in found)
+
+
+def test_whoever_led_leads_again_when_it_says_so_itself() -> None:
+    node = Node(3, NODES)
+    nobody, itself = (e.Standing(1, who, "running", None, index=1) for who in (NOBODY, 0))
+    node.feed(e.PeerUp(0, nobody))
+    assert node.control.leader == NOBODY
+    node.feed(e.PeerUp(2, itself))
+    assert node.control.leader == NOBODY, "it has not heard yet"
+    node.feed(e.PeerUp(0, itself))
+    assert node.control.leader == 0
+
+
 def test_a_try_ends_where_the_leader_is_heard_of_again() -> None:
     node = lone(1)
     assert node.control.agreement.campaigns
@@ -178,8 +201,20 @@ def test_a_leader_that_is_elected_again_at_once_begins_nothing_anew() -> None:
     node.control.agreement.resign()
     node.wait(3.0)
     assert node.control.leads
+    assert node.control.leader == 0
     assert "leader" not in node.told.events
     assert node.control.nodes[1].state is not None, "what the others have told it still counts"
+
+
+def test_a_leader_that_has_learned_from_another_begins_anew() -> None:
+    node = Node(0, NODES)
+    node.control.agreement.resign()
+    decree = Decree(index=2, voters=(0, 1, 2), assignment=first_generation(NODES))
+    node.feed(e.Said(1, Decided(decree=decree)))
+    node.wait(3.0)
+    assert node.control.leader == 0
+    assert "leader" in node.told.events
+    assert node.control.nodes[1].state is None
 
 
 def test_a_new_leader_waits_for_what_the_others_say_now() -> None:

@@ -195,9 +195,10 @@ def test_how_long_the_own_ranks_have_made_no_step() -> None:
     assert node.control.still_s(START_S + 4.0) == 2.0
     node.feed(e.OrderFrom(0, 1, m.Stop(generation=1, reason="x")))
     assert node.control.still_s(START_S + 4.0) == 0.0
-    first = Node(1, NODES)
+    first = Node.begun(NODES)
+    assert first.control.progress == 0
     first.now = START_S + 3.0
-    first.feed(e.Report(1, state(1, 10, 1)))
+    first.feed(e.Report(0, state(0, 10, 1)))
     assert first.control.still_s(START_S + 4.0) == 1.0, "a step is a step, the first one too"
     spare = Node(2, NODES)
     assert spare.control.still_s(START_S + 4.0) == 0.0
@@ -262,3 +263,20 @@ def test_what_the_own_node_had_at_last_is_written_with_the_end() -> None:
     assert found.ends == [m.End(outcome=outcome)]
     kinds = [row for out in found.outputs if isinstance(out, e.Write) for row in out.records]
     assert not [row for row in kinds if isinstance(row, EventRecord)]
+
+
+def test_an_end_before_any_agent_has_come_is_learned_too() -> None:
+    views = {node: NodeView(node) for node in range(NODES)}
+    control = Controller(me=1, session="s", nodes=views, durable=None)
+    outcome = m.Outcome(state="failed", exit_code=4, reason="x")
+    decree = Decree(index=1, voters=(0, 1, 2), outcome=outcome)
+    control.handle(e.Said(0, Decided(decree=decree)), START_S)
+    assert control.outcome == outcome
+
+
+def test_a_leader_tells_itself_nothing_again() -> None:
+    node = Node(0, NODES)
+    node.feed(lost_by(1, "gone"))
+    found = node.wait(5.0)
+    assert sum(isinstance(order, m.Stop) for order in found.orders) > 1
+    assert not forwards(found)

@@ -225,6 +225,21 @@ def test_the_odd_one_out_is_the_process_in_its_slot() -> None:
     assert following.renew == (m.Place(node=1, slot=1),)
 
 
+def test_where_nobody_can_say_who_is_wrong_no_new_process_is_claimed() -> None:
+    once = replace(spec(spares=0), limits=replace(LIMITS, process_tries=1))
+    for odd, claimed in ((False, False), (True, True)):
+        with pytest.raises(plan.NoPlanError) as error:
+            again([corrupt(0, odd=odd)], 2, job=once)
+        assert ("points to the script" in error.value.outcome.reason) is claimed
+
+
+def test_it_is_the_rank_in_the_slot_that_died_that_moves() -> None:
+    dies = [fault("died", 1, 1, exit_code=-9)]
+    before = plan.first_assignment(spec(), views(spec()), 1, 0).places
+    after = again(dies, LIMITS.process_tries + 1).places
+    assert [rank for rank in range(4) if before[rank] != after[rank]] == [3]
+
+
 def test_a_slot_that_went_bad_is_not_used_again() -> None:
     job = spec(nodes=2, spares=1, slots=1)
     faults = [Fault("f", Finding("died", 0, 0, 0, "SIGKILL", exit_code=-9, source="process"))]
