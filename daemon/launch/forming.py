@@ -49,22 +49,24 @@ class Forming:
         up = nodes_up(self._log_dir)
         return tuple(name for name in self._spec.names if name not in up)
 
-    def look(self, now_s: float) -> None:
-        """Now and then: say what has become of it."""
+    def look(self, now_s: float) -> tuple[str, ...]:
+        """Now and then: say what has become of it. The nodes without which training has just begun."""
         if self.over or now_s - self._looked_s < LOOK_S:
-            return
+            return ()
         self._looked_s = now_s
         begun = has_begun(self._log_dir)
         if not begun and now_s < self._next_s:
-            return
+            return ()
         missing = self.missing()
         if begun:
             self.over = True
             if missing:
                 logger.warning("training begins without %s", compress(missing))
             clear(self._log_dir)
-        elif missing:
+            return missing
+        if missing:
             states = {name: self._state(name) for name in missing}
             logger.warning("%s", waiting_text(self._spec, states, now_s - self._began_s))
             self._pause_s = min(2 * self._pause_s, LONGEST_S)
             self._next_s = now_s + self._pause_s
+        return ()

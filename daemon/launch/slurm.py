@@ -71,6 +71,9 @@ class Step:
     process: asyncio.subprocess.Process | None = None
     tries: int = 1
     again_s: float | None = None
+    # Training has begun without its node: at the job's end it is not waited for. An srun that was about to
+    # launch its step when the node died stays for a minute or more.
+    given_up: bool = False
 
     @property
     def state(self) -> str:
@@ -186,7 +189,7 @@ class SlurmRun:
         told, deadline = False, None
         states = {step.name: step for step in self._steps}
         forming = Forming(self.config.spec, self.log_dir, lambda name: states[name].state, loop.time())
-        while any(step.running for step in self._steps) or self._starts_again:
+        while any(step.running and not step.given_up for step in self._steps) or self._starts_again:
             await asyncio.sleep(POLL_S)
             follower.pass_on()
             if self._stop.done() and not told:
@@ -194,12 +197,14 @@ class SlurmRun:
                 told, deadline = True, loop.time() + self._leave_s
                 self._signal(signal.SIGTERM)
             if self.outcome() is None:
-                forming.look(loop.time())
+                given_up = forming.look(loop.time())
+                for step in self._steps:
+                    step.given_up |= step.name in given_up
                 await self._mend_start(forming, loop.time())
             elif deadline is None:
                 deadline = loop.time() + self._leave_s
             if deadline is not None and loop.time() > deadline:
-                late = ", ".join(step.name for step in self._steps if step.running)
+                late = ", ".join(step.name for step in self._steps if step.running and not step.given_up)
                 logger.warning("the steps on %s do not end; they are killed", late)
                 break
         follower.pass_on(last=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent.config import SharedConfig
+from ckptless.daemon.agent.config import DEFAULT_SHUTDOWN_S, SharedConfig
 from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.api.forming import has_begun, mark_begun, mark_up, nodes_up
 from ckptless.daemon.api.messages import JobSpec, Limits
@@ -96,11 +97,27 @@ echo '{"job":"4711","state":"done","exit_code":0,"reason":"x","why":"done"}' > F
 """
 
 
-def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, fail: int) -> tuple[int, list[str]]:
-    """Run a job of one node, whose first `fail` steps fail; (exit code, the nodes as they were tried)."""
+# That of n02 is about to launch a step on a node that has died.
+SRUN_OF_A_DEAD_NODE = """#!/bin/sh
+echo $* >> TRIED
+case "$*" in *--nodelist=n02*) trap '' TERM; while :; do sleep 1; done;; esac
+touch FOLDER/.up-n01 FOLDER/.begun
+while [ -e FOLDER/.begun ]; do sleep 0.1; done
+echo '{"job":"4711","state":"done","exit_code":0,"reason":"x","why":"done"}' > FOLDER/outcome.json
+"""
+
+
+def launched(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fail: int,
+    srun: str = SRUN,
+    names: tuple[str, ...] = ("n01",),
+) -> tuple[int, list[str]]:
+    """Run a job whose first `fail` steps fail; (exit code, the nodes as they were tried)."""
     program = folder / "bin" / "srun"
     program.parent.mkdir()
-    program.write_text(SRUN.replace("FOLDER", str(folder)).replace("TRIED", str(folder / "tried")))
+    program.write_text(srun.replace("FOLDER", str(folder)).replace("TRIED", str(folder / "tried")))
     program.chmod(0o755)
 
     async def binding() -> tuple[str, ...]:
@@ -109,7 +126,7 @@ def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, fail: int) -> tuple[
     monkeypatch.setattr(slurm, "cpu_binding", binding)
     monkeypatch.setattr(slurm, "STEP_PAUSE_S", 0.05)
     config = SharedConfig(
-        spec=spec(0, ("n01",)),
+        spec=spec(len(names) - 1, names),
         argv=("t",),
         module=False,
         cwd="/",
@@ -139,6 +156,18 @@ def test_a_step_that_slurm_could_not_launch_is_tried_again(
     told = [message for message in caplog.messages if message.endswith("it is started again")]
     assert len(told) == min(fail, 2)
     assert all("n01: its step has ended with 1: srun: error: Task launch failed" in text for text in told)
+
+
+def test_the_end_does_not_wait_for_a_node_that_training_began_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slurm, "LEAVE_GRACE_S", 0.5)
+    began_s = time.monotonic()
+    code, _ = launched(tmp_path, monkeypatch, 0, SRUN_OF_A_DEAD_NODE, ("n01", "n02"))
+    assert code == 0
+    assert "training begins without n02" in caplog.messages
+    assert not [text for text in caplog.messages if "do not end" in text]
+    assert time.monotonic() - began_s < DEFAULT_SHUTDOWN_S
 
 
 def test_nodes_whose_agents_do_the_same_are_told_of_together(tmp_path: Path) -> None:
