@@ -1,9 +1,10 @@
 """The graph of a job's daemons: small degree, whole, also when many are away, and a few hops wide."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.membership.overlay import DEGREE, Overlay, overlay
+from ckptless.daemon.membership.overlay import DEGREE, REACH, Overlay, overlay
 
 
 def hops(graph: Overlay, start: int, away: frozenset[int] = frozenset()) -> dict[int, int]:
@@ -67,12 +68,15 @@ def test_every_daemon_computes_the_same() -> None:
     assert any(Overlay("a", nodes).neighbours(n) != Overlay("b", nodes).neighbours(n) for n in nodes)
 
 
-def test_neighbours_are_the_next_ones_that_are_there_on_each_ring() -> None:
-    graph = Overlay("4711", tuple(range(100)))
-    found = graph.neighbours(7)
+@pytest.mark.parametrize("gone", [0, 1, 2, REACH - 1, REACH])
+def test_neighbours_are_the_next_ones_that_are_there_on_each_ring(gone: int) -> None:
+    graph = Overlay("4711", tuple(range(1000)))
     assert len(graph._rings) * 2 == DEGREE
-    for ring in graph._rings:
-        at = ring.index(7)
-        before, after, second = ring[at - 1], ring[(at + 1) % 100], ring[(at + 2) % 100]
-        assert {before, after} <= found
-        assert second in graph.neighbours(7, {after})
+    ways = [
+        [ring[(ring.index(7) + side * hop) % 1000] for hop in range(1, REACH + 2)]
+        for ring in graph._rings
+        for side in (1, -1)
+    ]
+    away = {node for way in ways for node in way[:gone]}
+    expected = {node for way in ways for node in [node for node in way[:REACH] if node not in away][:1]}
+    assert graph.neighbours(7, away) == expected - {7}
