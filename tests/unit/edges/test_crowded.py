@@ -156,9 +156,10 @@ def test_a_question_that_was_answered_keeps_no_place(crowded: Crowded) -> None:
 
 
 def test_a_question_that_is_not_answered_yet_does(crowded: Crowded, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = asyncio.Event()
+    asked, answered = asyncio.Event(), asyncio.Event()
 
     async def save(*_: object) -> m.Denied:
+        asked.set()
         await answered.wait()
         return m.Denied(reason="enough")
 
@@ -166,6 +167,7 @@ def test_a_question_that_is_not_answered_yet_does(crowded: Crowded, monkeypatch:
 
     async def work(crowd: Crowd) -> None:
         asker = await crowd.enter(2000, Save(protocol=m.PROTOCOL, job="7", deadline_s=9.0))
+        await asked.wait()  # until a thread has read it, it has said nothing
         for uid in range(3000, 3000 + 3 * MOST):
             await crowd.enter(uid)
         answered.set()
