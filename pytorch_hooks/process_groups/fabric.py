@@ -217,6 +217,7 @@ class Fabric:
             member.size,
             timeout=member.timeout,
             devices=torch_private.gloo_devices(self._host, interfaces),
+            name=member.name,
         )
         opened.freeze()
         return self._way.inner(backend, member.rank, member.size)

@@ -55,6 +55,10 @@ def register_backend(name: str, create: Callable[..., object]) -> None:
     """Let torch make groups of backend `name` by `create(options, backend_options)`, once in a process."""
     if name in dist.Backend.backend_list:
         return
+    # What is below records itself; and of a group that Python overrides a recorder raises (2.15).
+    recording: set[str] | None = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recording is not None:
+        recording.add(name)
     dist.Backend.register_backend(name, cast("Any", create), extended_api=True, devices=["cpu"])
 
 
@@ -94,14 +98,22 @@ def gloo_devices(host: str | None, interfaces: list[str]) -> list[Any]:
     return [gloo.create_default_device(lazy_init=False)]
 
 
-def gloo_backend(store: Store, rank: int, size: int, *, timeout: timedelta, devices: list[Any]) -> Backend:
-    """A connected Gloo backend; blocks until every other rank of the group has come, or the timeout."""
+def gloo_backend(
+    store: Store, rank: int, size: int, *, timeout: timedelta, devices: list[Any], name: str = ""
+) -> Backend:
+    """A connected Gloo backend; blocks until every other rank of the group has come, or the timeout.
+
+    `name` is what torch's flight recorder calls its group.
+    """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = devices
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     if version() < (2, 14):  # since then it does nothing but warn
         backend._set_sequence_number_for_group()
+    call_it: Callable[[str], None] | None = getattr(backend, "_set_group_uid", None)
+    if call_it is not None:
+        call_it(name)
     return backend
 
 

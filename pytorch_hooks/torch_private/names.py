@@ -75,6 +75,16 @@ GROUPS = (
     Name(f"{_WORLD}.pg_names", "whether a group has been destroyed"),
 )
 
+# Not needed: where a torch has them no longer, its flight recorder costs more and tells less.
+RECORDERS = (
+    Name(
+        "torch.distributed.distributed_c10d:_FR_SELF_RECORDING_BACKENDS",
+        "Gloo records its works itself; one more recorder for each group takes 9 ms to make",
+        since=(2, 15),
+    ),
+    Name(f"{_C10D}:Backend._set_group_uid", "Gloo's records name the group by it", since=(2, 14)),
+)
+
 DDP = (
     Name(f"{_DDP}.reducer", "what is replaced", held=True),
     Name(f"{_DDP}.logger", "it holds the Reducer", held=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +26,7 @@ from ckptless.pytorch_hooks.process_groups.fsdp import Sharded
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import dcp as torch_dcp
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
+from ckptless.pytorch_hooks.torch_private.names import RECORDERS, refuse_moved, version
 
 
 def test_this_torch_has_all_that_is_used() -> None:
@@ -61,14 +64,18 @@ def test_a_newer_torch_is_tried_with_a_warning(
 
 
 def test_a_group_of_ours_is_made_whatever_torch_hangs_on_groups() -> None:
-    """A torch that attaches a flight recorder to groups (2.15) does so to stock ones alone."""
+    """Its own Gloo records what it does (2.15), under the group's name; nobody else does."""
+    refuse_moved(RECORDERS)
     fabric = Fabric(timedelta(seconds=20), host="127.0.0.1")
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     fabric.open(rank=0, world_size=1, generation=1, store=store)
     try:
+        assert not getattr(distributed_c10d._world, "pg_flight_recorder_hooks", {})
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [1.0, 1.0]
+        if version() >= RECORDERS[1].since:
+            assert recorded() == ("0", "all_reduce")
         stock = type(dist.group.WORLD) is dist.ProcessGroup
         assert stock is torch_private.takes_backends()
         if stock:
@@ -77,6 +84,13 @@ def test_a_group_of_ours_is_made_whatever_torch_hangs_on_groups() -> None:
             assert caught.type is RuntimeError  # and no RecursionError
     finally:
         fabric.close()
+
+
+def recorded() -> tuple[str, str]:
+    """Group and kind of the last collective in the trace of Gloo's flight recorder."""
+    dump: Any = torch._C._distributed_c10d
+    last = json.loads(dump._dump_fr_trace_json())["entries"][-1]
+    return last["process_group"][0], last["profiling_name"].removeprefix("gloo:")
 
 
 def test_a_part_of_fsdp_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

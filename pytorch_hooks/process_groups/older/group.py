@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptless.pytorch_hooks.process_groups.exchange import NAME, Exchange, Way, forward
+from ckptless.pytorch_hooks.process_groups.exchange import Exchange, Way, forward
 from ckptless.pytorch_hooks.process_groups.older import torch_older
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork, FinishedWork
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
@@ -78,7 +78,6 @@ class Older(Way):
 
     def __init__(self) -> None:
         torch_older.check()
-        torch_older.unrecorded(NAME)
         for kind in (Exchange, Group, AbortableWork, FinishedWork):
             torch_older.untraced(kind)
 

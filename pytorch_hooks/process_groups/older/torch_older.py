@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, HashStore
-from torch.distributed import distributed_c10d as c10d
 
 from ckptless.pytorch_hooks.torch_private.names import Name, refuse_moved
 
@@ -25,13 +24,6 @@ NEEDED = (
 def check() -> None:
     """Raise `TorchMismatch` where groups of ours cannot stand in the place of torch's."""
     refuse_moved(NEEDED)
-
-
-def unrecorded(name: str) -> None:
-    """Keep flight recorders of torch 2.15 away: a group that Python overrides makes them raise."""
-    recording: set[str] | None = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
-    if recording is not None:
-        recording.add(name)
 
 
 def untraced(kind: type[Any]) -> None:
