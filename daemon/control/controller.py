@@ -275,12 +275,14 @@ class Controller(Follower):
         # Training is over and other processes may have ended well: there is nothing to go back to.
         undone = [f for f in fresh if f.kind != "node-lost" or not self._all_done_on(f.node)]
         if undone:
-            code = max((f.exit_code or 0 for f in undone), default=0)
-            reason = f"after training: {what}"
-            code = code if code > 0 else 1
-            rank, node = (undone[0].rank, undone[0].node) if undone[0].rank is not None else (None, None)
+            first = undone[0]
             self._ending = m.Outcome(
-                state="failed", exit_code=code, reason=reason, why="after-training", rank=rank, node=node
+                state="failed",
+                exit_code=max(1, first.exit_code or 0),
+                reason=f"after training: {what}",
+                why="after-training",
+                rank=first.rank,
+                node=first.node if first.rank is not None else None,
             )
 
     def _overdue(self, now: float) -> list[Finding]:
@@ -371,7 +373,6 @@ class Controller(Follower):
         assert self.assignment is not None
         self._cut, self._timeline = self._timeline, Timeline(started_s=now - age_s)
         self._timeline.mark("detect", now)
-        self._since = now
         self._killed.clear()
         self._broadcast(m.Stop(generation=self.assignment.generation, reason=reason), now)
 
@@ -390,7 +391,7 @@ class Controller(Follower):
             return
         self._mark("stop", now)
         inside = self._tally.inside
-        if inside and late:
+        if late:
             told = sorted({place.node for place in inside if place in self._killed})
             self._give_up(told, "its agent did not end a process that it was told to end")
             self._kill([place for place in inside if place.node not in told], now)

@@ -1,6 +1,6 @@
 """Pure: from what the agents report to the faults that the current generation has."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -152,8 +152,12 @@ def observe(assignment: Assignment, nodes: Mapping[int, NodeView]) -> list[Findi
     ranks: dict[int, list[tuple[int, Place]]] = {}
     for rank, place in enumerate(assignment.places):
         ranks.setdefault(place.node, []).append((rank, place))
-    found = [finding for node in ranks for finding in observe_node(assignment, nodes[node], ranks[node])]
-    return sorted(found, key=lambda one: (-1, one.node) if one.rank is None else (one.rank, 0))
+    return in_order(one for node in ranks for one in observe_node(assignment, nodes[node], ranks[node]))
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Lost nodes, then the others by rank."""
+    return sorted(findings, key=lambda one: (one.rank is not None, one.rank, one.node))
 
 
 def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[tuple[int, Place]]) -> list[Finding]:

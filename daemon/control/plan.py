@@ -257,8 +257,9 @@ def _first_failure(now: Situation) -> Outcome:
 
 def _began_s(now: Situation, finding: Finding) -> float:
     """When, by the leader's clock; agents tell ages, since their clocks are their own."""
+    assert finding.slot is not None  # only a process has an exit code
     view = now.nodes[finding.node]
-    slot = view.slot(finding.slot or 0)
+    slot = view.slot(finding.slot)
     return view.told_s - (slot.age_s if slot is not None else 0.0)
 
 

@@ -71,7 +71,7 @@ def remakes(of: Holders, me: int) -> tuple[Remake, ...]:
     A node with ranks of a shard gets it for them anyway. The home of a shard or rank gives it where it has
     it, and otherwise one of those that have it, in turn. Every node finds out its own part alone.
     """
-    return tuple(_remakes(of, me)) if of.assignment.restore_step is not None else ()
+    return tuple(_remakes(of, me))
 
 
 def _remakes(of: Holders, me: int) -> Iterator[Remake]:

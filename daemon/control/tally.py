@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from ckptless.daemon.api.messages import Assignment, Phase, Place
-from ckptless.daemon.control.faults import Finding, NodeView, observe_node
+from ckptless.daemon.control.faults import Finding, NodeView, in_order, observe_node
 
 INSIDE = ("assigned", "joined", "restored", "finished")
 # What each phase has reached.
@@ -78,7 +78,7 @@ class Tally:
     @property
     def findings(self) -> list[Finding]:
         """Everything that keeps the generation from going on."""
-        return _ordered(finding for findings in self._findings.values() for finding in findings)
+        return in_order(finding for findings in self._findings.values() for finding in findings)
 
     @property
     def disputed(self) -> bool:
@@ -88,7 +88,7 @@ class Tally:
     def take_news(self) -> list[Finding]:
         """Those findings that were made since this was called last."""
         news, self._news = self._news, []
-        return _ordered(news)
+        return in_order(news)
 
     def all_have(self, reached: str) -> bool:
         """Whether every rank has come so far."""
@@ -138,8 +138,3 @@ class Tally:
 
     def _ranks(self, node: int) -> list[tuple[int, Place]]:
         return [(rank, self.assignment.places[rank]) for rank in self.assignment.ranks_on(node)]
-
-
-def _ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """Lost nodes, then the others by rank."""
-    return sorted(findings, key=lambda one: (-1, one.node) if one.rank is None else (one.rank, 0))

@@ -58,6 +58,13 @@ def into_living(path: str, source: str) -> None:
             value.cache_clear()
 
 
+def keeps_cells(path: str, source: str) -> bool:
+    """Whether each function has the same closure in `source`: super() needs one, which is lost with it."""
+    old = _codes(compile((ROOT / path).read_text(), path, "exec"))
+    new = _codes(compile(source, path, "exec"))
+    return all(code.co_freevars == old[name].co_freevars for name, code in new.items() if name in old)
+
+
 def _codes(code: CodeType) -> dict[str, CodeType]:
     """Those of the functions and methods, by qualified name."""
     found: dict[str, CodeType] = {}

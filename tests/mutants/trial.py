@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .reached import Check
-from .transplant import at_next_import, into_living, is_in_function
+from .transplant import at_next_import, into_living, is_in_function, keeps_cells
 from .warm import FOUND, PASSED, ROOT, Fork, Say, allow, load_and_run
 
 # To load all tests anew.
@@ -24,6 +24,7 @@ class Trial:
     def start(self, checks: Mapping[str, Check], seconds: Mapping[str, float]) -> Fork:
         """Run those that `seconds` has until one fails: how long each takes without a mistake, in order."""
         living = is_in_function((ROOT / self.path).read_text(), self.line)
+        living = living and keeps_cells(self.path, self.source)
         work = self._in_place if living else self._anew
         return Fork.of(lambda say: work(checks, seconds, say))
 

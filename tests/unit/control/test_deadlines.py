@@ -116,6 +116,14 @@ def test_where_nobody_has_hooks_nobody_knows_how_far_they_are() -> None:
     assert m.Stop not in kinds(job.node.wait(2 * STALL_S, 10.0))
 
 
+def test_where_one_has_not_come_to_the_hooks_there_is_no_step_to_miss() -> None:
+    job = first_assigned(True, True, True, False)
+    for node in (0, 1):
+        job.say(node, "joined", stepped=False)
+    job.say(2, "assigned", stepped=False, hooked=False)
+    assert "stall" not in job.node.wait(STALL_S + 10.0, 5.0).events
+
+
 # ------------------------------------------------------------------------------------------ giving up
 
 
@@ -179,6 +187,7 @@ def test_pairs_that_still_change_are_not_settled() -> None:
 
 def test_who_is_done_long_before_the_others_is_told_once() -> None:
     job = Job()
+    job.node.wait(2 * EARLY_S, 0.25)
     job.say(0, "finished")
     job.node.wait(EARLY_S - 0.5, 0.25)
     assert "returned-early" not in job.node.told.events

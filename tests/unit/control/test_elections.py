@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.records import EventRecord
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Accepted, Ballot, Canvass, Decided, Decree
@@ -196,6 +198,16 @@ def test_who_is_deposed_tells_all_that_it_leads_no_more() -> None:
     assert told[0] == NOBODY
 
 
+def test_two_that_know_of_no_leader_have_nothing_to_tell_each_other() -> None:
+    """Or both would answer for ever."""
+    nobody = e.Standing(1, NOBODY, "running", None, index=1)
+    node = Node(1, 3)
+    node.feed(e.PeerUp(0, nobody))
+    assert node.control.leader == NOBODY
+    found = node.feed(e.PeerUp(2, nobody))
+    assert [out for out in found.outputs if isinstance(out, e.Meet)] == []
+
+
 def test_a_leader_that_is_elected_again_at_once_begins_nothing_anew() -> None:
     node = Node(0, NODES)
     node.control.agreement.resign()
@@ -268,6 +280,33 @@ def test_an_agent_that_does_not_come_up_is_given_up_and_the_job_begins_without_i
     assert node.control.assignment is not None
     assert [place.node for place in node.control.assignment.places] == [0, 1, 2, 4]
     assert node.control.nodes[3].lost == "its agent did not come up in 120 s"
+
+
+def test_with_too_few_agents_the_job_ends_before_it_began() -> None:
+    node = begun(0, 1, 2, 3, 4)
+    node.feed(e.Report(1, hello(1, NODES)))
+    node.wait(FORMING_DEADLINE_S + 1.0, 0.5)
+    (end,) = node.told.ends
+    assert node.control.assignment is None
+    assert end.outcome.state == "failed"
+
+
+def test_the_first_generation_says_what_it_goes_on_from() -> None:
+    node = begun(0, 1, 2, 3, 4)
+    told = {other: hello(other, NODES) for other in range(NODES)}
+    node.feed(*(e.Report(other, told[other]) for other in range(1, NODES)))
+    assert "generation" in node.wait(1.0).events
+    assert "start" not in node.told.events
+    node = begun(0, 1, 2, 3, 4)
+    for other in range(1, NODES):
+        held = m.Holdings(tensors=((0, (5,)),), records=tuple((rank, 0, (5,)) for rank in range(NODES - 1)))
+        brought = m.Brought(run="7", generation=1, holdings=held)
+        node.feed(e.Report(other, structs.replace(told[other], brought=brought)))
+    node.wait(1.0)
+    writes = [out for out in node.told.outputs if isinstance(out, e.Write)]
+    rows = [row for write in writes for row in write.records if isinstance(row, EventRecord)]
+    (start,) = [row.text for row in rows if row.kind == "start"]
+    assert start.startswith("step 5 from the memory of run 7")
 
 
 # ------------------------------------------------------------------------------------------- the end

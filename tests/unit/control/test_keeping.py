@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ckptless.daemon.control.keeping import Entry, Shelf
+import pytest
+
+from ckptless.daemon.control.keeping import Entry, NotKeptError, Shelf
 
 TTL_S = 60.0
 
@@ -30,3 +32,10 @@ def test_each_is_kept_for_its_time_and_what_is_on_its_way_for_longer() -> None:
     shelf.settled(entry(2, 1010.0))
     found = [tuple(one.number for one in shelf.expired(now)) for now in (1059.0, 1060.0, 1070.0)]
     assert found == [(), (1,), (1, 2)]
+
+
+@pytest.mark.parametrize(("limit", "why"), [(0, r"^keep\.memory is 0 on this node$"), (9, "it is 10 bytes")])
+def test_what_is_too_much_is_refused_in_a_sentence(limit: int, why: str) -> None:
+    shelf = Shelf(limit_nbytes=limit, ttl_s=TTL_S)
+    with pytest.raises(NotKeptError, match=why):
+        shelf.put(entry(1, 0.0))

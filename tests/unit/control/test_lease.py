@@ -340,6 +340,14 @@ def test_a_node_that_stays_dark_is_gone_after_a_while() -> None:
     assert node.told.dark_states == [(4, "dark"), (4, "gone")]
 
 
+def test_of_a_node_that_was_not_dark_nobody_says_that_it_is_back() -> None:
+    node = Node(0, NODES)
+    node.feed(lost_by(2, "its agent is gone"), e.PeerDown(2))
+    node.feed(e.PeerUp(2, e.Standing(1, 0, "running", agreed(NODES))))
+    assert node.told.events.count("node-returned") == 1
+    assert node.told.dark_states == []
+
+
 def test_a_dark_node_that_is_heard_again_is_back_and_never_gone() -> None:
     """A cable that flaps for 20 s: to set the node down would end what lives on it."""
     node = Node(0, NODES)

@@ -106,6 +106,14 @@ def test_what_is_damaged_is_refused(body: bytes) -> None:
         unpack(body, BASE, digest_of(DECREE), NODES)
 
 
+def test_what_is_as_before_is_in_the_memory_once() -> None:
+    following = replace(DECREE, index=3)
+    found = unpack(pack(following, DECREE) or b"", DECREE, digest_of(following), NODES)
+    assert found.assignment is not None
+    assert DECREE.assignment is not None
+    assert [id(place) for place in found.assignment.places] == [id(p) for p in DECREE.assignment.places]
+
+
 def test_a_bomb_and_a_stranger_are_refused() -> None:
     with pytest.raises(ProtocolError, match="more than"):
         unpack(zlib.compress(bytes(65 << 20)), BASE, "", NODES)

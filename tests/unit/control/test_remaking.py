@@ -82,6 +82,11 @@ def test_twins_are_copies_of_the_tensors_and_not_of_the_record() -> None:
     assert shares(hsdp, 2) == {0: (Remake("tensors", 0, (1,)),)}
     ddp = assignment([0, 1, 2, 3], [0, 1, 2, 3], {0: [0, 1, 2, 3]}, records=records, shards=[0] * 4)
     assert shares(ddp, 2) == {}
+    # The spare would have all that every node with ranks has.
+    spare = replace(ddp, nodes=(*ddp.nodes, NodeInfo(node=4, name="n4", address="a", agent_port=1)))
+    assert [one.what for given in shares(spare, 4).values() for one in given if 4 in one.takers] == [
+        "record"
+    ] * 4
 
 
 @given(st.data(), st.integers(1, 3), st.integers(2, 6), st.integers(0, 3))

@@ -19,7 +19,7 @@ from ckptless.daemon.control.protection import FEW_NODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import START_S, STEP, Heard, Node, agreed, first_generation, lost_by, trains
+from lease_nodes import START_S, STEP, Heard, Node, agreed, first_generation, info, lost_by, trains
 
 NODES = 3
 MANY = 2 * FEW_NODES
@@ -63,6 +63,21 @@ def test_without_a_leader_the_lowest_that_lives_hears_it() -> None:
     node.feed(lost_by(0, "gone"), e.PeerDown(1))
     assert 2 in meets(node.wait(0.25, 0.25)) or 2 in meets(node.wait(1.0, 0.25))
     assert 1 not in meets(node.told)
+
+
+def test_a_leader_that_is_heard_hears_it_and_no_lower_node() -> None:
+    node = Node(1, 4, leader=2)
+    assert meets(node.wait(1.0, 0.25)) == [2]
+
+
+def test_before_its_agent_has_come_a_daemon_says_nothing() -> None:
+    node = Node(1, NODES, fresh=True)
+    node.feed(e.PeerUp(2, e.Standing(1, NOBODY, "forming", None)))
+    assert meets(node.wait(3 * REPORT_INTERVAL_S, 0.25)) == []
+    introduced = m.Introduction(info=info(2), pid=1)
+    node.feed(e.Report(2, introduced))
+    assert node.control.nodes[2].hello == introduced
+    assert node.control.spec is None
 
 
 def test_an_agent_s_words_are_a_line_of_the_story_once() -> None:

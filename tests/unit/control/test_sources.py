@@ -102,6 +102,15 @@ def test_the_only_copy_of_a_shard_decides() -> None:
     assert (sources.step, sources.tensor_nodes) == (6, ((0, (0,)), (1, (2,))))
 
 
+def test_without_any_state_it_begins_anew_only_where_no_step_was_made() -> None:
+    places = [m.Place(node=0, slot=0)]
+    assert state_sources({0: view(0, {}, {})}, places, progress=0).step is None
+    with pytest.raises(NoCommonStepError):
+        state_sources({0: view(0, {}, {})}, places, progress=1)
+    with pytest.raises(NoCommonStepError):
+        state_sources({0: view(0, {0: (1,)}, {})}, places, progress=0)
+
+
 def test_what_is_missing_is_named() -> None:
     nodes = {
         0: view(0, {0: (6, 7)}, {(0, 0): (6, 7), (1, 1): (6, 7)}),

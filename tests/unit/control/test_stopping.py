@@ -13,7 +13,7 @@ from ckptless.daemon.control.controller import APART_S, ENDING_S, REPEAT_S, SETT
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import LIMITS, Heard, Node, first_generation, hello, lost_by, trains
+from lease_nodes import LIMITS, STEP, Heard, Node, first_generation, hello, lost_by, trains
 from recovering import NODES, Job, kills, kinds
 
 LEAVE_S = LIMITS.leave_s
@@ -26,6 +26,17 @@ def test_a_fault_stops_the_generation_and_is_said_once() -> None:
     assert job.stage() == "stopping"
     assert kinds(job.raises()) == []
     assert job.node.told.events.count("raised") == 1
+
+
+def test_new_voters_are_not_asked_for_in_the_middle_of_a_recovery() -> None:
+    job = Job()
+    job.raises()
+    job.node.feed(lost_by(2, "its agent is gone"))
+    job.node.wait(1.0, 0.25)
+    assert job.node.control.known.index == 1
+    job.freeze(0, 1, 3)
+    assert (job.generation, job.node.control.known.index) == (2, 2)
+    assert 2 not in job.node.control.known.voters
 
 
 def test_every_agent_is_waited_for_also_a_spare_s() -> None:
@@ -134,6 +145,22 @@ def test_where_only_consequences_are_known_one_of_them_is_announced_once() -> No
     assert job.node.told.events.count("broken") == 1
 
 
+@pytest.mark.parametrize(("text", "reason"), [("", "died"), ("of signal 9", "died: of signal 9")])
+def test_the_order_to_stop_says_why(text: str, reason: str) -> None:
+    job = Job()
+    (stop,) = job.say(1, "left", cause=m.Cause(kind="died", text=text)).orders
+    assert isinstance(stop, m.Stop)
+    assert stop.reason == reason
+
+
+def test_a_job_that_is_to_end_is_not_stopped_before_that_is_agreed_on() -> None:
+    job = Job()
+    job.node.quiet = {1, 2, 3}
+    job.node.feed(e.Report(0, m.Cancel(exit_code=130, reason="Ctrl-C")))
+    assert kinds(job.raises()) == []
+    assert job.outcome() is None
+
+
 # --------------------------------------------------------------------------------------- other leaders
 
 
@@ -228,6 +255,20 @@ def test_a_node_whose_ranks_have_ended_may_go() -> None:
     assert job.outcome() is None
 
 
+def test_a_node_goes_too_soon_where_one_of_its_processes_has_not_ended() -> None:
+    job = finished()
+    slots = tuple(
+        m.SlotState(slot=slot, phase=phase, generation=1, hooked=True, step=STEP, stepped=True)
+        for slot, phase in enumerate[m.Phase](("exited", "finished"))
+    )
+    job.node.feed(e.Report(1, m.AgentState(seq=900, slots=slots, assigned=1)))
+    job.node.feed(lost_by(1, "its agent is gone"))
+    job.node.wait(3 * ENDING_S)
+    outcome = job.outcome()
+    assert outcome is not None
+    assert (outcome.why, outcome.node) == ("after-training", None)
+
+
 def test_a_process_that_fails_after_training_fails_the_job() -> None:
     job = finished()
     job.say(2, "exited", cause=m.Cause(kind="died", text="ended with 3"), code=3)
@@ -269,6 +310,30 @@ def test_of_two_nodes_that_cannot_reach_each_other_one_gives_way() -> None:
     assert kinds(found) == [m.Stop]
     assert "others see both" in found.orders[0].reason  # type: ignore[union-attr]
     assert "(rank 2)" in found.orders[0].reason  # type: ignore[union-attr]
+
+
+def apart_for(job: Job, seconds: float, steps: bool) -> Job:
+    """Nodes 1 and 2 do not reach each other, and say so again each second."""
+    for second in range(round(seconds)):
+        for node in (1, 2):
+            standing = e.Standing(1, 0, job.node.control.stage, None, index=1, apart=(3 - node,))
+            job.node.feed(e.PeerUp(node, standing))
+        if steps:
+            slot = m.SlotState(
+                slot=0, phase="restored", generation=1, hooked=True, step=100 + second, stepped=True
+            )
+            job.node.feed(e.Report(1, m.AgentState(seq=200 + second, slots=(slot,), assigned=1)))
+        job.node.wait(1.0, 0.25)
+    return job
+
+
+def test_as_long_as_there_are_steps_they_need_not_reach_each_other() -> None:
+    assert apart_for(Job(), 3 * APART_S, steps=True).lost == []
+    assert apart_for(Job(), 3 * APART_S, steps=False).lost == [2]
+
+
+def test_after_training_nobody_needs_to_reach_another() -> None:
+    assert apart_for(finished(), 3 * APART_S, steps=False).lost == []
 
 
 def test_a_spare_that_gives_way_is_stopped_for_too() -> None:

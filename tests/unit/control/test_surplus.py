@@ -195,3 +195,8 @@ def test_in_a_first_generation_whatever_is_newer_is_kept() -> None:
     to = Holders(now, Copies(1))
     assert not may_go(to, 2, ("record", 0), 3, {1})
     assert may_go(to, 2, ("record", 0), None, {1})
+
+
+def test_what_is_of_no_rank_is_kept() -> None:
+    now = assignment([0, 1], [0, 1, 2], {0: [0], 1: [1]}, [[0], [1]])
+    assert surplus.surplus(Holders(now, Copies(1)), 2, [("record", 2), ("record", 0)]) == (("record", 0),)

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.faults import CONSEQUENCES, FaultLog, Finding, NodeView, observe
+from ckptless.daemon.control.faults import CONSEQUENCES, FaultLog, Finding, NodeView, NodeViews, observe
 
 INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1)
 ASSIGNMENT = m.Assignment(
@@ -95,6 +95,26 @@ def test_of_very_many_consequences_the_log_takes_some_and_every_cause() -> None:
         log.add(Finding("broken", rank, 0, rank, "reset", source="process"), f"b{rank}")
     assert len(log.faults) == CONSEQUENCES
     assert log.add(Finding("died", 0, 0, 0, "killed", source="process"), "d") is not None
+
+
+def test_news_of_what_is_held_is_newer_than_what_was_told() -> None:
+    view, held = NodeView(0), m.Copies(tensors=(), records=(), nbytes=0)
+    state = m.AgentState(seq=5, slots=())
+    assert not view.take_copies(state, 1.0)
+    assert view.copies is None
+    assert view.take_copies(replace(state, copies=held), 2.0)
+    assert not view.take_copies(replace(state, seq=6), 3.0)
+    assert not view.take_copies(replace(state, copies=held), 4.0)
+    assert view.copies == (held, 5, 2.0)
+
+
+def test_a_view_of_each_node_of_the_job_and_of_no_other() -> None:
+    views = NodeViews((0, 3))
+    views[3].lost = "gone"
+    assert views[3].lost == "gone"
+    assert [*views] == [0, 3]
+    with pytest.raises(KeyError):
+        views[1]
 
 
 def test_usable_means_known_and_not_lost() -> None:

@@ -254,6 +254,7 @@ def test_a_slot_that_went_bad_is_not_used_again() -> None:
     ("kind", "times", "more", "code", "text"),
     [
         ("raised", 3, {"detail": "ValueError: no"}, 1, "ValueError: no"),
+        ("died", 2, {"exit_code": 3, "detail": "ended with 3"}, 3, "ended with 3, 2 times without a step"),
         ("died", 2, {"exit_code": 3, "detail": "ended with exit code 3"}, 3, "exit code 3"),
         ("died", 2, {"exit_code": 0, "detail": "ended with exit code 0"}, 1, "exit code 0"),
         ("died", 1, {"exit_code": 5, "hooked": False, "detail": "ended with exit code 5"}, 5, "exit code 5"),
@@ -447,7 +448,8 @@ def ended(node: int, slot: int, code: int, age_s: float) -> tuple[Fault, m.SlotS
 
 
 @pytest.mark.parametrize(
-    ("code", "wanted", "text"), [(7, 7, "rank 3 ended with exit code 7"), (-9, 137, "rank 3 was ended by")]
+    ("code", "wanted", "text"),
+    [(7, 7, "rank 3 ended with exit code 7"), (-9, 137, "rank 3 was ended by SIGKILL")],
 )
 def test_where_nothing_recovers_the_first_rank_that_failed_ends_the_job(
     code: int, wanted: int, text: str
@@ -464,7 +466,8 @@ def test_where_nothing_recovers_the_first_rank_that_failed_ends_the_job(
         plan.next_assignment(situation([late, first], job, nodes=nodes))
     outcome = caught.value.outcome
     assert (outcome.exit_code, outcome.why, outcome.state) == (wanted, "script", "failed")
-    assert text in outcome.reason
+    assert outcome.reason == text
+    assert str(caught.value) == text
 
 
 def test_where_nothing_recovers_a_lost_node_ends_the_job() -> None:

@@ -95,6 +95,25 @@ def test_one_who_says_the_same_is_not_enough() -> None:
     assert suspicion_s(1.0, 1, 3) == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("all_agree", [False, True])
+def test_those_who_were_asked_only_now_have_time_to_answer(all_agree: bool) -> None:
+    """However long the node was silent before: nobody else was there to be asked."""
+    watcher = Watcher()
+    for node in OTHERS[1:]:
+        watcher.it.unlinked(node, "away", watcher.now)
+    watcher.suspect()
+    watcher.tick(1.875)
+    for node in OTHERS[1:]:
+        watcher.it.linked(node, watcher.now)
+    assert sorted(questions(watcher.tick())) == [1, 2, 3, 4]
+    for node in OTHERS[1:] if all_agree else ():
+        watcher.says(node, lives=False)
+    watcher.tick(DARK_S / 2 - 0.125)
+    assert watcher.gone == ([1] if all_agree else [])
+    watcher.tick()
+    assert watcher.gone == [1]
+
+
 def test_one_who_sees_it_is_enough() -> None:
     watcher = Watcher()
     watcher.suspect()

@@ -200,6 +200,9 @@ def test_whoever_is_suspected_objects_with_a_higher_number() -> None:
     assert nodes.member.take() == [Spread(Alive(node=ME, incarnation=5))]
     nodes.member.hear(2, Suspect(node=ME, incarnation=0), nodes.now)
     assert nodes.member.take() == [Spread(Alive(node=ME, incarnation=6))]
+    nodes = Nodes()
+    nodes.member.hear(2, Suspect(node=ME, incarnation=0), nodes.now)
+    assert nodes.member.take() == [Spread(Alive(node=ME, incarnation=1))]
 
 
 def test_asked_about_one_that_it_hears() -> None:
