@@ -94,11 +94,11 @@ class LocalCluster:
         path = self._state_dir.parent / f"{WITNESS_FILE}-{runtime.job}-{runtime.launch}"
         with path.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.writelines(f"{node}\n" for node in nodes)
-            file.flush()
             file.seek(0)
-            dead = {int(line) for line in file}
-        if dead.isdisjoint(ours):
+            goes_on = {int(line) for line in file}.isdisjoint(ours)
+            if goes_on:
+                file.writelines(f"{node}\n" for node in nodes)
+        if goes_on:
             runtime.witnessed(nodes)
 
     def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:

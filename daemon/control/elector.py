@@ -16,6 +16,7 @@ from ckptless.daemon.control.edges import (
     Witnessed,
 )
 from ckptless.daemon.control.knowledge import NOBODY, Knowledge
+from ckptless.daemon.control.lease import WITNESS_AFTER_S
 
 # A job begins with the nodes that are there by then; and where they are too few to agree on it, not at all.
 FORMING_DEADLINE_S = 120.0
@@ -29,6 +30,10 @@ TURN_S = 0.5
 AGAIN_S = 0.3
 # A job that is to end ends here by itself where too few are heard to agree on it; or after AGREEING_S.
 CANCEL_S = 2.0
+# Of two halves that live one asks the witness first, the other so much later, where the lease leaves as long
+# as a busy witness takes.
+HALF_LATER_S = 1.0
+WITNESS_TAKES_S = 5.0
 # So often in a lease the agent hears that the node holds it: some that are late do not matter.
 RENEWALS = 10
 
@@ -243,12 +248,18 @@ class Elector(Knowledge):
     def _ask_witness(self, now: float) -> None:
         """Half of the voters is silent: whether it is dead, the cluster's manager may know.
 
-        One of those left asks, the others in their turn where no word has come by then.
+        One of those left asks, the others in their turn where no word has come by then. Where both halves
+        live, that of the lowest voter is first: two that ask at once may both be told no, and it is the one
+        that has the batch script as a rule, with which Slurm ends the job.
         """
         heard = self.heard_voters
         living = sorted(node for node in heard if self.nodes[node].lost is None)
         silent = set(self.known.voters) - heard
-        if self.me in living and self._lease.witness_due(now, living.index(self.me)):
+        if self.me not in living or self.spec is None:
+            return
+        room_s = self.spec.limits.lease_s - WITNESS_AFTER_S - WITNESS_TAKES_S
+        later_s = max(0.0, min(HALF_LATER_S, room_s)) if min(self.known.voters) in silent else 0.0
+        if self._lease.witness_due(now, living.index(self.me), later_s):
             self._note(now, "warning", "witness", f"half of the voters is silent: {_names(silent)}")
             self._out.append(AskWitness(tuple(sorted(silent)), tuple(sorted(heard))))
 

@@ -43,9 +43,12 @@ class Lease:
         """For how long it has not heard enough; 0.0 while it does."""
         return 0.0 if self.since is None else now - self.since
 
-    def witness_due(self, now: float, turn: int) -> bool:
-        """Whether the witness is to be asked now, after `turn` others; it says so again after a while."""
-        after_s = WITNESS_AFTER_S + turn * WITNESS_AGAIN_S
+    def witness_due(self, now: float, turn: int, later_s: float = 0.0) -> bool:
+        """Whether the witness is to be asked now, after `turn` others; it says so again after a while.
+
+        `later_s`: so much later in any turn.
+        """
+        after_s = WITNESS_AFTER_S + later_s + turn * WITNESS_AGAIN_S
         early = now - self._ours_since < after_s or now - self._asked < WITNESS_AGAIN_S
         if self.held or not self._half or early:
             return False

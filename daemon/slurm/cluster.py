@@ -21,7 +21,7 @@ from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.roster import Roster
 from ckptless.daemon.settings_bind import interfaces
-from ckptless.daemon.slurm.adapter import MAX_REASON, Job, check_node
+from ckptless.daemon.slurm.adapter import MAX_REASON, Job, Node, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.closing import close
 from ckptless.daemon.slurm.down import is_dead, newly_lost, reasons_down
@@ -59,6 +59,14 @@ def _with_names(runtime: "JobRuntime", reason: str) -> str:
     """The same with the names that Slurm has for the nodes: an administrator knows no numbers of ours."""
     names = {str(peer.node): peer.name for peer in runtime.roster.peers}
     return _NUMBERED.sub(lambda found: names.get(found[1], found[0]), reason)
+
+
+def _marked(nodes: Iterable[Node], mark: str) -> set[str]:
+    """Nodes that are down, or drained for a reason that begins so.
+
+    With ReturnToService=2 a node that lives is not down for long. That it is drained stays, and why.
+    """
+    return {n.name for n in nodes if n.down or (n.draining and n.reason.startswith(mark))}
 
 
 def reason_text(reason: str) -> str:
@@ -216,27 +224,36 @@ class SlurmCluster:
         self._spawn(ask())
 
     async def _are_down(self, run: str, theirs: list[str], ours: list[str]) -> bool:
-        """Mark, where the site allows it, then look; whether they are down and none of ours is.
+        """Whether they are down, and this is the half that goes on; where the site allows it they are marked.
 
-        With ReturnToService=2 a node that lives is not down for long. That it is drained stays, and why.
+        Each half drains the other, which harms nothing that runs, and sets it down only where it is not
+        marked itself by then: of two that do so at once at most one sees nothing, and neither ends the other.
         """
-        job_id, mark = slurm_job_id(run), reason_text(f"job {run}: ")
-        if self.on_node_lost == "down":
-            job = await self._now(job_id, 0.0)
-            for name in theirs if job.holds_nodes else ():
-                if name in job.nodes:
-                    reason = f"{mark}silent, as is half of its nodes"
-                    await self._slurm.drain(name, reason)
-                    await self._slurm.mark_down(name, reason)
+        if self.on_node_lost != "down":
+            down = {node.name for node in await self._nodes_now() if node.down}
+            return down.issuperset(theirs) and down.isdisjoint(ours)
+        mark, job_id = reason_text(f"job {run}: "), slurm_job_id(run)
+        reason = f"{mark}silent, as is half of its nodes"
+        job, nodes = await asyncio.gather(self._now(job_id, 0.0), self._nodes_now())
+        names = [name for name in theirs if name in job.nodes] if job.holds_nodes else []
+        if not _marked(nodes, mark).isdisjoint(ours):
+            if job.holds_nodes and not set(ours) & set(job.nodes):
+                # Set down, and so out of the job: the other half goes on. What this one has done is undone.
+                here = [node for node in nodes if node.name in names and node.draining]
+                await asyncio.gather(*(self._slurm.undrain(n.name) for n in here if n.reason == reason))
+            return False
+        await asyncio.gather(*(self._slurm.drain(name, reason) for name in names))
+        if not _marked(await self._nodes_now(), mark).isdisjoint(ours):
+            return False
+        await asyncio.gather(*(self._slurm.mark_down(name, reason) for name in names))
+        return _marked(await self._nodes_now(), mark).issuperset(theirs)
+
+    async def _nodes_now(self) -> Sequence[Node]:
+        """All nodes as Slurm knows them at this moment. Raises SlurmUnreachableError."""
         reading = await self._slurm.nodes(max_age_s=0.0, wait_s=ADMIT_S)
         if reading.value is None or not reading.fresh:
             raise SlurmUnreachableError(reading.trouble or "no answer")
-        marked = {
-            node.name
-            for node in reading.value
-            if node.down or (self.on_node_lost == "down" and node.draining and node.reason.startswith(mark))
-        }
-        return marked.issuperset(theirs) and marked.isdisjoint(ours)
+        return reading.value
 
     def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
         """See `cluster.Cluster`: by the one node's daemon that leads, not by each of the job's."""

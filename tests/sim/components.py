@@ -269,6 +269,7 @@ def _slurm_resumes(world: "World", fault: Broken) -> bool:
         return False
     node = marked[int(fault.pick * len(marked))]
     world.witness.down.discard(node)
+    world.witness.drained.discard(node)
     return _tell(world, "disk", f"node-{node} is resumed")
 
 

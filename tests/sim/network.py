@@ -107,6 +107,7 @@ class Witness:
 
     def __init__(self, world: "World") -> None:
         self._world = world
+        self.drained: set[int] = set()
         self.down: set[int] = set()
         # Of a cut, the side that it is on: with these nodes, with the others, or it reaches all.
         self.place: int | None = None
@@ -119,29 +120,43 @@ class Witness:
         return self.place is None or not self._world.network.apart(self.place, node)
 
     def ask(self, daemon: "Daemon", nodes: set[int], ours: set[int]) -> None:
-        """Mark, then look."""
+        """Look, drain, look, set down, and look: as `SlurmCluster` does it."""
+
+        def drain() -> None:
+            if self._first(daemon, ours):
+                self.drained |= nodes
+                self._soon(lambda: self._mark(daemon, nodes, ours))
+
+        self._soon(drain)
+
+    def _soon(self, action: Callable[[], None]) -> None:
         late_s = max(0.0, self.late_until - self._world.events.now)
         if late_s:
-            self._world.events.after(late_s, lambda: self._mark(daemon, nodes, ours))
+            self._world.events.after(late_s, action)
         else:
-            self._world.soon(lambda: self._mark(daemon, nodes, ours))
+            self._world.soon(action)
+
+    def _first(self, daemon: "Daemon", ours: set[int]) -> bool:
+        """Whether it is heard, and the other half has not marked it."""
+        heard = daemon.alive and self._reaches(daemon.node) and self._world.events.now >= self.gone_until
+        return heard and not ours & (self.down | self.drained)
 
     def _mark(self, daemon: "Daemon", nodes: set[int], ours: set[int]) -> None:
         world = self._world
-        if not daemon.alive or not self._reaches(daemon.node) or world.events.now < self.gone_until:
+        if not self._first(daemon, ours):
             return
         self.down |= nodes
         self.marked.update(dict.fromkeys(nodes, world.events.now))
         world.network.ever |= nodes
         for node in nodes:
             world.events.after(world.random.uniform(0.01, 3.0), lambda node=node: self._end(node))  # type: ignore[misc]
-        world.soon(lambda: self._look(daemon, nodes, ours))
+        world.soon(lambda: self._look(daemon, nodes))
 
-    def _look(self, daemon: "Daemon", nodes: set[int], ours: set[int]) -> None:
+    def _look(self, daemon: "Daemon", nodes: set[int]) -> None:
         now = self._world.events.now
         if now < max(self.gone_until, self.says_no_until):
             return
-        if daemon.alive and self._reaches(daemon.node) and nodes <= self.down and not ours & self.down:
+        if daemon.alive and self._reaches(daemon.node) and nodes <= self.down:
             self._world.soon(lambda: daemon.hear_witness(nodes))
 
     def _end(self, node: int) -> None:

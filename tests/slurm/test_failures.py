@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -411,6 +411,42 @@ def test_half_of_the_nodes_at_once(site: Cluster) -> None:
     assert "node-0, node-2 are dead by the cluster's word" in events, job.story()
     assert is_down(site, "node01")
     assert is_down(site, "node03")
+    job.nothing_left()
+
+
+@pytest.fixture
+def in_halves(site: Cluster) -> Iterator[Callable[[], None]]:
+    """Nodes 1 and 3 do not reach 2 and 4, nor these them; all reach slurmctld."""
+    pairs = [(a, b) for a in ("node01", "node03") for b in ("node02", "node04")]
+    ways = [way for a, b in pairs for way in ((a, b), (b, a))]
+
+    def cut() -> None:
+        for way in ways:
+            site.block(*way)
+
+    yield cut
+    for way in ways:
+        site.unblock(*way)
+
+
+def test_two_halves_live_and_one_of_them_goes_on(site: Cluster, in_halves: Callable[[], None]) -> None:
+    """That of the lowest voter asks slurmctld first; the other one is told no, and does it no harm."""
+    lease = ("--max-stall", "300")  # it follows from that, and is 10 s
+    job = Training(site, nodes=4, spares=2, options=("--ntasks-per-node=2",), run_options=lease).submit()
+    job.trains()
+    in_halves()
+    job.trains(2)
+    job.hurry()
+    job.wait(lambda: job.outcome() is not None, "its end")
+    job.same_bits()
+    assert {node_of(job, rank) for rank in range(4)} == {"node01", "node03"}
+    assert is_down(site, "node02")
+    assert is_down(site, "node04")
+
+    def marked() -> list[str]:
+        return [name for name in ("node01", "node03") if "drain" in site.node_states()[name]]
+
+    job.wait(lambda: not marked(), "what the other half has done is taken back")
     job.nothing_left()
 
 

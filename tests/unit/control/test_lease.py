@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import FaultSource
@@ -21,7 +22,7 @@ from ckptless.daemon.control.lease import Lease
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import LEASE_S, Heard, Node, agreed, first_generation, hello, lost_by, meet, trains
+from lease_nodes import LEASE_S, LIMITS, Heard, Node, agreed, first_generation, hello, lost_by, meet, trains
 
 NODES = 5
 LONG_S = 4 * LEASE_S
@@ -207,12 +208,20 @@ def test_exactly_half_without_a_witness_is_no_majority() -> None:
     assert len(heard.ends) == 1
 
 
-def test_only_one_of_a_half_asks() -> None:
-    for me in range(4):
+@pytest.mark.parametrize(
+    ("lease_s", "asked_s"),
+    [(10.0, (1.0, 2.0, 2.0, 3.0)), (6.5, (1.0, 2.0, 1.5, 2.5)), (3.0, (1.0, 2.0, 1.0, 2.0))],
+)
+def test_one_of_a_half_asks_and_before_the_other_half_that_of_the_lowest(
+    lease_s: float, asked_s: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later only where the lease leaves time for a busy witness."""
+    monkeypatch.setattr("lease_nodes.LIMITS", structs.replace(LIMITS, lease_s=lease_s))
+    for me, after_s in enumerate(asked_s):
         node = Node(me, 4)
-        heard = Heard(node.silent({0, 1, 2, 3} - {me, me ^ 1}).outputs + node.wait(1.5).outputs)
-        asked = [one for one in heard.outputs if isinstance(one, e.AskWitness)]
-        assert bool(asked) is (me % 2 == 0)
+        heard = Heard(node.silent({0, 1, 2, 3} - {me, me ^ 1}).outputs + node.wait(after_s - 0.65).outputs)
+        assert not [one for one in heard.outputs if isinstance(one, e.AskWitness)]
+        assert [one for one in node.wait(0.25).outputs if isinstance(one, e.AskWitness)]
 
 
 def test_an_agent_that_answers_is_heard() -> None:

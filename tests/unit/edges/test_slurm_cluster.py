@@ -31,7 +31,7 @@ from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.settings_bind import Interface
 from ckptless.daemon.slurm import cluster as module
 from ckptless.daemon.slurm.adapter import Job, Node, check_text
-from ckptless.daemon.slurm.cached import CachedSlurm
+from ckptless.daemon.slurm.cached import CachedSlurm, Reading
 from ckptless.daemon.slurm.cluster import SlurmCluster, reason_text
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
@@ -914,3 +914,94 @@ async def passes(edge: SlurmCluster, ledger: LedgerWriter, runs: list[FakeRuntim
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await edge.aclose()
+
+
+# ------------------------------------------------------------------------------------------- two halves
+
+
+class Marking(FakeSlurm):
+    """It does what it is told, one thing after the other, each after so many turns of the loop."""
+
+    def __init__(self, turns: list[int]) -> None:
+        super().__init__(job(nodes=HALVES[0] + HALVES[1]))
+        self.have = tuple(Node(name=name, address="", state="MIXED") for name in HALVES[0] + HALVES[1])
+        self._turns = iter(turns)
+
+    async def _reached(self) -> None:
+        for _ in range(next(self._turns, 0)):
+            await asyncio.sleep(0)
+
+    async def nodes(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Node, ...]]:
+        await self._reached()
+        reading = await super().nodes(max_age_s=max_age_s, wait_s=wait_s)
+        await self._reached()
+        return reading
+
+    async def job(self, job_id: int, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[Job]:
+        await self._reached()
+        names = tuple(name for name in HALVES[0] + HALVES[1] if name not in self.down)
+        self.known = [dataclasses.replace(self.known[0], nodes=names)]
+        reading = await super().job(job_id, max_age_s=max_age_s, wait_s=wait_s)
+        await self._reached()
+        return reading
+
+    def _set(self, name: str, **more: Any) -> None:
+        self.have = tuple(dataclasses.replace(n, **more) if n.name == name else n for n in self.have)
+
+    async def drain(self, name: str, reason: str, *, deadline_s: float = 5.0) -> None:
+        await self._reached()
+        self._set(name, flags=frozenset({"DRAIN"}), reason=reason)
+
+    async def mark_down(self, name: str, reason: str, *, deadline_s: float = 5.0) -> None:
+        await self._reached()
+        self._set(name, state="DOWN", reason=reason)
+
+    async def undrain(self, name: str, *, deadline_s: float = 5.0) -> None:
+        await self._reached()
+        self._set(name, flags=frozenset(), reason="")
+
+    @property
+    def down(self) -> set[str]:
+        return {node.name for node in self.have if node.down}
+
+
+HALVES = (("n1", "n2"), ("n3", "n4"))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 6), max_size=40), st.integers(0, 20))
+def test_of_two_halves_that_ask_at_most_one_goes_on_and_is_not_marked_down(
+    turns: list[int], later: int
+) -> None:
+    slurm = Marking(turns)
+
+    async def ask(half: int, after: int) -> bool:
+        for _ in range(after):
+            await asyncio.sleep(0)
+        return await cluster(slurm)._are_down("4711", [*HALVES[1 - half]], [*HALVES[half]])
+
+    async def both() -> tuple[bool, bool]:
+        return await asyncio.gather(ask(0, 0), ask(1, later))
+
+    words = asyncio.run(both())
+    down = [slurm.down.issuperset(half) for half in HALVES]
+    assert words.count(True) <= 1
+    # Who has the word is not down, and the other half is; without a word nobody is.
+    assert down == [words[1], words[0]]
+    if any(words):
+        # Who was told no asks again: what it has done to the other half meanwhile is taken back.
+        assert not asyncio.run(ask(1 - words.index(True), 0))
+        assert {node.name for node in slurm.have if node.reason} == {*HALVES[1 - words.index(True)]}
+
+
+def test_a_half_that_asks_later_does_the_other_one_no_harm() -> None:
+    async def work() -> None:
+        slurm = Marking([])
+        edge = cluster(slurm)
+        for _ in range(2):
+            assert await edge._are_down("4711", ["n3", "n4"], ["n1", "n2"])
+            assert not await edge._are_down("4711", ["n1", "n2"], ["n3", "n4"])
+            assert slurm.down == {"n3", "n4"}
+            assert [node.name for node in slurm.have if node.reason] == ["n3", "n4"]
+
+    run(work)

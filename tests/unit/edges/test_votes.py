@@ -111,6 +111,8 @@ def test_in_local_mode_one_half_is_told_yes(tmp_path: Path) -> None:
     halves[1].witness(Asked(job="4712").it, (0, 1), (2, 3))
     halves[1].witness(again.it, (0, 1), (2, 3))
     assert again.dead == []
+    halves[0].witness(again.it, (2, 3), (0, 1))
+    assert again.dead == [(2, 3)], "the word may have been lost on its way"
 
 
 class Controller(FakeSlurm):
@@ -147,23 +149,25 @@ class Controller(FakeSlurm):
 
 
 @pytest.mark.parametrize(
-    ("way", "down", "told"),
+    ("way", "down", "told", "does"),
     [
-        ("down", set(), [(2,)]),  # it marks n3, and sees that it is marked
-        ("down", {"n2"}, []),  # but so is its own half, by the other one
-        ("none", set(), []),  # it may not mark
-        ("none", {"n3"}, [(2,)]),  # and need not
-        ("drain", {"n2", "n3"}, []),
+        ("down", set(), [(2,)], ["drain", "down"]),  # it marks n3, and sees that it is marked
+        ("down", {"n2"}, [], []),  # its own half is, by the other one, which it leaves in peace
+        ("none", set(), [], []),  # it may not mark
+        ("none", {"n3"}, [(2,)], []),  # and need not
+        ("drain", {"n2", "n3"}, [], []),
     ],
 )
-def test_on_slurm_it_marks_and_then_looks(way: str, down: set[str], told: list[tuple[int, ...]]) -> None:
+def test_on_slurm_it_looks_marks_and_looks_again(
+    way: str, down: set[str], told: list[tuple[int, ...]], does: list[str]
+) -> None:
     async def work() -> Asked:
         slurm, runtime = Controller(set(down)), Asked()
         edge = SlurmCluster(slurm, "n2", 1, way)  # type: ignore[arg-type]
         edge.witness(runtime.it, (2,), (1,))
         async with asyncio.timeout(20.0):
             await asyncio.gather(*edge._tasks)
-        assert [what for what, *_ in slurm.told] == (["drain", "down"] if way == "down" else [])
+        assert [what for what, *_ in slurm.told] == does
         await edge.aclose()
         return runtime
 
