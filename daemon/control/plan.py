@@ -210,7 +210,8 @@ def _answer_corruption(now: Situation, fault: Fault, count: int, answers: _Answe
     Where nobody can say who is wrong that is enough at first; next time both get new processes.
     """
     finding = fault.finding
-    place = Place(node=finding.node, slot=finding.slot or 0)
+    assert finding.slot is not None  # twins are processes
+    place = Place(node=finding.node, slot=finding.slot)
     if count > now.spec.limits.process_tries:
         text = f"{finding.detail}, {count} times without a step in between"
         # Of those where nobody can say who is wrong the first answer is not a new process.

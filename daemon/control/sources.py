@@ -100,9 +100,7 @@ def sources_of(told: Sequence[Told], places: Sequence[Place], progress: int = 0)
 
 
 def _nearest_first(nodes: list[int], home: int) -> tuple[int, ...]:
-    if home not in nodes or nodes[0] == home:
-        return tuple(nodes)
-    return (home, *(node for node in nodes if node != home))
+    return tuple(sorted(nodes, key=lambda node: node != home))
 
 
 def _told(nodes: Iterable[NodeView]) -> list[Told]:

@@ -103,8 +103,9 @@ def ripe(
     steps: list[int] = []
     told_s = now
     for one in found:
-        state = nodes[one.node].state
-        if one.kind == "twins-differ" and state is not None:
+        if one.kind == "twins-differ":
+            state = nodes[one.node].state
+            assert state is not None  # its agent has told of it
             steps += [doubt.step for doubt in state.doubts]
             told_s = min(told_s, nodes[one.node].told_s)
     if not steps or now - told_s >= SAY_S:

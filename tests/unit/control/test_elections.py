@@ -109,6 +109,9 @@ def test_who_does_not_vote_does_not_lead_unless_all_voters_are_lost() -> None:
             [*(lost_by(one, "gone") for one in losses), e.Pulsing(frozenset({0, 1, 2}))], node.now
         )
         assert (tries_after(node, 10.0) is not None) is tries
+    node = Node(4, NODES)
+    node.feed(e.Said(0, Decided(decree=named)), *(e.PeerDown(voter) for voter in (0, 1, 2)))
+    assert tries_after(node, 10.0) is None, "they are away, and not lost"
 
 
 def test_who_hears_its_leader_again_does_not_try() -> None:
@@ -208,6 +211,24 @@ def test_two_that_know_of_no_leader_have_nothing_to_tell_each_other() -> None:
     assert [out for out in found.outputs if isinstance(out, e.Meet)] == []
 
 
+def test_a_new_leader_tells_of_losses_that_no_generation_was_planned_without() -> None:
+    node = Node(1, NODES)
+    node.feed(lost_by(3, "its agent is gone"))
+    assert "node-lost" not in node.told.events
+    node.feed(lost_by(0, "its agent is gone"), e.PeerDown(0))
+    node.wait(3.0)
+    assert node.control.leads
+    assert node.told.events.count("node-lost") == 2
+
+
+def test_a_lost_agent_that_answered_before_answers_no_more() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerDown(3), e.AgentAnswers(3, True))
+    assert 3 in node.control.answering
+    node.feed(lost_by(3, "its agent is gone"))
+    assert 3 not in node.control.answering
+
+
 def test_a_leader_that_is_elected_again_at_once_begins_nothing_anew() -> None:
     node = Node(0, NODES)
     node.control.agreement.resign()
@@ -280,6 +301,27 @@ def test_an_agent_that_does_not_come_up_is_given_up_and_the_job_begins_without_i
     assert node.control.assignment is not None
     assert [place.node for place in node.control.assignment.places] == [0, 1, 2, 4]
     assert node.control.nodes[3].lost == "its agent did not come up in 120 s"
+
+
+def test_who_is_elected_late_waits_for_agents_no_longer_than_another() -> None:
+    node = begun(2, 1, 3, 4)
+    node.feed(*(e.Report(other, hello(other, NODES)) for other in (1, 3, 4)))
+    assert tries_after(node, 60.0) is not None
+    began_s = node.now
+    node.wait(FORMING_DEADLINE_S - (began_s - START_S) - 1.0, 0.5)
+    assert node.control.leads
+    assert node.control.assignment is None
+    node.wait(2.0, 0.5)
+    assert node.control.assignment is not None
+
+
+def test_who_hears_its_leader_waits_for_it_twice_as_long() -> None:
+    node = begun(4, 0)
+    node.feed(e.PeerUp(0, e.Standing(1, 0, "forming", None)))
+    node.wait(2 * FORMING_DEADLINE_S + AGREEING_S - 1.0, 0.5)
+    assert node.told.ends == []
+    node.wait(2.0, 0.5)
+    assert len(node.told.ends) == 1
 
 
 def test_with_too_few_agents_the_job_ends_before_it_began() -> None:

@@ -9,7 +9,7 @@ from lease_nodes import Node
 from msgspec import structs
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import NodeRecord, SlotRecord
+from ckptless.daemon.api.records import NodeRecord, Record, SlotRecord
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control import story
 from ckptless.daemon.control.faults import NodeView
@@ -82,6 +82,17 @@ def test_one_that_was_lost_before_stays_so() -> None:
     node.refused([2])
     node.wait(3.0)
     assert states(node) == {0: "up", 1: "up", 2: "up", 3: "lost"}
+
+
+def test_the_row_of_a_slot_has_its_rank() -> None:
+    node = Node(1, 4)
+    slots = [row for row in rows(node) if isinstance(row, SlotRecord)]
+    assert {(row.node, row.slot, row.rank) for row in slots} == {(1, 0, 1)}
+
+
+def rows(node: Node) -> list[Record]:
+    writes = [out for out in node.wait(2.0).outputs if isinstance(out, e.Write)]
+    return [row for write in writes for row in write.records]
 
 
 def test_a_generation_in_one_line() -> None:

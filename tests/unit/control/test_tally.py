@@ -55,6 +55,10 @@ def test_a_phase_of_an_older_generation_does_not_count() -> None:
     assert found.newest == 9
 
 
+def test_the_newest_step_of_all_is_how_far_they_are() -> None:
+    assert tally(view(0, slot(step=9)), view(1, slot(step=7)), view(2)).progress == 9
+
+
 @pytest.mark.parametrize(
     ("phase", "reached"),
     [
