@@ -61,6 +61,10 @@ def _with_names(runtime: "JobRuntime", reason: str) -> str:
     return _NUMBERED.sub(lambda found: names.get(found[1], found[0]), reason)
 
 
+async def _at_once(orders: Iterable[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*orders)  # no deadline: each order has its own
+
+
 def _marked(nodes: Iterable[Node], mark: str) -> set[str]:
     """Nodes that are down, or drained for a reason that begins so.
 
@@ -234,18 +238,19 @@ class SlurmCluster:
             return down.issuperset(theirs) and down.isdisjoint(ours)
         mark, job_id = reason_text(f"job {run}: "), slurm_job_id(run)
         reason = f"{mark}silent, as is half of its nodes"
+        # no deadline: each has its own
         job, nodes = await asyncio.gather(self._now(job_id, 0.0), self._nodes_now())
         names = [name for name in theirs if name in job.nodes] if job.holds_nodes else []
         if not _marked(nodes, mark).isdisjoint(ours):
             if job.holds_nodes and not set(ours) & set(job.nodes):
                 # Set down, and so out of the job: the other half goes on. What this one has done is undone.
                 here = [node for node in nodes if node.name in names and node.draining]
-                await asyncio.gather(*(self._slurm.undrain(n.name) for n in here if n.reason == reason))
+                await _at_once(self._slurm.undrain(node.name) for node in here if node.reason == reason)
             return False
-        await asyncio.gather(*(self._slurm.drain(name, reason) for name in names))
+        await _at_once(self._slurm.drain(name, reason) for name in names)
         if not _marked(await self._nodes_now(), mark).isdisjoint(ours):
             return False
-        await asyncio.gather(*(self._slurm.mark_down(name, reason) for name in names))
+        await _at_once(self._slurm.mark_down(name, reason) for name in names)
         return _marked(await self._nodes_now(), mark).issuperset(theirs)
 
     async def _nodes_now(self) -> Sequence[Node]:
