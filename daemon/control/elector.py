@@ -32,7 +32,7 @@ AGAIN_S = 0.3
 CANCEL_S = 2.0
 # Of two halves that live one asks the witness first, the other so much later, where the lease leaves as long
 # as a busy witness takes.
-HALF_LATER_S = 1.0
+HALF_LATER_S = 3.0
 WITNESS_TAKES_S = 5.0
 # So often in a lease the agent hears that the node holds it: some that are late do not matter.
 RENEWALS = 10

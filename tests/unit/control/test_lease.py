@@ -210,7 +210,7 @@ def test_exactly_half_without_a_witness_is_no_majority() -> None:
 
 @pytest.mark.parametrize(
     ("lease_s", "asked_s"),
-    [(10.0, (1.0, 2.0, 2.0, 3.0)), (6.5, (1.0, 2.0, 1.5, 2.5)), (3.0, (1.0, 2.0, 1.0, 2.0))],
+    [(10.0, (1.0, 2.0, 4.0, 5.0)), (6.5, (1.0, 2.0, 1.5, 2.5)), (3.0, (1.0, 2.0, 1.0, 2.0))],
 )
 def test_one_of_a_half_asks_and_before_the_other_half_that_of_the_lowest(
     lease_s: float, asked_s: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
