@@ -98,6 +98,7 @@ SIZES ?= 16 64 256 1024 4096 12500
 scale: $(STAMP)
 	$(BIN)/python -m tests.sim.scale $(SIZES) --json docs/scale.json --plot docs/scale.png
 	$(BIN)/python -m tests.sim.scale_parts $(SIZES) --json docs/scale_parts.json
+	$(BIN)/python -m tests.sim.scale_memory $(SIZES) --json docs/scale_memory.json
 
 bench: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal

@@ -404,6 +404,7 @@ class Controller(Follower):
             self._log_fault(finding, now)
         self._settle_cut()
         self._follow_progress(self._tally.newest, now)
+        self._held.clear()
         situation = plan.Situation(
             self.spec, self.nodes, self.assignment, self._log.faults, self.progress, self.term, self.me, now
         )
@@ -460,6 +461,7 @@ class Controller(Follower):
         self._broadcast(stop, now)
 
     def _decided_generation(self, assignment: m.Assignment, now: float) -> None:
+        self._held.clear()
         if not self.leads:
             if self._row is not None and self.spec is not None:
                 # It forms no more; the leader's word of it may be lost on its way.

@@ -25,7 +25,7 @@ CONSEQUENCES = 64
 
 @dataclass
 class NodeView:
-    """What the control plane knows of one node; `lost`: why it is; `dark`: nothing on it answers.
+    """What the control plane knows of one node; `lost`: why it is.
 
     `told_s`: when `state` came, by this daemon's clock. `copies`: the newest that its agent has told of what
     it holds, with the `seq` of that state and when it came; in jobs of many nodes not every state has it.
@@ -37,7 +37,6 @@ class NodeView:
     lost: str | None = None
     lost_age_s: float = 0.0
     lost_source: FaultSource = "membership"
-    dark: bool = False
     told_s: float = 0.0
     copies: tuple[Copies, int, float] | None = None
 

@@ -42,6 +42,7 @@ from ckptless.daemon.control.elector import Elector
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.control.protection import FEW_NODES as FEW
+from ckptless.daemon.control.sources import once
 
 REPORT_INTERVAL_S = 1.0
 # Of so many nodes' reports that only tell of new steps the leader hears in a second, and writes rows.
@@ -75,7 +76,7 @@ class Follower(Elector):
     def handle_all(self, events: Iterable[Input], now: float) -> list[Output]:
         """What has come at one time; what follows from it is looked at once."""
         if not self._since:
-            self._since = self._moved = self._started = now
+            self._since = self._moved = self._started = self._led_at = now
         for event in events:
             self._take(event, now)
         self._follow(now)
@@ -126,6 +127,7 @@ class Follower(Elector):
             case Suspended():
                 self._since = min(now, self._since + event.seconds)
                 self._moved = min(now, self._moved + event.seconds)
+                self._led_at = min(now, self._led_at + event.seconds)
             case Tick():
                 self._periodic(now)
 
@@ -151,19 +153,8 @@ class Follower(Elector):
         if isinstance(message, m.AgentHello | m.Introduction):
             self._on_hello(view, message, now)
         elif isinstance(message, m.AgentState):
-            if view.take_copies(message, now):
-                self._news[report.node] = None
-            if view.state is not None and message.seq <= view.state.seq:
+            if not self._on_state(view, message, now):
                 return
-            view.state, view.told_s = message, now
-            self._news[report.node] = None
-            if report.node == self.me:
-                newest = max((slot.step or 0 for slot in message.slots), default=0)
-                self._stepped = self._stepped if newest == self._stepped[0] else (newest, now)
-                self._tend()
-                if view.lost is not None and self.outcome is None:
-                    # It has missed the word, and may hear the others: it would run on.
-                    self._out.append(ToAgent(self._end_of_lost(view.lost, view.lost_source)))
         elif isinstance(message, m.Cancel):
             self._cancelled = message
         elif report.node == self.me:
@@ -171,11 +162,24 @@ class Follower(Elector):
         if report.node == self.me and self.leader not in (NOBODY, self.me):
             self._pass_on(report, now)
 
-    def still_s(self, now: float) -> float:
-        """How long this node's ranks have made no step; 0 where none is due, or there are none."""
-        here = self.assignment.ranks_on(self.me) if self.assignment is not None else ()
-        due = here and self.stage in ("joining", "restoring", "running")
-        return now - max(self._since, self._stepped[1]) if due else 0.0
+    def _on_state(self, view: NodeView, state: m.AgentState, now: float) -> bool:
+        """Take what an agent tells of itself; False where it is older than what is known."""
+        if view.take_copies(state, now):
+            self._news[view.node] = None
+        if view.state is not None and state.seq <= view.state.seq:
+            return False
+        if state.holdings is not None:
+            state = structs.replace(state, holdings=once(state.holdings, self._held))
+        view.state, view.told_s = state, now
+        self._news[view.node] = None
+        if view.node == self.me:
+            newest = max((slot.step or 0 for slot in state.slots), default=0)
+            self._stepped = self._stepped if newest == self._stepped[0] else (newest, now)
+            self._tend()
+            if view.lost is not None and self.outcome is None:
+                # It has missed the word, and may hear the others: it would run on.
+                self._out.append(ToAgent(self._end_of_lost(view.lost, view.lost_source)))
+        return True
 
     def _pass_on(self, report: Report, now: float) -> None:
         message = report.message

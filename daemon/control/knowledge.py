@@ -13,6 +13,7 @@ from ckptless.daemon.control.edges import NodeLost, Output, Report, Said, Stage,
 from ckptless.daemon.control.faults import FaultLog, NodeView
 from ckptless.daemon.control.lease import Lease
 from ckptless.daemon.control.pairs import Apart
+from ckptless.daemon.control.sources import Same
 from ckptless.daemon.control.telling import Line
 from ckptless.daemon.control.timeline import Timeline
 
@@ -63,12 +64,16 @@ class Knowledge:
     _led: bool = False
     # Since when it hears no leader, and its own tries.
     _alone: float | None = None
+    # When a leader was there last.
+    _led_at: float = 0.0
     _tried: bool = False
     _campaigns: int = 0
     # Who has asked for this daemon's support while it heard its leader.
     _refused: dict[int, Said] = field(default_factory=dict)
     _followed: int = 0
     _generation: int = 0
+    # What frozen agents have told that they hold, of this recovery.
+    _held: Same = field(default_factory=dict)
     _touched: set[int] = field(default_factory=set)
     _lease: Lease = field(default_factory=Lease)
     _renewed: float = 0.0
@@ -147,6 +152,12 @@ class Knowledge:
         sources = (self.reachable, self.answering, self.pulsing)
         return {v for v in self.known.voters if v == self.me or any(v in source for source in sources)}
 
+    def still_s(self, now: float) -> float:
+        """How long this node's ranks have made no step; 0 where none is due, or there are none."""
+        here = self.assignment.ranks_on(self.me) if self.assignment is not None else ()
+        due = here and self.stage in ("joining", "restoring", "running")
+        return now - max(self._since, self._stepped[1]) if due else 0.0
+
     def _own_reports(self, *, short: bool = True) -> tuple[Report, ...]:
         mine = self.nodes[self.me]
         hello: m.AgentHello | m.Introduction | None = mine.hello
@@ -162,7 +173,7 @@ class Knowledge:
         # With the job's end its agents and, in local mode, its daemons go: nothing is lost by that.
         if view.lost is not None or self.known.outcome is not None:
             return
-        view.lost, view.lost_age_s, view.dark = loss.reason, loss.age_s, loss.dark
+        view.lost, view.lost_age_s = loss.reason, loss.age_s
         view.lost_source = loss.source
         self.losses[loss.node] = loss
         self._touched.add(loss.node)

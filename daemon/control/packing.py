@@ -7,9 +7,9 @@ or beside the rank's own node: where a job is regular, as they are, compressing 
 
 import hashlib
 import zlib
-from collections.abc import Collection, Sequence
-from itertools import accumulate, pairwise
-from typing import Annotated, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise, repeat
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -21,6 +21,7 @@ from ckptless.daemon.control.decree import Decree
 
 # Of what a packed decree may become: of the most ranks that a job may have.
 MOST_NBYTES = 64 << 20
+T = TypeVar("T")
 Small: TypeAlias = Annotated[int, msgspec.Meta(ge=-MOST_RANKS, le=MOST_RANKS)]
 # Of each rank, or shard, how many nodes; then those nodes.
 _MOST_HOLDERS = msgspec.Meta(max_length=16 * MOST_RANKS)
@@ -86,8 +87,7 @@ def pack(decree: Decree, base: Decree) -> bytes | None:
 def unpack(body: bytes, base: Decree, digest: str, nodes: Collection[int]) -> Decree:
     """What was packed: of these nodes, and of that digest. Raises MissingBaseError, ProtocolError."""
     try:
-        packed = _DECODER.decode(_inflate(body))
-        decree = _whole(packed, base)
+        decree = _whole(_DECODER.decode(_inflate(body)), base)
     except (zlib.error, msgspec.MsgspecError, ValueError, IndexError, RecursionError) as error:
         raise ProtocolError(f"not a decree: {error}") from error
     assignment = decree.assignment
@@ -126,30 +126,30 @@ def _whole(packed: _Packed, base: Decree) -> Decree:
     rest = packed.rest
     if rest.assignment is None:
         return rest
-    infos = {info.node: info for info in base.assignment.nodes} if base.assignment is not None else {}
+    old = base.assignment if base.assignment is not None else _without(rest.assignment)
+    infos = {info.node: info for info in old.nodes}
     for node in packed.gone:
         infos.pop(node, None)
     infos |= {info.node: info for info in packed.came}
-    homes, slots, shards = _sums(packed.homes), _sums(packed.slots), _sums(packed.shards)
-    if min((0, *homes, *slots, *shards)) < 0 or max((0, *slots)) >= MOST_SLOTS:
-        raise ValueError("a slot that there is not")
-    old = base.assignment.places if base.assignment is not None else ()
-    places = [Place(node=node, slot=slot) for node, slot in zip(homes, slots, strict=True)]
-    holds = _sums(packed.holds)
-    if max((0, *shards)) >= len(places) > 0 or not all(0 <= shard < len(places) for shard in holds):
-        raise ValueError("a shard of no rank")
-    same: dict[tuple[int, ...], tuple[int, ...]] = {}
-    tensors = _unlist(packed.tensors, [homes[shard] for shard in holds], same)
+    same: dict[int, int] = {}
+    homes = [same.setdefault(node, node) for node in accumulate(packed.homes)]
+    ranks = tuple(range(len(homes)))
+    slots = _chosen(range(MOST_SLOTS), packed.slots)
+    shards, holds = _chosen(ranks, packed.shards), _chosen(ranks, packed.holds)
+    if min(homes, default=0) < 0:
+        raise ValueError("a node that there is not")
+    places = _shared(old.places, (Place(node=n, slot=s) for n, s in zip(homes, slots, strict=True)))
+    alike: dict[tuple[int, ...], tuple[int, ...]] = {}
+    tensors = _unlist(packed.tensors, [homes[shard] for shard in holds], alike)
     assignment = replace(
         rest.assignment,
-        # Of two decrees what is the same is in the memory once.
-        places=tuple(kept if kept == new else new for kept, new in zip(old, places, strict=True))
-        if len(old) == len(places)
-        else tuple(places),
+        places=places,
         nodes=tuple(infos[node] for node in sorted(infos)),
-        shards=tuple(shards),
-        tensor_nodes=tuple(zip(holds, tensors, strict=True)),
-        record_nodes=tuple(_unlist(packed.records, homes[: len(packed.records.counts)], same)),
+        shards=_shared(old.shards, shards),
+        tensor_nodes=_shared(old.tensor_nodes, zip(holds, tensors, strict=True)),
+        record_nodes=_shared(
+            old.record_nodes, _unlist(packed.records, homes[: len(packed.records.counts)], alike)
+        ),
     )
     return replace(rest, assignment=assignment)
 
@@ -158,13 +158,26 @@ def _without(assignment: Assignment) -> Assignment:
     return replace(assignment, places=(), nodes=(), shards=(), tensor_nodes=(), record_nodes=())
 
 
+def _shared(old: Sequence[T], new: Iterable[T]) -> tuple[T, ...]:
+    """Return the new ones; what two decrees have alike is in memory once."""
+    return tuple(
+        kept if kept == one else one for kept, one in zip(chain(old, repeat(None)), new, strict=False)
+    )
+
+
 def _steps(numbers: Sequence[int]) -> tuple[int, ...]:
     """Of each the difference from the one before."""
     return tuple(b - a for a, b in pairwise((0, *numbers)))
 
 
-def _sums(steps: Sequence[int]) -> list[int]:
-    return list(accumulate(steps))
+def _chosen(of: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """Return those of these numbers that are named by the steps between them."""
+    found: list[int] = []
+    for number in accumulate(steps):
+        if not 0 <= number < len(of):
+            raise ValueError("a slot that there is not, or a shard of no rank")
+        found.append(of[number])
+    return found
 
 
 def _lists(found: Sequence[tuple[int, Sequence[int]]]) -> _Lists:
@@ -177,14 +190,12 @@ def _lists(found: Sequence[tuple[int, Sequence[int]]]) -> _Lists:
 
 def _unlist(
     lists: _Lists, homes: Sequence[int], same: dict[tuple[int, ...], tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-    """The same back; what is equal is kept once, in `same`."""
+) -> Iterator[tuple[int, ...]]:
+    """Give the same back; what is equal is in memory once, by `same`."""
     if sum(lists.counts) != len(lists.nodes):
         raise ValueError("lists that do not add up")
-    found: list[tuple[int, ...]] = []
     at = 0
     for home, count in zip(homes, lists.counts, strict=True):
         nodes = tuple(accumulate(lists.nodes[at : at + count], initial=home))[1:]
-        found.append(same.setdefault(nodes, nodes))
+        yield same.setdefault(nodes, nodes)
         at += count
-    return found

@@ -3,7 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from ckptless.daemon.api.messages import Holdings, Place
 from ckptless.daemon.control.faults import NodeView
@@ -15,6 +17,8 @@ Told: TypeAlias = tuple[int, Holdings]
 _Steps: TypeAlias = Sequence[
     tuple[int, Sequence[tuple[int, Sequence[int]]] | Sequence[tuple[int, int, Sequence[int]]]]
 ]
+# Steps, and entries of holdings, each under itself.
+Same: TypeAlias = dict[tuple[object, ...], Any]
 
 
 class NoCommonStepError(Exception):
@@ -44,9 +48,10 @@ class _Held:
         wanted = set(self.shards.values())
         every = {one[-1] for _, some in self.tensors for one in some}
         for step in sorted({step for steps in every for step in steps}, reverse=True):
-            tensors = _holders(self.tensors, step)
+            same: dict[tuple[int, ...], tuple[int, ...]] = {}
+            tensors = _holders(self.tensors, step, same)
             if wanted <= tensors.keys():
-                records = _holders(self.records, step)
+                records = _holders(self.records, step, same)
                 if self.shards.keys() <= records.keys():
                     return _Common(step, records, tensors)
         return None
@@ -57,8 +62,8 @@ class _Common:
     """A step that every rank can go on from, and the nodes that have each record and each shard of it."""
 
     step: int
-    records: Mapping[int, list[int]]
-    tensors: Mapping[int, list[int]]
+    records: Mapping[int, tuple[int, ...]]
+    tensors: Mapping[int, tuple[int, ...]]
 
 
 def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
@@ -87,20 +92,28 @@ def sources_of(told: Sequence[Told], places: Sequence[Place], progress: int = 0)
             raise NoCommonStepError(_missing(held, len(places)))
         return Sources()
     shards = tuple(held.shards[rank] for rank in range(len(places)))
-    # The ranks of a node are held by the same nodes as a rule: what is equal is kept once.
-    same: dict[tuple[int, ...], tuple[int, ...]] = {}
-    nearest = (_nearest_first(common.records[rank], place.node) for rank, place in enumerate(places))
-    by_shard = ((shard, tuple(common.tensors[shard])) for shard in sorted(set(shards)))
+    records = (_nearest_first(common.records[rank], place.node) for rank, place in enumerate(places))
     return Sources(
         step=common.step,
         shards=shards,
-        tensor_nodes=tuple((shard, same.setdefault(nodes, nodes)) for shard, nodes in by_shard),
-        record_nodes=tuple(same.setdefault(nodes, nodes) for nodes in nearest),
+        tensor_nodes=tuple((shard, common.tensors[shard]) for shard in sorted(set(shards))),
+        record_nodes=tuple(records),
     )
 
 
-def _nearest_first(nodes: list[int], home: int) -> tuple[int, ...]:
-    return tuple(sorted(nodes, key=lambda node: node != home))
+def once(held: Holdings, same: Same) -> Holdings:
+    """Return the same holdings; what other nodes have told too is in memory once, in `same`."""
+
+    def known(one: tuple[object, ...]) -> Any:
+        return same.setdefault(one, one)
+
+    tensors = tuple(known((shard, known(steps))) for shard, steps in held.tensors)
+    records = tuple(known((rank, shard, known(steps))) for rank, shard, steps in held.records)
+    return replace(held, tensors=tensors, records=records)
+
+
+def _nearest_first(nodes: tuple[int, ...], home: int) -> tuple[int, ...]:
+    return nodes if home not in nodes[1:] else tuple(sorted(nodes, key=lambda node: node != home))
 
 
 def _told(nodes: Iterable[NodeView]) -> list[Told]:
@@ -130,14 +143,16 @@ def _held(told: Sequence[Told], world_size: int, compared: Comparison, *, disput
     )
 
 
-def _holders(held: _Steps, step: int) -> dict[int, list[int]]:
-    """Of each the nodes that have this step, ascending."""
+def _holders(
+    held: _Steps, step: int, same: dict[tuple[int, ...], tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
+    """Of each the nodes that have this step, ascending; equal ones, as a node's ranks have, are kept once."""
     found: dict[int, list[int]] = defaultdict(list)
     for node, some in held:
         for one in some:
             if step in one[-1]:
                 found[one[0]].append(node)
-    return found
+    return {what: same.setdefault(nodes := tuple(some), nodes) for what, some in found.items()}
 
 
 def _all_steps(holdings: Holdings) -> list[int]:

@@ -122,17 +122,21 @@ class Tally:
         if view.usable and view.state is not None and view.state.frozen == generation:
             work.counts["frozen"] = 1
         ranks, usable, counts = self._ranks(node), view.usable, work.counts
+        alike: dict[tuple[Phase, bool, bool], int] = {}
         for rank, place in ranks:
             slot = view.slot(place.slot)
             if slot is None:
                 continue
             if slot.generation == generation:
-                for reached in _REACHED[slot.phase, slot.stepped, slot.cause is None]:
-                    counts[reached] = counts.get(reached, 0) + 1
+                key = slot.phase, slot.stepped, slot.cause is None
+                alike[key] = alike.get(key, 0) + 1
                 if slot.step is not None and slot.step > self.progress:
                     self.progress = slot.step
             if usable and slot.hooked and slot.phase in INSIDE:
                 work.inside.append((rank, place))
+        for key, count in alike.items():
+            for reached in _REACHED[key]:
+                counts[reached] = counts.get(reached, 0) + count
         work.findings = observe_node(self.assignment, view, ranks)
         return work
 

@@ -68,8 +68,8 @@ BUGS = (
         "anybody's tensors do",
         sources,
         "sources_of",
-        "tuple(common.tensors[shard])",
-        "tuple(common.tensors[0])",
+        "(shard, common.tensors[shard])",
+        "(shard, common.tensors[0])",
     ),
     Bug(
         "decrees are not passed on",

@@ -106,12 +106,25 @@ def test_what_is_damaged_is_refused(body: bytes) -> None:
         unpack(body, BASE, digest_of(DECREE), NODES)
 
 
-def test_what_is_as_before_is_in_the_memory_once() -> None:
-    following = replace(DECREE, index=3)
-    found = unpack(pack(following, DECREE) or b"", DECREE, digest_of(following), NODES)
-    assert found.assignment is not None
-    assert DECREE.assignment is not None
-    assert [id(place) for place in found.assignment.places] == [id(p) for p in DECREE.assignment.places]
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_as_before_is_in_the_memory_once(ranks: int) -> None:
+    old = DECREE.assignment
+    assert old is not None
+    places = tuple(Place(node=rank, slot=0) for rank in range(ranks))
+    held = ((0, 1), (1, 0), (2, 0))[:ranks]
+    new = replace(
+        old, places=places, shards=tuple(range(ranks)), tensor_nodes=tuple(enumerate(held)), record_nodes=held
+    )
+    following = replace(DECREE, index=3, assignment=new)
+    found = unpack(pack(following, DECREE) or b"", DECREE, digest_of(following), NODES).assignment
+    assert found == new
+    for before, after in (
+        (old.places, found.places),
+        (old.tensor_nodes, found.tensor_nodes),
+        (old.record_nodes, found.record_nodes),
+        (old.nodes, found.nodes),
+    ):
+        assert all(a is b for a, b in zip(before, after, strict=False))
 
 
 def test_a_bomb_and_a_stranger_are_refused() -> None:

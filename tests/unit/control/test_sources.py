@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.sources import NoCommonStepError, recovery_step, state_sources
+from ckptless.daemon.control.sources import NoCommonStepError, Same, once, recovery_step, state_sources
 
 STEPS = 5
 Tensors = dict[int, Sequence[int]]
@@ -119,3 +120,19 @@ def test_what_is_missing_is_named() -> None:
     places = [m.Place(node=0, slot=0), m.Place(node=1, slot=0)]
     with pytest.raises(NoCommonStepError, match=r"rank 1's records .* \[6, 7\], its tensors for steps \[3\]"):
         state_sources(nodes, places, progress=7)
+
+
+def test_what_nodes_tell_alike_is_in_memory_once() -> None:
+    def told(node: int) -> m.Holdings:
+        decoded = msgspec.msgpack.encode(view(node, {0: [3, 4], 1: [4]}, {(0, 0): [3, 4], (1, 0): [4]}).state)
+        state = msgspec.msgpack.decode(decoded, type=m.AgentState)
+        assert state.holdings is not None
+        return state.holdings
+
+    same: Same = {}
+    first, second = told(0), told(1)
+    kept = [once(first, same), once(second, same)]
+    assert kept == [first, second]
+    for one, other in ((kept[0].tensors, kept[1].tensors), (kept[0].records, kept[1].records)):
+        assert all(a is b for a, b in zip(one, other, strict=True))
+    assert kept[0].tensors[0][1] is kept[0].records[0][2]
