@@ -162,6 +162,7 @@ class Elector(Knowledge):
             few = "too few of them can vote" if self.unable or not self.agreement.able else "too few"
             text = f"{len(self.reachable)} of {len(self.nodes)} daemons have met, {few} to begin"
             self._lose(NodeLost(self.me, text, now - self._since, source="lease"))
+        self._end_without_leader(now)
         if self._cancelled is None or self.stage == "ended":
             return
         self._cancelled_at = self._cancelled_at or now
@@ -176,13 +177,31 @@ class Elector(Knowledge):
             self._enter("ended", now)
             self._out.append(ToAgent(m.End(outcome=self._ended_here)))
 
+    def _end_without_leader(self, now: float) -> None:
+        """A job that stands still is not left so: it ends where no leader was found for as long as it may.
+
+        Enough voters may be heard, and too few of these can vote: one has lost its disk, another is gone.
+        """
+        if self.leads or self._hears_leader or self.spec is None or self.stage in ("forming", "ended"):
+            self._led_at = now
+            return
+        limit_s = self.spec.limits.join_s + self.spec.limits.stall_s
+        hosts = self.assignment.ranks_by_node.keys() if self.assignment is not None else set()
+        stands = self.stage != "running" or self.still_s(now) > limit_s or hosts <= self.losses.keys()
+        if stands and now - self._led_at > limit_s:
+            unable = self.unable.intersection(self.known.voters)
+            few = f": {_names(unable)} cannot vote" if unable else ""
+            text = f"nobody was elected leader for {limit_s:.0f} s{few}"
+            self._lose(NodeLost(self.me, text, now - self._led_at, source="lease"))
+
     def _settle_leader(self, node: int, theirs: Standing, now: float) -> None:
         """Two daemons agree on who leads: who has the higher ballot, until it says that it leads no more."""
         before, reign = self.leader, Ballot(number=theirs.term, node=theirs.leader)
         if theirs.leader == self.me and not self.leads:
             # They mean a former reign of this daemon. How far the job is, they know.
             self._reign = max(self._reign, reign)
-            if self.leader == self.me:
+            if self.me in (self.leader, self._reign.node):
+                # It may have followed an older one since: nobody leads after its own.
                 self.leader = NOBODY
             self._out.append(Meet(node, self.standing, ()))
         elif node == self.leader and theirs.leader == NOBODY and theirs.term >= self.term:

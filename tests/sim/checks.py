@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.decree import Accepted, Decree, Durable, Promise, Say, first_decree, is_quorum
 from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.membership.watch import ASKED
 from ckptless.daemon.peers import messages as p
 
 from .story import Violation
@@ -111,21 +112,24 @@ class Checks:
             return
         if not loss.dark or not network.apart(daemon.node, node):
             self._fail(f"{daemon.name} says of node-{node}, which lives and can be reached: {loss.reason}")
-        others = [n for n in daemon.links if n != node and self._answers(n)]
+        others = [n for n in daemon.links if n != node and self._answers(daemon, n)]
         seen_by = [n for n in others if not network.apart(n, node) and not network.apart(n, daemon.node)]
-        if 2 * len(seen_by) > len(others):
+        # It asks a few: these may be those that do not see it.
+        blind = len(daemon.links.keys() - {node, *seen_by})
+        if 2 * len(seen_by) > len(others) and blind < ASKED:
             self._fail(f"{daemon.name} says of node-{node}, which {seen_by} see: {loss.reason}")
         reached = network.reached_from(daemon.node)
         assert daemon.control is not None
         if network.broken and not is_quorum(daemon.control.known.voters, reached, world.witness.down):
             self._fail(f"{daemon.name}, which reaches {sorted(reached)}, says of node-{node}: {loss.reason}")
 
-    def _answers(self, node: int) -> bool:
-        """Whether it could have been asked, and heard: of a question and its answer a storm takes some."""
-        now, stormy = self._world.events.now, self._world.events.now < self._world.storm_until
+    def _answers(self, asker: "Daemon", node: int) -> bool:
+        """Whether it could have been asked, and heard: of a question and its answer some are lost."""
         daemon = self._world.daemons.get(node)
-        awake_s = now - daemon.awake_since if daemon is not None and daemon.control is not None else 0.0
-        return awake_s > (ASKED_OFTEN_S if stormy else RECENTLY_S)
+        if daemon is None or daemon.control is None:
+            return False
+        since = max(daemon.awake_since, daemon.born, daemon.began, asker.linked_at[node])
+        return self._world.events.now - since > ASKED_OFTEN_S
 
     def can_agree(self) -> bool:
         """Whether enough of the voters live, and can vote, and some of these hear each other."""
@@ -146,7 +150,9 @@ class Checks:
         for node in side & steady:
             agent = self._world.agents[node]
             begun = agent.sound and agent.assignment is not None
-            if begun and not is_quorum(voters, side, self._world.witness.down):
+            # A decree that was under way may have other voters.
+            able = any(is_quorum(known, side, self._world.witness.down) for known in (voters, self.voters))
+            if begun and not able:
                 self._fail(f"{agent.name} runs on, cut off from {voters} with {sorted(side)}")
 
     def _voted(self, new: Decree) -> None:

@@ -215,6 +215,7 @@ def _agent_link(world: "World", fault: Broken) -> bool:
         return False
     world.agents[node].hold(world.events.now + for_s)
     world.daemons[node].hold_orders(world.events.now + for_s)
+    world.network.deaf_until[node] = world.events.now + for_s
     # Who is not told to stop in time is given up.
     world.network.ever.add(node)
     return _tell(

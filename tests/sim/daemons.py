@@ -45,6 +45,7 @@ class Daemon:
         self.alive = True
         self.wanted: frozenset[int] = frozenset()
         self.links: dict[int, Channel[p.DaemonMessage]] = {}
+        self.linked_at: dict[int, float] = {}
         self._session: JobSession | None = None
         self._peering: Peering | None = None
         self._agent: Agent | None = None
@@ -141,6 +142,7 @@ class Daemon:
     def peer_up(self, node: int, link: Channel[p.DaemonMessage]) -> None:
         """A link is there."""
         self.links[node] = link
+        self.linked_at[node] = self.world.events.now
         self._do(lambda peering: peering.linked(node))
 
     def peer_down(self, node: int, why: str) -> None:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.control.decree import is_quorum
+from ckptless.daemon.control.elector import FORMING_DEADLINE_S
 
 from .network import DARK_S
 from .story import Violation
@@ -63,10 +64,11 @@ class Living:
         steady_s = world.events.now - self.steady_since
         group = self.quorum_of(node)
         control = world.daemons[node].control if node in world.daemons else None
-        if group is not None and control is not None and control.stage == "forming":
-            # Only those that can write begin a job; what trains goes on without that.
-            able = {n for n in group if (c := world.daemons[n].control) is not None and c.agreement.able}
-            group = group if is_quorum(world.checks.voters, able, world.witness.down) else None
+        controls = {n: c for n in group or () if (c := world.daemons[n].control) is not None}
+        if group is not None and control is not None and not any(c.leads for c in controls.values()):
+            # Only those that can write begin a job, or lead it; what trains goes on without that.
+            able = {n for n, c in controls.items() if c.agreement.able}
+            group = group if is_quorum(control.known.voters, able, control.agreement.dead) else None
         if group is not None and steady_s > world.spec.limits.lease_s + 2 * DARK_S + 1.0:
             raise Violation(f"node-{node} ends its ranks, and can hear a quorum of {sorted(group)}: {why}")
 
@@ -82,6 +84,6 @@ class Living:
         quiet_since = max(self.steady_since, *world.full_until.values(), 0.0)
         if mark != self._mark or not world.generation or not able or quiet_since > self._moved_at:
             self._mark, self._moved_at = mark, now
-        elif now - self._moved_at > self._patience_s:
+        elif now - self._moved_at > self._patience_s + FORMING_DEADLINE_S * ("forming" in stages):
             raise Violation(f"a quorum is there for {now - self._moved_at:.0f} s, and nothing moves: {mark}")
         world.events.after(LOOK_S, self._look)

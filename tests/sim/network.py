@@ -1,6 +1,7 @@
 """The network between the nodes: whole, or cut in two for a while; and the cluster's manager."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -8,8 +9,8 @@ if TYPE_CHECKING:
     from .world import World
 
 DARK_S = 0.6
-# What it takes to notice that the lease is over, and to end.
-OVER_S = 2 * DARK_S + 1.0
+# What it takes to notice that the lease is over, and to end; in a large job pulses are passed on for a while.
+OVER_S = 2 * DARK_S + 1.5
 
 
 class Network:
@@ -18,6 +19,8 @@ class Network:
     def __init__(self, world: "World") -> None:
         self._world = world
         self.ever: set[int] = set()
+        # Of nodes until when agent and daemon do not hear each other.
+        self.deaf_until: dict[int, float] = {}
         # Pairs (from, to) between which nothing gets through.
         self._blocked: frozenset[tuple[int, int]] = frozenset()
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
@@ -59,10 +62,13 @@ class Network:
         world.story.tell("fault", f"the network is cut: {sorted(side)} and the others, for {away_s:.2f} s")
         rest = set(world.agents) - side
         self._block({(a, b) for a in side for b in rest} | {(b, a) for a in side for b in rest}, away_s)
-        if away_s > self.over_s:
-            voters, cut_at = world.checks.voters, world.events.now
-            for half in (set(side), rest):
-                world.events.after(self.over_s, lambda half=half: self._look(half, voters, cut_at))  # type: ignore[misc]
+        # An agent that does not hear its daemon asks others, and ends when its own lease is over.
+        for after_s, every in ((self.over_s, False), (self.over_s + 2 * world.spec.limits.lease_s, True)):
+            if away_s > after_s:
+                voters, cut_at = world.checks.voters, world.events.now
+                for half in (set(side), rest):
+                    look = partial(self._look, half, voters, cut_at, every)
+                    world.events.after(after_s, look)
 
     def block(self, pairs: set[tuple[int, int]], away_s: float) -> None:
         """Nothing gets from one node of each pair to the other; the other way it may."""
@@ -75,17 +81,26 @@ class Network:
         self.ever |= {node for pair in pairs for node in pair}
         self._world.events.after(away_s, self._heal)
 
-    def _look(self, half: set[int], voters: tuple[int, ...], cut_at: float) -> None:
-        """A daemon that was started since, or stopped, or first heard of the job then: another lease."""
+    def _look(self, half: set[int], voters: tuple[int, ...], cut_at: float, every: bool) -> None:
+        """A daemon that was started since, or stopped, or first heard of the job then: another lease.
+
+        `every`: also those whose agent does not hear it.
+        """
         world = self._world
         if self.healed_at >= cut_at or self.broken_at != cut_at or world.checks.outcome is not None:
             return
         # One that was stopped passes signs of life from before the cut on when it goes on.
         awake = max((d.awake_since for n, d in world.daemons.items() if n in half), default=0.0)
         if awake > cut_at and awake + self.over_s > world.events.now:
-            world.events.at(awake + self.over_s, lambda: self._look(half, voters, cut_at))
+            world.events.at(awake + self.over_s, partial(self._look, half, voters, cut_at, every))
             return
-        steady = {n for n, d in world.daemons.items() if max(d.born, d.began, d.awake_since) <= cut_at}
+        steady = {
+            n
+            for n, d in world.daemons.items()
+            if max(d.born, d.began, d.awake_since) <= cut_at
+            and d.control is not None
+            and (every or (self.deaf_until.get(n, 0.0) < cut_at and d.control.stage != "forming"))
+        }
         world.checks.cut_off(half, voters, steady)
 
     def _heal(self) -> None:

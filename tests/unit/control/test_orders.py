@@ -17,7 +17,7 @@ from ckptless.daemon.control.knowledge import NOBODY
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import LEASE_S, Heard, Node, agreed, first_generation, info, lost_by, trains
+from lease_nodes import LEASE_S, LIMITS, Heard, Node, agreed, first_generation, info, lost_by, meet, trains
 
 NODES = 3
 STOP, GO = m.Stop(generation=1, reason="x"), m.Go(generation=1)
@@ -200,8 +200,8 @@ def test_an_answer_of_a_lost_node_is_none() -> None:
 def test_the_first_who_says_that_a_node_is_lost_is_believed() -> None:
     node = Node(0, 5)
     node.feed(lost_by(3, "silent", 2.0, dark=True), lost_by(3, "drained", source="slurm"))
-    view = node.control.nodes[3]
-    assert (view.lost, view.lost_source, view.lost_age_s, view.dark) == ("silent", "membership", 2.0, True)
+    view, loss = node.control.nodes[3], node.control.losses[3]
+    assert (view.lost, view.lost_source, view.lost_age_s, loss.dark) == ("silent", "membership", 2.0, True)
 
 
 def test_nothing_is_lost_by_the_end_of_the_job() -> None:
@@ -289,11 +289,75 @@ def test_a_leader_that_says_that_it_leads_no_more_is_not_followed() -> None:
 
 def test_who_is_taken_for_the_leader_and_is_not_says_so() -> None:
     node = Node(1, NODES)
-    found = node.feed(e.PeerUp(2, standing(4, 1, "restoring")))
+    found = Heard(node.control.handle(e.PeerUp(2, standing(4, 1, "restoring")), node.now))
     told = [(out.node, out.standing.leader) for out in found.outputs if isinstance(out, e.Meet)]
-    assert (2, 0) in told
+    assert (2, NOBODY) in told
     assert node.control.term == 4
     assert stage(node) == "restoring", "how far the job is, they know"
+
+
+def test_two_that_know_of_other_reigns_agree_and_are_quiet() -> None:
+    """One was started again after it had led, and follows whom it hears of first: that was before its own."""
+    node, other = Node(1, NODES), Node(2, NODES)
+    node.quiet, other.quiet = {0, 2}, {0, 1}
+    other.feed(e.PeerUp(0, standing(4, 1)))
+    assert (leader_of(node), leader_of(other)) == (0, 1)
+    meet(node, other)
+    assert (leader_of(node), leader_of(other)) == (NOBODY, NOBODY)
+
+
+LIMIT_S = LIMITS.join_s + LIMITS.stall_s
+
+
+def without_leader(stage: e.Stage, *, for_s: float, steps: bool = False) -> list[m.End]:
+    """Node 0 has led, and is gone; node 2 is heard, and cannot vote: node 1 asks it in vain."""
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(0, standing(1, 0, stage)), e.PeerUp(2, standing(1, NOBODY, able=False)))
+    found = Heard(node.control.handle_all((e.PeerDown(0), lost_by(0, "silent")), node.now))
+    for step in range(round(for_s / 10)):
+        node.now += 10.0
+        found.outputs += node.control.handle(e.Tick(), node.now)
+        assert node.held
+        if steps:
+            state = trains(1, first_generation(NODES), seq=step + 9)
+            slots = (structs.replace(state.slots[0], step=step + 100),)
+            found.outputs += node.control.handle(e.Report(1, structs.replace(state, slots=slots)), node.now)
+    return found.ends
+
+
+@pytest.mark.parametrize("stage", ["stopping", "joining", "restoring", "running", "releasing"])
+def test_a_job_that_stands_still_and_finds_no_leader_ends(stage: e.Stage) -> None:
+    assert without_leader(stage, for_s=LIMIT_S - 10.0) == []
+    (end,) = without_leader(stage, for_s=LIMIT_S + 20.0)
+    assert (end.outcome.state, end.outcome.why, end.here_only) == ("failed", "no-quorum", True)
+    assert "nobody was elected leader for 1200 s: node-2 cannot vote" in end.outcome.reason
+
+
+def test_what_trains_goes_on_without_a_leader() -> None:
+    assert without_leader("running", for_s=2 * LIMIT_S, steps=True) == []
+
+
+def test_a_spare_without_a_leader_stays_as_long_as_others_train() -> None:
+    node = Node(2, NODES)
+    node.feed(e.PeerUp(0, standing(1, NOBODY)), e.PeerUp(1, standing(1, NOBODY, able=False)))
+    assert leader_of(node) == NOBODY
+
+    def hear(*events: e.Input) -> list[m.End]:
+        return Heard(node.control.handle_all(events, node.now)).ends
+
+    node.now += LIMIT_S + 10.0
+    assert hear(e.Tick()) == []
+    assert hear(lost_by(0, "it stood still")) == []
+    assert len(hear(lost_by(1, "it stood still"))) == 1
+
+
+def test_time_in_which_a_daemon_was_suspended_does_not_count_for_the_search_of_a_leader() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(0, standing(1, 0, "stopping")), e.PeerUp(2, standing(1, NOBODY, able=False)))
+    node.control.handle_all((e.PeerDown(0), lost_by(0, "silent")), node.now)
+    node.now += LIMIT_S + 10.0
+    suspended = node.control.handle_all((e.Suspended(LIMIT_S + 10.0), e.Tick()), node.now)
+    assert Heard(suspended).ends == []
 
 
 def test_how_far_the_job_is_its_leader_says() -> None:
