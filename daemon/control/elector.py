@@ -138,12 +138,12 @@ class Elector(Knowledge):
     def _order(self) -> int | None:
         """How many others it lets try before it; None where it cannot be elected.
 
-        Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where the
-        voters' nodes are lost, whose daemons may vote on, any node.
+        Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where each
+        voter's node is lost, whose daemon may vote on, or cannot vote, any node.
         """
         there = self.reachable - self.unable - self.losses.keys()
         voters = there.intersection(self.known.voters)
-        if not voters and self.losses.keys() >= set(self.known.voters):
+        if not voters and self.losses.keys() | self.unable >= set(self.known.voters):
             voters = there
         order = sorted(voters, key=lambda node: (node != self._reign.node, node))
         return order.index(self.me) if self.me in order else None

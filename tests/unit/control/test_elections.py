@@ -114,6 +114,17 @@ def test_who_does_not_vote_does_not_lead_unless_all_voters_are_lost() -> None:
     assert tries_after(node, 10.0) is None, "they are away, and not lost"
 
 
+def test_who_does_not_vote_leads_where_each_voter_is_lost_or_cannot_vote() -> None:
+    """A lost node's daemon votes on, and does not lead; one that has forgotten its votes does neither."""
+    node = Node(4, NODES)
+    named = Decree(index=2, voters=(0, 1, 2), assignment=first_generation(NODES))
+    node.feed(e.Said(0, Decided(decree=named)), lost_by(0, "gone"), lost_by(1, "gone"), e.PeerDown(0))
+    unable = e.Standing(1, NOBODY, "running", None, index=2, able=False)
+    assert tries_after(node, 10.0) is None, "node 2 can"
+    node.feed(e.PeerUp(2, unable))
+    assert tries_after(node, 10.0) is not None
+
+
 def test_who_hears_its_leader_again_does_not_try() -> None:
     node = lone(4)
     node.now += TURN_S
