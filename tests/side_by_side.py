@@ -1,8 +1,9 @@
-"""All of `make test`, as two runs of pytest side by side: `python tests/side_by_side.py [OPTION...]`.
+"""All of `make test`, in two lanes side by side: `python tests/side_by_side.py [OPTION...]`.
 
-What computes (unit and property tests, the simulator) leaves a core to jobs and clusters, which wait most of
-the time. What each run prints goes to build/test-NAME.txt; here one line a minute says how far they are, and
-at the end comes the summary of each, and all of one that failed. The options are pytest's.
+A lane is runs of pytest one after the other. What computes (unit and property tests, the simulator) leaves a
+core to jobs, which wait most of the time; when it is done, the clusters of its lane follow. What a run prints
+goes to build/test-NAME.txt; here one line a minute says how far they are, and at the end comes the summary of
+each, and all of one that failed. The options are pytest's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 RUNS = {
     "core": ("unit", "property", "sim", "fuzz", "mutants"),
-    "jobs": ("local", "integration", "slurm", "torch", "nccl", "gpu"),
+    "slurm": ("slurm",),
+    "jobs": ("local", "integration", "torch", "nccl", "gpu"),
 }
+LANES = (("core", "slurm"), ("jobs",))
 EVERY_S = 60.0
 POLL_S = 0.5
 
@@ -72,17 +75,18 @@ def missing() -> set[str]:
     return there - {folder for folders in RUNS.values() for folder in folders}
 
 
-def main() -> int:
-    """Return 0 if all tests passed."""
-    if missing():
-        print(f"in no run of {Path(__file__).name}: tests/{', tests/'.join(sorted(missing()))}")
-        return 1
-    BUILD.mkdir(exist_ok=True)
-    began = time.monotonic()
-    runs = [Run.start(name, sys.argv[1:]) for name in RUNS]
-    said = began
+def run_lanes(options: list[str]) -> list[Run]:
+    """Return all runs, ended; at most one of each lane is under way at a time."""
+    began = said = time.monotonic()
+    waiting = [list(lane) for lane in LANES]
+    runs: list[Run] = []
+    last: dict[int, Run] = {}
     try:
-        while any(run.process.poll() is None for run in runs):
+        while any(waiting) or any(run.process.poll() is None for run in runs):
+            for lane, names in enumerate(waiting):
+                if names and (lane not in last or last[lane].process.poll() is not None):
+                    last[lane] = Run.start(names.pop(0), options)
+                    runs.append(last[lane])
             time.sleep(POLL_S)
             if time.monotonic() - said >= EVERY_S:
                 said = time.monotonic()
@@ -94,6 +98,16 @@ def main() -> int:
         for run in runs:
             # no deadline: pytest ends at SIGINT, and what its tests have started before it
             run.process.wait()
+    return runs
+
+
+def main() -> int:
+    """Return 0 if all tests passed."""
+    if missing():
+        print(f"in no run of {Path(__file__).name}: tests/{', tests/'.join(sorted(missing()))}")
+        return 1
+    BUILD.mkdir(exist_ok=True)
+    runs = run_lanes(sys.argv[1:])
     for run in runs:
         text = run.text.rstrip()
         print(f"\n{run.name}: " + (text if run.process.returncode else text.splitlines()[-1]))
