@@ -5,11 +5,14 @@ Of local processes by their user (uid), of other nodes by their address.
 No clock is in it: `now` is in seconds of the daemon's.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Collection
 from typing import TypeAlias
 
 from ckptless.daemon.peers.bucket import TokenBucket
+
+logger = logging.getLogger(__name__)
 
 Who: TypeAlias = int | str
 
@@ -98,6 +101,13 @@ class Admission:
         self._logged[who] = (now, 0)
         silent, self._silent = silent + self._silent, 0
         return silent
+
+    def tell_refused(self, who: Who, text: str, now: float) -> None:
+        """Log that `who` is refused, in words, unless `may_log` is against it."""
+        more = self.may_log(who, now)
+        if more is not None:
+            also = f" (and {more} more since the last line like this)" if more else ""
+            logger.warning("refused %s%s", text, also)
 
 
 class EventQuota:

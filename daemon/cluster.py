@@ -11,10 +11,10 @@ from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarte
 from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState
-from ckptless.daemon.roster import Roster
+from ckptless.daemon.peering import Roster
 
 if TYPE_CHECKING:
-    from ckptless.daemon.runtime import JobRuntime
+    from ckptless.daemon.runtime import JobHost
 
 
 WITNESS_FILE = "witness"
@@ -37,22 +37,22 @@ class Cluster(Protocol):
     def notice(self, notice: JobStarted | JobEnded) -> None:
         """A job has begun or ended on this node."""
 
-    def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
+    def ended(self, runtime: "JobHost", outcome: Outcome) -> None:
         """A job is over."""
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
+    def node_is_dark(self, runtime: "JobHost", node: int, reason: str, state: DarkState) -> None:
         """This daemon leads a job, of which a node does not answer any more; see edges.NodeIsDark."""
 
-    def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
+    def witness(self, runtime: "JobHost", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """Hold `nodes` for dead from now on; call `runtime.witnessed` unless one of `ours` is held for that.
 
         Of two halves that ask about each other at most one is answered: each marks before it looks.
         """
 
-    def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
+    def explain(self, runtime: "JobHost", node: int, cancel: Cancel) -> None:
         """Find out why `node`'s agent was signalled, and call `runtime.explained`, within EXPLAIN_S."""
 
-    def ask_suspended(self, runtime: "JobRuntime", seconds: float) -> None:
+    def ask_suspended(self, runtime: "JobHost", seconds: float) -> None:
         """All is stopped here since so long: call `runtime.suspended` if it is so of the whole job."""
 
 
@@ -82,14 +82,14 @@ class LocalCluster:
     def notice(self, notice: JobStarted | JobEnded) -> None:
         """See `Cluster`. Here the launcher is there from beginning to end."""
 
-    def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
+    def ended(self, runtime: "JobHost", outcome: Outcome) -> None:
         """See `Cluster`. The launcher reads it from a file."""
         write_outcome(self._state_dir, runtime.job, outcome, runtime.launch)
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
+    def node_is_dark(self, runtime: "JobHost", node: int, reason: str, state: DarkState) -> None:
         """See `Cluster`. There is nobody to tell."""
 
-    def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
+    def witness(self, runtime: "JobHost", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See `Cluster`. All nodes are on one machine: the witness is a file."""
         path = self._state_dir.parent / f"{WITNESS_FILE}-{runtime.job}-{runtime.launch}"
         with path.open("a+") as file:
@@ -101,9 +101,9 @@ class LocalCluster:
         if goes_on:
             runtime.witnessed(nodes)
 
-    def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
+    def explain(self, runtime: "JobHost", node: int, cancel: Cancel) -> None:
         """See `Cluster`. Here only the user signals."""
         runtime.explained(node, cancel, cancel.reason)
 
-    def ask_suspended(self, runtime: "JobRuntime", seconds: float) -> None:
+    def ask_suspended(self, runtime: "JobHost", seconds: float) -> None:
         """See `Cluster`. Here nobody suspends a job as a whole."""

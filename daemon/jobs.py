@@ -1,4 +1,7 @@
-"""One job in this daemon: carries inputs to its control plane, and outputs to peers, agent and ledger."""
+"""Pure: one job in one daemon: its control plane, and what comes of that for peers, agent and ledger.
+
+The daemon's job host (`runtime`) and the simulator run the same `JobSession`, and give it what has happened.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,8 +16,9 @@ from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Durable, Say
 from ckptless.daemon.control.faults import NodeViews
 from ckptless.daemon.membership.messages import Alive
+from ckptless.daemon.membership.watch import Times
+from ckptless.daemon.peering import Links, Peering, Roster
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.roster import Roster
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +26,18 @@ LIFE_BITS = 40
 
 
 class Outlets(Protocol):
-    """Where a job's outputs go; the service is one, a test may be another."""
+    """Where a job's outputs go, and its clock: the daemon's job host, or a simulator's daemon."""
 
-    def to_daemon(self, node: int, message: p.Said) -> None:
-        """Send to one daemon; dropped where it cannot be reached (states and orders are repeated)."""
+    @property
+    def peer_links(self) -> Links:
+        """To the job's other daemons."""
 
-    def to_all_daemons(self, message: p.Said) -> None:
-        """Send to every other daemon."""
+    @property
+    def times(self) -> Times:
+        """How they watch each other."""
+
+    def now(self) -> float:
+        """Seconds of this daemon's clock, which never jumps."""
 
     def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
         """Hand an order, or words, to this node's agent of the job."""
@@ -88,20 +97,11 @@ def is_as_new(kept: str, agents: str) -> bool:
 
 
 class JobSession:
-    """The control plane of one job, wired to its outlets. Owned by the daemon's event loop."""
+    """The control plane of one job, and its `peering`. Owned by the daemon's event loop."""
 
-    def __init__(
-        self,
-        job: str,
-        roster: Roster,
-        outlets: Outlets,
-        now: Callable[[], float],
-        memory: Memory,
-    ) -> None:
-        self.job = job
-        self.life = memory.life
+    def __init__(self, job: str, roster: Roster, outlets: Outlets, memory: Memory) -> None:
+        self.job, self.life, self.now = job, memory.life, outlets.now
         self._outlets = outlets
-        self._now = now
         self._explaining = False
         self.control = Controller(
             me=roster.me,
@@ -110,12 +110,37 @@ class JobSession:
             durable=memory.durable,
             may_vote=not memory.lost,
         )
+        self.peering = Peering(self, roster, outlets.peer_links, outlets.times)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self.feed(e.Tick())
+        self.peering.tick()
+
+    def say(self, node: int | None, message: p.Said) -> None:
+        """To one daemon, or with None to all others."""
+        self.peering.say(node, message)
+
+    def lose(self, loss: e.NodeLost) -> None:
+        """A node is lost, of which only this daemon may know; the others hear it from here."""
+        if self.control.nodes[loss.node].lost is not None:
+            return
+        self.feed(loss)
+        told = p.Gone(
+            job=self.job,
+            node=loss.node,
+            reason=loss.reason,
+            age_s=loss.age_s,
+            source=loss.source,
+            dark=loss.dark,
+        )
+        self.say(None, told)
 
     def feed(self, *events: e.Input) -> None:
         """Inputs, and everything that follows from them."""
         before = self._ends
         events = tuple(event for event in events if not self._is_to_be_explained(event))
-        for output in self.control.handle_all(events, self._now()):
+        for output in self.control.handle_all(events, self.now()):
             self._carry(output)
         if self._ends != before and self.control.outcome is not None:
             self._outlets.ended(self.control.outcome)
@@ -169,21 +194,17 @@ class JobSession:
                 pass  # of a node that is lost itself, or not the control plane's business
         return ()
 
-    def _carry(self, output: e.Output) -> None:  # noqa: C901  # a line for each kind of output
+    def _carry(self, output: e.Output) -> None:  # a line for each kind of output
         match output:
             case e.Broadcast():
-                ordered = p.Ordered(job=self.job, term=output.term, order=output.order)
-                self._outlets.to_all_daemons(ordered)
+                self.say(None, p.Ordered(job=self.job, term=output.term, order=output.order))
             case e.ToAgent():
                 self._outlets.to_agent(output.order)
             case e.Forward():
-                self._outlets.to_daemon(output.node, p.Forwarded(job=self.job, report=output.report))
+                self.say(output.node, p.Forwarded(job=self.job, report=output.report))
             case e.Meet():
                 meeting = p.Meeting(job=self.job, standing=output.standing, reports=output.reports)
-                if output.node is None:
-                    self._outlets.to_all_daemons(meeting)
-                else:
-                    self._outlets.to_daemon(output.node, meeting)
+                self.say(output.node, meeting)
             case e.Write():
                 self._write(output)
             case e.Tell():
@@ -205,12 +226,10 @@ class JobSession:
             self._tell(output.node, output.say)
 
     def _tell(self, node: int | None, say: Say) -> None:
-        if node is None:
-            self._outlets.to_all_daemons(p.Agree(job=self.job, say=say))
-        elif node == self.control.me:
+        if node == self.control.me:
             self.feed(e.Said(node, say))
         else:
-            self._outlets.to_daemon(node, p.Agree(job=self.job, say=say))
+            self.say(node, p.Agree(job=self.job, say=say))
 
     def _write(self, output: e.Write) -> None:
         for record in output.records:
@@ -219,7 +238,7 @@ class JobSession:
                 logger.log(level[record.level], "job %s: %s: %s", record.job, record.kind, record.text)
         self._outlets.write(output.records)
         if output.share:
-            self._outlets.to_all_daemons(p.Rows(job=self.job, records=output.records))
+            self.say(None, p.Rows(job=self.job, records=output.records))
 
     def agent_address(self, node: int) -> tuple[str, int] | None:
         """Where a node's agent listens, if anybody has told."""

@@ -1,19 +1,22 @@
-"""One job's other daemons, without any I/O: whom to be connected to, who lives, and how a message gets there.
+"""Pure: one job's other daemons: whom to be connected to, who lives, and how a message gets there.
 
-Between the control plane (`jobs`) and the connections (`mesh`, or a simulator's): sends what it is given to
-neighbours, and by way of them to everybody else; watches the neighbours.
+A `Peering` is part of a `JobSession`. It sends what the session says to neighbours, and by way of them to
+everybody else, and it watches the neighbours. The connections are its `Links`.
 """
 
-import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from ckptless.daemon.api.messages import AgentEvent
+from ckptless.daemon.config import Peer
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.decrees import Decrees
-from ckptless.daemon.jobs import JobSession
+from ckptless.daemon.control.agreement import Agreement
+from ckptless.daemon.control.decree import Decided, Decree, Propose
+from ckptless.daemon.control.packing import MissingBaseError, digest_of, pack, unpack
 from ckptless.daemon.membership import watch as w
 from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.membership.offers import Offers
@@ -21,11 +24,10 @@ from ckptless.daemon.membership.overlay import overlay
 from ckptless.daemon.membership.pulses import Pulses
 from ckptless.daemon.membership.router import MOST_HOPS, Router
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bundles import bundles, unbundle
-from ckptless.daemon.peers.checks import check_nodes
-from ckptless.daemon.roster import Roster
+from ckptless.daemon.peers.bundles import bundles, check_nodes, unbundle
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from ckptless.daemon.jobs import JobSession
 
 # A pulse that is passed on waits for the next beat of everybody on its way.
 PULSE_HOPS = 4
@@ -34,8 +36,26 @@ PULSE_HOPS = 4
 STILL_S, AROUND, TURN_S = 5.0, 64, 12.0
 
 
-class Wires(Protocol):
-    """Connections to other daemons."""
+@dataclass(frozen=True)
+class Roster:
+    """A job's nodes, numbered for good when it started; `me` is this daemon's."""
+
+    me: int
+    peers: tuple[Peer, ...]
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """All numbers."""
+        return tuple(peer.node for peer in self.peers)
+
+    @cached_property
+    def by_node(self) -> dict[int, Peer]:
+        """Where each one's daemon listens."""
+        return {peer.node: peer for peer in self.peers}
+
+
+class Links(Protocol):
+    """Connections to other daemons: TCP's (`mesh`), or a simulator's."""
 
     @property
     def up(self) -> Collection[int]:
@@ -58,13 +78,11 @@ class Wires(Protocol):
 
 
 class Peering:
-    """Owned by the daemon's event loop. `times` are in seconds, as is what `now` gives."""
+    """Part of a `JobSession`, whose clock is its own. `times` are in seconds."""
 
-    def __init__(
-        self, roster: Roster, session: JobSession, wires: Wires, times: w.Times, now: Callable[[], float]
-    ) -> None:
-        self._roster, self._session, self._wires = roster, session, wires
-        self._times, self._now = times, now
+    def __init__(self, session: "JobSession", roster: Roster, links: Links, times: w.Times) -> None:
+        self._roster, self._session, self._links = roster, session, links
+        self._times, self._now = times, session.now
         self._me = roster.me
         self.overlay = overlay(session.job, roster.nodes)
         self._member = w.Membership(self._me, times)
@@ -101,7 +119,7 @@ class Peering:
         self._carry()
 
     def looked(self, node: int, answer: w.Answer) -> None:
-        """What came of `Wires.look`."""
+        """What came of `Links.look`."""
         self._member.looked(node, answer, self._now())
         self._carry()
 
@@ -141,15 +159,15 @@ class Peering:
             self._member.known_gone(node)
         if self._member.tick(now, self._may_judge):
             beat = Beat(pulses=self._pulses.beat(self._voters, now))
-            for node in tuple(self._wires.up):
-                self._wires.send(node, beat)
+            for node in tuple(self._links.up):
+                self._links.send(node, beat)
             self._feel(now)
             apart = self._member.apart(now)
             if apart != self._apart:
                 self._apart = apart
                 self._session.feed(e.Apart(apart))
             for (origin, serial), node in self._offers.overdue(now):
-                self._wires.send(node, Want(origin=origin, serial=serial))
+                self._links.send(node, Want(origin=origin, serial=serial))
         self._carry()
 
     def _feel(self, now: float) -> None:
@@ -163,26 +181,34 @@ class Peering:
         queued, self._queued = self._queued, {}
         for node, relayed in queued.items():
             for message in bundles(self._session.job, relayed):
-                self._wires.send(node, message)
+                self._links.send(node, message)
 
     # ------------------------------------------------------------------------------------ sending
 
-    def to_daemon(self, node: int, message: p.Said) -> None:
-        """To one daemon; dropped where no way is known (states and orders are repeated)."""
+    def say(self, node: int | None, message: p.Said) -> None:
+        """To one daemon, or with None to all others; dropped where no way is known.
+
+        States and orders are repeated.
+        """
+        if node is None:
+            self._to_all(message)
+        else:
+            self._to_daemon(node, message)
+
+    def _to_daemon(self, node: int, message: p.Said) -> None:
         message = self._decrees.pack(message, node)
-        if self._wires.send(node, message):
+        if self._links.send(node, message):
             return
         way = self._router.toward(node)
         if way is not None:
             self._queue(way, self._relayed(node, message))
 
-    def to_all(self, message: p.Said) -> None:
-        """To every other daemon."""
+    def _to_all(self, message: p.Said) -> None:
         message = self._decrees.pack(message, None)
         if isinstance(message, p.Rows) and not self.overlay.complete:
             # As many ledgers as there are voters are enough.
             for node in self._keepers():
-                self.to_daemon(node, message)
+                self._to_daemon(node, message)
             return
         if self._reaches_all:
             self._send_all(message)
@@ -192,14 +218,14 @@ class Peering:
     @property
     def _reaches_all(self) -> bool:
         """Whether there is a connection to each other daemon, but for those of lost nodes."""
-        up, losses = self._wires.up, self._session.control.losses
+        up, losses = self._links.up, self._session.control.losses
         few = len(up) + len(losses) + 1 >= len(self.overlay.nodes)
         return few and all(node in up or node in losses or node == self._me for node in self.overlay.nodes)
 
     def _send_all(self, message: p.DaemonMessage, but: Collection[int] = ()) -> None:
-        for node in tuple(self._wires.up):
+        for node in tuple(self._links.up):
             if node not in but:
-                self._wires.send(node, message)
+                self._links.send(node, message)
 
     def _spread(self, message: p.Relayed, but: Collection[int] = ()) -> None:
         """To all neighbours, but to those. A decree may be long: it is offered, and each takes it once."""
@@ -214,9 +240,9 @@ class Peering:
         if isinstance(message, Want):
             kept = self._offers.asked(key)
             if kept is not None:
-                self._wires.send(node, kept)
+                self._links.send(node, kept)
         elif not self._router.has(*key) and self._offers.offered(key, node, self._now()):
-            self._wires.send(node, Want(origin=message.origin, serial=message.serial))
+            self._links.send(node, Want(origin=message.origin, serial=message.serial))
 
     def _keepers(self) -> Collection[int]:
         control = self._session.control
@@ -235,7 +261,7 @@ class Peering:
 
     def _queue(self, way: int, message: p.Relayed) -> None:
         if not self._queued:
-            self._wires.flush_soon()
+            self._links.flush_soon()
         self._queued.setdefault(way, []).append(message)
 
     def _pass_on(self, sender: int, relayed: tuple[p.Relayed, ...]) -> None:
@@ -257,7 +283,7 @@ class Peering:
         if message.to is None:
             self._spread(onward, but=(sender, message.origin))
             return
-        way = message.to if message.to in self._wires.up else self._router.toward(message.to)
+        way = message.to if message.to in self._links.up else self._router.toward(message.to)
         if way is not None and way != sender:
             self._queue(way, onward)
 
@@ -273,7 +299,7 @@ class Peering:
                 found.append((node, whole))
             else:
                 standing = self._session.control.short_standing
-                self.to_daemon(node, p.Meeting(job=self._session.job, standing=standing, reports=()))
+                self._to_daemon(node, p.Meeting(job=self._session.job, standing=standing, reports=()))
         return found
 
     def _said(self, node: int, message: p.Said, *, direct: bool) -> None:
@@ -296,8 +322,8 @@ class Peering:
         mine = set(self._voters) if asks else set()
         around = self.overlay.neighbours(self._me) | self.overlay.neighbours(self._me, self._away)
         wanted = frozenset((around | mine) - {self._me})
-        self._member.watch(wanted, self._wires.up, now, self._strangers)
-        self._wires.want(wanted)
+        self._member.watch(wanted, self._links.up, now, self._strangers)
+        self._links.want(wanted)
 
     def _look_around(self, now: float) -> frozenset[int]:
         """Who is no neighbour, and looked at in its turn; two nodes look at each other at the same time."""
@@ -330,9 +356,9 @@ class Peering:
             case w.Look():
                 self._look(output.node)
             case w.HangUp():
-                self._wires.hang_up(output.node, output.why)
+                self._links.hang_up(output.node, output.why)
             case w.Say():
-                self._wires.send(output.node, output.message)
+                self._links.send(output.node, output.message)
             case w.Spread():
                 # Also past connections that are broken: that may be why it is suspected.
                 self._spread(self._relayed(None, output.message))
@@ -342,32 +368,80 @@ class Peering:
                 self._note(f"node-{output.node} is not suspected any more: {output.why}")
             case w.Gone():
                 reason, age_s = output.reason, output.age_s
-                self.lose(e.NodeLost(output.node, reason, age_s, output.dark, source="membership"))
+                self._session.lose(e.NodeLost(output.node, reason, age_s, output.dark, source="membership"))
 
     def _look(self, node: int) -> None:
         agent = self._session.agent_address(node)
         if agent is not None:
-            self._wires.look(node, agent, agent=True)
+            self._links.look(node, agent, agent=True)
         elif self._member.was_met(node):
             peer = self._roster.by_node[node]
-            self._wires.look(node, (peer.address, peer.port), agent=False)
+            self._links.look(node, (peer.address, peer.port), agent=False)
         else:
             self._member.looked(node, "unsure", self._now())
 
     def _note(self, text: str) -> None:
         self._session.feed(e.Report(self._me, AgentEvent(level="info", kind="suspicion", text=text)))
 
-    def lose(self, loss: e.NodeLost) -> None:
-        """A node is lost, of which only this daemon may know; the others hear it from here."""
-        if self._session.control.nodes[loss.node].lost is not None:
-            return
-        self._session.feed(loss)
-        told = p.Gone(
-            job=self._session.job,
-            node=loss.node,
-            reason=loss.reason,
-            age_s=loss.age_s,
-            source=loss.source,
-            dark=loss.dark,
+
+class Decrees:
+    """A job's decrees on their way from daemon to daemon, as what differs from the one before.
+
+    To pack and unpack them it knows the newest that this daemon knows, and the one before.
+    """
+
+    def __init__(self, agreement: Agreement, nodes: Collection[int]) -> None:
+        self._agreement, self._nodes = agreement, nodes
+        self._newest, self._before = agreement.known, agreement.known
+        self._packed: tuple[Decree, p.Packed] | None = None
+        # Daemons that were sent the newest: who asks for it once more needs the whole.
+        self._told: tuple[int, set[int]] = (0, set())
+
+    def pack(self, message: p.Said, to: int | None) -> p.Said:
+        """The message as it is sent to a daemon, or to all."""
+        if not isinstance(message, p.Agree) or not isinstance(message.say, Propose | Decided):
+            return message
+        say = message.say
+        base = self._known(say.decree.index - 1)
+        if base is None or (isinstance(say, Decided) and to is not None and self._was_told(say, to)):
+            return message
+        if self._packed is None or self._packed[0] is not say.decree:
+            body, digest = pack(say.decree, base), digest_of(say.decree)
+            if body is None:
+                return message
+            self._packed = (say.decree, p.Packed(job=message.job, base=base.index, digest=digest, body=body))
+        packed = self._packed[1]
+        ballot = say.ballot if isinstance(say, Propose) else None
+        return p.Packed(
+            job=packed.job, base=packed.base, digest=packed.digest, body=packed.body, ballot=ballot
         )
-        self.to_all(told)
+
+    def unpack(self, packed: p.Packed) -> p.Agree | None:
+        """What was packed; None where that cannot be known here. Raises ProtocolError."""
+        base = self._known(packed.base)
+        if base is None:
+            return None
+        try:
+            decree = unpack(packed.body, base, packed.digest, self._nodes)
+        except MissingBaseError:
+            return None
+        say = (
+            Decided(decree=decree) if packed.ballot is None else Propose(ballot=packed.ballot, decree=decree)
+        )
+        return p.Agree(job=packed.job, say=say)
+
+    def _was_told(self, say: Decided, node: int) -> bool:
+        if self._told[0] != say.decree.index:
+            self._told = (say.decree.index, set())
+        before = node in self._told[1]
+        self._told[1].add(node)
+        return before
+
+    def is_old(self, packed: p.Packed) -> bool:
+        """Whether it says what this daemon knows already."""
+        return packed.ballot is None and self._agreement.known.index > packed.base
+
+    def _known(self, index: int) -> Decree | None:
+        if self._agreement.known is not self._newest:
+            self._newest, self._before = self._agreement.known, self._newest
+        return next((one for one in (self._newest, self._before) if one.index == index), None)

@@ -5,7 +5,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -24,29 +24,27 @@ from ckptless.daemon.api.errors import (
 from ckptless.daemon.api.eviction import Evict
 from ckptless.daemon.api.keeping import Claim, Keep, WhatIsKept
 from ckptless.daemon.api.reading import Read
-from ckptless.daemon.api.records import Record, printable
+from ckptless.daemon.api.records import printable
 from ckptless.daemon.api.saving import Save, SaveDone
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.cluster import Cluster
 from ckptless.daemon.config import DaemonConfig, Timers
 from ckptless.daemon.control import eviction, story
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
-from ckptless.daemon.control.edges import DarkState
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.control.telling import Line
-from ckptless.daemon.evict import evict
 from ckptless.daemon.jobs import LIFE_BITS, Memory, is_as_new
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.reader import LedgerReader
 from ckptless.daemon.ledger.store import Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
+from ckptless.daemon.peering import Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.door import Door
 from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.vouch import Vouch
-from ckptless.daemon.roster import Roster
-from ckptless.daemon.runtime import JobRuntime
-from ckptless.daemon.save import save
+from ckptless.daemon.requests import evict, save
+from ckptless.daemon.runtime import JobHost, Surroundings
 from ckptless.daemon.state_dir import open_state_dir
 from ckptless.daemon.unix_server import Client, UnixServer, listen
 
@@ -70,7 +68,7 @@ ANSWER_DEADLINE_S = 10.0
 
 
 class Service:
-    """One daemon. `run` returns when it is told to stop. Also the Host of its jobs.
+    """One daemon. `run` returns when it is told to stop.
 
     `agents` is the Unix socket that systemd listens on for it, if it does; it stays when the daemon ends.
     """
@@ -85,23 +83,26 @@ class Service:
         # Of other nodes, by their address: what is logged of them.
         self._greeting = Admission()
         self._door = Door(self._peer_connected, on_refused=self._peer_refused)
-        self.vouch = vouch
-        self.timers: Timers = config.timers
-        self.now: Callable[[], float] = Clock().now
-        self._state_dir = Path(config.state_dir)
-        self.ledger = LedgerWriter(self._state_dir / LEDGER_FILE, lambda: open_state_dir(self._state_dir))
+        self.now = Clock().now
+        state_dir = Path(config.state_dir)
+        self.ledger = LedgerWriter(state_dir / LEDGER_FILE, lambda: open_state_dir(state_dir))
         self.ledger.on_set_aside = self._set_aside
-        self._reader = LedgerReader(self._state_dir / LEDGER_FILE)
+        self._reader = LedgerReader(state_dir / LEDGER_FILE)
+        self._around = Surroundings(self.now, config.timers, vouch, self.ledger, cluster)
         self.keeper = Keeper(config.keep, self.now)
         self.keeper.on_event = self._kept
-        self._jobs: dict[str, JobRuntime] = {}
+        self._jobs: dict[str, JobHost] = {}
         self._admitting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_tick: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
 
+    def set_timers(self, timers: Timers) -> None:
+        """How daemons watch each other, in jobs that begin from now on."""
+        self._around.timers = timers
+
     @property
-    def jobs(self) -> tuple[JobRuntime, ...]:
+    def jobs(self) -> tuple[JobHost, ...]:
         """Those that run, and those that ended lately."""
         return tuple(self._jobs.values())
 
@@ -162,7 +163,7 @@ class Service:
             logger.warning("nothing of older jobs could be removed: %s", error)
 
     @staticmethod
-    def _ticked(job: JobRuntime) -> bool:
+    def _ticked(job: JobHost) -> bool:
         """One job's mistake must not be the end of the others."""
         try:
             job.tick()
@@ -181,27 +182,24 @@ class Service:
         who = str((writer.get_extra_info("peername") or ("?",))[0])
         try:
             link: Link[p.DaemonMessage] = await Link.accept(
-                (reader, writer), self._node_in, self.vouch, p.DaemonMessage
+                (reader, writer), self._node_in, self._around.vouch, p.DaemonMessage
             )
-            await self._linked(link.job).mesh.adopt(link)
+            await self._linked(link.job).peer_links.adopt(link)
         except _UnknownJobError as error:
             logger.debug("%s: %s", who, error)
         except (OSError, TimeoutError, CkptlessError) as error:
             self._peer_refused(who, str(error) or type(error).__name__)
 
     def _peer_refused(self, who: str, why: str) -> None:
-        more = self._greeting.may_log(who, self.now())
-        if more is not None:
-            also = f" (and {more} since the last line like this)" if more else ""
-            logger.warning("refused a connection from %s: %s%s", who, why, also)
+        self._greeting.tell_refused(who, f"a connection from {who}: {why}", self.now())
 
     def _node_in(self, link: str) -> int:
         return self._linked(link).roster.me
 
-    def _linked(self, link: str) -> JobRuntime:
-        """The run that a connection is for; see Mesh.name. Raises _UnknownJobError."""
+    def _linked(self, link: str) -> JobHost:
+        """The run that a connection is for; see PeerLinks.name. Raises _UnknownJobError."""
         for job in self._jobs.values():
-            if job.mesh.name == link:
+            if job.peer_links.name == link:
                 return job
         raise _UnknownJobError(f"job {link!r} is not known here (yet)")
 
@@ -331,7 +329,8 @@ class Service:
         logger.info("job %s: %s: %s", entry.run, kind, text)
         event_id = f"{entry.node}.{secrets.token_hex(5)}.{kind}"
         said = Line(level, kind, text)
-        self.write((story.event(event_id, entry.run, entry.node, said, (self.now(), None)),))
+        row = story.event(event_id, entry.run, entry.node, said, (self.now(), None))
+        self.ledger.write([printable(row)])
 
     def _set_aside(self, text: str) -> None:
         for job in self._jobs.values():
@@ -349,7 +348,7 @@ class Service:
                 if name.partition(".")[0] == str(message.job_id):
                     job.cut_short("Slurm has ended the job")
 
-    async def _admit(self, hello: m.AgentHello, uid: int) -> JobRuntime:
+    async def _admit(self, hello: m.AgentHello, uid: int) -> JobHost:
         """The runtime of an agent's job. Raises ProtocolError or PeerError."""
         check_protocol(hello.protocol, "the agent")
         name = hello.spec.job
@@ -361,7 +360,7 @@ class Service:
                 self._make_room(name)
                 await self._own(name, Owner(uid, hello.spec.launch), anew=not hello.identity)
                 memory = await self._remember(hello, roster)
-                self._jobs[name] = JobRuntime(name, uid, roster, self, memory)
+                self._jobs[name] = JobHost(name, uid, roster, self._around, memory)
                 self._jobs[name].start()
         known = self._jobs[name]
         if (known.uid, known.roster) != (uid, roster):
@@ -382,7 +381,7 @@ class Service:
         """Let a job have one run more; one that is over makes room for it. Raises PeerError."""
         job = name.partition(".")[0]
         runs = {one: run for one, run in self._jobs.items() if one.partition(".")[0] == job}
-        over = [one for one, run in runs.items() if run.session.control.outcome is not None]
+        over = [one for one, run in runs.items() if run.is_over]
         if len(runs) - len(over) >= RUNS_PER_JOB:
             raise PeerError(f"job {job} has {RUNS_PER_JOB} runs already, which is the most at a time")
         if len(over) >= RUNS_PER_JOB:
@@ -437,42 +436,6 @@ class Service:
         life = secrets.randbits(LIFE_BITS)
         return Memory(life, hello.identity, nothing, lost=why, launch=hello.spec.launch)
 
-    # ---------------------------------------------------------------------- Host, for JobRuntime
-
-    def write(self, records: Sequence[Record]) -> None:
-        """See runtime.Host."""
-        self.ledger.write([printable(record) for record in records])
-
-    def ended(self, runtime: JobRuntime, outcome: m.Outcome) -> None:
-        """See runtime.Host."""
-        self._cluster.ended(runtime, outcome)
-
-    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str, state: DarkState) -> None:
-        """See runtime.Host."""
-        self._cluster.node_is_dark(runtime, node, reason, state)
-
-    def save_vote(
-        self,
-        runtime: JobRuntime,
-        durable: Durable,
-        then: Callable[[], None],
-        failed: Callable[[str], None],
-    ) -> None:
-        """See runtime.Host."""
-        self.ledger.save_vote(runtime.job, (runtime.next_identity, durable), then, failed)
-
-    def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
-        """See runtime.Host."""
-        self._cluster.witness(runtime, nodes, ours)
-
-    def explain(self, runtime: JobRuntime, node: int, cancel: m.Cancel) -> None:
-        """See runtime.Host."""
-        self._cluster.explain(runtime, node, cancel)
-
-    def ask_suspended(self, runtime: JobRuntime, seconds: float) -> None:
-        """See runtime.Host."""
-        self._cluster.ask_suspended(runtime, seconds)
-
 
 @dataclass
 class _Visit:
@@ -480,7 +443,7 @@ class _Visit:
 
     client: Client
     decoder: Decoder[_Heard]
-    job: JobRuntime | None = None
+    job: JobHost | None = None
     begun: bool = False
 
 

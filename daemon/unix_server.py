@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 from ckptless.daemon.admission import Admission
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.errors import PeerError
+from ckptless.daemon.api.fdsocket import take_descriptor
 from ckptless.daemon.api.peercred import peer_credentials
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,6 @@ UNSENT_LIMIT = CONTROL_LIMIT
 STUCK_S, MOST_WAITING = 0.25, 16
 # So many descriptors come with one byte at most (SCM_MAX_FD).
 _MOST_FDS = 253
-_FD_NBYTES = array.array("i").itemsize
 # Interrupts a system call, and does nothing else. By default it is ignored, which interrupts nothing.
 _INTERRUPT = signal.SIGURG
 
@@ -221,7 +221,7 @@ class Client:
     async def receive_fd(self) -> int:
         """A descriptor, which is the caller's from here on. Raises ProtocolError where none comes."""
         while await self._ready(self._loop.add_reader, self._loop.remove_reader):
-            call = self._worker.call(lambda: _take_fd(self._sock))
+            call = self._worker.call(lambda: take_descriptor(self._sock, _MOST_FDS))
             try:
                 return await asyncio.shield(call)
             except BlockingIOError:
@@ -273,23 +273,6 @@ class Client:
 def _wake(ready: "asyncio.Future[None]") -> None:
     if not ready.done():
         ready.set_result(None)
-
-
-def _take_fd(sock: socket.socket) -> int:
-    # no deadline: it does not block
-    data, rest, _flags, _ = sock.recvmsg(
-        1, socket.CMSG_SPACE(_MOST_FDS * _FD_NBYTES), socket.MSG_CMSG_CLOEXEC
-    )
-    fds = array.array("i")
-    for level, kind, payload in rest:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) // _FD_NBYTES * _FD_NBYTES])
-    if not data:
-        raise PeerError("the other end hung up")
-    if len(fds) != 1:
-        _close(list(fds))
-        raise ProtocolError(f"{len(fds)} file descriptors where one was to come")
-    return fds[0]
 
 
 def _close(fds: list[int]) -> None:
@@ -393,10 +376,7 @@ class UnixServer:
 
     def tell_refused(self, pid: int, uid: int, why: str) -> None:
         """Log that a process is refused, or what it said is; of each user once in a while."""
-        more = self._admission.may_log(uid, self._now())
-        if more is not None:
-            also = f" (and {more} more since the last line like this)" if more else ""
-            logger.warning("refused: process %d of uid %d: %s%s", pid, uid, why, also)
+        self._admission.tell_refused(uid, f"process {pid} of uid {uid}: {why}", self._now())
 
     def look(self) -> None:
         """Now and then: see that no worker is stuck."""

@@ -20,6 +20,26 @@ _LENGTH = struct.Struct("<I")
 _FD_NBYTES = array.array("i").itemsize
 
 
+def take_descriptor(sock: socket.socket, room: int = 1) -> int:
+    """Receive the one descriptor that comes next, and one byte. Raises OSError, PeerError, ProtocolError.
+
+    `sock` does not block. The kernel closes descriptors that there is no `room` for.
+    """
+    # no deadline: the socket does not block
+    data, rest, _flags, _ = sock.recvmsg(1, socket.CMSG_SPACE(room * _FD_NBYTES), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in rest:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) // _FD_NBYTES * _FD_NBYTES])
+    if not data:
+        raise PeerError("the other end hung up")
+    if len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(f"{len(fds)} file descriptors where one was to come")
+    return fds[0]
+
+
 class FdSocket(Generic[T]):
     """A connected, non-blocking socket whose messages are of union type `kind`; `close` it.
 
@@ -76,23 +96,7 @@ class FdSocket(Generic[T]):
 
     async def receive_fd(self) -> int:
         """A descriptor, which is the caller's from here on. Raises ProtocolError where none comes."""
-        return await self._when_ready(self._loop.add_reader, self._take_fd)
-
-    def _take_fd(self) -> int:
-        # Room for one: the kernel closes what there is no room for.
-        # no deadline: the socket does not block
-        data, rest, _flags, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(_FD_NBYTES), socket.MSG_CMSG_CLOEXEC)
-        fds = array.array("i")
-        for level, kind, payload in rest:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds.frombytes(payload[: len(payload) // _FD_NBYTES * _FD_NBYTES])
-        if not data:
-            raise PeerError("the other end hung up")
-        if len(fds) != 1:
-            for fd in fds:
-                os.close(fd)
-            raise ProtocolError(f"{len(fds)} file descriptors where one was to come")
-        return fds[0]
+        return await self._when_ready(self._loop.add_reader, lambda: take_descriptor(self._sock))
 
     async def _when_ready(self, watch: Callable[..., Any], do: Callable[[], R]) -> R:
         """Do it as soon as the socket lets it."""

@@ -7,11 +7,11 @@ import pytest
 
 from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.config import Peer
-from ckptless.daemon.mesh import Mesh
+from ckptless.daemon.mesh import PeerLinks
+from ckptless.daemon.peering import Peering, Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.vouch import KeyVouch
-from ckptless.daemon.roster import Roster
 
 
 class OneMessage:
@@ -33,21 +33,36 @@ class OneMessage:
         self.closed = True
 
 
+class Failing:
+    """A job that falls over every message."""
+
+    def __init__(self) -> None:
+        self.downs: list[tuple[int, str]] = []
+
+    def start(self) -> None:
+        pass
+
+    def linked(self, node: int) -> None:
+        pass
+
+    def unlinked(self, node: int, why: str) -> None:
+        self.downs.append((node, why))
+
+    def hear(self, _node: int, _message: p.DaemonMessage) -> None:
+        raise KeyError("a bug")
+
+
 def test_a_message_that_cannot_be_dealt_with_ends_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> tuple[list[tuple[int, str]], bool]:
         peers = tuple(Peer(node=n, name=f"n{n}", address="127.0.0.1", port=1) for n in range(2))
-        mesh = Mesh("j", NO_RUN, Roster(0, peers), KeyVouch(b"k" * 32))
-        downs: list[tuple[int, str]] = []
-
-        def fail(_node: int, _message: p.DaemonMessage) -> None:
-            raise KeyError("a bug")
-
-        mesh.on_message, mesh.on_down = fail, lambda node, why: downs.append((node, why))
+        links = PeerLinks(("j", NO_RUN), Roster(0, peers), KeyVouch(b"k" * 32))
+        peering = Failing()
+        links.start(cast("Peering", peering))
         link = OneMessage()
         async with asyncio.timeout(10):
-            await mesh.adopt(cast("Link[Any]", link))
-        await mesh.close()
-        return downs, link.closed
+            await links.adopt(cast("Link[Any]", link))
+        await links.close()
+        return peering.downs, link.closed
 
     downs, closed = asyncio.run(body())
     assert closed

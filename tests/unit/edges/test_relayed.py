@@ -11,7 +11,8 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,11 +24,11 @@ from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.api.version import Origin
 from ckptless.daemon.config import Peer
 from ckptless.daemon.membership.messages import Beat
-from ckptless.daemon.mesh import Mesh
+from ckptless.daemon.mesh import PeerLinks
+from ckptless.daemon.peering import Peering, Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import KeyVouch, MungeVouch, Vouch
-from ckptless.daemon.roster import Roster
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -129,9 +130,9 @@ def test_nor_does_a_daemon(answers: int, caplog: pytest.LogCaptureFixture) -> No
         server, port = await serve(HOST, 0, came)
         async with Relay(port).open() as relay:
             peers = tuple(Peer(node=n, name=f"n{n}", address=HOST, port=relay.port) for n in range(3))
-            mesh = Mesh(JOB, NO_RUN, Roster(2, peers), vouch)
+            mesh = PeerLinks((JOB, NO_RUN), Roster(2, peers), vouch)
             ups: list[int] = []
-            mesh.on_up = ups.append
+            mesh.start(cast(Peering, Mock(linked=ups.append)))
             mesh.want(frozenset({1}))
             while len(accepted) < 2 and not ups:  # noqa: ASYNC110  # it dials again and again
                 await asyncio.sleep(0.01)

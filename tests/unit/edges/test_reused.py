@@ -6,6 +6,8 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,9 +20,9 @@ from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable
 from ckptless.daemon.ledger import store
 from ckptless.daemon.ledger.store import HISTORY_S, Ledger, Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.mesh import Mesh
+from ckptless.daemon.mesh import PeerLinks
+from ckptless.daemon.peering import Peering, Roster
 from ckptless.daemon.peers.vouch import KeyVouch
-from ckptless.daemon.roster import Roster
 from ckptless.daemon.service import LEDGER_FILE
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -232,9 +234,9 @@ def test_daemons_meet_for_one_run(
         site.cluster.peers = peers
         agent = await site.client(hello(launch=theirs, nodes=2))
         await agent.hears(m.Admitted)
-        mesh = Mesh("4711", B, Roster(1, peers), KeyVouch(b"k" * 32))
+        mesh = PeerLinks(("4711", B), Roster(1, peers), KeyVouch(b"k" * 32))
         ups: list[int] = []
-        mesh.on_up = ups.append
+        mesh.start(cast(Peering, Mock(linked=ups.append)))
         mesh.want(frozenset({0}))
         await until(lambda: ups or "is not known here (yet)" in caplog.text)
         await mesh.close()
