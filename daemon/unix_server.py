@@ -6,7 +6,6 @@ descriptors are refused (SO_PASSRIGHTS), and everywhere both receive(2) and clos
 thread for each user, which can hold up that user alone, and is interrupted when it is stuck.
 """
 
-import array
 import asyncio
 import contextlib
 import logging
@@ -207,10 +206,9 @@ class Client:
 
     async def send_fd(self, fd: int) -> None:
         """Pass a descriptor, which stays the caller's."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         while await self._ready(self._loop.add_writer, self._loop.remove_writer):
             with contextlib.suppress(BlockingIOError):
-                self._sock.sendmsg([b"\0"], rights)
+                socket.send_fds(self._sock, [b"\0"], [fd])
                 return
         raise PeerError("the other end hung up")
 

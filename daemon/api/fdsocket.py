@@ -1,6 +1,5 @@
 """Messages and file descriptors in turn over a Unix socket, for asyncio, whose streams lose descriptors."""
 
-import array
 import asyncio
 import os
 import socket
@@ -17,7 +16,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _LENGTH = struct.Struct("<I")
-_FD_NBYTES = array.array("i").itemsize
 
 
 def take_descriptor(sock: socket.socket, room: int = 1) -> int:
@@ -25,12 +23,8 @@ def take_descriptor(sock: socket.socket, room: int = 1) -> int:
 
     `sock` does not block. The kernel closes descriptors that there is no `room` for.
     """
-    # no deadline: the socket does not block
-    data, rest, _flags, _ = sock.recvmsg(1, socket.CMSG_SPACE(room * _FD_NBYTES), socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, payload in rest:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) // _FD_NBYTES * _FD_NBYTES])
+    # One more, to see that there is one too many.
+    data, fds, _flags, _ = socket.recv_fds(sock, 1, room + 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         raise PeerError("the other end hung up")
     if len(fds) != 1:
@@ -91,8 +85,7 @@ class FdSocket(Generic[T]):
 
     async def send_fd(self, fd: int) -> None:
         """Pass a descriptor, which stays the caller's."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        await self._when_ready(self._loop.add_writer, lambda: self._sock.sendmsg([b"\0"], rights))
+        await self._when_ready(self._loop.add_writer, lambda: socket.send_fds(self._sock, [b"\0"], [fd]))
 
     async def receive_fd(self) -> int:
         """A descriptor, which is the caller's from here on. Raises ProtocolError where none comes."""
