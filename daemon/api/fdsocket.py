@@ -3,7 +3,6 @@
 import asyncio
 import os
 import socket
-import struct
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
@@ -14,8 +13,6 @@ from ckptless.daemon.api.unixpath import unix_address
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-_LENGTH = struct.Struct("<I")
 
 
 def take_descriptor(sock: socket.socket, room: int = 1) -> int:
@@ -67,21 +64,16 @@ class FdSocket(Generic[T]):
 
     async def receive(self) -> T:
         """The next message, and not a byte more. Raises ProtocolError."""
-        head = await self._exactly(_LENGTH.size)
-        (length,) = _LENGTH.unpack(head)
-        if length > CONTROL_LIMIT:
-            raise ProtocolError(f"a frame of {length} bytes; the limit here is {CONTROL_LIMIT}")
-        return self._decoder.parse(await self._exactly(length))
+        while not (messages := self._decoder.feed(await self._some(self._decoder.missing))):
+            pass
+        return messages[0]
 
-    async def _exactly(self, nbytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < nbytes:
-            # no deadline: the caller's, for all of what it exchanges
-            piece = await self._loop.sock_recv(self._sock, nbytes - len(data))
-            if not piece:
-                raise PeerError("the other end hung up")
-            data += piece
-        return bytes(data)
+    async def _some(self, nbytes: int) -> bytes:
+        # no deadline: the caller's, for all of what it exchanges
+        data = await self._loop.sock_recv(self._sock, nbytes)
+        if not data:
+            raise PeerError("the other end hung up")
+        return data
 
     async def send_fd(self, fd: int) -> None:
         """Pass a descriptor, which stays the caller's."""

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, UsageError
 from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
 from ckptless.daemon.api.records import JobRecord
-from ckptless.daemon.cluster import EXPLAIN_S
+from ckptless.daemon.ckptlessd.cluster import EXPLAIN_S
+from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.peering import Roster
 from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, Node, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
@@ -35,7 +35,7 @@ from ckptless.daemon.slurm.errors import (
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 if TYPE_CHECKING:
-    from ckptless.daemon.runtime import JobHost
+    from ckptless.daemon.ckptlessd.job_host import JobHost
 
 logger = logging.getLogger(__name__)
 

@@ -52,12 +52,12 @@ from ckptless.daemon.api import records as m_records
 from ckptless.daemon.api import ring as api_ring
 from ckptless.daemon.api.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
 from ckptless.daemon.ckptctl import render
+from ckptless.daemon.ckptlessd.service import _Heard as FromOutside
 from ckptless.daemon.control import packing
 from ckptless.daemon.control.decree import Decree, Durable
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.peers import bundles, handshake
 from ckptless.daemon.peers import messages as peers
-from ckptless.daemon.service import _Heard as FromOutside
 from ckptless.daemon.settings import load_settings
 from ckptless.daemon.slurm import hostlist, pyslurm_messages, text
 from ckptless.pytorch_hooks.data import batch_codec, identity, pack, records, sealed

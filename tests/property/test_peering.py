@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.ckptlessd.peering import Peering, Roster
+from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control.decree import Ballot, Decided, Decree, Durable, Prepare
 from ckptless.daemon.control.edges import Report, Standing
-from ckptless.daemon.jobs import JobSession, Memory
 from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.membership.router import LIVES, WINDOW
-from ckptless.daemon.peering import Peering, Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bundles import bundles, unbundle
 

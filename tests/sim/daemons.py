@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import EventRecord, JobRecord, Record
+from ckptless.daemon.ckptlessd.peering import Peering, Roster
+from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Ballot, Durable, Prepare, Propose
-from ckptless.daemon.jobs import JobSession, Memory
 from ckptless.daemon.membership.watch import Answer
-from ckptless.daemon.peering import Peering, Roster
 from ckptless.daemon.peers import messages as p
 
 from .events import Channel
@@ -73,7 +73,7 @@ class Daemon:
 
     @property
     def peer_links(self) -> "Daemon":
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         return self
 
     @property
@@ -304,7 +304,7 @@ class Daemon:
         self._proposed.add(key)
 
     def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
-        """See jobs.Outlets. What comes every moment takes no draw of the seed's."""
+        """See session.Outlets. What comes every moment takes no draw of the seed's."""
         agent = self._agent
         if agent is not None and isinstance(order, m.Renewed) and self._deaf_until > self.world.events.now:
             return
@@ -314,21 +314,21 @@ class Daemon:
             self._orders.send(order)
 
     def write(self, records: Sequence[Record]) -> None:
-        """See jobs.Outlets: the events are the story."""
+        """See session.Outlets: the events are the story."""
         self.world.job_rows += [row for row in records if isinstance(row, JobRecord)]
         for record in records:
             if isinstance(record, EventRecord):
                 self.world.story.tell(self.name, f"{record.kind}: {record.text}")
 
     def ended(self, outcome: m.Outcome) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self.world.checks.ended(self, outcome)
 
     def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
-        """See jobs.Outlets: there is no cluster's manager here."""
+        """See session.Outlets: there is no cluster's manager here."""
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
-        """See jobs.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
+        """See session.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
         self._writing.append(durable)
         self.world.begun[self.node] += 1
         if self.node in self.world.hung:
@@ -361,11 +361,11 @@ class Daemon:
             self.world.checks.knows(self)
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self.world.witness.ask(self, set(nodes), set(ours))
 
     def explain(self, node: int, cancel: m.Cancel) -> None:
-        """See jobs.Outlets. Nobody here is told by Slurm to end."""
+        """See session.Outlets. Nobody here is told by Slurm to end."""
         raise AssertionError(cancel)
 
     def hear_witness(self, nodes: set[int]) -> None:

@@ -22,16 +22,16 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon import peering
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.ckptlessd import peering
+from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control import packing
 from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
 from ckptless.daemon.control.remaking import Copies, Holders
-from ckptless.daemon.jobs import JobSession, Memory
-from ckptless.daemon.peering import Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import HEAD_BYTES
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.heartbeat import AgentProcess, Heartbeat
+from ckptless.daemon.ckptlessd.local_agent import AgentProcess, Heartbeat
 
 TICK_S = 0.05
 

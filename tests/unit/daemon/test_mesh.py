@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from ckptless.daemon.api.model import NO_RUN
+from ckptless.daemon.ckptlessd.peer_links import PeerLinks
+from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.config import Peer
-from ckptless.daemon.mesh import PeerLinks
-from ckptless.daemon.peering import Peering, Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.vouch import KeyVouch

@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_service import Site, hello
 
-from ckptless.daemon import log
 from ckptless.daemon.agent.kvstore.guard import StoreGuard
 from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.agent.nccl.server import NcclServer
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.api import log
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.api.version import Origin

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobSpec, Limits, NodeInfo
 from ckptless.daemon.api.model import NO_RUN
+from ckptless.daemon.ckptlessd.job_host import JobHost
+from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.peering import Roster
-from ckptless.daemon.runtime import JobHost
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
 from ckptless.daemon.slurm.cached import CachedSlurm, Reading
 from ckptless.daemon.slurm.ending import Ending

@@ -22,10 +22,10 @@ from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.api.version import Origin
+from ckptless.daemon.ckptlessd.peer_links import PeerLinks
+from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.membership.messages import Beat
-from ckptless.daemon.mesh import PeerLinks
-from ckptless.daemon.peering import Peering, Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import Link, serve
 from ckptless.daemon.peers.vouch import KeyVouch, MungeVouch, Vouch

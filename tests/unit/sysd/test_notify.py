@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.systemd import SEND_S, Notifier, inherited
+from ckptless.daemon.ckptlessd.systemd import SEND_S, Notifier, inherited
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -105,7 +105,7 @@ def test_a_full_queue_does_not_hold_the_daemon_up(tmp_path: Path) -> None:
 LISTENING = """
 import os, socket, sys
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.systemd import inherited
+from ckptless.daemon.ckptlessd.systemd import inherited
 
 os.environ["LISTEN_PID"] = str(os.getpid())
 try:

@@ -27,7 +27,7 @@ from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bundles import bundles, check_nodes, unbundle
 
 if TYPE_CHECKING:
-    from ckptless.daemon.jobs import JobSession
+    from ckptless.daemon.ckptlessd.session import JobSession
 
 # A pulse that is passed on waits for the next beat of everybody on its way.
 PULSE_HOPS = 4

@@ -10,9 +10,9 @@ from typing import Literal
 from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.api.saving import Save, Saved
+from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.control import eviction
 from ckptless.daemon.control.edges import NodeLost
-from ckptless.daemon.runtime import JobHost
 
 
 def evict(jobs: Iterable[JobHost], asked: Evict, uid: int) -> Evicted:

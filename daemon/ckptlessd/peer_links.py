@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from ckptless.daemon.api.errors import CkptlessError, ProtocolError
+from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.membership.watch import Answer
-from ckptless.daemon.peering import Peering, Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.link import GreetingCutError, Link, Route
 from ckptless.daemon.peers.vouch import Vouch

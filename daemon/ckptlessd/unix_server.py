@@ -19,11 +19,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from ckptless.daemon.admission import Admission
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.fdsocket import take_descriptor
 from ckptless.daemon.api.peercred import peer_credentials
+from ckptless.daemon.ckptlessd.admission import Admission
 
 logger = logging.getLogger(__name__)
 

@@ -5,23 +5,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptless.daemon.admission import EventQuota
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import Record, printable
 from ckptless.daemon.api.saving import Saved, SaveDone
-from ckptless.daemon.cluster import Cluster
+from ckptless.daemon.ckptlessd.admission import EventQuota
+from ckptless.daemon.ckptlessd.cluster import Cluster
+from ckptless.daemon.ckptlessd.local_agent import LocalAgent
+from ckptless.daemon.ckptlessd.peer_links import PeerLinks
+from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.session import JobSession, Memory, next_identity
+from ckptless.daemon.ckptlessd.unix_server import Client
 from ckptless.daemon.config import Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.decree import Decided, Durable
-from ckptless.daemon.heartbeat import LocalAgent
-from ckptless.daemon.jobs import JobSession, Memory, next_identity
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.mesh import PeerLinks
-from ckptless.daemon.peering import Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import new_key
 from ckptless.daemon.peers.vouch import Vouch
-from ckptless.daemon.unix_server import Client
 
 # A look at a silent node takes this part of the time after which it counts as dark.
 LOOK_PART = 1 / 3
@@ -189,24 +189,24 @@ class JobHost:
     # ------------------------------------------------------------------- Outlets, for JobSession
 
     def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self._agent.send(order)
 
     def write(self, records: Sequence[Record]) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self._around.ledger.write([printable(record) for record in records])
 
     def ended(self, outcome: m.Outcome) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self._ended_at = self.now()
         self._around.cluster.ended(self, outcome)
 
     def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self._around.cluster.node_is_dark(self, node, reason, state)
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         if self._forgot:
             # In its next life, too, it must know that there was more than this.
             return
@@ -225,11 +225,11 @@ class JobHost:
         self._around.ledger.save_vote(self.job, (identity, durable), written, refused)
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self._around.cluster.witness(self, nodes, ours)
 
     def explain(self, node: int, cancel: m.Cancel) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self._around.cluster.explain(self, node, cancel)
 
     # ----------------------------------------------------------------------- answers of the cluster

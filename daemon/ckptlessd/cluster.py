@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
 from ckptless.daemon.api.outcome import write_outcome
+from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState
-from ckptless.daemon.peering import Roster
 
 if TYPE_CHECKING:
-    from ckptless.daemon.runtime import JobHost
+    from ckptless.daemon.ckptlessd.job_host import JobHost
 
 
 WITNESS_FILE = "witness"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ckptless.daemon.admission import Admission
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import AGENT_LIMIT, HELLO_LIMIT, Decoder, check_protocol
 from ckptless.daemon.api.errors import (
@@ -26,27 +25,28 @@ from ckptless.daemon.api.keeping import Claim, Keep, WhatIsKept
 from ckptless.daemon.api.reading import Read
 from ckptless.daemon.api.records import printable
 from ckptless.daemon.api.saving import Save, SaveDone
-from ckptless.daemon.clock import Clock
-from ckptless.daemon.cluster import Cluster
+from ckptless.daemon.ckptlessd.admission import Admission
+from ckptless.daemon.ckptlessd.clock import Clock
+from ckptless.daemon.ckptlessd.cluster import Cluster
+from ckptless.daemon.ckptlessd.job_host import JobHost, Surroundings
+from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.requests import evict, save
+from ckptless.daemon.ckptlessd.session import LIFE_BITS, Memory, is_as_new
+from ckptless.daemon.ckptlessd.state_dir import open_state_dir
+from ckptless.daemon.ckptlessd.unix_server import Client, UnixServer, listen
 from ckptless.daemon.config import DaemonConfig, Timers
 from ckptless.daemon.control import eviction, story
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.control.telling import Line
-from ckptless.daemon.jobs import LIFE_BITS, Memory, is_as_new
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.reader import LedgerReader
 from ckptless.daemon.ledger.store import Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.peering import Roster
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.door import Door
 from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.vouch import Vouch
-from ckptless.daemon.requests import evict, save
-from ckptless.daemon.runtime import JobHost, Surroundings
-from ckptless.daemon.state_dir import open_state_dir
-from ckptless.daemon.unix_server import Client, UnixServer, listen
 
 logger = logging.getLogger(__name__)
 

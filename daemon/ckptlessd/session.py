@@ -11,13 +11,13 @@ from typing import Protocol
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.api.records import EventRecord, Record
+from ckptless.daemon.ckptlessd.peering import Links, Peering, Roster
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Durable, Say
 from ckptless.daemon.control.faults import NodeViews
 from ckptless.daemon.membership.messages import Alive
 from ckptless.daemon.membership.watch import Times
-from ckptless.daemon.peering import Links, Peering, Roster
 from ckptless.daemon.peers import messages as p
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.saving import Saved, SaveDone, SaveNow
-from ckptless.daemon.unix_server import Client
+from ckptless.daemon.ckptlessd.unix_server import Client
 
 # An agent does more in one go than a rank's listener: it may be silent for so many times a rank's `pong_s`.
 PONGS_PER_AGENT = 2
