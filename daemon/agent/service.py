@@ -73,7 +73,8 @@ class Agent:
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
-        self._store = StoreService(config.node, self._replicas.stores, config.spec.limits.pong_s)
+        self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
+        self._replicas.serving.on_store = self._store.serve
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
         self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._hear)

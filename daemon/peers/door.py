@@ -1,7 +1,6 @@
-"""Where agents and daemons listen for others: each connection goes to whom its first greeting is for.
+"""Where agents and daemons listen for others: who greets gets streams, and a `Link` then does the handshake.
 
-One for the key-value store becomes a `Channel`, of which there may be hundreds in one moment; every other one
-gets streams, and a `Link` then does the handshake. What is no greeting is refused here, at little cost.
+What is no greeting is refused here, at little cost.
 
 Anybody can connect. So those that have proved nothing yet are few: one more, and the oldest that has not even
 greeted gives way, else the oldest. Nobody is refused for others that are there: who greets at once gets in.
@@ -10,6 +9,7 @@ takes less time than to connect does, so that the kernel's queue has room for wh
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import resource
@@ -40,7 +40,6 @@ _RESET = struct.pack("ii", 1, 0)
 # No descriptor is left: connections wait in the kernel until then.
 AGAIN_S = 1.0
 OnStreams: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
-OnStore: TypeAlias = Callable[[socket.socket, handshake.Opening], None]
 OnRefused: TypeAlias = Callable[[str, str], None]
 """Hears of an address, and why whoever connected from there is hung up on."""
 
@@ -52,21 +51,18 @@ def most_unproved() -> int:
 
 
 class Door:
-    """`on_streams(reader, writer)` and `on_store(socket, opening)` own what they are given.
+    """`on_streams(reader, writer)` owns what it is given; nothing has been proved by anybody then.
 
-    Nothing has been proved by anybody then. Who opens for the store and says more before it is answered is
-    not heard: that is no agent. Streams are counted here until they are proved (`CountingReader.widen`) or
-    closed; connections for the store by who takes them. Without `on_store` all get streams. So does one of
-    another version, to be told of it.
+    Streams are counted here until they are proved (`CountingReader.widen`) or closed. One of another version
+    gets them, too, to be told of it.
     """
 
     def __init__(
         self,
         on_streams: OnStreams,
-        on_store: OnStore | None = None,
         on_refused: OnRefused = lambda _address, _why: None,
     ) -> None:
-        self._on_streams, self._on_store, self._on_refused = on_streams, on_store, on_refused
+        self._on_streams, self._on_refused = on_streams, on_refused
         self._sock: socket.socket | None = None
         # Both in the order in which they came.
         self._visitors: dict[_Visitor, None] = {}
@@ -141,14 +137,11 @@ class Door:
             del self._unproved[streams]
             streams.hang_up()
 
-    def _greeted(self, visitor: "_Visitor", found: handshake.Opening | str | None) -> None:
+    def _greeted(self, visitor: "_Visitor", refused: str | None) -> None:
         self._visitors.pop(visitor, None)
-        if isinstance(found, str):
+        if refused is not None:
             visitor.sock.close()
-            self._on_refused(visitor.address, found)
-            return
-        if found is not None and self._on_store is not None:
-            self._on_store(visitor.sock, found)
+            self._on_refused(visitor.address, refused)
             return
         task = asyncio.create_task(self._give_streams(visitor.sock, bytes(visitor.came)))
         self._tasks.add(task)
@@ -219,16 +212,13 @@ class _Streams(asyncio.StreamReaderProtocol):
 
 
 class _Visitor:
-    """A connection of which is not known yet what it is for.
-
-    `done` hears once: an opening for the store; None, it gets streams; or why it is refused.
-    """
+    """A connection that has not greeted yet. `done` hears once: None, it has; or why it is refused."""
 
     def __init__(
         self,
         sock: socket.socket,
         address: str,
-        done: Callable[["_Visitor", handshake.Opening | str | None], None],
+        done: Callable[["_Visitor", str | None], None],
     ) -> None:
         self.sock, self.address, self._done = sock, address, done
         self.came = bytearray()
@@ -250,14 +240,14 @@ class _Visitor:
             self._leave_as("the other end hung up during the greeting")
             return
         try:
-            known = _read(self.came)
+            greeted = _has_greeted(self.came)
         except ProtocolError as error:
             self._leave_as(str(error))
             return
-        if known is False:
-            self._wait()
+        if greeted:
+            self._leave_as(None)
         else:
-            self._leave_as(None if known is True else known)
+            self._wait()
 
     def _wait(self) -> None:
         if not self._waits:
@@ -267,9 +257,9 @@ class _Visitor:
             why = f"no greeting has come in {HANDSHAKE_DEADLINE_S:g} s"
             self._deadline = loop.call_later(HANDSHAKE_DEADLINE_S, self._leave_as, why)
 
-    def _leave_as(self, found: handshake.Opening | str | None) -> None:
+    def _leave_as(self, refused: str | None) -> None:
         self.leave()
-        self._done(self, found)
+        self._done(self, refused)
 
     def leave(self) -> None:
         """Watch the socket no more."""
@@ -280,16 +270,15 @@ class _Visitor:
             self._deadline.cancel()
 
 
-def _read(came: bytearray) -> handshake.Opening | bool:
-    """An opening for the store; False: more must come; True: another opening. Raises ProtocolError."""
+def _has_greeted(came: bytearray) -> bool:
+    """Return whether an opening has come, also one of another version. Raises ProtocolError."""
     if len(came) < handshake.LENGTH_BYTES:
         return False
     end = handshake.LENGTH_BYTES + handshake.parse_length(bytes(came[: handshake.LENGTH_BYTES]))
     if len(came) < end:
         return False
-    try:
-        opening = handshake.decode(bytes(came[handshake.LENGTH_BYTES : end]), handshake.Opening)
-        handshake.check_opening(opening)
-    except MismatchError:
-        return True
-    return opening if opening.store and len(came) == end else True
+    with contextlib.suppress(MismatchError):
+        handshake.check_opening(
+            handshake.decode(bytes(came[handshake.LENGTH_BYTES : end]), handshake.Opening)
+        )
+    return True

@@ -133,8 +133,6 @@ class Link(Generic[T]):
         except MismatchError:
             await self._greet(handshake.Answer(handshake.opening("", -1), b""))
             raise
-        if theirs.store:
-            raise ProtocolError("a connection for the key-value store, which is not here")
         return theirs
 
     def _arm(self, key: bytes, pair: tuple[handshake.Opening, handshake.Opening], *, dialled: bool) -> None:

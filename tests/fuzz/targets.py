@@ -102,7 +102,6 @@ EDGES: dict[str, tuple[Any, int]] = {
     "ckptctl kept": (keeping.KeptList | messages.Denied, CONTROL_LIMIT),
     "daemon, from daemons": (peers.DaemonMessage, CONTROL_LIMIT),
     "agent, from agents": (peers.AgentMessage, CONTROL_LIMIT),
-    "store, from stores": (peers.StoreMessage, CONTROL_LIMIT),
 }
 GREETINGS = (handshake.Opening, handshake.Answer, handshake.Proof)
 
@@ -140,10 +139,16 @@ def edges() -> list[Target]:
         *(_edge(name, kind, limit) for name, (kind, limit) in EDGES.items()),
         *map(_greeting, GREETINGS),
         Target(
-            "store items",
-            lambda chance: msgspec.msgpack.encode([build(store_wire.Item, chance) for _ in range(3)]),
-            store_wire.decode,
-            kind=store_wire.Item,
+            "store, to the home",
+            lambda chance: msgspec.msgpack.encode([build(store_wire.ToHome, chance) for _ in range(3)]),
+            lambda data: store_wire.decode(data, store_wire.TO_HOME),
+            kind=store_wire.ToHome,
+        ),
+        Target(
+            "store, from the home",
+            lambda chance: msgspec.msgpack.encode([build(store_wire.FromHome, chance) for _ in range(3)]),
+            lambda data: store_wire.decode(data, store_wire.FROM_HOME),
+            kind=store_wire.FromHome,
         ),
         Target(
             "zygote, a spawn",

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from ckptless.daemon.agent.kvstore.peers import StorePeers
 from ckptless.daemon.agent.versions.fetching import TensorsFetch, Wanted
 from ckptless.daemon.agent.versions.giving_back import GivingBack
 from ckptless.daemon.agent.versions.holders import (
@@ -71,8 +70,7 @@ class Replicas:
         self._newest: dict[tuple[str, int], tuple[Key, Pushed]] = {}
         self._lost_copies = LostCopies()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.stores = StorePeers(origin.job, node, network.source, lambda: self.vouch)
-        self._door = Door(self._came, self.stores.take)
+        self._door = Door(self._came)
         self.on_acked: Callable[[int, int], None] = lambda _rank, _step: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
 

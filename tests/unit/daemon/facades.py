@@ -26,7 +26,8 @@ class Facade:
         self.vault = Vault()
         self.replicas = Replicas(number, Origin("job"), 0, self.vault)
         self.replicas.vouch = KeyVouch(KEY)
-        self.store = StoreService(number, self.replicas.stores, silence_s)
+        self.store = StoreService(number, self.replicas.dial, silence_s)
+        self.replicas.serving.on_store = self.store.serve
         self.events: list[tuple[str, str]] = []
         self.port = 0
         self.info = NodeInfo(node=number, name=f"n{number}", address=HOST, agent_port=0)

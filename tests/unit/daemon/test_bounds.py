@@ -35,7 +35,6 @@ KINDS = {
     "to a ring": ring.ToRing,
     "daemons": p.DaemonMessage,
     "agents": p.AgentMessage,
-    "store": p.StoreMessage,
     "opening": handshake.Opening,
     "answer": handshake.Answer,
     "proof": handshake.Proof,
