@@ -39,7 +39,7 @@ from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.api.ring import FromRing
 from ckptless.daemon.api.saving import FromWriter, SaveNow, WriterHello, Written
 from ckptless.daemon.api.version import Origin
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ class Agent:
         elif isinstance(message, m.Renewed):
             self._lease.renew(asyncio.get_running_loop().time())
         elif isinstance(message, m.JobKey):
-            self._replicas.vouch = KeyVouch(message.key)
+            self._replicas.vouch = KeyCredentials(message.key)
             self._saving.learn_key(message.key)
             self._state.learn_key(message.key)
             self._nccl.learn_key(message.key)

@@ -20,8 +20,8 @@ from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.decree import Decided, Durable
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import Credentials
 from ckptless.daemon.peers.handshake import new_key
-from ckptless.daemon.peers.vouch import Vouch
 
 # A look at a silent node takes this part of the time after which it counts as dark.
 LOOK_PART = 1 / 3
@@ -36,7 +36,7 @@ class Surroundings:
 
     now: Callable[[], float]
     timers: Timers
-    vouch: Vouch
+    vouch: Credentials
     ledger: LedgerWriter
     cluster: Cluster
 

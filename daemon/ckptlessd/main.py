@@ -20,8 +20,8 @@ from ckptless.daemon.ckptlessd.cluster import LocalCluster
 from ckptless.daemon.ckptlessd.service import Service, serve_forever
 from ckptless.daemon.ckptlessd.systemd import Notifier, Watchdog, Watched, inherited, period_s
 from ckptless.daemon.config import DaemonConfig, KeepConfig, LocalConfig, load, read_key
+from ckptless.daemon.peers.credentials import KeyCredentials, MungeCredentials
 from ckptless.daemon.peers.munge import Munge
-from ckptless.daemon.peers.vouch import KeyVouch, MungeVouch
 from ckptless.daemon.settings import Settings, load_settings, needs_restart
 from ckptless.daemon.settings_bind import listen_address
 from ckptless.daemon.slurm.cached import CachedSlurm
@@ -46,7 +46,7 @@ def _stop_event() -> asyncio.Event:
 async def _serve_local(config: LocalConfig) -> int:
     """Serve as a node of local mode, until told to stop; the exit code."""
     cluster = LocalCluster(config.node, config.peers, Path(config.state_dir))
-    vouch = KeyVouch(read_key(Path(config.key_file)))
+    vouch = KeyCredentials(read_key(Path(config.key_file)))
     return await serve_forever(Service(config.daemon, cluster, vouch), _stop_event())
 
 
@@ -76,7 +76,7 @@ async def _serve(settings: Settings, name: str) -> int:
     cluster = SlurmCluster(
         CachedSlurm(backend, Clock()), name, settings.daemon.port, settings.slurm.on_node_lost
     )
-    vouch = MungeVouch(Munge(_folder(settings.munge.socket)))
+    vouch = MungeCredentials(Munge(_folder(settings.munge.socket)))
     service = Service(daemon_config(settings, name), cluster, vouch, inherited(os.environ).get("agents"))
     supervised = _Supervised(settings, name, notifier, service, cluster)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervised.reload)

@@ -15,8 +15,8 @@ from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.membership.watch import Answer
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import Credentials
 from ckptless.daemon.peers.link import GreetingCutError, Link, Route
-from ckptless.daemon.peers.vouch import Vouch
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,9 @@ class PeerLinks:
     `key` is the job's, once it is known here; `on_key` hears of it.
     """
 
-    def __init__(self, run: tuple[str, str], roster: Roster, vouch: Vouch, look_s: float = LOOK_S) -> None:
+    def __init__(
+        self, run: tuple[str, str], roster: Roster, vouch: Credentials, look_s: float = LOOK_S
+    ) -> None:
         self._job, launch = run
         # `name` is what a connection is for: this run of that name, and no other.
         self.name = f"{self._job}/{launch}"

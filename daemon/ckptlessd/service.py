@@ -44,9 +44,9 @@ from ckptless.daemon.ledger.reader import LedgerReader
 from ckptless.daemon.ledger.store import Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.door import Door
+from ckptless.daemon.peers.credentials import Credentials
 from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.vouch import Vouch
+from ckptless.daemon.peers.listener import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Service:
     """
 
     def __init__(
-        self, config: DaemonConfig, cluster: Cluster, vouch: Vouch, agents: socket.socket | None = None
+        self, config: DaemonConfig, cluster: Cluster, vouch: Credentials, agents: socket.socket | None = None
     ) -> None:
         self._config, self._cluster = config, cluster
         self._agents = agents
@@ -82,7 +82,7 @@ class Service:
         self._admission = Admission((0, os.getuid()))
         # Of other nodes, by their address: what is logged of them.
         self._greeting = Admission()
-        self._door = Door(self._peer_connected, on_refused=self._peer_refused)
+        self._door = Listener(self._peer_connected, on_refused=self._peer_refused)
         self.now = Clock().now
         state_dir = Path(config.state_dir)
         self.ledger = LedgerWriter(state_dir / LEDGER_FILE, lambda: open_state_dir(state_dir))

@@ -29,7 +29,7 @@ from ckptless.daemon.config import DaemonConfig, Peer
 from ckptless.daemon.ledger import reader as reader_module
 from ckptless.daemon.ledger.merge import merge
 from ckptless.daemon.ledger.store import Owner
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 ALICE, BOB = 65533, 65534
 DEADLINE_S = 60.0
@@ -61,7 +61,7 @@ async def daemon(folder: Path) -> AsyncIterator[tuple[Service, str]]:
         socket_mode=0o666,
     )
     peers = [Peer(node=0, name="n0", address="127.0.0.1", port=1)]
-    service = Service(config, AnyUsers(0, peers, folder / "state"), KeyVouch(b"0123456789abcdef"))
+    service = Service(config, AnyUsers(0, peers, folder / "state"), KeyCredentials(b"0123456789abcdef"))
     ready, stop = asyncio.Event(), asyncio.Event()
     service.on_ready = ready.set
     running = asyncio.create_task(service.run(stop))

@@ -18,8 +18,8 @@ from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bucket import TokenBucket
 from ckptless.daemon.peers.bulk import Pace
+from ckptless.daemon.peers.credentials import Credentials
 from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.vouch import Vouch
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,9 @@ class Serving:
         async with self._followed:
             self._followed.notify_all()
 
-    async def serve(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], vouch: Vouch) -> None:
+    async def serve(
+        self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], vouch: Credentials
+    ) -> None:
         """One connection of another agent, to its end."""
         try:
             link: Peer = await Link.accept(streams, self._node_in, vouch, p.AgentMessage)

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from ckptless.daemon.peers import door, handshake
+from ckptless.daemon.peers import handshake, listener
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.vouch import KeyVouch
 
 HOST = "127.0.0.1"
 KEY = b"the job's key"
@@ -24,7 +24,7 @@ class Listening:
     def __init__(self) -> None:
         self.came: asyncio.Queue[Streams] = asyncio.Queue()
         self.refused: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        self.door = door.Door(
+        self.door = listener.Listener(
             lambda *streams: self.came.put_nowait(streams),
             lambda address, why: self.refused.put_nowait((address, why)),
         )
@@ -32,10 +32,10 @@ class Listening:
 
     async def connect(self) -> tuple[Link[p.AgentMessage], Link[p.AgentMessage]]:
         """Both ends of a connection by the key."""
-        dial = Link.dial(self.at, ("job", 0), KeyVouch(KEY), p.AgentMessage, 20.0)
+        dial = Link.dial(self.at, ("job", 0), KeyCredentials(KEY), p.AgentMessage, 20.0)
         dialling: asyncio.Task[Link[p.AgentMessage]] = asyncio.create_task(dial)
         theirs: Link[p.AgentMessage] = await Link.accept(
-            await self.came.get(), lambda _job: 1, KeyVouch(KEY), p.AgentMessage
+            await self.came.get(), lambda _job: 1, KeyCredentials(KEY), p.AgentMessage
         )
         return await dialling, theirs
 
@@ -118,7 +118,7 @@ def test_what_is_no_opening_is_refused_at_the_door(name: str, pieces: int) -> No
 
 
 def test_one_that_says_nothing_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE_DEADLINE_S", 0.05)
+    monkeypatch.setattr(listener, "HANDSHAKE_DEADLINE_S", 0.05)
 
     async def work(listening: Listening) -> None:
         reader, writer = await asyncio.open_connection(*listening.at)
@@ -153,8 +153,8 @@ def test_the_oldest_gives_way(said: bytes) -> None:
 
 def test_from_one_address_no_more_come_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many at once; then they are hung up on, and others' get in as before."""
-    monkeypatch.setattr(door, "CONNECTIONS_PER_S", 0.001)
-    monkeypatch.setattr(door, "CONNECTIONS_AT_ONCE", 3.0)
+    monkeypatch.setattr(listener, "CONNECTIONS_PER_S", 0.001)
+    monkeypatch.setattr(listener, "CONNECTIONS_AT_ONCE", 3.0)
 
     async def work(listening: Listening) -> None:
         for source, heard in [(HOST, True)] * 3 + [(HOST, False)] * 3 + [("127.0.0.2", True)] * 3:
@@ -177,11 +177,11 @@ def test_all_of_loopback_is_one_address_to_a_node(
     monkeypatch: pytest.MonkeyPatch, listens: str, apart: bool
 ) -> None:
     """Any process may take one of them for its own; in local mode each is a node's."""
-    monkeypatch.setattr(door, "CONNECTIONS_AT_ONCE", 1.0)
-    monkeypatch.setattr(door, "CONNECTIONS_PER_S", 0.001)
+    monkeypatch.setattr(listener, "CONNECTIONS_AT_ONCE", 1.0)
+    monkeypatch.setattr(listener, "CONNECTIONS_PER_S", 0.001)
 
     async def work() -> None:
-        one = door.Door(lambda *_: None)
+        one = listener.Listener(lambda *_: None)
         one._host = listens
         came = [
             one._may_come(source) for source in ("127.0.0.1", "127.9.9.9", "10.0.0.2", "10.0.0.3", "10.0.0.3")
@@ -207,7 +207,7 @@ def test_whoever_is_proved_never_gives_way() -> None:
 
 
 def test_without_a_descriptor_a_connection_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "AGAIN_S", 0.01)
+    monkeypatch.setattr(listener, "AGAIN_S", 0.01)
 
     async def work(listening: Listening) -> None:
         sock: Any = listening.door._sock

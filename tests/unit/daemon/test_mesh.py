@@ -10,8 +10,8 @@ from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.vouch import KeyVouch
 
 
 class OneMessage:
@@ -55,7 +55,7 @@ class Failing:
 def test_a_message_that_cannot_be_dealt_with_ends_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> tuple[list[tuple[int, str]], bool]:
         peers = tuple(Peer(node=n, name=f"n{n}", address="127.0.0.1", port=1) for n in range(2))
-        links = PeerLinks(("j", NO_RUN), Roster(0, peers), KeyVouch(b"k" * 32))
+        links = PeerLinks(("j", NO_RUN), Roster(0, peers), KeyCredentials(b"k" * 32))
         peering = Failing()
         links.start(cast("Peering", peering))
         link = OneMessage()

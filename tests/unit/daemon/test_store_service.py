@@ -19,9 +19,9 @@ from ckptless.daemon.agent.kvstore import connection, protocol, wire
 from ckptless.daemon.agent.kvstore.connection import Peer
 from ckptless.daemon.agent.kvstore.service import home_of
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.door import Door
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.listener import Listener
 
 # The home of generation 1 where there are three nodes with ranks; that of 2 is node 2, and that of 3 node 0.
 HOME = 1
@@ -66,7 +66,7 @@ def said(*items: wire.Item) -> p.StoreSaid:
 async def dial(facade: Facade, number: int, generation: int) -> Peer:
     """Connect to a facade as node `number`, by the job's key, for the store."""
     at = (facade.info.address, facade.info.agent_port)
-    link: Peer = await Link.dial(at, ("job", number), KeyVouch(KEY), p.AgentMessage, 10.0)
+    link: Peer = await Link.dial(at, ("job", number), KeyCredentials(KEY), p.AgentMessage, 10.0)
     link.send(p.StoreJoin(generation=generation))
     return link
 
@@ -83,7 +83,7 @@ class PlayedAgent:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._door = Door(lambda *streams: self._came.put_nowait(streams))
+        self._door = Listener(lambda *streams: self._came.put_nowait(streams))
         self._came: asyncio.Queue[Any] = asyncio.Queue()
         self.port = self._door.open("127.0.0.1")
 
@@ -92,7 +92,7 @@ class PlayedAgent:
 
     async def link(self) -> Peer:
         link: Peer = await Link.accept(
-            await self.came(), lambda _job: self._number, KeyVouch(KEY), p.AgentMessage
+            await self.came(), lambda _job: self._number, KeyCredentials(KEY), p.AgentMessage
         )
         assert isinstance(await link.receive(), p.StoreJoin)
         return link

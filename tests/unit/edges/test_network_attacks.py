@@ -39,8 +39,8 @@ from ckptless.daemon.agent.nccl.wire import (
 )
 from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link, Route
-from ckptless.daemon.peers.vouch import KeyVouch
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot act as other users")
 
@@ -117,7 +117,9 @@ def sites() -> Iterator[tuple[Site, Site]]:
 
 
 async def dial(port: int, source: str = HOST) -> None:
-    (await Link.dial(Route((HOST, port), source), (LINK, 5), KeyVouch(KEY), p.AgentMessage, MOST_S)).close()
+    (
+        await Link.dial(Route((HOST, port), source), (LINK, 5), KeyCredentials(KEY), p.AgentMessage, MOST_S)
+    ).close()
 
 
 async def use_store(port: int) -> None:

@@ -27,8 +27,8 @@ from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.membership.messages import Beat
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import Credentials, KeyCredentials, MungeCredentials
 from ckptless.daemon.peers.link import Link, serve
-from ckptless.daemon.peers.vouch import KeyVouch, MungeVouch, Vouch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -100,7 +100,7 @@ def test_an_agent_that_is_gone_does_not_answer_by_another(answers: int) -> None:
         agents = {node: Replicas(node, Origin(JOB), 1, Vault()) for node in (1, 3)}
         ports = {}
         for node, agent in agents.items():
-            agent.vouch = KeyVouch(KEY)
+            agent.vouch = KeyCredentials(KEY)
             ports[node] = await agent.start(HOST)
         try:
             await agents[1].knock(NodeInfo(node=3, name="n3", address=HOST, agent_port=ports[3]))
@@ -118,7 +118,7 @@ def test_an_agent_that_is_gone_does_not_answer_by_another(answers: int) -> None:
 @pytest.mark.parametrize("answers", [0, 2])
 def test_nor_does_a_daemon(answers: int, caplog: pytest.LogCaptureFixture) -> None:
     """Node 1's daemon is away; whoever has its port passes node 2's words on to node 0, or back to it."""
-    vouch = KeyVouch(KEY)
+    vouch = KeyCredentials(KEY)
     accepted: list[Any] = []
 
     async def work() -> None:
@@ -152,8 +152,8 @@ def test_a_whole_connection_that_was_recorded_is_not_taken_again(munge: bool, sa
     """Greeting, proof and messages, also by who made them himself; to the same node, or to another one."""
     cell = Cell()
 
-    def vouch() -> Vouch:
-        return MungeVouch(FakeMunge(cell)) if munge else KeyVouch(KEY)
+    def vouch() -> Credentials:
+        return MungeCredentials(FakeMunge(cell)) if munge else KeyCredentials(KEY)
 
     async def work() -> None:
         made: asyncio.Queue[Any] = asyncio.Queue()

@@ -23,7 +23,7 @@ from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable
 from ckptless.daemon.ledger import store
 from ckptless.daemon.ledger.store import HISTORY_S, Ledger, Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -234,7 +234,7 @@ def test_daemons_meet_for_one_run(
         site.cluster.peers = peers
         agent = await site.client(hello(launch=theirs, nodes=2))
         await agent.hears(m.Admitted)
-        mesh = PeerLinks(("4711", B), Roster(1, peers), KeyVouch(b"k" * 32))
+        mesh = PeerLinks(("4711", B), Roster(1, peers), KeyCredentials(b"k" * 32))
         ups: list[int] = []
         mesh.start(cast(Peering, Mock(linked=ups.append)))
         mesh.want(frozenset({0}))

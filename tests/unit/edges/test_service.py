@@ -24,7 +24,7 @@ from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.service import Service
 from ckptless.daemon.config import DaemonConfig, Peer, Timers
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 DEADLINE_S = 30.0
 STRANGER = 65534  # "nobody"
@@ -154,7 +154,7 @@ class Site:
             socket_mode=0o666,
             timers=Timers(beat_s=0.1, dark_s=1.0),
         )
-        self.service = Service(config, self.cluster, KeyVouch(b"k" * 32))
+        self.service = Service(config, self.cluster, KeyCredentials(b"k" * 32))
         self.ticks = 0
         self._clients: list[Client] = []
         self.stop = asyncio.Event()

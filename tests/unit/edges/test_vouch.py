@@ -21,10 +21,10 @@ from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.membership.messages import Beat
 from ckptless.daemon.peers import handshake, link
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import Credentials, KeyCredentials, MungeCredentials
 from ckptless.daemon.peers.handshake import GREETING_LIMIT, Answer, Opening, Proof, Sealer
 from ckptless.daemon.peers.link import Link
 from ckptless.daemon.peers.munge import CredentialError, CredentialKind
-from ckptless.daemon.peers.vouch import KeyVouch, MungeVouch, Vouch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -60,14 +60,14 @@ async def ends() -> tuple[Streams, Streams]:
         server.close()
 
 
-async def accept(streams: Streams, vouch: Vouch) -> Made:
+async def accept(streams: Streams, vouch: Credentials) -> Made:
     try:
         return await Link.accept(streams, lambda _job: 1, vouch, p.DaemonMessage)
     except BaseException as error:  # noqa: BLE001  # which one it was is what the tests are about
         return error
 
 
-async def pair(dialler: Vouch, acceptor: Vouch) -> tuple[Made, Made]:
+async def pair(dialler: Credentials, acceptor: Credentials) -> tuple[Made, Made]:
     """What both ends make of each other: a link, or why not."""
     accepting: asyncio.Queue[asyncio.Task[Made]] = asyncio.Queue()
 
@@ -85,7 +85,7 @@ async def pair(dialler: Vouch, acceptor: Vouch) -> tuple[Made, Made]:
     return dialled, await (await accepting.get())
 
 
-async def links(dialler: Vouch, acceptor: Vouch) -> tuple[DaemonLink, DaemonLink]:
+async def links(dialler: Credentials, acceptor: Credentials) -> tuple[DaemonLink, DaemonLink]:
     one, other = await pair(dialler, acceptor)
     assert isinstance(one, Link), one
     assert isinstance(other, Link), other
@@ -106,16 +106,16 @@ def run(runner: asyncio.Runner, work: Awaitable[None]) -> None:
     runner.run(limited())
 
 
-def keys() -> tuple[Vouch, Vouch]:
-    return KeyVouch(KEY), KeyVouch(KEY)
+def keys() -> tuple[Credentials, Credentials]:
+    return KeyCredentials(KEY), KeyCredentials(KEY)
 
 
-def mungeds() -> tuple[Vouch, Vouch]:
+def mungeds() -> tuple[Credentials, Credentials]:
     cell = Cell()
-    return MungeVouch(FakeMunge(cell)), MungeVouch(FakeMunge(cell))
+    return MungeCredentials(FakeMunge(cell)), MungeCredentials(FakeMunge(cell))
 
 
-Both = Callable[[], tuple[Vouch, Vouch]]
+Both = Callable[[], tuple[Credentials, Credentials]]
 
 
 # ------------------------------------------------------------------------------------ those who may
@@ -145,7 +145,7 @@ def test_root_may_speak_for_a_daemon_of_another_user(
 
     async def scenario() -> None:
         cell = Cell()
-        root, slurm = MungeVouch(FakeMunge(cell, 0)), MungeVouch(FakeMunge(cell, real))
+        root, slurm = MungeCredentials(FakeMunge(cell, 0)), MungeCredentials(FakeMunge(cell, real))
         for dialler, acceptor in ((root, slurm), (slurm, root)):
             close(*await links(dialler, acceptor))
 
@@ -159,7 +159,7 @@ def test_another_user_who_dials(loop: asyncio.Runner) -> None:
     async def scenario() -> None:
         cell = Cell()
         dialled, accepted = await pair(
-            MungeVouch(FakeMunge(cell, STRANGER)), MungeVouch(FakeMunge(cell, os.getuid()))
+            MungeCredentials(FakeMunge(cell, STRANGER)), MungeCredentials(FakeMunge(cell, os.getuid()))
         )
         assert isinstance(accepted, PeerError)
         assert f"uid {STRANGER} may not speak" in str(accepted)
@@ -172,7 +172,7 @@ def test_another_user_who_listens_on_the_daemons_port(loop: asyncio.Runner) -> N
     async def scenario() -> None:
         cell = Cell()
         dialled, accepted = await pair(
-            MungeVouch(FakeMunge(cell, os.getuid())), MungeVouch(FakeMunge(cell, STRANGER))
+            MungeCredentials(FakeMunge(cell, os.getuid())), MungeCredentials(FakeMunge(cell, STRANGER))
         )
         assert isinstance(dialled, PeerError)
         assert f"uid {STRANGER} may not speak" in str(dialled)
@@ -185,7 +185,7 @@ def test_another_user_who_listens_on_the_daemons_port(loop: asyncio.Runner) -> N
 @pytest.mark.parametrize("turned", [False, True])
 def test_who_vouches_in_another_way(loop: asyncio.Runner, both: Both, turned: bool) -> None:
     async def scenario() -> None:
-        other: Vouch = MungeVouch(FakeMunge(Cell())) if both is keys else KeyVouch(KEY)
+        other: Credentials = MungeCredentials(FakeMunge(Cell())) if both is keys else KeyCredentials(KEY)
         ways = (both()[0], other)
         made = await pair(*(reversed(ways) if turned else ways))
         for one in made:
@@ -197,7 +197,7 @@ def test_who_vouches_in_another_way(loop: asyncio.Runner, both: Both, turned: bo
 
 def test_another_clusters_munged(loop: asyncio.Runner) -> None:
     async def scenario() -> None:
-        _, accepted = await pair(MungeVouch(FakeMunge(Cell())), MungeVouch(FakeMunge(Cell())))
+        _, accepted = await pair(MungeCredentials(FakeMunge(Cell())), MungeCredentials(FakeMunge(Cell())))
         assert isinstance(accepted, CredentialError)
         assert accepted.kind is CredentialKind.BOGUS
 
@@ -216,7 +216,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))
 
 
-async def say(vouch: Vouch, *first: bytes) -> tuple[Made, bytes]:
+async def say(vouch: Credentials, *first: bytes) -> tuple[Made, bytes]:
     """What an acceptor makes of a dialler that says this and no more, and what it answered."""
     (reader, writer), streams = await ends()
     task = asyncio.create_task(accept(streams, vouch))
@@ -232,7 +232,7 @@ async def say(vouch: Vouch, *first: bytes) -> tuple[Made, bytes]:
     return made, answer
 
 
-async def vouched(opening: Opening, vouch: Vouch) -> Opening:
+async def vouched(opening: Opening, vouch: Credentials) -> Opening:
     credential, _ = await vouch.offer(opening.context())
     return msgspec.structs.replace(opening, credential=credential)
 
@@ -242,8 +242,8 @@ def test_an_opening_that_was_listened_to(loop: asyncio.Runner) -> None:
 
     async def scenario() -> None:
         cell = Cell()
-        here, there = (MungeVouch(FakeMunge(cell)) for _ in range(2))
-        heard = frame(await vouched(handshake.opening(JOB, 0), MungeVouch(FakeMunge(cell))))
+        here, there = (MungeCredentials(FakeMunge(cell)) for _ in range(2))
+        heard = frame(await vouched(handshake.opening(JOB, 0), MungeCredentials(FakeMunge(cell))))
         made, answer = await say(here, heard)
         assert isinstance(made, PeerError)
         assert answer  # it was a sound opening; there was no more
@@ -252,7 +252,7 @@ def test_an_opening_that_was_listened_to(loop: asyncio.Runner) -> None:
         assert made.kind is CredentialKind.REPLAYED
         assert answer == b""
         for proof in (b"", b"x" * 32, msgspec.msgpack.decode(answer[4:]) if answer else b"y" * 32):
-            fresh = MungeVouch(FakeMunge(cell))
+            fresh = MungeCredentials(FakeMunge(cell))
             made, _ = await say(fresh, heard, frame(Proof(proof)))
             assert isinstance(made, PeerError)
             assert "does not hold the key" in str(made)
@@ -277,9 +277,9 @@ OPENING = Opening(PROTOCOL, JOB, 0, b"n" * 16)
 def test_a_credential_that_was_made_for_something_else(loop: asyncio.Runner, used: Opening) -> None:
     async def scenario() -> None:
         cell = Cell()
-        credential = (await vouched(OPENING, MungeVouch(FakeMunge(cell)))).credential
+        credential = (await vouched(OPENING, MungeCredentials(FakeMunge(cell)))).credential
         claims = msgspec.structs.replace(used, credential=credential)
-        made, answer = await say(MungeVouch(FakeMunge(cell)), frame(claims))
+        made, answer = await say(MungeCredentials(FakeMunge(cell)), frame(claims))
         assert isinstance(made, PeerError)
         assert "made for another connection" in str(made)
         assert answer == b""
@@ -295,7 +295,7 @@ def test_a_credential_of_somebody_elses_protocol(loop: asyncio.Runner, payload: 
         cell = Cell()
         credential = FakeMunge(cell).encode(payload, restrict_uid=None, ttl_s=60)
         claims = msgspec.structs.replace(OPENING, credential=credential)
-        made, answer = await say(MungeVouch(FakeMunge(cell)), frame(claims))
+        made, answer = await say(MungeCredentials(FakeMunge(cell)), frame(claims))
         assert isinstance(made, PeerError)
         assert answer == b""
 
@@ -307,7 +307,7 @@ def test_a_credential_for_another_users_daemon(loop: asyncio.Runner) -> None:
         cell = Cell()
         credential = FakeMunge(cell).encode(b"x" * 64, restrict_uid=STRANGER, ttl_s=60)
         claims = msgspec.structs.replace(OPENING, credential=credential)
-        made, _ = await say(MungeVouch(FakeMunge(cell)), frame(claims))
+        made, _ = await say(MungeCredentials(FakeMunge(cell)), frame(claims))
         assert isinstance(made, CredentialError)
         assert made.kind is CredentialKind.UNAUTHORIZED
 
@@ -317,7 +317,7 @@ def test_a_credential_for_another_users_daemon(loop: asyncio.Runner) -> None:
 def test_offers_are_made_for_our_uid_alone_and_never_twice_the_same() -> None:
     async def scenario() -> None:
         cell = Cell()
-        vouch = MungeVouch(FakeMunge(cell))
+        vouch = MungeCredentials(FakeMunge(cell))
         offers = [await vouch.offer(b"context") for _ in range(50)]
         assert len({secret for _, secret in offers}) == 50
         assert all(restricted == os.getuid() for _, restricted in cell.made.values())
@@ -331,17 +331,17 @@ def test_an_answer_that_was_given_to_another_dialler(loop: asyncio.Runner) -> No
 
     async def scenario() -> None:
         cell = Cell()
-        opening = await vouched(handshake.opening(JOB, 0), MungeVouch(FakeMunge(cell)))
-        _, answer = await say(MungeVouch(FakeMunge(cell)), frame(opening))
+        opening = await vouched(handshake.opening(JOB, 0), MungeCredentials(FakeMunge(cell)))
+        _, answer = await say(MungeCredentials(FakeMunge(cell)), frame(opening))
         assert isinstance(msgspec.msgpack.decode(answer[4:], type=Answer), Answer)
-        made = await answered(MungeVouch(FakeMunge(cell)), answer)
+        made = await answered(MungeCredentials(FakeMunge(cell)), answer)
         assert isinstance(made, PeerError)
         assert "made for another connection" in str(made)
 
     run(loop, scenario())
 
 
-async def answered(vouch: Vouch, answer: bytes) -> Made:
+async def answered(vouch: Credentials, answer: bytes) -> Made:
     """What a dialler makes of an acceptor that says this, whatever it was asked."""
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -370,7 +370,7 @@ async def answered(vouch: Vouch, answer: bytes) -> Made:
 
 def test_an_answer_of_another_jobs_daemon(loop: asyncio.Runner) -> None:
     async def scenario() -> None:
-        made = await answered(KeyVouch(KEY), frame(Answer(handshake.opening("4712", 1), b"p" * 32)))
+        made = await answered(KeyCredentials(KEY), frame(Answer(handshake.opening("4712", 1), b"p" * 32)))
         assert isinstance(made, ProtocolError)
         assert "'4712'" in str(made)
 
@@ -475,7 +475,7 @@ noise = st.one_of(
 @given(first=noise, munge=st.booleans())
 def test_noise_is_only_refused_by_who_is_dialled(loop: asyncio.Runner, first: bytes, munge: bool) -> None:
     async def scenario() -> None:
-        vouch: Vouch = MungeVouch(FakeMunge(Cell())) if munge else KeyVouch(KEY)
+        vouch: Credentials = MungeCredentials(FakeMunge(Cell())) if munge else KeyCredentials(KEY)
         made, _ = await say(vouch, first)
         assert isinstance(made, ALLOWED), repr(made)
 
@@ -493,7 +493,7 @@ def test_noise_is_only_refused_by_who_is_dialled(loop: asyncio.Runner, first: by
 )
 def test_noise_is_only_refused_by_who_dials(loop: asyncio.Runner, answer: bytes, munge: bool) -> None:
     async def scenario() -> None:
-        vouch: Vouch = MungeVouch(FakeMunge(Cell())) if munge else KeyVouch(KEY)
+        vouch: Credentials = MungeCredentials(FakeMunge(Cell())) if munge else KeyCredentials(KEY)
         made = await answered(vouch, answer)
         assert isinstance(made, ALLOWED), repr(made)
 
@@ -505,7 +505,7 @@ NO_TEXT = _sound().replace(b"4711", b"\xff711")
 
 def test_a_name_that_is_no_text_is_only_refused_by_who_is_dialled(loop: asyncio.Runner) -> None:
     async def scenario() -> None:
-        made, _ = await say(KeyVouch(KEY), NO_TEXT)
+        made, _ = await say(KeyCredentials(KEY), NO_TEXT)
         assert isinstance(made, ALLOWED), repr(made)
 
     run(loop, scenario())
@@ -516,7 +516,7 @@ def test_a_name_that_is_no_text_is_only_refused_by_who_dials(loop: asyncio.Runne
 
     async def scenario() -> None:
         answer = frame(Answer(OPENING, b"p" * 32)).replace(b"4711", b"\xff711")
-        made = await answered(KeyVouch(KEY), answer)
+        made = await answered(KeyCredentials(KEY), answer)
         assert isinstance(made, ALLOWED), repr(made)
 
     run(loop, scenario())
@@ -525,7 +525,7 @@ def test_a_name_that_is_no_text_is_only_refused_by_who_dials(loop: asyncio.Runne
 def test_very_deep_nesting_is_only_refused(loop: asyncio.Runner) -> None:
     async def scenario() -> None:
         deep = frame(b"\x81\xa3job" + b"\x91" * (GREETING_LIMIT - 10))
-        made, _ = await say(KeyVouch(KEY), deep)
+        made, _ = await say(KeyCredentials(KEY), deep)
         assert isinstance(made, ALLOWED), repr(made)
 
     run(loop, scenario())
@@ -540,7 +540,7 @@ def test_who_says_nothing_more_is_not_waited_for(
     async def scenario() -> None:
         (_, writer), streams = await ends()
         writer.write(first)
-        assert isinstance(await accept(streams, KeyVouch(KEY)), TimeoutError)
+        assert isinstance(await accept(streams, KeyCredentials(KEY)), TimeoutError)
         assert streams[1].is_closing()
         writer.close()
 
@@ -553,13 +553,13 @@ def test_a_vouch_that_hangs_does_not_keep_the_other_end(
     """munged may hang for ten seconds."""
     monkeypatch.setattr(link, "HANDSHAKE_DEADLINE_S", 0.2)
 
-    class Hangs(KeyVouch):
+    class Hangs(KeyCredentials):
         async def accept(self, credential: bytes, context: bytes) -> bytes:
             await asyncio.sleep(60)
             raise AssertionError
 
     async def scenario() -> None:
-        dialled, accepted = await pair(KeyVouch(KEY), Hangs(KEY))
+        dialled, accepted = await pair(KeyCredentials(KEY), Hangs(KEY))
         assert isinstance(accepted, TimeoutError)
         assert isinstance(dialled, PeerError | ConnectionError)
 
@@ -571,7 +571,7 @@ def test_nothing_of_a_refused_connection_stays_open(loop: asyncio.Runner) -> Non
         (_, writer), streams = await ends()
         sock: socket.socket = streams[1].get_extra_info("socket")
         writer.write(b"\xff" * 10)
-        assert isinstance(await accept(streams, KeyVouch(KEY)), ProtocolError)
+        assert isinstance(await accept(streams, KeyCredentials(KEY)), ProtocolError)
         writer.close()
         with suppress(ConnectionError):
             await streams[1].wait_closed()

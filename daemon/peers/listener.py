@@ -23,10 +23,14 @@ from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers.bucket import TokenBucket
 from ckptless.daemon.peers.bulk import CountingReader
 from ckptless.daemon.peers.link import GREETING_BUFFER_BYTES, HANDSHAKE_DEADLINE_S
-from ckptless.daemon.peers.listening import ACCEPT_AT_ONCE, listen
 
 logger = logging.getLogger(__name__)
 
+# All ranks, or agents, of a job may connect in the same moment; and where it is full, the kernel drops who
+# connects, whose kernel tries again a second later.
+BACKLOG = 4096
+# Between two looks at connections that have something to say. asyncio takes its backlog for both.
+ACCEPT_AT_ONCE = 32
 # That have proved nothing yet, many more than `ACCEPT_AT_ONCE`; a quarter of the descriptors, where these are
 # few.
 MOST_UNPROVED = 512
@@ -50,7 +54,7 @@ def most_unproved() -> int:
     return MOST_UNPROVED if soft == resource.RLIM_INFINITY else min(MOST_UNPROVED, max(16, soft // 4))
 
 
-class Door:
+class Listener:
     """`on_streams(reader, writer)` owns what it is given; nothing has been proved by anybody then.
 
     Streams are counted here until they are proved (`CountingReader.widen`) or closed. One of another version
@@ -282,3 +286,24 @@ def _has_greeted(came: bytearray) -> bool:
             handshake.decode(bytes(came[handshake.LENGTH_BYTES : end]), handshake.Opening)
         )
     return True
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens at a numeric address, and does not block. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    sock.setblocking(False)
+    return sock
+
+
+async def serve(host: str, make: Callable[[], asyncio.BaseProtocol]) -> tuple[asyncio.Server, int]:
+    """A server at a numeric address, and its port, which the system chooses. Raises OSError."""
+    sock = listen(host)
+    port = int(sock.getsockname()[1])
+    try:
+        server = await asyncio.get_running_loop().create_server(make, sock=sock, backlog=ACCEPT_AT_ONCE)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return server, port

@@ -25,7 +25,7 @@ CREDENTIAL_TTL_S = 60
 THREADS = 8
 
 
-class Vouch(Protocol):
+class Credentials(Protocol):
     """One way to vouch; `context` is what a credential is bound to."""
 
     async def offer(self, context: bytes) -> tuple[bytes, bytes]:
@@ -35,7 +35,7 @@ class Vouch(Protocol):
         """The secret of the other end's offer. Raises PeerError where it may not speak."""
 
 
-class KeyVouch:
+class KeyCredentials:
     """Both ends hold one key: the daemons of local mode, the agents of a job."""
 
     def __init__(self, key: bytes) -> None:
@@ -46,7 +46,7 @@ class KeyVouch:
         return b"", self.bind(context)
 
     async def accept(self, credential: bytes, context: bytes) -> bytes:
-        """See `Vouch`; who holds another key fails the proof that follows."""
+        """See `Credentials`; who holds another key fails the proof that follows."""
         if credential:
             raise PeerError("the other end came with a credential where a key is wanted")
         return self.bind(context)
@@ -56,7 +56,7 @@ class KeyVouch:
         return hmac.new(self._key, context, hashlib.sha256).digest()
 
 
-class MungeVouch:
+class MungeCredentials:
     """Daemons of a cluster: a MUNGE credential that only our uid can decode, made by root or our uid.
 
     Its payload, which MUNGE encrypts, is a digest of the context and a fresh secret. munged refuses one that
@@ -73,7 +73,7 @@ class MungeVouch:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     async def offer(self, context: bytes) -> tuple[bytes, bytes]:
-        """See `Vouch`."""
+        """See `Credentials`."""
         secret = secrets.token_bytes(SECRET_BYTES)
         payload = hashlib.sha256(context).digest() + secret
         credential = await self._call(
@@ -82,7 +82,7 @@ class MungeVouch:
         return credential, secret
 
     async def accept(self, credential: bytes, context: bytes) -> bytes:
-        """See `Vouch`."""
+        """See `Credentials`."""
         found = await self._call(lambda: self._munge.decode(credential))
         if found.uid not in (0, self._uid):
             raise PeerError(f"uid {found.uid} may not speak for a daemon")
