@@ -56,7 +56,7 @@ fuzz: $(STAMP)
 	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
 # How much of the control core the unit tests and the simulator reach.
-CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.peering,ckptless.daemon.jobs
+CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.ckptlessd.peering,ckptless.daemon.ckptlessd.session
 coverage: $(STAMP)
 	$(BIN)/python -m coverage run --branch --source=$(CORE) --data-file=build/coverage -m pytest -q \
 		-m 'not slow' tests/unit/control tests/unit/membership tests/unit/daemon tests/property tests/sim \

@@ -15,9 +15,9 @@ from pathlib import Path
 from ckptless.daemon.api import keeping as k
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.ckptlessd.unix_server import Client
 from ckptless.daemon.config import KeepConfig
 from ckptless.daemon.control.keeping import Entry, NotKeptError, Shelf, allocation_of, is_short
-from ckptless.daemon.unix_server import Client
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import click
 import msgspec
 from msgspec.structs import replace
 
-from ckptless.daemon import log
 from ckptless.daemon.agent.config import AgentConfig, of_this_node
 from ckptless.daemon.agent.ranks.prctl import set_process_name
 from ckptless.daemon.agent.ranks.socket_folder import RANKS, SocketFolder
 from ckptless.daemon.agent.service import Agent
 from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
+from ckptless.daemon.api import log
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.messages import Cancel
 from ckptless.daemon.config import load

@@ -39,7 +39,7 @@ from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.api.ring import FromRing
 from ckptless.daemon.api.saving import FromWriter, SaveNow, WriterHello, Written
 from ckptless.daemon.api.version import Origin
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class Agent:
         self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
         self._keeping = KeepService(config, self._vault, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
-        self._store = StoreService(config.node, self._replicas.stores, config.spec.limits.pong_s)
+        self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
+        self._replicas.serving.on_store = self._store.serve
         self._nccl = NcclService(self._event, self._changed)
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
         self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._hear)
@@ -282,7 +283,7 @@ class Agent:
         elif isinstance(message, m.Renewed):
             self._lease.renew(asyncio.get_running_loop().time())
         elif isinstance(message, m.JobKey):
-            self._replicas.vouch = KeyVouch(message.key)
+            self._replicas.vouch = KeyCredentials(message.key)
             self._saving.learn_key(message.key)
             self._state.learn_key(message.key)
             self._nccl.learn_key(message.key)

@@ -1,10 +1,8 @@
 """Messages and file descriptors in turn over a Unix socket, for asyncio, whose streams lose descriptors."""
 
-import array
 import asyncio
 import os
 import socket
-import struct
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
@@ -16,8 +14,21 @@ from ckptless.daemon.api.unixpath import unix_address
 T = TypeVar("T")
 R = TypeVar("R")
 
-_LENGTH = struct.Struct("<I")
-_FD_NBYTES = array.array("i").itemsize
+
+def take_descriptor(sock: socket.socket, room: int = 1) -> int:
+    """Receive the one descriptor that comes next, and one byte. Raises OSError, PeerError, ProtocolError.
+
+    `sock` does not block. The kernel closes descriptors that there is no `room` for.
+    """
+    # One more, to see that there is one too many.
+    data, fds, _flags, _ = socket.recv_fds(sock, 1, room + 1, socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        raise PeerError("the other end hung up")
+    if len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(f"{len(fds)} file descriptors where one was to come")
+    return fds[0]
 
 
 class FdSocket(Generic[T]):
@@ -53,46 +64,24 @@ class FdSocket(Generic[T]):
 
     async def receive(self) -> T:
         """The next message, and not a byte more. Raises ProtocolError."""
-        head = await self._exactly(_LENGTH.size)
-        (length,) = _LENGTH.unpack(head)
-        if length > CONTROL_LIMIT:
-            raise ProtocolError(f"a frame of {length} bytes; the limit here is {CONTROL_LIMIT}")
-        return self._decoder.parse(await self._exactly(length))
+        while not (messages := self._decoder.feed(await self._some(self._decoder.missing))):
+            pass
+        return messages[0]
 
-    async def _exactly(self, nbytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < nbytes:
-            # no deadline: the caller's, for all of what it exchanges
-            piece = await self._loop.sock_recv(self._sock, nbytes - len(data))
-            if not piece:
-                raise PeerError("the other end hung up")
-            data += piece
-        return bytes(data)
+    async def _some(self, nbytes: int) -> bytes:
+        # no deadline: the caller's, for all of what it exchanges
+        data = await self._loop.sock_recv(self._sock, nbytes)
+        if not data:
+            raise PeerError("the other end hung up")
+        return data
 
     async def send_fd(self, fd: int) -> None:
         """Pass a descriptor, which stays the caller's."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        await self._when_ready(self._loop.add_writer, lambda: self._sock.sendmsg([b"\0"], rights))
+        await self._when_ready(self._loop.add_writer, lambda: socket.send_fds(self._sock, [b"\0"], [fd]))
 
     async def receive_fd(self) -> int:
         """A descriptor, which is the caller's from here on. Raises ProtocolError where none comes."""
-        return await self._when_ready(self._loop.add_reader, self._take_fd)
-
-    def _take_fd(self) -> int:
-        # Room for one: the kernel closes what there is no room for.
-        # no deadline: the socket does not block
-        data, rest, _flags, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(_FD_NBYTES), socket.MSG_CMSG_CLOEXEC)
-        fds = array.array("i")
-        for level, kind, payload in rest:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds.frombytes(payload[: len(payload) // _FD_NBYTES * _FD_NBYTES])
-        if not data:
-            raise PeerError("the other end hung up")
-        if len(fds) != 1:
-            for fd in fds:
-                os.close(fd)
-            raise ProtocolError(f"{len(fds)} file descriptors where one was to come")
-        return fds[0]
+        return await self._when_ready(self._loop.add_reader, lambda: take_descriptor(self._sock))
 
     async def _when_ready(self, watch: Callable[..., Any], do: Callable[[], R]) -> R:
         """Do it as soon as the socket lets it."""

@@ -35,6 +35,7 @@ from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome, which_holds
 from ckptless.daemon.api.saving import SaveConfig
+from ckptless.daemon.ckptlessd.state_dir import open_state_dir
 from ckptless.daemon.config import LocalConfig, Peer
 from ckptless.daemon.launch.last_words import last_words
 from ckptless.daemon.launch.nest import (
@@ -50,7 +51,6 @@ from ckptless.daemon.launch.ready import DEFAULT_START_S, last_lines, wait_ready
 from ckptless.daemon.launch.saving import saved_step
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
-from ckptless.daemon.state_dir import open_state_dir
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from ckptless import __version__
-from ckptless.daemon import log
 from ckptless.daemon.agent.signals import ignore_others
+from ckptless.daemon.api import log
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_SPARES, MAX_STALL_S, MIN_STALL_S, check_torch
 from ckptless.daemon.launch.local import LocalRun

@@ -17,7 +17,7 @@ from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 
 logger = logging.getLogger(__name__)
 
-DAEMON, AGENT = "ckptless.daemon.main", "ckptless.daemon.agent.main"
+DAEMON, AGENT = "ckptless.daemon.ckptlessd.main", "ckptless.daemon.agent.main"
 HATCH = "ckptless.daemon.agent.hatch"
 KILL_DEADLINE_S = 5.0
 

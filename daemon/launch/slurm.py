@@ -24,6 +24,7 @@ from ckptless.daemon.agent.ranks.console import rank_log_path
 from ckptless.daemon.agent.ranks.prctl import set_pdeathsig
 from ckptless.daemon.agent.signals import ENDING, USERS
 from ckptless.daemon.api.errors import StartError, UsageError
+from ckptless.daemon.api.log import LOG_PREFIX
 from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.api.outcome import read_outcome, write_outcome
 from ckptless.daemon.control.plan import EXIT_UNRECOVERABLE
@@ -33,7 +34,6 @@ from ckptless.daemon.launch.forming import Forming
 from ckptless.daemon.launch.last_words import last_words
 from ckptless.daemon.launch.preempted import stay
 from ckptless.daemon.launch.requeue import requeue, why_requeue
-from ckptless.daemon.log import LOG_PREFIX
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 logger = logging.getLogger(__name__)

@@ -1,11 +1,17 @@
-"""Pure: messages that go the same way, in frames that are small, however many there are."""
+"""Pure: what is done to daemons' messages on their way.
+
+Those that go the same way go in frames that are small, however many there are; and each is looked at, whether
+it speaks of this job's nodes only.
+"""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
 from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.control.decree import Decided, Decree, Promise, Propose
+from ckptless.daemon.membership.messages import Alive, Beat, Saw, Suspect
 from ckptless.daemon.peers import messages as p
 
 # Of what one bundle holds: heartbeats come between two of them.
@@ -49,3 +55,43 @@ def unbundle(bundle: p.Bundle) -> tuple[p.Relayed, ...]:
         return _DECODER.decode(body)
     except (zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a bundle of messages: {error}") from error
+
+
+def check_nodes(message: p.DaemonMessage, nodes: Collection[int]) -> None:
+    """Raises ProtocolError where it names a node that the job does not have."""
+    stranger = next((node for node in _named(message) if node not in nodes), None)
+    if stranger is not None:
+        raise ProtocolError(f"{type(message).__name__} of node {stranger}, which the job does not have")
+
+
+def _named(message: p.DaemonMessage) -> Iterator[int]:
+    match message:
+        case Suspect() | Saw() | Alive() | p.Gone():
+            yield message.node
+        case Beat():
+            yield from (node for node, _, _ in message.pulses)
+        case p.Forwarded():
+            yield message.report.node
+        case p.Meeting():
+            yield from (report.node for report in message.reports)
+            yield from (lost[0] for lost in message.standing.lost)
+            yield from message.standing.apart
+            yield from _of_decree(message.standing.known)
+        case p.Agree(say=Decided() | Propose() as say):
+            yield from _of_decree(say.decree)
+        case p.Agree(say=Promise() as promise) if promise.vote is not None:
+            yield from _of_decree(promise.vote.decree)
+        case p.Relayed():
+            yield message.origin
+            yield from _named(message.said)
+        case _:
+            return
+
+
+def _of_decree(decree: Decree | None) -> Iterator[int]:
+    if decree is None:
+        return
+    yield from decree.voters
+    if decree.assignment is not None:
+        yield from {place.node for place in decree.assignment.places}
+        yield from (info.node for info in decree.assignment.nodes)

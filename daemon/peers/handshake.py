@@ -45,14 +45,13 @@ HEAD_BYTES = _HEAD.size
 
 
 class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What each end says first. `store`: the dialler wants a `Channel` of the key-value store."""
+    """What each end says first."""
 
     protocol: Protocol
     job: LinkName
     node: NodeOrNone
     nonce: Key
     credential: Annotated[bytes, Meta(max_length=GREETING_LIMIT)] = b""
-    store: bool = False
 
     def context(self, dialler: "Opening | None" = None) -> bytes:
         """What the credential is bound to; the acceptor's also to the opening that it answers."""
@@ -106,9 +105,9 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def opening(job: str, node: int, *, store: bool = False) -> Opening:
+def opening(job: str, node: int) -> Opening:
     """This end's first words, still without a credential."""
-    return Opening(PROTOCOL, job, node, secrets.token_bytes(NONCE_BYTES), store=store)
+    return Opening(PROTOCOL, job, node, secrets.token_bytes(NONCE_BYTES))
 
 
 def join_secrets(dialler: bytes, acceptor: bytes) -> bytes:

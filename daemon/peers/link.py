@@ -13,7 +13,7 @@ from ckptless.daemon.api.codec import CONTROL_LIMIT
 from ckptless.daemon.api.errors import MismatchError, PeerError, ProtocolError
 from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers.bulk import CountingReader, Pace, Pump
-from ckptless.daemon.peers.vouch import Vouch
+from ckptless.daemon.peers.credentials import Credentials
 
 T = TypeVar("T")
 
@@ -72,7 +72,12 @@ class Link(Generic[T]):
 
     @classmethod
     async def dial(
-        cls, to: "tuple[str, int] | Route", me: tuple[str, int], vouch: Vouch, kind: Any, deadline_s: float
+        cls,
+        to: "tuple[str, int] | Route",
+        me: tuple[str, int],
+        vouch: Credentials,
+        kind: Any,
+        deadline_s: float,
     ) -> Self:
         """Connect and prove who is who; `me`: (job, node). Raises OSError, TimeoutError, CkptlessError."""
         async with asyncio.timeout(deadline_s):
@@ -104,7 +109,7 @@ class Link(Generic[T]):
         cls,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         node_in: Callable[[str], int],
-        vouch: Vouch,
+        vouch: Credentials,
         kind: Any,
     ) -> Self:
         """The other side of `dial`. `node_in(job)`: this end's node number, or PeerError."""
@@ -133,8 +138,6 @@ class Link(Generic[T]):
         except MismatchError:
             await self._greet(handshake.Answer(handshake.opening("", -1), b""))
             raise
-        if theirs.store:
-            raise ProtocolError("a connection for the key-value store, which is not here")
         return theirs
 
     def _arm(self, key: bytes, pair: tuple[handshake.Opening, handshake.Opening], *, dialled: bool) -> None:
@@ -293,7 +296,7 @@ class Link(Generic[T]):
 
 
 async def _vouched(
-    opening: handshake.Opening, vouch: Vouch, dialler: handshake.Opening | None = None
+    opening: handshake.Opening, vouch: Credentials, dialler: handshake.Opening | None = None
 ) -> tuple[handshake.Opening, bytes]:
     """An opening with its credential, and the secret in that."""
     credential, secret = await vouch.offer(opening.context(dialler))

@@ -141,7 +141,7 @@ class PutRecord(Message, frozen=True, kw_only=True):
 
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
-# Of what the key-value store says at once: see agent/store_wire.py.
+# Of what is said of the key-value store at once: see agent/kvstore/wire.py.
 MOST_STORE_NBYTES = 1 << 29
 # So many runs of chunks are left out of a transfer at most.
 MOST_RUNS = 4096
@@ -289,23 +289,20 @@ class HeldBy(Message, frozen=True, kw_only=True):
     records: Annotated[tuple[tuple[Rank, Nodes], ...], OF_RANKS]
 
 
-class StoreReady(Message, frozen=True, kw_only=True):
-    """Answer to a connection for the store: what has come with its proof is taken, and what follows."""
+class StoreJoin(Message, frozen=True, kw_only=True):
+    """From now on this connection is for the keys of that generation, which the other end keeps."""
 
-
-class StoreYield(Message, frozen=True, kw_only=True):
-    """The other answer: nothing is taken; this end has made a connection that stays, or is making it."""
+    generation: Generation
 
 
 class StoreSaid(Message, frozen=True, kw_only=True):
-    """What the store of that generation has to say; see `agent/store_wire.py`."""
+    """What is to be said of them; see `agent/kvstore/wire.py`."""
 
-    generation: Generation
     body: Annotated[bytes, Meta(max_length=MOST_STORE_NBYTES)]
 
 
 class StoreStale(Message, frozen=True, kw_only=True):
-    """Refused: what you have asked is of an older generation than this one."""
+    """Refused: your generation is an older one than this."""
 
     generation: Generation
 
@@ -318,7 +315,6 @@ class StorePong(Message, frozen=True, kw_only=True):
     """Answer to StorePing."""
 
 
-StoreMessage: TypeAlias = StoreReady | StoreYield | StoreSaid | StoreStale | StorePing | StorePong
 AgentMessage: TypeAlias = (
     PutRecord
     | Held
@@ -337,4 +333,9 @@ AgentMessage: TypeAlias = (
     | SaveReply
     | WhoHolds
     | HeldBy
+    | StoreJoin
+    | StoreSaid
+    | StoreStale
+    | StorePing
+    | StorePong
 )

@@ -9,8 +9,6 @@ import base64
 import binascii
 import ctypes
 import functools
-import socket as sockets
-import struct
 from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn
@@ -30,8 +28,6 @@ MAX_TTL_S = 3600  # munged shortens what is longer (--max-ttl), without a word
 # munge.h: munge_opt_t, munge_cipher_t, munge_err_t
 _OPT_CIPHER = 0
 _OPT_TTL = 4
-_OPT_ADDR4 = 5
-_OPT_ENCODE_TIME = 6
 _OPT_SOCKET = 8
 _OPT_UID_RESTRICTION = 9
 _CIPHER_NONE = 0
@@ -77,17 +73,10 @@ class CredentialError(PeerError):
 
 
 class Decoded(Struct, frozen=True):
-    """What a credential says, vouched for by munged.
-
-    `uid` and `gid` are those of the process that made it; `encoded_s` is when, in whole seconds since the
-    epoch by its node's clock; `address` is the IPv4 address that its munged claims as its own.
-    """
+    """What a credential says, vouched for by munged; `uid` is that of the process that made it."""
 
     payload: bytes
     uid: int
-    gid: int
-    encoded_s: float
-    address: str
 
 
 class Munge:
@@ -195,20 +184,11 @@ class _Context:
             payload = ctypes.string_at(out, nbytes.value) if nbytes.value else b""
         finally:
             self._free(out)
-        if self._get(_OPT_CIPHER, ctypes.c_int()) == _CIPHER_NONE:
+        cipher = ctypes.c_int()
+        self._check(self._munge.munge_ctx_get(self._context, _OPT_CIPHER, ctypes.byref(cipher)))
+        if cipher.value == _CIPHER_NONE:
             raise CredentialError(CredentialKind.BOGUS, "its payload is not encrypted")
-        address = self._get(_OPT_ADDR4, ctypes.c_uint32())
-        return Decoded(
-            payload=payload,
-            uid=uid.value,
-            gid=gid.value,
-            encoded_s=float(self._get(_OPT_ENCODE_TIME, ctypes.c_long())),
-            address=sockets.inet_ntoa(struct.pack("=I", address)),
-        )
-
-    def _get(self, option: int, value: "ctypes._SimpleCData[int]") -> int:
-        self._check(self._munge.munge_ctx_get(self._context, ctypes.c_int(option), ctypes.byref(value)))
-        return value.value
+        return Decoded(payload=payload, uid=uid.value)
 
     def _check(self, code: int) -> None:
         if code:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, UsageError
 from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
 from ckptless.daemon.api.records import JobRecord
-from ckptless.daemon.cluster import EXPLAIN_S
+from ckptless.daemon.ckptlessd.cluster import EXPLAIN_S
+from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry
 from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.roster import Roster
 from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, Node, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
@@ -35,7 +35,7 @@ from ckptless.daemon.slurm.errors import (
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 if TYPE_CHECKING:
-    from ckptless.daemon.runtime import JobRuntime
+    from ckptless.daemon.ckptlessd.job_host import JobHost
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ _NUMBERED = re.compile(r"\bnode-(\d+)\b")
 _UNFIT = re.compile(r"[^ -~]|[\"'`\\]")
 
 
-def _with_names(runtime: "JobRuntime", reason: str) -> str:
+def _with_names(runtime: "JobHost", reason: str) -> str:
     """The same with the names that Slurm has for the nodes: an administrator knows no numbers of ours."""
     names = {str(peer.node): peer.name for peer in runtime.roster.peers}
     return _NUMBERED.sub(lambda found: names.get(found[1], found[0]), reason)
@@ -181,7 +181,7 @@ class SlurmCluster:
 
     # ------------------------------------------------------------------------ what Slurm is told
 
-    def node_is_dark(self, runtime: "JobRuntime", node: int, reason: str, state: DarkState) -> None:
+    def node_is_dark(self, runtime: "JobHost", node: int, reason: str, state: DarkState) -> None:
         """See `cluster.Cluster`: drained, and down once it stays dark, since down ends what runs there.
 
         One that is back stays drained: it lives, and something is wrong with it.
@@ -212,7 +212,7 @@ class SlurmCluster:
 
         self._spawn(self._tell(runtime, f"mark {'down' if down else 'drain'} {name}", mark))
 
-    def witness(self, runtime: "JobRuntime", nodes: Sequence[int], ours: Sequence[int]) -> None:
+    def witness(self, runtime: "JobHost", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See `cluster.Cluster`. slurmctld does one thing after the other: it is the judge of two halves."""
         names = [[runtime.roster.peers[node].name for node in half] for half in (nodes, ours)]
 
@@ -260,7 +260,7 @@ class SlurmCluster:
             raise SlurmUnreachableError(reading.trouble or "no answer")
         return reading.value
 
-    def explain(self, runtime: "JobRuntime", node: int, cancel: Cancel) -> None:
+    def explain(self, runtime: "JobHost", node: int, cancel: Cancel) -> None:
         """See `cluster.Cluster`: by the one node's daemon that leads, not by each of the job's."""
 
         async def ask() -> None:
@@ -274,7 +274,7 @@ class SlurmCluster:
 
         self._spawn(ask())
 
-    def ask_suspended(self, runtime: "JobRuntime", seconds: float) -> None:
+    def ask_suspended(self, runtime: "JobHost", seconds: float) -> None:
         """See `cluster.Cluster`: by one daemon of the job. Where Slurm does not answer, time goes on."""
 
         async def ask() -> None:
@@ -290,7 +290,7 @@ class SlurmCluster:
 
         self._spawn(ask())
 
-    def ended(self, runtime: "JobRuntime", outcome: Outcome) -> None:
+    def ended(self, runtime: "JobHost", outcome: Outcome) -> None:
         """See `cluster.Cluster`: a job whose batch host is lost is ended by nobody else."""
         control = runtime.session.control
         if not control.leads or control.known.outcome is None:
@@ -330,7 +330,7 @@ class SlurmCluster:
 
     async def watch(
         self,
-        jobs: Callable[[], Iterable["JobRuntime"]],
+        jobs: Callable[[], Iterable["JobHost"]],
         poll_s: float,
         keeper: Keeper | None = None,
         ledger: LedgerWriter | None = None,
@@ -355,7 +355,7 @@ class SlurmCluster:
             if ledger is not None:
                 await self._look_at_rows(ledger, _open(jobs()), poll_s)
 
-    async def _look_at_jobs(self, runs: "list[JobRuntime]", poll_s: float) -> None:
+    async def _look_at_jobs(self, runs: "list[JobHost]", poll_s: float) -> None:
         """Runs of jobs that Slurm has ended are over."""
         reading = await self._slurm.jobs(max_age_s=poll_s) if runs else None
         if reading is None or reading.value is None or not reading.fresh:
@@ -369,7 +369,7 @@ class SlurmCluster:
                 state = job.state if job is not None else "no such job"
                 run.cut_short(f"Slurm has ended the job ({state})")
 
-    async def _look_at_rows(self, ledger: LedgerWriter, runs: "list[JobRuntime]", poll_s: float) -> None:
+    async def _look_at_rows(self, ledger: LedgerWriter, runs: "list[JobHost]", poll_s: float) -> None:
         """Rows of jobs are closed by Slurm's word where nobody else has closed them."""
         undecided = {run.job for run in runs}
         try:
@@ -402,7 +402,7 @@ class SlurmCluster:
 
         keeper.drop(is_over)
 
-    async def _look_at_nodes(self, runs: "list[JobRuntime]", poll_s: float) -> None:
+    async def _look_at_nodes(self, runs: "list[JobHost]", poll_s: float) -> None:
         """Nodes that Slurm has down are lost to the runs that are led from here, whatever still runs there.
 
         Slurm has taken them from the job. Its word needs no majority: the other nodes hear it from here.
@@ -419,14 +419,14 @@ class SlurmCluster:
             # Before it had them they may have been down; and it may have ended while Slurm was asked.
             if run.age_s > reading.age_s and run.session.control.outcome is None:
                 for number, reason in newly_lost(names, lost, down):
-                    run.lose(NodeLost(number, reason, 0.0, source="slurm"))
+                    run.session.lose(NodeLost(number, reason, 0.0, source="slurm"))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell(self, runtime: "JobRuntime", what: str, order: Any) -> None:
+    async def _tell(self, runtime: "JobHost", what: str, order: Any) -> None:
         """Tell Slurm; while slurmctld is away, again and again. Every end of it is an event."""
         for attempt in range(RETRIES):
             try:
@@ -453,13 +453,13 @@ class SlurmCluster:
         await self._slurm.aclose()
 
 
-def _has_no_leader(run: "JobRuntime") -> bool:
+def _has_no_leader(run: "JobHost") -> bool:
     """Whether it forms, and those that there are cannot elect one: each finds out by itself who is down."""
     control = run.session.control
     return control.stage == "forming" and control.leader == NOBODY
 
 
-def _open(runs: Iterable["JobRuntime"]) -> "list[JobRuntime]":
+def _open(runs: Iterable["JobHost"]) -> "list[JobHost]":
     return [run for run in runs if run.session.control.outcome is None]
 
 

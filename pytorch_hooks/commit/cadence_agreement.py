@@ -137,7 +137,6 @@ def _compare(fabric: Fabric, rank: int, world_size: int, told: str) -> None:
     """
 
     def key(of: int) -> str:
-        # A key that is kept on that rank's node: see kvstore/home.py.
         return f"ckptless/{fabric.generation or 0}/rank/{of}/told"
 
     if rank + 1 < world_size:

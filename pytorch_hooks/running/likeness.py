@@ -45,7 +45,6 @@ def compare(
     mine = _digests(twins, tensors)
 
     def key(of: int) -> str:
-        # A key that is kept on that rank's node: see kvstore/home.py.
         return f"ckptless/{fabric.generation or 0}/rank/{of}/same/{which}"
 
     data = msgspec.json.encode(mine).decode()

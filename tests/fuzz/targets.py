@@ -52,12 +52,12 @@ from ckptless.daemon.api import records as m_records
 from ckptless.daemon.api import ring as api_ring
 from ckptless.daemon.api.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
 from ckptless.daemon.ckptctl import render
+from ckptless.daemon.ckptlessd.service import _Heard as FromOutside
 from ckptless.daemon.control import packing
 from ckptless.daemon.control.decree import Decree, Durable
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.peers import bundles, handshake
 from ckptless.daemon.peers import messages as peers
-from ckptless.daemon.service import _Heard as FromOutside
 from ckptless.daemon.settings import load_settings
 from ckptless.daemon.slurm import hostlist, pyslurm_messages, text
 from ckptless.pytorch_hooks.data import batch_codec, identity, pack, records, sealed
@@ -102,7 +102,6 @@ EDGES: dict[str, tuple[Any, int]] = {
     "ckptctl kept": (keeping.KeptList | messages.Denied, CONTROL_LIMIT),
     "daemon, from daemons": (peers.DaemonMessage, CONTROL_LIMIT),
     "agent, from agents": (peers.AgentMessage, CONTROL_LIMIT),
-    "store, from stores": (peers.StoreMessage, CONTROL_LIMIT),
 }
 GREETINGS = (handshake.Opening, handshake.Answer, handshake.Proof)
 
@@ -140,10 +139,16 @@ def edges() -> list[Target]:
         *(_edge(name, kind, limit) for name, (kind, limit) in EDGES.items()),
         *map(_greeting, GREETINGS),
         Target(
-            "store items",
-            lambda chance: msgspec.msgpack.encode([build(store_wire.Item, chance) for _ in range(3)]),
-            store_wire.decode,
-            kind=store_wire.Item,
+            "store, to the home",
+            lambda chance: msgspec.msgpack.encode([build(store_wire.ToHome, chance) for _ in range(3)]),
+            lambda data: store_wire.decode(data, store_wire.TO_HOME),
+            kind=store_wire.ToHome,
+        ),
+        Target(
+            "store, from the home",
+            lambda chance: msgspec.msgpack.encode([build(store_wire.FromHome, chance) for _ in range(3)]),
+            lambda data: store_wire.decode(data, store_wire.FROM_HOME),
+            kind=store_wire.FromHome,
         ),
         Target(
             "zygote, a spawn",

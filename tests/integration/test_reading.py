@@ -21,15 +21,15 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.api.reading import TABLES, Cursor, Page, Read
-from ckptless.daemon.api.records import EventRecord, JobRecord, NodeRecord, Record
+from ckptless.daemon.api.records import EventRecord, JobRecord, NodeRecord, Record, printable
 from ckptless.daemon.api.unixpath import unix_address
-from ckptless.daemon.cluster import LocalCluster
+from ckptless.daemon.ckptlessd.cluster import LocalCluster
+from ckptless.daemon.ckptlessd.service import Service
 from ckptless.daemon.config import DaemonConfig, Peer
 from ckptless.daemon.ledger import reader as reader_module
 from ckptless.daemon.ledger.merge import merge
 from ckptless.daemon.ledger.store import Owner
-from ckptless.daemon.peers.vouch import KeyVouch
-from ckptless.daemon.service import Service
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 ALICE, BOB = 65533, 65534
 DEADLINE_S = 60.0
@@ -61,7 +61,7 @@ async def daemon(folder: Path) -> AsyncIterator[tuple[Service, str]]:
         socket_mode=0o666,
     )
     peers = [Peer(node=0, name="n0", address="127.0.0.1", port=1)]
-    service = Service(config, AnyUsers(0, peers, folder / "state"), KeyVouch(b"0123456789abcdef"))
+    service = Service(config, AnyUsers(0, peers, folder / "state"), KeyCredentials(b"0123456789abcdef"))
     ready, stop = asyncio.Event(), asyncio.Event()
     service.on_ready = ready.set
     running = asyncio.create_task(service.run(stop))
@@ -103,7 +103,7 @@ async def told(service: Service, *records: Record, **owners: int) -> None:
     """The ledger has it when this returns."""
     for name, uid in owners.items():
         await service.ledger.own(name.removeprefix("job"), Owner(uid, NO_RUN), anew=True)
-    service.write(records)
+    service.ledger.write([printable(record) for record in records])
     assert service.ledger._task is not None
     await service.ledger._task
 

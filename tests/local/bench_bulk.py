@@ -42,8 +42,8 @@ from ckptless.daemon.api.messages import NodeInfo, TensorsAt
 from ckptless.daemon.api.version import Header, Origin, digest_of, header_nbytes, spans, write_header
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link, serve
-from ckptless.daemon.peers.vouch import KeyVouch
 
 JOB = "bench"
 HOST = "127.0.0.1"
@@ -106,7 +106,7 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
 
     async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link: AgentLink = await Link.accept(
-            (reader, writer), lambda _job: 0, KeyVouch(JOB.encode() * 8), p.AgentMessage
+            (reader, writer), lambda _job: 0, KeyCredentials(JOB.encode() * 8), p.AgentMessage
         )
         with contextlib.suppress(ConnectionError):
             while True:
@@ -118,7 +118,7 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
         ended.set()
 
     def give_chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(asyncio.create_task(serving.serve((reader, writer), KeyVouch(JOB.encode() * 8))))
+        tasks.add(asyncio.create_task(serving.serve((reader, writer), KeyCredentials(JOB.encode() * 8))))
 
     server, port = await serve(HOST, 0, lambda *streams: tasks.add(asyncio.create_task(give(*streams))))
     _, chunks_port = await serve(HOST, 0, give_chunks)
@@ -166,7 +166,7 @@ class Fetches:
         self._vault.put_tensors(0, next(self._steps), await fetch.run(self._infos))
 
     async def _dial(self, info: NodeInfo) -> AgentLink:
-        vouch = KeyVouch(JOB.encode() * 8)
+        vouch = KeyCredentials(JOB.encode() * 8)
         return await Link.dial((HOST, info.agent_port), (JOB, 1), vouch, p.AgentMessage, DIAL_S)
 
     def _refuse(self, kind: str, text: str) -> None:
@@ -240,7 +240,7 @@ def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
     ):
 
         async def dial() -> AgentLink:
-            vouch = KeyVouch(JOB.encode() * 8)
+            vouch = KeyCredentials(JOB.encode() * 8)
             return await Link.dial((HOST, link_port), (JOB, 1), vouch, p.AgentMessage, DIAL_S)
 
         links = Links(vault, [runner.run(dial()) for _ in range(streams)])

@@ -35,9 +35,9 @@ class Point(Enum):
     FETCH_CAME = "newcomer: the chunk is there, unverified"
     FETCH_VERIFIED = "newcomer: all are verified, the header is not written"
     # In the same recovery, while process groups come together by the key-value store:
-    STORE_OPENED = "owner: the store of another agent has connected"
-    STORE_ASKED = "owner: another agent's store asks for a key"
-    STORE_WAITED = "owner: it has been asked, and has not answered"
+    STORE_OPENED = "home of the keys: another agent has connected to use them"
+    STORE_ASKED = "home of the keys: another agent asks for one"
+    STORE_WAITED = "home of the keys: it has been asked, and has not answered"
     STORE_TOLD = "asker: the answer is there, and nobody has been told"
 
 

@@ -21,8 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from points import Point
 
 from ckptless.daemon.agent import main
-from ckptless.daemon.agent.kvstore.exchange import StoreExchange
-from ckptless.daemon.agent.kvstore.node import StoreNode
+from ckptless.daemon.agent.kvstore.home import Home
+from ckptless.daemon.agent.kvstore.proxy import Proxy
+from ckptless.daemon.agent.kvstore.service import StoreService
+from ckptless.daemon.agent.kvstore.wire import Ask, Told
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.holders import TensorHolder
 from ckptless.daemon.agent.versions.lost_copies import LostCopies
@@ -218,26 +220,30 @@ def finish(original: Any) -> Any:
     return original()
 
 
-@wrap(StoreExchange, "adopt")
-def adopt(original: Any, *args: Any) -> None:
+@wrap(StoreService, "serve")
+async def serve_store(original: Any, *args: Any) -> None:
     """It has connected, and proved who it is."""
     reached(Point.STORE_OPENED)
-    original(*args)
+    await original(*args)
 
 
-@wrap(StoreNode, "_serve")
-def serve_key(original: Any, *args: Any) -> None:
-    """Of another node."""
-    reached(Point.STORE_ASKED)
-    original(*args)
-    reached(Point.STORE_WAITED)
+@wrap(Home, "heard")
+def serve_key(original: Any, node: int, item: Any) -> None:
+    """Of another node, but for cancellations."""
+    asked = node != NODE and isinstance(item, Ask)
+    if asked:
+        reached(Point.STORE_ASKED)
+    original(node, item)
+    if asked:
+        reached(Point.STORE_WAITED)
 
 
-@wrap(StoreNode, "_told")
-def told(original: Any, *args: Any) -> None:
-    """By another node."""
-    reached(Point.STORE_TOLD)
-    original(*args)
+@wrap(Proxy, "heard")
+def told(original: Any, item: Any) -> None:
+    """By the home, also by one beside it."""
+    if isinstance(item, Told):
+        reached(Point.STORE_TOLD)
+    original(item)
 
 
 if __name__ == "__main__":

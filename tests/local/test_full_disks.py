@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import RANKS, Job, read_toy, same_as_reference, toy, wait_until
 
-from ckptless.daemon.state_dir import FORMAT_FILE, STATE_FORMAT
+from ckptless.daemon.ckptlessd.state_dir import FORMAT_FILE, STATE_FORMAT
 
 pytestmark = [
     pytest.mark.timeout(580),

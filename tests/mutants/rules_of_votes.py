@@ -234,7 +234,7 @@ VOTES: tuple[Named, ...] = (
         ),
     ),
     *of(
-        "daemon/peering.py",
+        "daemon/ckptlessd/peering.py",
         "property/test_peering.py",
         (
             "voters are unconnected",

@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.ckptlessd.peering import Peering, Roster
+from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control.decree import Ballot, Decided, Decree, Durable, Prepare
 from ckptless.daemon.control.edges import Report, Standing
-from ckptless.daemon.jobs import JobSession, Memory
 from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.membership.router import LIVES, WINDOW
-from ckptless.daemon.peering import Peering
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bundles import bundles, unbundle
-from ckptless.daemon.roster import Roster
 
 JOB, ME, NODES = "4711", 3, 12
 START_S = 1000.0
@@ -28,11 +27,20 @@ START_S = 1000.0
 class Wires:
     """Everybody is connected, everything is sent; also the Outlets of the session."""
 
+    times = Timers()
+
     def __init__(self, links: Collection[int]) -> None:
         self.links = set(links)
         self.sent = 0
         self.wanted: frozenset[int] = frozenset()
-        self.peering: Peering | None = None
+        self.clock = [START_S]
+
+    @property
+    def peer_links(self) -> "Wires":
+        return self
+
+    def now(self) -> float:
+        return self.clock[0]
 
     @property
     def up(self) -> Collection[int]:
@@ -54,14 +62,6 @@ class Wires:
 
     def flush_soon(self) -> None:
         pass
-
-    def to_daemon(self, node: int, message: p.Said) -> None:
-        assert self.peering is not None
-        self.peering.to_daemon(node, message)
-
-    def to_all_daemons(self, message: p.Said) -> None:
-        assert self.peering is not None
-        self.peering.to_all(message)
 
     def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
         pass
@@ -86,15 +86,13 @@ class Wires:
 
 
 def make(links: Collection[int]) -> tuple[Peering, Wires, list[float]]:
-    clock = [START_S]
     peers = tuple(Peer(node=n, name=f"n{n}", address="127.0.0.1", port=1) for n in range(NODES))
-    wires, roster = Wires(links), Roster(ME, peers)
-    session = JobSession(JOB, roster, wires, lambda: clock[0], Memory(life=7))
-    wires.peering = Peering(roster, session, wires, Timers(), lambda: clock[0])
-    wires.peering.start()
+    wires = Wires(links)
+    peering = JobSession(JOB, Roster(ME, peers), wires, Memory(life=7)).peering
+    peering.start()
     for node in sorted(links):
-        wires.peering.linked(node)
-    return wires.peering, wires, clock
+        peering.linked(node)
+    return peering, wires, wires.clock
 
 
 nodes = st.integers(0, NODES - 1)

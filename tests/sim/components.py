@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.ckptlessd.session import is_as_new
 from ckptless.daemon.control.edges import NodeLost
-from ckptless.daemon.jobs import is_as_new
 
 if TYPE_CHECKING:
     from .world import World

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptless.daemon import jobs
+from ckptless.daemon.ckptlessd import session
 
 # Nothing here waits: what takes long has much to compute, and a machine may be busy with something else.
 DEADLINE_S = 900
@@ -16,4 +16,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.logger, "disabled", True)
+    monkeypatch.setattr(session.logger, "disabled", True)

@@ -1,7 +1,7 @@
-"""One life of a daemon: `daemon.jobs.JobSession` and `daemon.peering.Peering`, shipped as they are.
+"""One life of a daemon: its job's `JobSession`, as it is shipped.
 
-What `daemon.runtime`, `daemon.mesh` and the kernel do around them is done here in virtual time: connections
-to the other daemons and to the agent, a disk, and what comes of knocking at a node.
+What the daemon's job host, its peer links and the kernel do around it is done here in virtual time:
+connections to the other daemons and to the agent, a disk, and what comes of knocking at a node.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import EventRecord, JobRecord, Record
+from ckptless.daemon.ckptlessd.peering import Peering, Roster
+from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Ballot, Durable, Prepare, Propose
-from ckptless.daemon.jobs import JobSession, Memory
 from ckptless.daemon.membership.watch import Answer
-from ckptless.daemon.peering import Peering
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.roster import Roster
 
 from .events import Channel
 
@@ -38,7 +37,9 @@ DRIFT = 0.01
 
 
 class Daemon:
-    """Also the Outlets of its one job, and its Wires."""
+    """Also the Outlets of its one job, and its Links."""
+
+    times = TIMES
 
     def __init__(self, world: "World", node: int) -> None:
         self.world, self.node, self.name = world, node, f"daemon-{node}"
@@ -47,7 +48,6 @@ class Daemon:
         self.links: dict[int, Channel[p.DaemonMessage]] = {}
         self.linked_at: dict[int, float] = {}
         self._session: JobSession | None = None
-        self._peering: Peering | None = None
         self._agent: Agent | None = None
         self._orders: Channel[m.Order | m.Announce | m.Renewed] | None = None
         self._written = 0.0
@@ -70,6 +70,11 @@ class Daemon:
     def control(self) -> Controller | None:
         """The control plane, once anybody has spoken of the job."""
         return self._session.control if self._session is not None else None
+
+    @property
+    def peer_links(self) -> "Daemon":
+        """See session.Outlets."""
+        return self
 
     @property
     def awake_since(self) -> float:
@@ -108,18 +113,17 @@ class Daemon:
             durable = None if lost else self.world.disks.get(self.node)
             memory = Memory(self._life, durable=durable, lost=lost)
             roster = Roster(self.node, peers)
-            self._session = JobSession(self.world.spec.job, roster, self, self.now, memory)
-            self._peering = _Peering(self, roster, self._session)
+            self._session = _Session(self, roster, memory)
             if not lost:
                 self.world.checks.remembers(self)
-            self._peering.start()
+            self._session.peering.start()
         return self._session
 
     def _do(self, action: Callable[[Peering], None]) -> None:
         """Something happens to the job, if it is known here; and what is to be checked after it."""
-        if self._peering is not None and self._session is not None and self.alive:
+        if self._session is not None and self.alive:
             stage = self._session.control.stage
-            action(self._peering)
+            action(self._session.peering)
             self._moved(stage)
             self.world.checks.knows(self)
 
@@ -161,21 +165,21 @@ class Daemon:
             return
         self._do(lambda peering: peering.hear(node, message))
 
-    # --------------------------------------------------------------------------- Wires, for Peering
+    # --------------------------------------------------------------------------- Links, for Peering
 
     @property
     def up(self) -> Collection[int]:
-        """See peering.Wires."""
+        """See peering.Links."""
         return self.links.keys()
 
     def want(self, nodes: frozenset[int]) -> None:
-        """See peering.Wires."""
+        """See peering.Links."""
         self.wanted = nodes
         for node in nodes - self.links.keys():
             self.world.dial(min(node, self.node), max(node, self.node))
 
     def send(self, node: int, message: p.DaemonMessage) -> bool:
-        """See peering.Wires."""
+        """See peering.Links."""
         link = self.links.get(node)
         if link is None or not self.alive:
             return False
@@ -183,11 +187,11 @@ class Daemon:
         return True
 
     def hang_up(self, node: int, why: str) -> None:
-        """See peering.Wires. The other side hears of it where anything gets there."""
+        """See peering.Links. The other side hears of it where anything gets there."""
         self.world.hang_up(self, node, why)
 
     def look(self, node: int, address: tuple[str, int], *, agent: bool) -> None:
-        """See peering.Wires: the kernel of the node answers, if anything gets there and back."""
+        """See peering.Links: the kernel of the node answers, if anything gets there and back."""
         self.world.soon(lambda: self._knock(node, agent=agent))
 
     def _knock(self, node: int, *, agent: bool) -> None:
@@ -205,7 +209,7 @@ class Daemon:
             self._do(lambda peering: peering.looked(node, answer))
 
     def flush_soon(self) -> None:
-        """See peering.Wires."""
+        """See peering.Links."""
         self.world.events.after(FLUSH_S, lambda: self._do(Peering.flush))
 
     # ----------------------------------------------------------------------------------- the agent
@@ -238,8 +242,10 @@ class Daemon:
             self.lose(e.NodeLost(self.node, "its agent is gone", 0.0, source="agent"))
 
     def lose(self, loss: e.NodeLost) -> None:
-        """See runtime.JobRuntime."""
-        self._do(lambda peering: peering.lose(loss))
+        """Only this daemon may know that a node is lost."""
+        session = self._session
+        if session is not None:
+            self._do(lambda _peering: session.lose(loss))
 
     # --------------------------------------------------------------------------------------- death
 
@@ -276,13 +282,8 @@ class Daemon:
 
     # ----------------------------------------------------------------------- Outlets, for JobSession
 
-    def to_daemon(self, node: int, message: p.Said) -> None:
-        """See jobs.Outlets."""
-        self._about_to_say(message)
-        assert self._peering is not None
-        self._peering.to_daemon(node, message)
-
-    def _about_to_say(self, message: p.Said) -> None:
+    def about_to_say(self, message: p.Said) -> None:
+        """Look at what the session says to others."""
         if isinstance(message, p.Agree):
             self.world.checks.says(self, message.say)
         if isinstance(message, p.Agree) and isinstance(message.say, Prepare):
@@ -302,17 +303,8 @@ class Daemon:
             self.world.checks.proposed(self, new)
         self._proposed.add(key)
 
-    def to_all_daemons(self, message: p.Said) -> None:
-        """See jobs.Outlets. Rows go to ledgers, which nobody reads here."""
-        if isinstance(message, p.Ordered):
-            self.world.checks.ordered(message)
-        if not isinstance(message, p.Rows):
-            self._about_to_say(message)
-            assert self._peering is not None
-            self._peering.to_all(message)
-
     def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
-        """See jobs.Outlets. What comes every moment takes no draw of the seed's."""
+        """See session.Outlets. What comes every moment takes no draw of the seed's."""
         agent = self._agent
         if agent is not None and isinstance(order, m.Renewed) and self._deaf_until > self.world.events.now:
             return
@@ -322,21 +314,21 @@ class Daemon:
             self._orders.send(order)
 
     def write(self, records: Sequence[Record]) -> None:
-        """See jobs.Outlets: the events are the story."""
+        """See session.Outlets: the events are the story."""
         self.world.job_rows += [row for row in records if isinstance(row, JobRecord)]
         for record in records:
             if isinstance(record, EventRecord):
                 self.world.story.tell(self.name, f"{record.kind}: {record.text}")
 
     def ended(self, outcome: m.Outcome) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self.world.checks.ended(self, outcome)
 
     def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
-        """See jobs.Outlets: there is no cluster's manager here."""
+        """See session.Outlets: there is no cluster's manager here."""
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
-        """See jobs.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
+        """See session.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
         self._writing.append(durable)
         self.world.begun[self.node] += 1
         if self.node in self.world.hung:
@@ -369,11 +361,11 @@ class Daemon:
             self.world.checks.knows(self)
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
-        """See jobs.Outlets."""
+        """See session.Outlets."""
         self.world.witness.ask(self, set(nodes), set(ours))
 
     def explain(self, node: int, cancel: m.Cancel) -> None:
-        """See jobs.Outlets. Nobody here is told by Slurm to end."""
+        """See session.Outlets. Nobody here is told by Slurm to end."""
         raise AssertionError(cancel)
 
     def hear_witness(self, nodes: set[int]) -> None:
@@ -383,16 +375,24 @@ class Daemon:
         self._feed(e.Witnessed(tuple(sorted(nodes))))
 
 
-class _Peering(Peering):
-    """As it is shipped; whom it accuses is looked at."""
+class _Session(JobSession):
+    """As it is shipped; what it says, and whom it accuses, is looked at."""
 
-    def __init__(self, daemon: Daemon, roster: Roster, session: JobSession) -> None:
+    def __init__(self, daemon: Daemon, roster: Roster, memory: Memory) -> None:
         self._daemon = daemon
-        super().__init__(roster, session, daemon, TIMES, daemon.now)
+        super().__init__(daemon.world.spec.job, roster, daemon, memory)
+
+    def say(self, node: int | None, message: p.Said) -> None:
+        """See `JobSession`. Rows go to ledgers, which nobody reads here."""
+        if isinstance(message, p.Ordered):
+            self._daemon.world.checks.ordered(message)
+        if not isinstance(message, p.Rows):
+            self._daemon.about_to_say(message)
+            super().say(node, message)
 
     def lose(self, loss: e.NodeLost) -> None:
-        """See `Peering`."""
-        if self._session.control.nodes[loss.node].lost is None:
+        """See `JobSession`."""
+        if self.control.nodes[loss.node].lost is None:
             self._daemon.world.checks.accuses(self._daemon, loss)
         super().lose(loss)
 

@@ -2,7 +2,7 @@
 
 `python -m tests.sim.scale 16 64 256 ... [--json FILE] [--plot FILE]`: nodes of 8 ranks, which train, and tell
 of it four times a second; each rank has a shard, which two other nodes hold, too. The code is the shipped
-one: `jobs.JobSession`, `peering.Peering` of every daemon; what one of them computes, `scale_parts` has. Links
+one: the `JobSession` of every daemon; what one of them computes, `scale_parts` has. Links
 take a millisecond, disks and processes as long; computing takes no time. Bytes are those of the messages,
 with their heads, without those of TCP.
 """
@@ -22,19 +22,18 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon import decrees
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import Record
+from ckptless.daemon.ckptlessd import peering
+from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control import packing
 from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
 from ckptless.daemon.control.remaking import Copies, Holders
-from ckptless.daemon.jobs import JobSession, Memory
-from ckptless.daemon.peering import Peering
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import HEAD_BYTES
-from ckptless.daemon.roster import Roster
 
 from .scale_parts import COPIES, SLOTS, SPARES
 
@@ -99,7 +98,9 @@ class Shared(Roster):
 
 
 class Node:
-    """A daemon with its agent, whose ranks do at once what they are told. Outlets and Wires of the daemon."""
+    """A daemon with its agent, whose ranks do at once what they are told. Outlets and Links of the daemon."""
+
+    times = TIMES
 
     def __init__(self, cluster: "Cluster", roster: Roster, first: Durable) -> None:
         self.cluster, self.node, self.alive = cluster, roster.me, True
@@ -109,13 +110,19 @@ class Node:
         self._seq, self._step = 0, 0
         self._phase: m.Phase = "waiting"
         memory = Memory(roster.me, "x", first)
-        self.session = JobSession("scale", roster, self, lambda: cluster.clock.now, memory)
-        self.peering = Peering(roster, self.session, self, TIMES, lambda: cluster.clock.now)
+        self.session = JobSession("scale", roster, self, memory)
+        self.peering = self.session.peering
+
+    @property
+    def peer_links(self) -> "Node":
+        return self
+
+    def now(self) -> float:
+        return self.cluster.clock.now
 
     def tick(self) -> None:
         if self.alive:
-            self.session.feed(e.Tick())
-            self.peering.tick()
+            self.session.tick()
             self.cluster.clock.after(TICK_S, self.tick)
 
     def progress(self) -> None:
@@ -164,12 +171,6 @@ class Node:
 
     # ------------------------------------------------------------------------- Outlets, for JobSession
 
-    def to_daemon(self, node: int, message: p.Said) -> None:
-        self.peering.to_daemon(node, message)
-
-    def to_all_daemons(self, message: p.Said) -> None:
-        self.peering.to_all(message)
-
     def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
         match order:
             case m.Assign():
@@ -213,7 +214,7 @@ class Node:
     def explain(self, node: int, cancel: m.Cancel) -> None:
         raise AssertionError(cancel)
 
-    # ---------------------------------------------------------------------------- Wires, for Peering
+    # ---------------------------------------------------------------------------- Links, for Peering
 
     @property
     def up(self) -> Collection[int]:
@@ -378,7 +379,7 @@ class Cluster:
         if dark:
             victim.alive = False
         else:
-            victim.peering.lose(e.NodeLost(node, "its agent is gone", 0.0, source="agent"))
+            victim.session.lose(e.NodeLost(node, "its agent is gone", 0.0, source="agent"))
         seconds, cost = self.count(lambda: self.others_train(node, generation), DEADLINE_S)
         assert self.others_train(node, generation), f"generation {generation} does not come"
         return seconds, cost
@@ -408,7 +409,7 @@ def unpack_once(body: bytes, base: Decree, digest: str, nodes: Collection[int]) 
 
 def measure(count: int) -> Scale:
     """All of one size."""
-    vars(decrees)["unpack"] = unpack_once
+    vars(peering)["unpack"] = unpack_once
     _unpacked_once.cache_clear()
     begun = time.process_time()
     cluster = Cluster(count)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.ckptlessd.main import GC_THRESHOLD
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control import plan
 from ckptless.daemon.control.decree import Decree, first_decree
@@ -22,7 +23,6 @@ from ckptless.daemon.control.faults import Fault, NodeView, observe
 from ckptless.daemon.control.packing import digest_of, pack, unpack
 from ckptless.daemon.control.sources import Same, once
 from ckptless.daemon.control.tally import Tally
-from ckptless.daemon.main import GC_THRESHOLD
 
 from . import scale_parts as parts
 

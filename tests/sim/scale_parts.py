@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from ckptless.daemon.api import messages as m
+from ckptless.daemon.ckptlessd.main import GC_THRESHOLD
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control import plan
 from ckptless.daemon.control.controller import Controller
@@ -24,7 +25,6 @@ from ckptless.daemon.control.faults import Fault, NodeView, NodeViews, observe
 from ckptless.daemon.control.packing import digest_of, pack, unpack
 from ckptless.daemon.control.remaking import Copies, Holders, remakes
 from ckptless.daemon.control.tally import Tally
-from ckptless.daemon.main import GC_THRESHOLD
 from ckptless.daemon.peers import messages as p
 
 SLOTS = 8

@@ -9,14 +9,14 @@ from types import FunctionType, ModuleType
 import pytest
 from _pytest.mark import ParameterSet
 
+from ckptless.daemon.ckptlessd.peering import Peering
+from ckptless.daemon.ckptlessd.session import JobSession
 from ckptless.daemon.control import agreement, plan, sources
 from ckptless.daemon.control.agreement import Agreement
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.elector import Elector
 from ckptless.daemon.control.follower import Follower
-from ckptless.daemon.jobs import JobSession
 from ckptless.daemon.membership.watch import Membership
-from ckptless.daemon.peering import Peering
 
 from .agreeing import quarrel
 from .story import Violation

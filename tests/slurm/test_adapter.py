@@ -29,7 +29,7 @@ from cluster.api import Cluster
 from cluster.plan import Plan, Share
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.clock import Clock
+from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.slurm.adapter import Job, Slurm
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.commands import Commands

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster.api import Cluster
 from cluster.plan import Plan
 
-from ckptless.daemon.clock import Clock
+from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.cluster import SlurmCluster
 from ckptless.daemon.slurm.commands import Commands

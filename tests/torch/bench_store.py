@@ -131,7 +131,7 @@ async def servers(argv: Sequence[str]) -> None:
         await facade.start()
     print(json.dumps([[to_builtins(facade.info), facade.port] for facade in mine.values()]), flush=True)
     infos = [NodeInfo(**info) for info in json.loads(await asyncio.to_thread(sys.stdin.readline))]
-    generation, before = 0, {number: dict[int, Any]() for number in mine}
+    generation = 0
 
     def follow(ranks: list[int], nodes: list[int]) -> None:
         assignment = Assignment(
@@ -144,7 +144,6 @@ async def servers(argv: Sequence[str]) -> None:
             restore_step=None,
         )
         for number in mine.keys() & set(nodes):
-            before[number] = links(mine[number])
             mine[number].store.follow(assignment, None)
 
     while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
@@ -156,28 +155,26 @@ async def servers(argv: Sequence[str]) -> None:
             await mine.pop(int(line.split()[1])).close()
             print("ok", flush=True)
         else:
-            counts = {number: count(facade, before[number]) for number, facade in mine.items()}
+            counts = {number: count(facade) for number, facade in mine.items()}
             print(json.dumps([counts, time.process_time()]), flush=True)
     for facade in mine.values():
         await facade.close()
 
 
-def links(facade: Any) -> dict[int, Any]:
-    """To the other agents."""
-    others = facade.store.exchange._others.items()
-    return {number: other.link for number, other in others if other.link is not None}
+def count(facade: Any) -> dict[str, int]:
+    """What a node's store has done: `local` and `handshakes` since it is there, all else in this generation.
 
-
-def count(facade: Any, before: dict[int, Any]) -> dict[str, int]:
-    """What a node's store has done. `asked`, `asks` and `connected` are of this generation."""
+    `connected` are the connections that it has to others.
+    """
     store = facade.store
+    ends = [store.way] if store.way is not None else list(store._joined.values())
     return {
         "local": store.server.requests,
-        "asked": store.server._node.asked,
-        "asks": store.server._node._number,
-        "connected": sum(before.get(number) is not link for number, link in links(facade).items()),
-        "handshakes": store.exchange.handshakes,
-        "messages": store.exchange.messages,
+        "asked": store.home.asked if store.home is not None else 0,
+        "asks": store.server._proxy.asks,
+        "connected": len(ends),
+        "messages": sum(end.messages for end in ends),
+        "handshakes": store.handshakes,
     }
 
 

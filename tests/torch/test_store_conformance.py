@@ -402,7 +402,7 @@ def test_a_wait_ends_with_its_client(served: Served) -> None:
 
 
 def waiting(served: Served) -> Any:
-    return served.server._node._owner._state._waiting
+    return served.server._proxy._asking
 
 
 HOSTILE = {

@@ -1,1 +1,1 @@
-"""The key-value store of a generation: what torch's clients take for a TCPStore, spread over the agents."""
+"""The key-value store of a generation: what torch's clients take for a TCPStore. One agent keeps the keys."""

@@ -1,61 +1,85 @@
 """A client's stream of torch's TCPStore protocol into typed requests. No input or output here."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from ckptless.daemon.agent.kvstore import protocol
 from ckptless.daemon.agent.kvstore.protocol import Op, Request
 from ckptless.daemon.api.errors import ProtocolError
 
+_HELLO = bytes([Op.VALIDATE]) + protocol.MAGIC.to_bytes(4, "little")
+_U64 = 8
+
+
+class _ShortError(Exception):
+    """The request has not come to its end: so many bytes of the stream must be there before that can be."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
 
 class _Fields:
-    """Reads the fields of one request. A field asks for bytes by yielding how many it needs next."""
+    """Reads the fields of one request out of `stream`, from `at` on. Each raises _ShortError, ProtocolError.
 
-    def __init__(self) -> None:
+    A length is checked as soon as it is there: what is too large is refused before its bytes come.
+    """
+
+    def __init__(self, stream: bytes, at: int) -> None:
+        self.stream, self.at = stream, at
         self._left_nbytes = protocol.MAX_REQUEST_NBYTES
 
-    def _bytes(self, limit: int, what: str) -> Generator[int, bytes, bytes]:
-        size = int.from_bytes((yield 8), "little")
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes."""
+        end = self.at + nbytes
+        if end > len(self.stream):
+            raise _ShortError(end)
+        data, self.at = self.stream[self.at : end], end
+        return data
+
+    def _text(self, limit: int, what: str, more: int = 0) -> bytes:
+        """Of a length that stands before it; at least `more` such follow."""
+        size = int.from_bytes(self.take(_U64), "little")
         if size > limit:
             raise ProtocolError(f"a {what} of {size} bytes; the limit is {limit}")
-        if size > self._left_nbytes:
-            raise ProtocolError(f"a request of more than {protocol.MAX_REQUEST_NBYTES} bytes")
         self._left_nbytes -= size
-        return (yield size)
+        if self._left_nbytes < 0:
+            raise ProtocolError(f"a request of more than {protocol.MAX_REQUEST_NBYTES} bytes")
+        end = self.at + size
+        if end > len(self.stream):
+            # So that a list in many pieces is not begun again with each of them.
+            raise _ShortError(end + more * _U64)
+        data, self.at = self.stream[self.at : end], end
+        return data
 
-    def key(self) -> Generator[int, bytes, bytes]:
-        return self._bytes(protocol.MAX_KEY_NBYTES, "key")
+    def key(self) -> bytes:
+        return self._text(protocol.MAX_KEY_NBYTES, "key")
 
-    def value(self) -> Generator[int, bytes, bytes]:
-        return self._bytes(protocol.MAX_VALUE_NBYTES, "value")
+    def value(self) -> bytes:
+        return self._text(protocol.MAX_VALUE_NBYTES, "value")
 
-    def signed(self) -> Generator[int, bytes, int]:
-        return int.from_bytes((yield 8), "little", signed=True)
+    def signed(self) -> int:
+        return int.from_bytes(self.take(_U64), "little", signed=True)
 
-    def nonce(self) -> Generator[int, bytes, int]:
-        return int.from_bytes((yield 4), "little")
+    def nonce(self) -> int:
+        return int.from_bytes(self.take(4), "little")
 
-    def _count(self) -> Generator[int, bytes, int]:
-        count = int.from_bytes((yield 8), "little")
+    def _count(self) -> int:
+        count = int.from_bytes(self.take(_U64), "little")
         if count > protocol.MAX_KEYS:
             raise ProtocolError(f"a request of {count} keys; the limit is {protocol.MAX_KEYS}")
         return count
 
-    def keys(self) -> Generator[int, bytes, tuple[bytes, ...]]:
-        keys = []
-        for _ in range((yield from self._count())):
-            keys.append((yield from self.key()))
-        return tuple(keys)
+    def keys(self) -> tuple[bytes, ...]:
+        limit = protocol.MAX_KEY_NBYTES
+        return tuple([self._text(limit, "key", left) for left in reversed(range(self._count()))])
 
-    def items(self) -> Generator[int, bytes, tuple[tuple[bytes, bytes], ...]]:
-        items = []
-        for _ in range((yield from self._count())):
-            key = yield from self.key()
-            items.append((key, (yield from self.value())))
-        return tuple(items)
+    def items(self) -> tuple[tuple[bytes, bytes], ...]:
+        key, value = protocol.MAX_KEY_NBYTES, protocol.MAX_VALUE_NBYTES
+        lefts = reversed(range(self._count()))
+        return tuple([(self._text(key, "key", left), self._text(value, "value", left)) for left in lefts])
 
 
-_Field: TypeAlias = Callable[[_Fields], Generator[int, bytes, Any]]
+_Field: TypeAlias = Callable[[_Fields], Any]
 
 _LAYOUT: dict[int, tuple[Callable[..., Request], tuple[_Field, ...]]] = {
     Op.SET: (protocol.Set, (_Fields.key, _Fields.value)),
@@ -79,83 +103,17 @@ _LAYOUT: dict[int, tuple[Callable[..., Request], tuple[_Field, ...]]] = {
 }
 
 
-class _OpByte(int):
-    """How many bytes an opcode has, told apart from a field of one byte."""
-
-
-_OP_BYTE = _OpByte(1)
-
-
-def _read_stream() -> Generator[int | Request, bytes, None]:
-    """All of one client's stream. Yields a count to be sent that many bytes, or a request (send nothing)."""
-    if (yield 1) != bytes([Op.VALIDATE]) or (yield 4) != protocol.MAGIC.to_bytes(4, "little"):
-        raise ProtocolError("not a client of torch's TCPStore: no VALIDATE at the start")
-    while True:
-        op = (yield _OP_BYTE)[0]
-        if op not in _LAYOUT:
-            raise ProtocolError(f"opcode {op}")
-        make, layout = _LAYOUT[op]
-        fields = _Fields()
-        values = []
-        for field in layout:
-            values.append((yield from field(fields)))
-        yield make(*values)
-
-
-MAX_LISTS = 32
-MAX_LIST_NBYTES = 256 << 10
-_OF_KEYS: dict[int, Callable[[tuple[bytes, ...]], Request]] = {
-    Op.CHECK: protocol.Check,
-    Op.WAIT: protocol.Wait,
-    Op.MULTI_GET: protocol.MultiGet,
-}
-
-
-class KeyLists:
-    """Lists of keys that clients have lately asked for: all ranks of a node ask for the same.
-
-    So a long one is taken apart once, and is one object in every request that has it.
-    """
-
-    def __init__(self) -> None:
-        self._lists: dict[tuple[bytes, ...], bytes] = {}
-
-    def find(self, stream: bytearray, at: int) -> tuple[Request, int] | None:
-        """The request that begins at `at`, if it is one of a known list; and where it ends."""
-        make = _OF_KEYS.get(stream[at])
-        if make is not None:
-            for keys, body in self._lists.items():
-                if stream.startswith(body, at + 1):
-                    return make(keys), at + 1 + len(body)
-        return None
-
-    def learn(self, request: Request) -> None:
-        """Of a client's stream."""
-        if (
-            not isinstance(request, protocol.Check | protocol.Wait | protocol.MultiGet)
-            or len(request.keys) < 2
-        ):
-            return
-        body = len(request.keys).to_bytes(8, "little") + b"".join(protocol.with_lengths(request.keys))
-        if len(body) <= MAX_LIST_NBYTES:
-            self._lists[request.keys] = body
-            if len(self._lists) > MAX_LISTS:
-                del self._lists[next(iter(self._lists))]
-
-
 class StoreParser:
     """Turns one client's bytes, in whatever pieces they come, into requests.
 
     Holds one unfinished request (`MAX_REQUEST_NBYTES`) and one piece; copies no byte more than a few times.
-    `lists` may be that of other clients, too.
     """
 
-    def __init__(self, lists: KeyLists | None = None) -> None:
-        self._lists = lists or KeyLists()
+    def __init__(self) -> None:
         self._unread = bytearray()
-        self._stream = _read_stream()
-        self._need = self._advance(None, [])
-        self._broken = False
+        # Before so many have come there is nothing to be done.
+        self._need = len(_HELLO)
+        self._greeted = self._broken = False
 
     def feed(self, data: bytes) -> list[Request]:
         """Take the next piece; return the requests that it completes.
@@ -165,33 +123,40 @@ class StoreParser:
         """
         if self._broken:
             raise ProtocolError("the stream is broken already")
-        self._unread += data
-        requests: list[Request] = []
-        taken = 0
+        if self._unread or len(data) < self._need:
+            self._unread += data
+            if len(self._unread) < self._need:
+                return []
+            data = bytes(self._unread)
         try:
-            with memoryview(self._unread) as unread:
-                while len(unread) - taken >= self._need:
-                    known = self._lists.find(self._unread, taken) if self._need is _OP_BYTE else None
-                    if known is not None:
-                        requests.append(known[0])
-                        taken = known[1]
-                        continue
-                    piece = unread[taken : taken + self._need].tobytes()
-                    taken += self._need
-                    self._need = self._advance(piece, requests)
+            return self._read(data)
         except ProtocolError:
             self._broken = True
             self._unread = bytearray()
             raise
-        # Once per piece: deleting after every field would move a piece of many requests many times.
-        del self._unread[:taken]
+
+    def _read(self, stream: bytes) -> list[Request]:
+        requests: list[Request] = []
+        at = 0
+        if not self._greeted:
+            if not stream.startswith(_HELLO):
+                raise ProtocolError("not a client of torch's TCPStore: no VALIDATE at the start")
+            self._greeted, at = True, len(_HELLO)
+        need = 1
+        while at < len(stream):
+            fields = _Fields(stream, at + 1)
+            try:
+                requests.append(_request(stream[at], fields))
+            except _ShortError as short:
+                need = short.nbytes - at
+                break
+            at = fields.at
+        self._unread, self._need = bytearray(stream[at:]), need
         return requests
 
-    def _advance(self, piece: bytes | None, requests: list[Request]) -> int:
-        """Hand over `piece`, collect what it completes, return how many bytes come next."""
-        step = next(self._stream) if piece is None else self._stream.send(piece)
-        while not isinstance(step, int):
-            self._lists.learn(step)
-            requests.append(step)
-            step = next(self._stream)
-        return step
+
+def _request(op: int, fields: _Fields) -> Request:
+    if op not in _LAYOUT:
+        raise ProtocolError(f"opcode {op}")
+    make, layout = _LAYOUT[op]
+    return make(*[field(fields) for field in layout])

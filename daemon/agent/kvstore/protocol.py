@@ -1,4 +1,4 @@
-"""torch's TCPStore protocol: its requests, with their limits, and answers into bytes (see `store_parser`).
+"""torch's TCPStore protocol: its requests, with their limits, and answers into bytes (see `parser.py`).
 
 No input or output here. All integers are little endian; a key or value is its length (u64) and its bytes.
 A client opens with VALIDATE and a magic number; after that, every request is one opcode and its fields.
@@ -7,7 +7,7 @@ have one when they end. LIST_KEYS came with torch 2.10, BARRIER with 2.12; the r
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Annotated, TypeAlias
 
@@ -168,12 +168,26 @@ class Barrier(Struct, frozen=True, tag=True, array_like=True):
     world_size: Int64
 
 
-ReadRequest: TypeAlias = Ping | Get | MultiGet | Check | NumKeys | ListKeys
-WriteRequest: TypeAlias = Set | MultiSet | CompareSet | Add | Append | Delete
-QueueRequest: TypeAlias = QueuePush | QueuePop | QueueLen
-WaitRequest: TypeAlias = Wait | Barrier | CancelWait
-Request: TypeAlias = ReadRequest | WriteRequest | QueueRequest | WaitRequest
-
+Request: TypeAlias = (
+    Ping
+    | Get
+    | MultiGet
+    | Check
+    | NumKeys
+    | ListKeys
+    | Set
+    | MultiSet
+    | CompareSet
+    | Add
+    | Append
+    | Delete
+    | QueuePush
+    | QueuePop
+    | QueueLen
+    | Wait
+    | Barrier
+    | CancelWait
+)
 
 STOP_WAITING = b"\0"
 WAIT_CANCELED = b"\1"
@@ -201,24 +215,22 @@ def encode_value(value: bytes) -> bytes:
 
 def encode_values(values: Sequence[bytes]) -> bytes:
     """Answer a MultiGet. Raises ProtocolError if that takes more than `MAX_REPLY_NBYTES`."""
-    return b"".join(with_lengths(values))
+    return join_values(list(map(encode_value, values)))
+
+
+def join_values(values: Sequence[bytes]) -> bytes:
+    """Answer a MultiGet out of answers to a Get for each of its keys. Raises as `encode_values`."""
+    nbytes = sum(map(len, values))
+    if nbytes > MAX_REPLY_NBYTES:
+        raise ProtocolError(f"an answer of {nbytes} bytes; the limit is {MAX_REPLY_NBYTES}")
+    return b"".join(values)
 
 
 def encode_keys(keys: Sequence[bytes]) -> bytes:
     """Answer a ListKeys. Raises ProtocolError if that takes more than `MAX_REPLY_NBYTES`."""
-    return encode_number(len(keys)) + b"".join(with_lengths(keys))
+    return encode_number(len(keys)) + encode_values(keys)
 
 
 def encode_popped(length: int, value: bytes | None) -> bytes:
     """Answer a QueuePop: the queue's length before it, and the value if there was one."""
     return encode_number(length) + (b"" if value is None else encode_value(value))
-
-
-def with_lengths(values: Sequence[bytes]) -> Iterable[bytes]:
-    """Each with its length before it. Raises ProtocolError if that takes more than `MAX_REPLY_NBYTES`."""
-    nbytes = sum(map(len, values)) + 8 * len(values)
-    if nbytes > MAX_REPLY_NBYTES:
-        raise ProtocolError(f"an answer of {nbytes} bytes; the limit is {MAX_REPLY_NBYTES}")
-    for value in values:
-        yield struct.pack("<Q", len(value))
-        yield value

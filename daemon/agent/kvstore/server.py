@@ -8,36 +8,29 @@ from collections import deque
 from collections.abc import Callable
 
 from ckptless.daemon.agent.kvstore import protocol
-from ckptless.daemon.agent.kvstore.answers import Answer, Refusal, Reply
-from ckptless.daemon.agent.kvstore.home import Homes
+from ckptless.daemon.agent.kvstore.home import Home
 from ckptless.daemon.agent.kvstore.ids import ClientIds
-from ckptless.daemon.agent.kvstore.node import Cancel, StoreNode
-from ckptless.daemon.agent.kvstore.parser import KeyLists, StoreParser
+from ckptless.daemon.agent.kvstore.parser import StoreParser
 from ckptless.daemon.agent.kvstore.protocol import Request
-from ckptless.daemon.agent.kvstore.sharing import Memo
+from ckptless.daemon.agent.kvstore.proxy import Cancel, Proxy
 from ckptless.daemon.agent.kvstore.state import StoreState
-from ckptless.daemon.agent.kvstore.wire import Item
+from ckptless.daemon.agent.kvstore.wire import Refusal
 from ckptless.daemon.agent.nccl.ids import NcclIds
 from ckptless.daemon.agent.sock_owner import Endpoint
 from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.peers.listening import serve
+from ckptless.daemon.peers.listener import serve
 
 logger = logging.getLogger(__name__)
-
-# Answers that several ranks get alike are made once, up to this size.
-MAX_ENCODED_NBYTES = 256 << 10
 
 Refuses = Callable[[Endpoint, Endpoint], str | None]
 """From our end of a connection and the other one to why it is refused; None where it is not."""
 
 
-def _to_nobody(_node: int, _item: Item) -> None:
-    raise RuntimeError("a store of one node has nobody to ask")
-
-
-def alone() -> StoreNode:
-    """A store of one node, which keeps every key."""
-    return StoreNode(0, Homes([0]), _to_nobody)
+def alone() -> Proxy:
+    """Return the store of one node, which keeps every key."""
+    home = Home(lambda _node, item: proxy.heard(item))
+    proxy = Proxy(0, lambda item: home.heard(0, item))
+    return proxy
 
 
 class StoreServer:
@@ -53,12 +46,10 @@ class StoreServer:
         self.refused = 0
         self.refuses = refuses
         self.requests = 0
-        self._node, self._rounds = alone(), StoreState()
+        self._proxy, self._rounds = alone(), StoreState()
         self._ids: NcclIds | None = None
         self._clients: set[_Client] = set()
         self._server: asyncio.Server | None = None
-        self.lists = KeyLists()
-        self._encoded: Memo[tuple[Reply, bytes]] = Memo()
 
     async def start(self, host: str) -> int:
         """Listen at `host`, one numeric address, and return the port (the system chooses it)."""
@@ -72,15 +63,14 @@ class StoreServer:
         self._server, port = await serve(host, self._make_client)
         return port
 
-    def cut(self, ids: NcclIds | None = None, node: StoreNode | None = None) -> int:
-        """Begin a new generation: hang up on every client, and use `node` (None: one that is alone).
+    def cut(self, ids: NcclIds | None = None, proxy: Proxy | None = None) -> int:
+        """Begin a new generation: hang up on every client, and use `proxy` (None: of a node that is alone).
 
         Return how many were cut. A client that is blocked in a wait fails at once. Whoever connects from now
         on, even a process of the old generation, is in the new one. With `ids` NCCL's unique ids are
         computed, else they are keys as any others.
         """
-        self._node, self._ids, self._rounds = node or alone(), ids, StoreState()
-        self._encoded = Memo()
+        self._proxy, self._ids, self._rounds = proxy or alone(), ids, StoreState()
         return sum(client.hang_up() for client in self._clients)
 
     async def close(self) -> None:
@@ -95,22 +85,10 @@ class StoreServer:
         await self._server.wait_closed()
         self._server = None
 
-    def encoded(self, request: Request, reply: Reply) -> bytes:
-        """What the client expects back, empty if nothing. Raises ProtocolError where that is too much."""
-        if not isinstance(request, protocol.MultiGet):
-            return _encode(request, reply)
-        known = self._encoded.get(request.keys)
-        if known is not None and known[0] is reply:
-            return known[1]
-        data = _encode(request, reply)
-        if len(data) <= MAX_ENCODED_NBYTES:
-            self._encoded.put(request.keys, (reply, data))
-        return data
-
     def _make_client(self) -> "_Client":
         # Only this node's: a root's own rank is here for the whole generation.
         ids = ClientIds(self._ids, self._rounds) if self._ids is not None else None
-        return _Client(self._node, ids, self)
+        return _Client(self._proxy, ids, self)
 
     @property
     def clients(self) -> "set[_Client]":
@@ -121,10 +99,10 @@ class StoreServer:
 class _Client(asyncio.Protocol):
     """One connection. It keeps the store of the generation that it was made in."""
 
-    def __init__(self, node: StoreNode, ids: ClientIds | None, server: StoreServer) -> None:
+    def __init__(self, proxy: Proxy, ids: ClientIds | None, server: StoreServer) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._node, self._ids, self._server = node, ids, server
-        self._parser = StoreParser(server.lists)
+        self._proxy, self._ids, self._server = proxy, ids, server
+        self._parser = StoreParser()
         self._pending: deque[Request] = deque()
         # Of the wait that goes on, and whether another request is being answered.
         self._cancel_wait: Cancel | None = None
@@ -214,22 +192,19 @@ class _Client(asyncio.Protocol):
         at_once = True
         self._busy = True
 
-        def done(answer: Answer) -> None:
+        def done(answer: bytes | Refusal) -> None:
             self._busy = False
             if self._transport.is_closing():
                 return
             if isinstance(answer, Refusal):
                 self._refuse(answer)
                 return
-            try:
-                self._transport.write(self._server.encoded(request, answer))
-            except ProtocolError as error:
-                self._refuse(Refusal(str(error), hostile=True))
+            self._transport.write(answer)
             if not at_once:
                 # Not from inside of what has brought the answer.
                 asyncio.get_running_loop().call_soon(self._work)
 
-        self._node.ask(request, done)
+        self._proxy.ask(request, done)
         at_once = False
 
     def _wait(self, request: protocol.Wait | protocol.Barrier) -> None:
@@ -238,7 +213,7 @@ class _Client(asyncio.Protocol):
         number = self._wait_number = self._wait_number + 1
         over = False
 
-        def done(answer: Answer) -> None:
+        def done(answer: bytes | Refusal) -> None:
             nonlocal over
             over = True
             if number != self._wait_number or self._transport.is_closing():
@@ -247,9 +222,9 @@ class _Client(asyncio.Protocol):
             if isinstance(answer, Refusal):
                 self._refuse(answer)
             else:
-                self._transport.write(protocol.STOP_WAITING)
+                self._transport.write(answer)
 
-        cancel = self._node.ask(request, done)
+        cancel = self._proxy.ask(request, done)
         if not over:
             self._cancel_wait = cancel
 
@@ -265,22 +240,3 @@ class _Client(asyncio.Protocol):
         if refusal.hostile:
             self._server.refused += 1
         self.hang_up()
-
-
-def _encode(request: Request, reply: Reply) -> bytes:
-    """What the client expects back, empty if nothing. Raises ProtocolError where that is too much."""
-    match request:
-        case protocol.Get() | protocol.CompareSet():
-            return protocol.encode_value(reply.values[0] or b"")
-        case protocol.MultiGet():
-            return protocol.encode_values([value or b"" for value in reply.values])
-        case protocol.Check():
-            return protocol.encode_check(bool(reply.count))
-        case protocol.ListKeys():
-            return protocol.encode_keys([key or b"" for key in reply.values])
-        case protocol.QueuePop():
-            return protocol.encode_popped(reply.count, reply.values[0])
-        case protocol.Add() | protocol.Delete() | protocol.NumKeys() | protocol.QueueLen():
-            return protocol.encode_number(reply.count)
-        case _:
-            return b""

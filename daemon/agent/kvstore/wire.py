@@ -1,24 +1,17 @@
-"""What the stores of two agents tell each other: several at once, as the body of a `StoreSaid`. Pure."""
+"""What agents and the home of a generation's keys tell each other: several at once, as one body. Pure."""
 
 from collections.abc import Iterable
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ckptless.daemon.agent.kvstore import protocol
-from ckptless.daemon.agent.kvstore.answers import Refusal, Reply
 from ckptless.daemon.agent.kvstore.protocol import Key
 from ckptless.daemon.api.errors import ProtocolError
 
+T = TypeVar("T")
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
-
-
-class Gather(Struct, frozen=True, tag=True, array_like=True):
-    """All ranks' keys that begin so, when they are there, but for those that come from the asker's side."""
-
-    where: Key
-
 
 Askable: TypeAlias = (
     protocol.Set
@@ -36,7 +29,6 @@ Askable: TypeAlias = (
     | protocol.QueuePush
     | protocol.QueuePop
     | protocol.QueueLen
-    | Gather
 )
 # So large a body is not made any larger; one item may be, by itself.
 BODY_NBYTES = 1 << 20
@@ -45,7 +37,7 @@ MAX_BODY_NBYTES = protocol.MAX_REPLY_NBYTES + (16 << 20)
 
 
 class Ask(Struct, frozen=True, tag=True, array_like=True):
-    """Do this with keys that you keep. Numbers are the asker's and grow."""
+    """Do this. Numbers are the asker's and grow."""
 
     number: Number
     request: Askable
@@ -57,6 +49,31 @@ class Cancel(Struct, frozen=True, tag=True, array_like=True):
     number: Number
 
 
+class Dropped(Struct, frozen=True, tag=True, array_like=True):
+    """The answer to a Drop; also where there was nothing to forget."""
+
+    key: Key
+
+
+class Reply(Struct, frozen=True, tag=True, array_like=True):
+    """It is done. `data` is what the client gets; empty for a MultiGet, whose client gets `values`.
+
+    `values`: of the keys of a MultiGet, or of a Wait where they are small; None where there is none. Those at
+    the places `keep` may be remembered until a Drop.
+    """
+
+    data: bytes = b""
+    values: tuple[bytes | None, ...] = ()
+    keep: tuple[int, ...] = ()
+
+
+class Refusal(Struct, frozen=True, tag=True, array_like=True):
+    """It was not done, and its client is hung up on. `hostile`: because of what the client asked for."""
+
+    text: str
+    hostile: bool
+
+
 class Told(Struct, frozen=True, tag=True, array_like=True):
     """The answer to an Ask."""
 
@@ -65,25 +82,22 @@ class Told(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Drop(Struct, frozen=True, tag=True, array_like=True):
-    """Forget what you remember of this key of mine, and say so."""
+    """Forget what you remember of this key, and say so."""
 
     key: Key
 
 
-class Dropped(Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a Drop; also where there was nothing to forget."""
-
-    key: Key
-
-
-Item: TypeAlias = Ask | Cancel | Told | Drop | Dropped
+ToHome: TypeAlias = Ask | Cancel | Dropped
+FromHome: TypeAlias = Told | Drop
+Item: TypeAlias = ToHome | FromHome
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[tuple[Item, ...]] = msgspec.msgpack.Decoder(tuple[Item, ...])
+TO_HOME: msgspec.msgpack.Decoder[tuple[ToHome, ...]] = msgspec.msgpack.Decoder(tuple[ToHome, ...])
+FROM_HOME: msgspec.msgpack.Decoder[tuple[FromHome, ...]] = msgspec.msgpack.Decoder(tuple[FromHome, ...])
 
 
 def encode(items: Iterable[Item]) -> list[bytes]:
-    """Bodies, in order, none much larger than need be."""
+    """Return bodies, in order, none much larger than need be."""
     bodies: list[bytes] = []
     raw: list[msgspec.Raw] = []
     nbytes = 0
@@ -99,14 +113,9 @@ def encode(items: Iterable[Item]) -> list[bytes]:
     return bodies
 
 
-def decode(body: bytes) -> tuple[Item, ...]:
-    """Raises ProtocolError."""
+def decode(body: bytes, decoder: "msgspec.msgpack.Decoder[tuple[T, ...]]") -> tuple[T, ...]:
+    """Return the items of a body; `decoder`: TO_HOME or FROM_HOME. Raises ProtocolError."""
     try:
-        return _DECODER.decode(body)
+        return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not what stores tell each other: {error}") from error
-
-
-def asks(items: Iterable[Item]) -> bool:
-    """Whether one of them is to have an answer."""
-    return any(isinstance(item, Ask | Drop) for item in items)
+        raise ProtocolError(f"not what a store's agents tell each other: {error}") from error

@@ -10,7 +10,7 @@ from ckptless.daemon.agent.nccl.ids import StaleError, admitted
 from ckptless.daemon.agent.nccl.root import Answer, Dropped, Roots
 from ckptless.daemon.agent.nccl.wire import CheckIn, CheckInReader, UnknownLayoutError, encode_message
 from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.peers.listening import serve
+from ckptless.daemon.peers.listener import serve
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from ckptless.daemon.agent.kvstore.peers import StorePeers
 from ckptless.daemon.agent.versions.fetching import TensorsFetch, Wanted
 from ckptless.daemon.agent.versions.giving_back import GivingBack
 from ckptless.daemon.agent.versions.holders import (
@@ -25,9 +24,9 @@ from ckptless.daemon.api.version import Origin
 from ckptless.daemon.control.remaking import Copies, Holders, Remake, remakes
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
-from ckptless.daemon.peers.door import Door
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link, Route
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.listener import Listener
 
 DIAL_DEADLINE_S = 3.0
 # Of a record, which is small.
@@ -54,7 +53,7 @@ class Replicas:
         self._me, self.origin, self._vault = node, origin, vault
         self._copies = Copies(copies, domains)
         self._to: Holders | None = None
-        self.vouch: KeyVouch | None = None
+        self.vouch: KeyCredentials | None = None
         self._source, self._pace = network.source, Pace(network.send_rate)
         self.serving = Serving(node, origin, vault, self._pace)
         self.soundness = self.serving.soundness
@@ -71,8 +70,7 @@ class Replicas:
         self._newest: dict[tuple[str, int], tuple[Key, Pushed]] = {}
         self._lost_copies = LostCopies()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.stores = StorePeers(origin.job, node, network.source, lambda: self.vouch)
-        self._door = Door(self._came, self.stores.take)
+        self._door = Listener(self._came)
         self.on_acked: Callable[[int, int], None] = lambda _rank, _step: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
 

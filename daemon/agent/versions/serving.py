@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal
 
 from ckptless.daemon.agent.versions.claims import Claims
@@ -18,8 +18,8 @@ from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bucket import TokenBucket
 from ckptless.daemon.peers.bulk import Pace
+from ckptless.daemon.peers.credentials import Credentials
 from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.vouch import Vouch
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,10 @@ def _beyond(start: int, feed: Callable[[int], None]) -> Callable[[int], None]:
     return lambda came: feed(start + came)
 
 
+async def _no_store(_link: Peer, _join: p.StoreJoin) -> None:
+    raise ProtocolError("no key-value store is here")
+
+
 class Serving:
     """Owned by the agent's event loop. `accepting`: not while this node's agent is frozen."""
 
@@ -77,6 +81,7 @@ class Serving:
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_compare: Callable[[Peer, p.CompareTwins], None] = lambda _link, _message: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
+        self.on_store: Callable[[Peer, p.StoreJoin], Awaitable[None]] = _no_store
         self.on_who_holds: Callable[[p.WhoHolds], p.HeldBy] = lambda _ask: p.HeldBy(tensors=(), records=())
 
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
@@ -89,7 +94,9 @@ class Serving:
         async with self._followed:
             self._followed.notify_all()
 
-    async def serve(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], vouch: Vouch) -> None:
+    async def serve(
+        self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], vouch: Credentials
+    ) -> None:
         """One connection of another agent, to its end."""
         try:
             link: Peer = await Link.accept(streams, self._node_in, vouch, p.AgentMessage)
@@ -136,6 +143,8 @@ class Serving:
                 await self._give_chunks(link, message)
             case p.CompareTwins():
                 self.on_compare(link, message)
+            case p.StoreJoin():
+                await self.on_store(link, message)
             case p.GetRecord() | p.GetTensors() | p.SaveAsk() | p.WhoHolds():
                 link.send(self._reply(message))
             case _:

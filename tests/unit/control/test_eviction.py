@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.eviction import Evict, EvictionSource
+from ckptless.daemon.ckptlessd.job_host import JobHost
+from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.requests import evict
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.eviction import find_node, homeless_after, may_say
 from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.evict import evict
-from ckptless.daemon.roster import Roster
-from ckptless.daemon.runtime import JobRuntime
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def session(self) -> SimpleNamespace:
-        return SimpleNamespace(control=self.node.control)
+        return SimpleNamespace(control=self.node.control, lose=self.lose)
 
     def note(self, level: str, kind: str, text: str) -> None:
         self.notes.append((level, kind, text))
@@ -63,7 +63,7 @@ class Run:
     def asked(self, node: str = "n02", uid: int = OWNER, **more: Any) -> tuple[str, str]:
         """(verdict, text)."""
         fields = {"protocol": m.PROTOCOL, "job": self.job, "source": "operator", "reason": "fan", **more}
-        answer = evict([cast(JobRuntime, self)], Evict(node=node, **fields), uid)
+        answer = evict([cast(JobHost, self)], Evict(node=node, **fields), uid)
         assert (answer.verdict == "accepted") is bool(self.losses)
         return answer.verdict, answer.text
 
@@ -240,7 +240,7 @@ def test_what_cannot_be_meant(run: Run, asked: dict[str, Any], says: str) -> Non
 
 def test_the_number_of_a_slurm_job_means_its_only_run() -> None:
     def found(name: str, *runs: str) -> str:
-        known = [cast(JobRuntime, Run(Node(0, NODES), job=run)) for run in runs]
+        known = [cast(JobHost, Run(Node(0, NODES), job=run)) for run in runs]
         return evict(known, Evict(protocol=1, job=name, node="n02", source="operator"), OWNER).text
 
     assert found("4711", "47", "4711.1", "4711x") == "n02 is taken out of job 4711.1"
@@ -255,7 +255,7 @@ def test_a_run_that_is_over_is_not_meant_where_another_one_goes_on() -> None:
     over.node.silent(over.node.others)
     over.node.wait(5.0)
     question = Evict(protocol=m.PROTOCOL, job="4711", node="n02", source="operator")
-    jobs = [cast(JobRuntime, over), cast(JobRuntime, on)]
+    jobs = [cast(JobHost, over), cast(JobHost, on)]
     assert evict(jobs[:1], question, OWNER).text.endswith("the job is over: scancel")
     assert evict(jobs, question, OWNER).text == "n02 is taken out of job 4711.1"
 
@@ -279,7 +279,7 @@ def test_whatever_is_asked_is_answered(asked: Evict, uid: int, lost: set[int]) -
     run = Run(Node(0, NODES))
     run.node.feed(*(lost_by(node, "x") for node in lost))
     ranks, spares = len(lost - {4}), int(4 not in lost)
-    answer = evict([cast(JobRuntime, run)], asked, uid)
+    answer = evict([cast(JobHost, run)], asked, uid)
     assert bool(run.losses) is (answer.verdict == "accepted")
     assert answer.text
     if run.losses:

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.limits import MOST_SLOTS
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Outcome, Place
+from ckptless.daemon.ckptlessd.peering import Decrees
 from ckptless.daemon.control.agreement import Agreement
 from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decided, Decree, Durable, Propose
 from ckptless.daemon.control.packing import MissingBaseError, digest_of, pack, unpack
-from ckptless.daemon.decrees import Decrees
 from ckptless.daemon.peers import messages as p
 
 NODES = range(12)

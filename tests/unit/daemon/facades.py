@@ -12,7 +12,7 @@ from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.vault import Vault
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 from ckptless.daemon.api.version import Origin
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 HOST = "127.0.0.1"
 KEY = b"the job's key"
@@ -25,8 +25,9 @@ class Facade:
         self.number = number
         self.vault = Vault()
         self.replicas = Replicas(number, Origin("job"), 0, self.vault)
-        self.replicas.vouch = KeyVouch(KEY)
-        self.store = StoreService(number, self.replicas.stores, silence_s)
+        self.replicas.vouch = KeyCredentials(KEY)
+        self.store = StoreService(number, self.replicas.dial, silence_s)
+        self.replicas.serving.on_store = self.store.serve
         self.events: list[tuple[str, str]] = []
         self.port = 0
         self.info = NodeInfo(node=number, name=f"n{number}", address=HOST, agent_port=0)

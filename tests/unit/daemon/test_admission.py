@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.admission import (
+from ckptless.daemon.ckptlessd.admission import (
     CONNECTIONS,
     CONNECTIONS_PER_UID,
     EVENTS_AT_ONCE,

@@ -18,9 +18,9 @@ from ckptless.daemon.api.codec import Decoder, encode
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.limits import COMMAND_LIMIT, TEXT_LIMIT, clip, clip_command, one_line
 from ckptless.daemon.api.records import EventRecord, JobRecord, printable
+from ckptless.daemon.ckptlessd.service import _Heard
 from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.service import _Heard
 
 KINDS = {
     "to the daemon": _Heard,
@@ -35,7 +35,6 @@ KINDS = {
     "to a ring": ring.ToRing,
     "daemons": p.DaemonMessage,
     "agents": p.AgentMessage,
-    "store": p.StoreMessage,
     "opening": handshake.Opening,
     "answer": handshake.Answer,
     "proof": handshake.Proof,

@@ -28,7 +28,7 @@ from ckptless.daemon.peers import link
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bucket import TokenBucket
 from ckptless.daemon.peers.bulk import CHUNK_MIN_NBYTES, Pace, Pump
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 JOB = "a-job"
 DEADLINE_S = 60.0
@@ -44,7 +44,7 @@ async def links() -> AsyncIterator[Pair]:
     """Both ends of a connection; closed at the end, until nothing of it is left."""
     streams: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     server, port = await link.serve("127.0.0.1", 0, lambda *pair: streams.put_nowait(pair))
-    address, vouch = ("127.0.0.1", port), KeyVouch(b"k" * 32)
+    address, vouch = ("127.0.0.1", port), KeyCredentials(b"k" * 32)
     dialling: asyncio.Task[AgentLink] = asyncio.create_task(
         link.Link.dial(address, (JOB, 0), vouch, p.AgentMessage, DIAL_S)
     )

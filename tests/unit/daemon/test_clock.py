@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ckptless.daemon.clock import Clock
+from ckptless.daemon.ckptlessd.clock import Clock
 
 
 @pytest.mark.parametrize("jump_s", [-1e6, -3600.0, 0.5, 3600.0, 1e6])

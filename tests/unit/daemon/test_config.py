@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.ckptlessd.state_dir import STATE_FORMAT, open_state_dir
 from ckptless.daemon.config import LocalConfig, load, read_key
-from ckptless.daemon.state_dir import STATE_FORMAT, open_state_dir
 
 GOOD = """
 node: 1

@@ -27,8 +27,8 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.vouch import KeyVouch
 from ckptless.pytorch_hooks.commit.versions import Fetched, Versions
 
 HOST, JOB, SHARD, STEP, GENERATION = "127.0.0.1", "job", 0, 5, 3
@@ -47,7 +47,7 @@ class Node:
     def __init__(self, number: int) -> None:
         self.vault = Vault()
         self.replicas = Replicas(number, version.Origin(JOB, RUN), NODES - 1, self.vault)
-        self.replicas.vouch = KeyVouch(b"key")
+        self.replicas.vouch = KeyCredentials(b"key")
         self.events: list[tuple[str, str]] = []
         self.replicas.on_event = lambda kind, text: self.events.append((kind, text))
 

@@ -21,7 +21,7 @@ from ckptless.daemon.api.keeping import KeptList, WhatIsKept
 from ckptless.daemon.api.peercred import daemon_credentials
 from ckptless.daemon.api.unixpath import unix_address
 from ckptless.daemon.ckptctl.ask import ask
-from ckptless.daemon.unix_server import listen
+from ckptless.daemon.ckptlessd.unix_server import listen
 
 STRANGER = 65534
 DEADLINE_S = 20.0
@@ -157,7 +157,7 @@ def test_a_link_in_place_of_the_new_socket_is_not_followed(
                 Path(str(address)).unlink()
                 Path(str(address)).symlink_to(secret)
 
-    monkeypatch.setattr("ckptless.daemon.unix_server.socket.socket", Swapped)
+    monkeypatch.setattr("ckptless.daemon.ckptlessd.unix_server.socket.socket", Swapped)
     before = os.umask(0o022)
     try:
         listen(tmp_path / "d.sock", mode).close()

@@ -18,7 +18,7 @@ from ckptless.daemon.api.errors import CkptlessError, MismatchError, PeerError, 
 from ckptless.daemon.membership.messages import Beat
 from ckptless.daemon.peers import handshake, link
 from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 KEY = b"k" * 32
 JOB = "a-job"
@@ -43,7 +43,7 @@ class Acceptor:
     async def _handle(self, streams: Any) -> None:
         try:
             made: AgentLink = await link.Link.accept(
-                streams, lambda _job: 1, KeyVouch(self._key), p.AgentMessage
+                streams, lambda _job: 1, KeyCredentials(self._key), p.AgentMessage
             )
         except (OSError, TimeoutError, CkptlessError) as error:
             self.links.put_nowait(error)
@@ -60,7 +60,7 @@ class Acceptor:
 
     async def dial(self, key: bytes = KEY, port: int = 0) -> AgentLink:
         address = ("127.0.0.1", port or self.port)
-        return await link.Link.dial(address, (JOB, 0), KeyVouch(key), p.AgentMessage, DIAL_S)
+        return await link.Link.dial(address, (JOB, 0), KeyCredentials(key), p.AgentMessage, DIAL_S)
 
     async def accepted(self) -> AgentLink:
         found = await self.links.get()
@@ -265,7 +265,7 @@ def test_an_acceptor_of_another_version(written: Callable[[Any], object]) -> Non
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             address = server.sockets[0].getsockname()
             with pytest.raises(MismatchError) as caught:
-                await link.Link.dial(address, (JOB, 1), KeyVouch(KEY), p.AgentMessage, DIAL_S)
+                await link.Link.dial(address, (JOB, 1), KeyCredentials(KEY), p.AgentMessage, DIAL_S)
             assert str(caught.value) == SAYS
             async with asyncio.timeout(DEADLINE_S):
                 await gone.wait()
@@ -328,7 +328,7 @@ def test_a_frame_of_another_connection_or_direction_is_no_frame() -> None:
 def test_a_sound_frame_of_another_edge_is_refused() -> None:
     async def scenario(acceptor: Acceptor) -> None:
         other: link.Link[Any] = await link.Link.dial(
-            ("127.0.0.1", acceptor.port), (JOB, 0), KeyVouch(KEY), p.DaemonMessage, DIAL_S
+            ("127.0.0.1", acceptor.port), (JOB, 0), KeyCredentials(KEY), p.DaemonMessage, DIAL_S
         )
         accepted = await acceptor.accepted()
         other.send(Beat())
@@ -348,7 +348,7 @@ def test_nobody_answers_in_time() -> None:
         writers: list[asyncio.StreamWriter] = []
         server, port = await link.serve("127.0.0.1", 0, silent)
         with pytest.raises(TimeoutError):
-            await link.Link.dial(("127.0.0.1", port), (JOB, 0), KeyVouch(KEY), p.AgentMessage, 0.3)
+            await link.Link.dial(("127.0.0.1", port), (JOB, 0), KeyCredentials(KEY), p.AgentMessage, 0.3)
         for writer in writers:
             writer.close()
         server.close()

@@ -17,8 +17,8 @@ from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link, serve
-from ckptless.daemon.peers.vouch import KeyVouch
 
 JOB = JobRecord(
     job="7", command=("t",), world_size=2, nodes=2, spares=0, state="running", started_s=1.0, exit_code=None
@@ -98,7 +98,7 @@ class Connected:
 
     @contextlib.asynccontextmanager
     async def link(self) -> AsyncIterator[Link[p.AgentMessage]]:
-        vouch = KeyVouch(bytes(32))
+        vouch = KeyCredentials(bytes(32))
         tasks: list[asyncio.Task[None]] = []
         server, port = await serve(
             "127.0.0.1", 0, lambda *pair: tasks.append(asyncio.create_task(self.serving.serve(pair, vouch)))

@@ -21,8 +21,8 @@ from ckptless.daemon.agent.versions.holders import Peer, Version
 from ckptless.daemon.agent.versions.vault import digest
 from ckptless.daemon.api import version
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link, serve
-from ckptless.daemon.peers.vouch import KeyVouch
 
 STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
 # Of the tests' own; what is shipped is in seconds.
@@ -47,7 +47,7 @@ async def silent(nodes: Nodes, number: int, heard: Callable[[Peer, Any], None]) 
     """In place of a node's server one that shakes hands, and hands what it hears to `heard`."""
 
     async def listen(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
-        link: Peer = await Link.accept(streams, lambda _job: number, KeyVouch(b"key"), p.AgentMessage)
+        link: Peer = await Link.accept(streams, lambda _job: number, KeyCredentials(b"key"), p.AgentMessage)
         try:
             while True:
                 heard(link, message := await link.receive())
@@ -158,7 +158,7 @@ def offer(generation: int = 1) -> p.OfferTensors:
 async def connect(nodes: Nodes, me: int) -> Peer:
     info = nodes[1].info
     address = (info.address, info.agent_port)
-    return await Link.dial(address, (JOB, me), KeyVouch(b"key"), p.AgentMessage, DEADLINE_S)
+    return await Link.dial(address, (JOB, me), KeyCredentials(b"key"), p.AgentMessage, DEADLINE_S)
 
 
 async def answers(link: Peer) -> list[str]:

@@ -13,7 +13,7 @@ from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.vault import Held, Vault, digest
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 HOST, JOB = "127.0.0.1", "job"
 DEADLINE_S = 30.0
@@ -38,7 +38,7 @@ class Node:
         self.number, self.host = number, host
         self.vault = Vault()
         self.replicas = Replicas(number, version.Origin(JOB), copies, self.vault, network=network)
-        self.replicas.vouch = KeyVouch(b"key")
+        self.replicas.vouch = KeyCredentials(b"key")
         self.events: list[tuple[str, str]] = []
         self.replicas.on_event = lambda kind, text: self.events.append((kind, text))
         self.info: Any = None

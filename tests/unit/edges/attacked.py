@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attackers import ATTACKER, VICTIM
 from test_service import FakeCluster, Site
 
-from ckptless.daemon import log, unix_server
+from ckptless.daemon.api import log
 from ckptless.daemon.api.errors import PeerError
+from ckptless.daemon.ckptlessd import unix_server
 
 
 class Cluster(FakeCluster):

@@ -16,16 +16,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_service import Site, hello
 
-from ckptless.daemon import log
 from ckptless.daemon.agent.kvstore.guard import StoreGuard
 from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.agent.nccl.server import NcclServer
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.api import log
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.api.version import Origin
-from ckptless.daemon.peers.vouch import KeyVouch
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 HOST, KEY, JOB = "127.0.0.1", b"k" * 32, "4711"
 # What a connection to the daemon is for; here to the agent, too.
@@ -44,7 +44,7 @@ async def main(folder: Path) -> None:
     site = Site(folder)
     replicas = Replicas(1, Origin(LINK), 1, Vault())
     store, nccl = StoreServer(StoreGuard(note, root=os.getppid()).refuses), NcclServer()
-    replicas.vouch, replicas.on_event, nccl.on_event = KeyVouch(KEY), note, note
+    replicas.vouch, replicas.on_event, nccl.on_event = KeyCredentials(KEY), note, note
     async with site.running():
         agent = await site.client(hello(JOB))
         await agent.hears(m.Admitted)

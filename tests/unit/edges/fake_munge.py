@@ -28,7 +28,7 @@ class FakeMunge(Munge):
     def encode(self, payload: bytes, *, restrict_uid: int | None, ttl_s: int) -> bytes:
         assert ttl_s > 0
         credential = b"MUNGE:" + base64.b64encode(secrets.token_bytes(24)) + b":"
-        says = Decoded(payload=payload, uid=self.uid, gid=self.uid, encoded_s=1.0, address="127.0.0.1")
+        says = Decoded(payload=payload, uid=self.uid)
         self._cell.made[credential] = says, restrict_uid
         return credential
 

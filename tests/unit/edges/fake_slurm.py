@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobSpec, Limits, NodeInfo
 from ckptless.daemon.api.model import NO_RUN
+from ckptless.daemon.ckptlessd.job_host import JobHost
+from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.roster import Roster
-from ckptless.daemon.runtime import JobRuntime
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
 from ckptless.daemon.slurm.cached import CachedSlurm, Reading
 from ckptless.daemon.slurm.ending import Ending
@@ -133,7 +133,7 @@ class FakeRuntime:
             stage=self.stage,
             leader=self.leader,
         )
-        return SimpleNamespace(control=control)
+        return SimpleNamespace(control=control, lose=self.lose)
 
     def note(self, level: str, kind: str, text: str) -> None:
         self.notes.append((level, kind, text))
@@ -152,8 +152,8 @@ class FakeRuntime:
         self.stopped_s += seconds
 
     @property
-    def it(self) -> JobRuntime:
-        return cast(JobRuntime, self)
+    def it(self) -> JobHost:
+        return cast(JobHost, self)
 
 
 def hello(

@@ -18,9 +18,9 @@ import pytest
 
 from ckptless.daemon.api.errors import LedgerError
 from ckptless.daemon.api.records import EventRecord
+from ckptless.daemon.ckptlessd.session import is_as_new
 from ckptless.daemon.control.decree import Ballot, Decree, Durable, Vote
 from ckptless.daemon.control.edges import NotSaved
-from ckptless.daemon.jobs import is_as_new
 from ckptless.daemon.ledger.aside import MOST_KEPT
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import MOST_SET_ASIDE, LedgerWriter
@@ -129,7 +129,7 @@ def test_a_full_disk_gives_no_vote_is_said_once_and_votes_when_it_is_over(
                 runtime.save(promised(number), lambda n=number: told.append(n), why.append)  # type: ignore[misc]
             await until("they are refused", lambda: len(why) == 3)
             assert all("database or disk is full" in text for text in why)
-            site.service.write([event(number) for number in range(40)])
+            site.service.ledger.write([event(number) for number in range(40)])
             # A job that is not here yet is refused, and its user hears why.
             other = await site.client(hello("4712"))
             refused = await other.hears(m.Denied)
@@ -242,7 +242,7 @@ def test_a_disk_that_becomes_read_only_is_said_once(folder: Path, caplog: pytest
             why: list[str] = []
             for number in (1, 2, 3):
                 runtime.save(promised(number), lambda n=number: told.append(n), why.append)  # type: ignore[misc]
-            site.service.write([event(number) for number in range(40)])
+            site.service.ledger.write([event(number) for number in range(40)])
             await until("they are refused", lambda: len(why) == 3)
             refused = await (await site.client(hello("4712"))).hears(m.Denied)
             assert "the ledger cannot be written" in refused.reason
@@ -543,11 +543,11 @@ def test_a_ledger_that_is_damaged_while_it_is_open_is_replaced_with_every_promis
             agent = await site.client(hello(JOB))
             await agent.hears(m.Assign)
             (runtime,) = site.service.jobs
-            site.service.write([event(number) for number in range(200)])
+            site.service.ledger.write([event(number) for number in range(200)])
             await until("written", lambda: site.service.ledger._task.done())  # type: ignore[union-attr]
             # Checkpoint, spoil everything but the header, and have SQLite read it again.
             await site.service.ledger._call(spoil)
-            site.service.write([event(1000)])
+            site.service.ledger.write([event(1000)])
             await until("it is replaced", lambda: list(path.parent.glob("*.corrupt-*")))
             kept = await vote_of(site.service.ledger, JOB)
             assert site.service.ledger.trouble == ""

@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_service import DEADLINE_S, Client, Site, hello, until
 
-from ckptless.daemon import admission, unix_server
-from ckptless.daemon.admission import Admission
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder
 from ckptless.daemon.api.keeping import KeptList, WhatIsKept
 from ckptless.daemon.api.saving import Save
+from ckptless.daemon.ckptlessd import admission, unix_server
+from ckptless.daemon.ckptlessd.admission import Admission
 
 ROOT, OWNER = 0, 1001
 WANTED, MOST = 4, 8
@@ -77,7 +77,7 @@ Work = Callable[[Crowd], Awaitable[None]]
 def crowded(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work], None]:
     monkeypatch.setattr(admission, "CONNECTIONS", WANTED)
     monkeypatch.setattr(admission, "MOST_CONNECTIONS", MOST)
-    monkeypatch.setattr("ckptless.daemon.service.SPEAK_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("ckptless.daemon.ckptlessd.service.SPEAK_S", 10 * DEADLINE_S)
 
     def run(work: Work) -> None:
         async def main(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_who_says_nothing_gives_way_the_oldest_first(
             assert await gone(silent[number])
             assert all(map(there, silent[number + 1 :]))
             await crowd.ask(asker)
-        assert "refused: process" in caplog.text
+        assert "refused process" in caplog.text
         assert "of uid 2000: it says nothing, and many others want to" in caplog.text
 
     crowded(work)
@@ -163,7 +163,7 @@ def test_a_question_that_is_not_answered_yet_does(crowded: Crowded, monkeypatch:
         await answered.wait()
         return m.Denied(reason="enough")
 
-    monkeypatch.setattr("ckptless.daemon.service.save", save)
+    monkeypatch.setattr("ckptless.daemon.ckptlessd.service.save", save)
 
     async def work(crowd: Crowd) -> None:
         asker = await crowd.enter(2000, Save(protocol=m.PROTOCOL, job="7", deadline_s=9.0))

@@ -39,8 +39,8 @@ from ckptless.daemon.agent.nccl.wire import (
 )
 from ckptless.daemon.peers import handshake
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import KeyCredentials
 from ckptless.daemon.peers.link import Link, Route
-from ckptless.daemon.peers.vouch import KeyVouch
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot act as other users")
 
@@ -53,7 +53,6 @@ PAUSE_S = 0.05
 ANSWER_S, TIMES, MOST_S = 1.0, 5.0, 10.0
 MEMORY_NBYTES = 100 << 20
 OPENING = handshake.encode(handshake.opening(LINK, 5))
-FOR_THE_STORE = handshake.encode(handshake.opening(LINK, 5, store=True))
 STORE_PING = struct.pack("<BIBI", 0, MAGIC, 13, 7)
 
 
@@ -118,7 +117,9 @@ def sites() -> Iterator[tuple[Site, Site]]:
 
 
 async def dial(port: int, source: str = HOST) -> None:
-    (await Link.dial(Route((HOST, port), source), (LINK, 5), KeyVouch(KEY), p.AgentMessage, MOST_S)).close()
+    (
+        await Link.dial(Route((HOST, port), source), (LINK, 5), KeyCredentials(KEY), p.AgentMessage, MOST_S)
+    ).close()
 
 
 async def use_store(port: int) -> None:
@@ -183,16 +184,12 @@ async def waits(attacked: Site, twin: Site, seconds: float) -> dict[str, tuple[l
 Ports = list[tuple[str, int]]
 ATTACKS: dict[str, list[Callable[[Ports], object]]] = {
     "silent connections": [lambda ports: a.hold_many(ports, 300)] * 2,
-    "openings without a proof": [
-        lambda ports: a.hold_many(ports, 200, OPENING),
-        lambda ports: a.hold_many(ports, 200, FOR_THE_STORE),
-    ],
+    "openings without a proof": [lambda ports: a.hold_many(ports, 200, OPENING)] * 2,
     "a byte now and then": [lambda ports: a.drip(ports, 200, OPENING)],
     "resets": [lambda ports: a.slam(ports, b""), lambda ports: a.slam(ports, OPENING[:9])],
     "giant frames": [
         lambda ports: a.pour_over(ports, b"\xff\xff\xff\xff"),
         lambda ports: a.pour_over(ports, OPENING),
-        lambda ports: a.pour_over(ports, FOR_THE_STORE),
         lambda ports: a.pour_over(ports, STORE_PING),
     ],
     "half of a connection": [

@@ -11,7 +11,8 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,13 +22,13 @@ from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.api.version import Origin
+from ckptless.daemon.ckptlessd.peer_links import PeerLinks
+from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.membership.messages import Beat
-from ckptless.daemon.mesh import Mesh
 from ckptless.daemon.peers import messages as p
+from ckptless.daemon.peers.credentials import Credentials, KeyCredentials, MungeCredentials
 from ckptless.daemon.peers.link import Link, serve
-from ckptless.daemon.peers.vouch import KeyVouch, MungeVouch, Vouch
-from ckptless.daemon.roster import Roster
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -99,7 +100,7 @@ def test_an_agent_that_is_gone_does_not_answer_by_another(answers: int) -> None:
         agents = {node: Replicas(node, Origin(JOB), 1, Vault()) for node in (1, 3)}
         ports = {}
         for node, agent in agents.items():
-            agent.vouch = KeyVouch(KEY)
+            agent.vouch = KeyCredentials(KEY)
             ports[node] = await agent.start(HOST)
         try:
             await agents[1].knock(NodeInfo(node=3, name="n3", address=HOST, agent_port=ports[3]))
@@ -117,7 +118,7 @@ def test_an_agent_that_is_gone_does_not_answer_by_another(answers: int) -> None:
 @pytest.mark.parametrize("answers", [0, 2])
 def test_nor_does_a_daemon(answers: int, caplog: pytest.LogCaptureFixture) -> None:
     """Node 1's daemon is away; whoever has its port passes node 2's words on to node 0, or back to it."""
-    vouch = KeyVouch(KEY)
+    vouch = KeyCredentials(KEY)
     accepted: list[Any] = []
 
     async def work() -> None:
@@ -129,9 +130,9 @@ def test_nor_does_a_daemon(answers: int, caplog: pytest.LogCaptureFixture) -> No
         server, port = await serve(HOST, 0, came)
         async with Relay(port).open() as relay:
             peers = tuple(Peer(node=n, name=f"n{n}", address=HOST, port=relay.port) for n in range(3))
-            mesh = Mesh(JOB, NO_RUN, Roster(2, peers), vouch)
+            mesh = PeerLinks((JOB, NO_RUN), Roster(2, peers), vouch)
             ups: list[int] = []
-            mesh.on_up = ups.append
+            mesh.start(cast(Peering, Mock(linked=ups.append)))
             mesh.want(frozenset({1}))
             while len(accepted) < 2 and not ups:  # noqa: ASYNC110  # it dials again and again
                 await asyncio.sleep(0.01)
@@ -151,8 +152,8 @@ def test_a_whole_connection_that_was_recorded_is_not_taken_again(munge: bool, sa
     """Greeting, proof and messages, also by who made them himself; to the same node, or to another one."""
     cell = Cell()
 
-    def vouch() -> Vouch:
-        return MungeVouch(FakeMunge(cell)) if munge else KeyVouch(KEY)
+    def vouch() -> Credentials:
+        return MungeCredentials(FakeMunge(cell)) if munge else KeyCredentials(KEY)
 
     async def work() -> None:
         made: asyncio.Queue[Any] = asyncio.Queue()

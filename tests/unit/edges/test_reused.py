@@ -6,22 +6,24 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
-from ckptless.daemon import runtime
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.reading import TABLES, Read
 from ckptless.daemon.api.records import EventRecord, JobRecord, JobState
+from ckptless.daemon.ckptlessd import job_host
+from ckptless.daemon.ckptlessd.peer_links import PeerLinks
+from ckptless.daemon.ckptlessd.peering import Peering, Roster
+from ckptless.daemon.ckptlessd.service import LEDGER_FILE
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable
 from ckptless.daemon.ledger import store
 from ckptless.daemon.ledger.store import HISTORY_S, Ledger, Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.mesh import Mesh
-from ckptless.daemon.peers.vouch import KeyVouch
-from ckptless.daemon.roster import Roster
-from ckptless.daemon.service import LEDGER_FILE
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -204,7 +206,7 @@ def test_what_is_of_jobs_that_are_long_over_is_removed(tmp_path: Path) -> None:
 
 
 def test_who_forgets_a_job_removes_its_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "LINGER_S", 0.0)
+    monkeypatch.setattr(job_host, "LINGER_S", 0.0)
     monkeypatch.setattr(store, "VOTE_S", -1.0)
 
     async def life(site: Site) -> None:
@@ -222,7 +224,7 @@ def test_daemons_meet_for_one_run(
     tmp_path: Path, theirs: str, met: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A daemon that has not let go of the old run would tell the new one how that has ended."""
-    caplog.set_level("DEBUG", "ckptless.daemon.service")
+    caplog.set_level("DEBUG", "ckptless.daemon.ckptlessd.service")
 
     async def life(site: Site) -> None:
         sock = site.service._door._sock
@@ -232,9 +234,9 @@ def test_daemons_meet_for_one_run(
         site.cluster.peers = peers
         agent = await site.client(hello(launch=theirs, nodes=2))
         await agent.hears(m.Admitted)
-        mesh = Mesh("4711", B, Roster(1, peers), KeyVouch(b"k" * 32))
+        mesh = PeerLinks(("4711", B), Roster(1, peers), KeyCredentials(b"k" * 32))
         ups: list[int] = []
-        mesh.on_up = ups.append
+        mesh.start(cast(Peering, Mock(linked=ups.append)))
         mesh.want(frozenset({0}))
         await until(lambda: ups or "is not known here (yet)" in caplog.text)
         await mesh.close()

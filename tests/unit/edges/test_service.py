@@ -14,17 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptless.daemon import runtime as runtime_module
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.api.model import NO_RUN
+from ckptless.daemon.ckptlessd import job_host as runtime_module
+from ckptless.daemon.ckptlessd.job_host import JobHost
+from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.service import Service
 from ckptless.daemon.config import DaemonConfig, Peer, Timers
-from ckptless.daemon.peers.vouch import KeyVouch
-from ckptless.daemon.roster import Roster
-from ckptless.daemon.runtime import JobRuntime
-from ckptless.daemon.service import Service
+from ckptless.daemon.peers.credentials import KeyCredentials
 
 DEADLINE_S = 30.0
 STRANGER = 65534  # "nobody"
@@ -84,19 +84,19 @@ class FakeCluster:
     def notice(self, notice: m.Notice) -> None:
         self.notices.append(notice)
 
-    def ended(self, runtime: JobRuntime, outcome: m.Outcome) -> None:
+    def ended(self, runtime: JobHost, outcome: m.Outcome) -> None:
         self.outcomes[runtime.job] = outcome
 
-    def node_is_dark(self, runtime: JobRuntime, node: int, reason: str, state: str) -> None:
+    def node_is_dark(self, runtime: JobHost, node: int, reason: str, state: str) -> None:
         raise AssertionError(node)
 
-    def witness(self, runtime: JobRuntime, nodes: Sequence[int], ours: Sequence[int]) -> None:
+    def witness(self, runtime: JobHost, nodes: Sequence[int], ours: Sequence[int]) -> None:
         raise AssertionError(nodes)
 
-    def explain(self, runtime: JobRuntime, node: int, cancel: m.Cancel) -> None:
+    def explain(self, runtime: JobHost, node: int, cancel: m.Cancel) -> None:
         runtime.explained(node, cancel, f"{cancel.reason}, as it seems")
 
-    def ask_suspended(self, runtime: JobRuntime, seconds: float) -> None:
+    def ask_suspended(self, runtime: JobHost, seconds: float) -> None:
         raise AssertionError(seconds)
 
 
@@ -154,7 +154,7 @@ class Site:
             socket_mode=0o666,
             timers=Timers(beat_s=0.1, dark_s=1.0),
         )
-        self.service = Service(config, self.cluster, KeyVouch(b"k" * 32))
+        self.service = Service(config, self.cluster, KeyCredentials(b"k" * 32))
         self.ticks = 0
         self._clients: list[Client] = []
         self.stop = asyncio.Event()

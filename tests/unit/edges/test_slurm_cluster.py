@@ -20,7 +20,7 @@ from msgspec import structs
 from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobEnded, JobStarted, Outcome
 from ckptless.daemon.api.records import BY_SLURM, JobRecord, JobState
-from ckptless.daemon.clock import Clock
+from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.config import KeepConfig
 from ckptless.daemon.control.edges import DarkState, NodeLost
 from ckptless.daemon.control.keeping import Entry

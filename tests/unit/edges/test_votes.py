@@ -13,12 +13,12 @@ from typing import cast
 import pytest
 
 from ckptless.daemon.api.errors import LedgerError
-from ckptless.daemon.cluster import LocalCluster
+from ckptless.daemon.ckptlessd.cluster import LocalCluster
+from ckptless.daemon.ckptlessd.job_host import JobHost
+from ckptless.daemon.ckptlessd.session import is_as_new
 from ckptless.daemon.control.decree import Ballot, Decided, Decree, Durable, Vote
 from ckptless.daemon.control.edges import Said
-from ckptless.daemon.jobs import is_as_new
 from ckptless.daemon.ledger.store import Ledger
-from ckptless.daemon.runtime import JobRuntime
 from ckptless.daemon.slurm.adapter import Node
 from ckptless.daemon.slurm.cached import Reading
 from ckptless.daemon.slurm.cluster import SlurmCluster
@@ -96,8 +96,8 @@ class Asked(FakeRuntime):
         self.dead.append(tuple(nodes))
 
     @property
-    def it(self) -> JobRuntime:
-        return cast(JobRuntime, self)
+    def it(self) -> JobHost:
+        return cast(JobHost, self)
 
 
 def test_in_local_mode_one_half_is_told_yes(tmp_path: Path) -> None:

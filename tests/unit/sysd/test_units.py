@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ckptless.daemon.ckptlessd.service import LEDGER_FILE, NOT_AGAIN
+from ckptless.daemon.ckptlessd.state_dir import FORMAT_FILE, open_state_dir
 from ckptless.daemon.config import LocalConfig, Peer
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.peers.handshake import new_key
-from ckptless.daemon.service import LEDGER_FILE, NOT_AGAIN
 from ckptless.daemon.settings import DEFAULT_FILE, DaemonSettings
-from ckptless.daemon.state_dir import FORMAT_FILE, open_state_dir
 
 ROOT = Path(__file__).parents[3]
 UNITS = ROOT / "etc" / "systemd"
@@ -147,7 +147,13 @@ def test_what_no_restart_mends_ends_the_daemon_once_with_one_sentence(
         peers=(Peer(node=0, name="n0", address="127.0.0.1", port=0),),
     )
     (tmp_path / "daemon.json").write_bytes(msgspec.json.encode(config))
-    command = [sys.executable, "-m", "ckptless.daemon.main", "--local", str(tmp_path / "daemon.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptless.daemon.ckptlessd.main",
+        "--local",
+        str(tmp_path / "daemon.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == NOT_AGAIN, done.stderr
     (line,) = done.stderr.splitlines()

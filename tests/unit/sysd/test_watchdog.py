@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.sysd.notify import Notifier
-from ckptless.daemon.sysd.watchdog import LOOKS, Judge, Watchdog, Watched, period_s
+from ckptless.daemon.ckptlessd.systemd import LOOKS, Judge, Notifier, Watchdog, Watched, period_s
 
 PERIOD_S = 0.4
 LOOK_S = PERIOD_S / LOOKS

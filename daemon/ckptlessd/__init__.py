@@ -1,0 +1,1 @@
+"""The daemon process: one on each node, which decides, records and watches for the jobs there."""

@@ -1,0 +1,177 @@
+"""`ckptlessd`, the per-node daemon: settings, Slurm, MUNGE and systemd put together around its service."""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from ckptless import __version__
+from ckptless.daemon.api import log
+from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.ckptlessd.clock import Clock
+from ckptless.daemon.ckptlessd.cluster import LocalCluster
+from ckptless.daemon.ckptlessd.service import Service, serve_forever
+from ckptless.daemon.ckptlessd.systemd import Notifier, Watchdog, Watched, inherited, period_s
+from ckptless.daemon.config import DaemonConfig, KeepConfig, LocalConfig, load, read_key
+from ckptless.daemon.peers.credentials import KeyCredentials, MungeCredentials
+from ckptless.daemon.peers.munge import Munge
+from ckptless.daemon.settings import Settings, load_settings, needs_restart
+from ckptless.daemon.settings_bind import listen_address
+from ckptless.daemon.slurm.cached import CachedSlurm
+from ckptless.daemon.slurm.cluster import SlurmCluster
+from ckptless.daemon.slurm.select import select
+
+logger = logging.getLogger(__name__)
+
+GC_THRESHOLD = (50_000, 10, 10)
+# Anybody's agent may connect; what it may do depends on whose it is (SO_PEERCRED).
+SOCKET_MODE = 0o666
+
+
+def _stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _serve_local(config: LocalConfig) -> int:
+    """Serve as a node of local mode, until told to stop; the exit code."""
+    cluster = LocalCluster(config.node, config.peers, Path(config.state_dir))
+    vouch = KeyCredentials(read_key(Path(config.key_file)))
+    return await serve_forever(Service(config.daemon, cluster, vouch), _stop_event())
+
+
+def daemon_config(settings: Settings, name: str) -> DaemonConfig:
+    """What the service needs of the settings. Raises UsageError where this node has no such address."""
+    return DaemonConfig(
+        name=name,
+        address=listen_address(settings.daemon.bind, name),
+        port=settings.daemon.port,
+        state_dir=settings.daemon.state_dir,
+        socket=settings.daemon.socket,
+        socket_mode=SOCKET_MODE,
+        timers=settings.timers,
+        keep=_keep(settings),
+    )
+
+
+def _keep(settings: Settings) -> KeepConfig:
+    return KeepConfig(nbytes=settings.keep.memory_nbytes, ttl_s=settings.keep.ttl_s)
+
+
+async def _serve(settings: Settings, name: str) -> int:
+    """Serve as a node of a cluster, until told to stop; the exit code."""
+    stop = _stop_event()
+    notifier = Notifier.from_environment(os.environ)
+    backend = await select(settings.slurm.backend, _folder(settings.slurm.bin_dir))
+    cluster = SlurmCluster(
+        CachedSlurm(backend, Clock()), name, settings.daemon.port, settings.slurm.on_node_lost
+    )
+    vouch = MungeCredentials(Munge(_folder(settings.munge.socket)))
+    service = Service(daemon_config(settings, name), cluster, vouch, inherited(os.environ).get("agents"))
+    supervised = _Supervised(settings, name, notifier, service, cluster)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervised.reload)
+    service.on_tick, service.on_ready = supervised.ticked, supervised.ready
+    watch = cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.keeper, service.ledger)
+    tasks = [asyncio.create_task(watch)]
+    watchdog = supervised.watchdog(period_s(os.environ))
+    if watchdog is not None:
+        tasks.append(asyncio.create_task(watchdog.run()))
+    try:
+        return await serve_forever(service, stop)
+    finally:
+        notifier.stopping()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await cluster.aclose()
+
+
+@dataclass
+class _Supervised:
+    """What systemd hears of the daemon, and asks of it."""
+
+    settings: Settings
+    name: str
+    notifier: Notifier
+    service: Service
+    cluster: SlurmCluster
+    ticks: int = 0
+
+    def ticked(self) -> None:
+        self.ticks += 1
+
+    def ready(self) -> None:
+        self.notifier.ready(f"{self.name}: serving")
+
+    def watchdog(self, period_s: float | None) -> Watchdog | None:
+        if period_s is None:
+            return None
+        ledger = self.service.ledger
+        parts = [Watched("tick", lambda: self.ticks), Watched("ledger", lambda: ledger.passes, ledger.poke)]
+        return Watchdog(self.notifier, period_s, parts)
+
+    def reload(self) -> None:
+        """SIGHUP. A file that is wrong changes nothing; some keys need a restart."""
+        self.notifier.reloading()
+        try:
+            fresh = load_settings(self.settings.file)
+        except CkptlessError as error:
+            logger.error("not reloaded: %s", error)  # noqa: TRY400  # one sentence says it
+        else:
+            self.cluster.on_node_lost = fresh.slurm.on_node_lost
+            self.service.set_timers(fresh.timers)
+            self.service.keeper.limit(_keep(fresh))
+            late = needs_restart(self.settings, fresh)
+            logger.info("reloaded%s", f"; after a restart only: {', '.join(late)}" if late else "")
+        self.ready()
+
+
+def _folder(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+@click.command()
+@click.option(
+    "--config",
+    "path",
+    type=click.Path(path_type=Path),
+    help="The cluster's settings.  [default: /etc/ckptless/ckptless.yaml]",
+)
+@click.option("--local", type=click.Path(path_type=Path), hidden=True, help="A node of local mode.")
+@click.option("-v", "--verbose", is_flag=True, help="Log more.")
+@click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
+def command(path: Path | None, local: Path | None, verbose: bool) -> None:
+    """Decide, record and watch for the jobs of one node."""
+    try:
+        if local is None:
+            settings = load_settings(path)
+            name = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+            log.configure(f"ckptlessd[{name}]", verbose=verbose, level=settings.daemon.log_level)
+            sys.exit(asyncio.run(_serve(settings, name)))
+        config = load(local, LocalConfig)
+        log.configure(f"ckptlessd[{config.daemon.name}]", verbose=verbose)
+        sys.exit(asyncio.run(_serve_local(config)))
+    except CkptlessError as error:
+        click.echo(f"ckptlessd: error: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def main() -> None:
+    """Entry point."""
+    # Of a large job it keeps a million values in no cycle: looking for one took longer than to plan.
+    gc.set_threshold(*GC_THRESHOLD)
+    command(prog_name="ckptlessd")
+
+
+if __name__ == "__main__":
+    main()

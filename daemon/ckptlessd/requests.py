@@ -1,0 +1,82 @@
+"""What a daemon does with a job because somebody says so: an operator, the job's owner, a health check.
+
+`uid` is the asker's, by the kernel's word. Each request is done, or one sentence says why not.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Literal
+
+from ckptless.daemon.api.eviction import Evict, Evicted
+from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.api.saving import Save, Saved
+from ckptless.daemon.ckptlessd.job_host import JobHost
+from ckptless.daemon.control import eviction
+from ckptless.daemon.control.edges import NodeLost
+
+
+def evict(jobs: Iterable[JobHost], asked: Evict, uid: int) -> Evicted:
+    """Take a node out of a job."""
+    if not asked.reason.isprintable():
+        return Evicted(verdict="refused", text="the reason holds what cannot be printed: leave it out")
+    run = _asked_for(jobs, asked, uid)
+    if isinstance(run, tuple):
+        return Evicted(verdict=run[0], text=run[1])
+    if not eviction.may_say(asked.source, uid, run.uid, os.getuid()):
+        text = f"uid {uid} may not give a verdict on a node's health, only root may"
+        return Evicted(verdict="refused", text=text)
+    return _evict(run, asked, uid)
+
+
+def _evict(run: JobHost, asked: Evict, uid: int) -> Evicted:
+    control = run.session.control
+    names = [peer.name for peer in run.roster.peers]
+    node = eviction.find_node(asked.node, names)
+    if node is None:
+        return Evicted(verdict="refused", text=f"job {run.job} has no node {asked.node!r}")
+    before = control.nodes[node].lost
+    if before is not None and control.outcome is None:
+        return Evicted(verdict="already", node=node, text=f"{names[node]} is out already: {before}")
+    why = eviction.cannot_say(control) if control.outcome is None else None
+    if why is not None:
+        return Evicted(verdict="elsewhere", node=node, text=why)
+    why = eviction.refusal(control, node, force=asked.force)
+    if why is not None:
+        return Evicted(verdict="refused", node=node, text=f"{names[node]} stays in job {run.job}: {why}")
+    reason = f": {asked.reason}" if asked.reason else ""
+    by = f"uid {uid}" if asked.source == "operator" else f"a health check (uid {uid})"
+    run.session.lose(NodeLost(node, f"taken out by {by}{reason}", 0.0, source=asked.source))
+    return Evicted(verdict="accepted", node=node, text=f"{names[node]} is taken out of job {run.job}")
+
+
+async def save(jobs: Iterable[JobHost], asked: Save, uid: int) -> Saved:
+    """Have a job's state saved to its directory."""
+    run = _asked_for(jobs, asked, uid)
+    if isinstance(run, tuple):
+        return Saved(verdict=run[0], text=run[1])
+    if (outcome := run.session.control.outcome) is not None:
+        return Saved(verdict="refused", text=f"job {run.job} is over: {outcome.reason}")
+    return await run.save_state(asked.deadline_s)
+
+
+def _asked_for(
+    jobs: Iterable[JobHost], asked: Evict | Save, uid: int
+) -> JobHost | tuple[Literal["refused", "unknown"], str]:
+    """The run that a request is for, or why it is not done."""
+    if asked.protocol != PROTOCOL:
+        return "refused", f"ckptctl speaks protocol {asked.protocol}, the daemon {PROTOCOL}"
+    run = _find_run(jobs, asked.job)
+    if run is None or not eviction.may_say("operator", uid, run.uid, os.getuid()):
+        # Of other users' jobs nobody learns so much as that they are here.
+        return "unknown", f"no job {asked.job!r} that uid {uid} may touch runs here"
+    return run
+
+
+def _find_run(jobs: Iterable[JobHost], name: str) -> JobHost | None:
+    """The run of this name, if it goes on; else the only one that does of the Slurm job of this number."""
+    known = {job.job: job for job in jobs}
+    going_on = {name: job for name, job in known.items() if job.session.control.outcome is None}
+    if name in going_on:
+        return going_on[name]
+    runs = [job for job in going_on.values() if job.job.partition(".")[0] == name]
+    return runs[0] if len(runs) == 1 else known.get(name)

@@ -1,0 +1,249 @@
+"""Pure: one job in one daemon: its control plane, and what comes of that for peers, agent and ledger.
+
+The daemon's job host (`runtime`) and the simulator run the same `JobSession`, and give it what has happened.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api.model import NO_RUN
+from ckptless.daemon.api.records import EventRecord, Record
+from ckptless.daemon.ckptlessd.peering import Links, Peering, Roster
+from ckptless.daemon.control import edges as e
+from ckptless.daemon.control.controller import Controller
+from ckptless.daemon.control.decree import Durable, Say
+from ckptless.daemon.control.faults import NodeViews
+from ckptless.daemon.membership.messages import Alive
+from ckptless.daemon.membership.watch import Times
+from ckptless.daemon.peers import messages as p
+
+logger = logging.getLogger(__name__)
+
+LIFE_BITS = 40
+
+
+class Outlets(Protocol):
+    """Where a job's outputs go, and its clock: the daemon's job host, or a simulator's daemon."""
+
+    @property
+    def peer_links(self) -> Links:
+        """To the job's other daemons."""
+
+    @property
+    def times(self) -> Times:
+        """How they watch each other."""
+
+    def now(self) -> float:
+        """Seconds of this daemon's clock, which never jumps."""
+
+    def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
+        """Hand an order, or words, to this node's agent of the job."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Queue rows for the ledger."""
+
+    def ended(self, outcome: m.Outcome) -> None:
+        """The job is over; said again where an end is agreed on after this node has ended by itself."""
+
+    def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
+        """This daemon leads, and a node does not answer any more at all; see edges.NodeIsDark."""
+
+    def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
+        """Keep it on the disk, in the order of the calls, then call `then`; or `failed`, with the reason."""
+
+    def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
+        """See edges.AskWitness; the answer, if there is one, is fed as edges.Witnessed."""
+
+    def explain(self, node: int, cancel: m.Cancel) -> None:
+        """Feed it soon, as a report of `node`, without `restarts` and with what Slurm says why."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What this daemon knows of a job from an earlier life; `lost`: why nothing, though it had one.
+
+    `life`, of LIFE_BITS random bits, is this life's alone (by its clock it could not be told from an earlier
+    one: clocks are set back). `identity` is the same as long as it remembers, but for a count of what was
+    promised, see `next_identity`. `launch` is JobSpec.launch: of another run of the name nothing is known.
+    """
+
+    life: int
+    identity: str = ""
+    durable: Durable | None = None
+    lost: str = ""
+    launch: str = NO_RUN
+
+
+def next_identity(identity: str) -> str:
+    """Of a memory with one promise more. The agent hears of it before any daemon hears of the promise.
+
+    So what its daemon reads from a damaged disk is known to be old, where the end of it is lost: SQLite takes
+    a log whose end is damaged for one that was cut off by a power failure.
+    """
+    name, _, count = identity.partition(".")
+    return f"{name}.{int(count or 0) + 1}"
+
+
+def is_as_new(kept: str, agents: str) -> bool:
+    """Whether what is on the disk, of identity `kept`, has all that the agent has heard of ("": nothing)."""
+    (name, _, count), (its_name, _, its_count) = kept.partition("."), agents.partition(".")
+    if not agents:
+        return True
+    numbers = [number or "0" for number in (count, its_count)]
+    return name == its_name and all(map(str.isdecimal, numbers)) and int(numbers[0]) >= int(numbers[1])
+
+
+class JobSession:
+    """The control plane of one job, and its `peering`. Owned by the daemon's event loop."""
+
+    def __init__(self, job: str, roster: Roster, outlets: Outlets, memory: Memory) -> None:
+        self.job, self.life, self.now = job, memory.life, outlets.now
+        self._outlets = outlets
+        self._explaining = False
+        self.control = Controller(
+            me=roster.me,
+            session=f"{memory.life:x}",
+            nodes=NodeViews(roster.nodes),
+            durable=memory.durable,
+            may_vote=not memory.lost,
+        )
+        self.peering = Peering(self, roster, outlets.peer_links, outlets.times)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self.feed(e.Tick())
+        self.peering.tick()
+
+    def say(self, node: int | None, message: p.Said) -> None:
+        """To one daemon, or with None to all others."""
+        self.peering.say(node, message)
+
+    def lose(self, loss: e.NodeLost) -> None:
+        """A node is lost, of which only this daemon may know; the others hear it from here."""
+        if self.control.nodes[loss.node].lost is not None:
+            return
+        self.feed(loss)
+        told = p.Gone(
+            job=self.job,
+            node=loss.node,
+            reason=loss.reason,
+            age_s=loss.age_s,
+            source=loss.source,
+            dark=loss.dark,
+        )
+        self.say(None, told)
+
+    def feed(self, *events: e.Input) -> None:
+        """Inputs, and everything that follows from them."""
+        before = self._ends
+        events = tuple(event for event in events if not self._is_to_be_explained(event))
+        for output in self.control.handle_all(events, self.now()):
+            self._carry(output)
+        if self._ends != before and self.control.outcome is not None:
+            self._outlets.ended(self.control.outcome)
+
+    @property
+    def _ends(self) -> tuple[m.Outcome | None, m.Outcome | None]:
+        return self.control.outcome, self.control.known.outcome
+
+    def _is_to_be_explained(self, event: e.Input) -> bool:
+        """Whether it is a signal whose cause this daemon, as the leader, is to ask for first; once."""
+        if not (isinstance(event, e.Report) and isinstance(event.message, m.Cancel)):
+            return False
+        if event.message.restarts is None or not self.control.leads:
+            return False
+        if not self._explaining:
+            self._explaining = True
+            self._outlets.explain(event.node, event.message)
+        return True
+
+    def hear(self, node: int, message: p.Said, *, direct: bool = True) -> None:
+        """What another daemon says of this job, over a connection to it or by way of others."""
+        events = self._heard(node, message, direct=direct)
+        if events:
+            self.feed(*events)
+
+    def hear_all(self, said: Sequence[tuple[int, p.Said]]) -> None:
+        """What other daemons say that there are no connections to: (node, message) of each."""
+        events = [event for node, message in said for event in self._heard(node, message, direct=False)]
+        if events:
+            self.feed(*events)
+
+    def _heard(self, node: int, message: p.Said, *, direct: bool) -> Sequence[e.Input]:
+        match message:
+            case p.Meeting():
+                return (*message.reports, e.PeerUp(node, message.standing, direct))
+            case p.Forwarded():
+                return (message.report,)
+            case p.Ordered():
+                return (e.OrderFrom(node, message.term, message.order),)
+            case p.Agree():
+                return (e.Said(node, message.say),)
+            case p.Gone() if node == message.node or self.control.has_a_say(node):
+                return (
+                    e.NodeLost(
+                        message.node, message.reason, message.age_s, message.dark, source=message.source
+                    ),
+                )
+            case p.Rows():
+                self._outlets.write(message.records)
+            case p.Gone() | Alive() | p.Packed():
+                pass  # of a node that is lost itself, or not the control plane's business
+        return ()
+
+    def _carry(self, output: e.Output) -> None:  # a line for each kind of output
+        match output:
+            case e.Broadcast():
+                self.say(None, p.Ordered(job=self.job, term=output.term, order=output.order))
+            case e.ToAgent():
+                self._outlets.to_agent(output.order)
+            case e.Forward():
+                self.say(output.node, p.Forwarded(job=self.job, report=output.report))
+            case e.Meet():
+                meeting = p.Meeting(job=self.job, standing=output.standing, reports=output.reports)
+                self.say(output.node, meeting)
+            case e.Write():
+                self._write(output)
+            case e.Tell():
+                self._tell(output.node, output.say)
+            case e.Save():
+                self._outlets.save(output.durable, lambda: self._saved(output), self._not_saved)
+            case e.AskWitness():
+                self._outlets.ask_witness(output.nodes, output.ours)
+            case e.NodeIsDark():
+                self._outlets.node_is_dark(output.node, output.reason, output.state)
+
+    def _not_saved(self, reason: str) -> None:
+        self.feed(e.NotSaved(reason))
+
+    def _saved(self, output: e.Save) -> None:
+        if self.control.agreement.trouble is not None:
+            self.feed(e.Saved())
+        if output.say is not None:
+            self._tell(output.node, output.say)
+
+    def _tell(self, node: int | None, say: Say) -> None:
+        if node == self.control.me:
+            self.feed(e.Said(node, say))
+        else:
+            self.say(node, p.Agree(job=self.job, say=say))
+
+    def _write(self, output: e.Write) -> None:
+        for record in output.records:
+            if isinstance(record, EventRecord):
+                level = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+                logger.log(level[record.level], "job %s: %s: %s", record.job, record.kind, record.text)
+        self._outlets.write(output.records)
+        if output.share:
+            self.say(None, p.Rows(job=self.job, records=output.records))
+
+    def agent_address(self, node: int) -> tuple[str, int] | None:
+        """Where a node's agent listens, if anybody has told."""
+        hello = self.control.nodes[node].hello
+        if hello is not None:
+            return hello.info.address, hello.info.agent_port
+        infos = self.control.assignment.nodes if self.control.assignment is not None else ()
+        return next(((info.address, info.agent_port) for info in infos if info.node == node), None)
