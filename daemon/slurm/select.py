@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.slurm.adapter import DEADLINE_S, Node, Slurm
+from ckptless.daemon.slurm.adapter import DEADLINE_S, Node
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import SlurmError
@@ -16,7 +16,7 @@ Choice = Literal["auto", "commands", "pyslurm"]
 _log = logging.getLogger(__name__)
 
 
-async def select(choice: str, folder: Path | None = None, *, deadline_s: float = DEADLINE_S) -> Slurm:
+async def select(choice: str, folder: Path | None = None, *, deadline_s: float = DEADLINE_S) -> Commands:
     """The backend for `choice`, for the caller to close; Slurm's commands are in `folder`, None for the PATH.
 
     `auto` takes pyslurm if it can be imported and knows the same nodes as Slurm's commands, else the
@@ -29,7 +29,7 @@ async def select(choice: str, folder: Path | None = None, *, deadline_s: float =
     if choice == "commands":
         _log.info("Slurm is asked through its commands, as configured")
         return commands
-    pyslurm = Pyslurm(commands)
+    pyslurm = Pyslurm(folder)
     try:
         what = await _fitness(pyslurm, commands, choice, Deadline(deadline_s))
     except (SlurmError, ProtocolError) as error:

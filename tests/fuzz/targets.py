@@ -59,7 +59,7 @@ from ckptless.daemon.peers import bundles, handshake
 from ckptless.daemon.peers import messages as peers
 from ckptless.daemon.service import _Heard as FromOutside
 from ckptless.daemon.settings import load_settings
-from ckptless.daemon.slurm import hostlist, pyslurm_messages, text
+from ckptless.daemon.slurm import hostlist, pyslurm_worker, text
 from ckptless.pytorch_hooks.data import batch_codec, identity, pack, records, sealed
 from ckptless.pytorch_hooks.data.arrow import Arrow
 from ckptless.pytorch_hooks.data.cache import Cache
@@ -167,15 +167,15 @@ def edges() -> list[Target]:
         ),
         Target(
             "pyslurm, a request",
-            lambda chance: msgspec.json.encode(build(pyslurm_messages.Request, chance)),
-            pyslurm_messages.decode_request,
-            kind=pyslurm_messages.Request,
+            lambda chance: msgspec.json.encode(build(pyslurm_worker.Request, chance)),
+            lambda data: pyslurm_worker.decode(data, pyslurm_worker.Request),
+            kind=pyslurm_worker.Request,
         ),
         Target(
             "pyslurm, an answer",
-            lambda chance: msgspec.json.encode(build(pyslurm_messages.Answer, chance)),
-            pyslurm_messages.decode_answer,
-            kind=pyslurm_messages.Answer,
+            lambda chance: msgspec.json.encode(build(pyslurm_worker.Answer, chance)),
+            lambda data: pyslurm_worker.decode(data, pyslurm_worker.Answer),
+            kind=pyslurm_worker.Answer,
         ),
         Target("store, torch's protocol", _store_stream, lambda data: store_parser.StoreParser().feed(data)),
         Target("NCCL, a check-in", _check_in, lambda data: nccl_wire.CheckInReader().feed(data)),

@@ -15,7 +15,7 @@ from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
 from ckptless.daemon.slurm.pyslurm_backend import Pyslurm, UnfitError
-from ckptless.daemon.slurm.pyslurm_messages import Answer, Request, decode_answer, decode_request, encode
+from ckptless.daemon.slurm.pyslurm_worker import Answer, Request, decode, encode
 from ckptless.daemon.slurm.select import select
 
 MADE_UP = '''
@@ -79,7 +79,7 @@ def python(tmp_path: Path) -> str:
 
 def with_pyslurm(python: str, test: Callable[[Pyslurm], Awaitable[None]]) -> None:
     async def body() -> None:
-        slurm = Pyslurm(Commands(), python)
+        slurm = Pyslurm(python=python)
         try:
             async with asyncio.timeout(30.0):
                 await test(slurm)
@@ -185,8 +185,8 @@ def test_no_pyslurm() -> None:
 
 def test_select(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        assert isinstance(await select("commands", tmp_path), Commands)
-        assert isinstance(await select("auto", tmp_path), Commands)
+        assert type(await select("commands", tmp_path)) is Commands
+        assert type(await select("auto", tmp_path)) is Commands
         with pytest.raises(
             UsageError, match=r"pyslurm cannot be used .*pyslurm.*: set the slurm backend to auto"
         ):
@@ -203,6 +203,6 @@ def test_select(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_messages() -> None:
     request = Request(method="job", job_id=7)
-    assert decode_request(encode(request)) == request
+    assert decode(encode(request), Request) == request
     answer = Answer(error="no")
-    assert decode_answer(encode(answer)) == answer
+    assert decode(encode(answer), Answer) == answer
