@@ -46,7 +46,7 @@ class Found:
 def all_jobs(asked: Asked) -> tuple[JobRecord, ...]:
     """Every job that the asker may see, or those that were asked for, the newest last."""
     places = sources(asked, events=False)
-    found = {job.job: job for source in places for job in source.jobs().jobs}
+    found = {job.job: job for source in places for job in source.jobs.jobs}
     wanted = [job for job in found.values() if asked.job is None or _is(job, asked.job)]
     if asked.job is not None and not wanted:
         raise _none(f"job {asked.job}", places)
@@ -62,7 +62,7 @@ def job_of(asked: Asked, *, events: bool | Collection[str] = False) -> tuple[Job
 def find_job(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
     """The same, and where it was read."""
     places = sources(asked, events)
-    known = [(job, source) for source in places for job in source.jobs().jobs]
+    known = [(job, source) for source in places for job in source.jobs.jobs]
     job, source = _choose(known, asked.job, places)
     found = source.job(job.job)
     # As all of it together says: the list of jobs is older, or was put together of less.
