@@ -124,6 +124,8 @@ def _fork_and_exit(writer: int) -> None:
     """In the middle process: fork, report the pid (or -errno) and exit. Returns only in the new process."""
     child = -1
     try:
+        # What is forked is not of the zygote's process group, which ends with the zygote.
+        os.setsid()
         child = os.fork()
         if child:
             os.write(writer, _FORKED.pack(child))
@@ -212,8 +214,6 @@ def _restore_interpreter(program: wire.Program) -> None:
         os.environ.setdefault("LC_CTYPE", _LC_CTYPE)
     time.tzset()
     os.chdir(program.cwd)
-    if program.umask is not None:
-        os.umask(program.umask)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A fresh process would hold back up to 8 KiB here, which a SIGKILL takes along.
         sys.stdout.reconfigure(line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
