@@ -15,7 +15,7 @@ from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import SlurmUnreachableError
-from ckptless.daemon.slurm.freshness import Move, Pace, Track
+from ckptless.daemon.slurm.freshness import Pace, Track
 
 T = TypeVar("T")
 
@@ -54,42 +54,34 @@ class _Question(Generic[T]):
     def __init__(self, ask: Callable[[], Awaitable[T]], clock: Time, pace: Pace) -> None:
         self._ask = ask
         self._clock = clock
-        self._pace = pace
         self._value: T | None = None
         self._query: asyncio.Task[None] | None = None
-        self.track = Track()
+        self.track = Track(pace)
 
     async def read(self, max_age_s: float, wait_s: float) -> Reading[T]:
         """At most `max_age_s` old if that is to be had within `wait_s`; else what there is."""
-        deadline = Deadline(wait_s)
+        track, deadline = self.track, Deadline(wait_s)
         oldest_s = self._clock.now() - max_age_s
-        # Three moves at most: wait for a query that is too old, wait until the next may begin, and for that.
+        # At most: wait for a query that is too old, until the next may begin, and for that.
         for _ in range(3):
-            now_s = self._clock.now()
-            move = self.track.move(now_s, oldest_s, self._pace)
-            if move is Move.HAVE:
+            if track.fresh(oldest_s):
                 break
-            if move is Move.LATER:
-                pause_s = self.track.next_s(self._pace) - now_s
-                if self.track.failures or pause_s > deadline.left_s:
-                    break
-                await asyncio.sleep(pause_s)
-                continue
-            if move is Move.ASK:
-                self.track = self.track.ask(now_s)
+            if not track.in_flight:
+                pause_s = track.next_s - self._clock.now()
+                if pause_s > 0:
+                    if track.failures or pause_s > deadline.left_s:
+                        break
+                    await asyncio.sleep(pause_s)
+                    continue
+                track.begin(self._clock.now())
                 self._query = asyncio.create_task(self._run())
             assert self._query is not None
             # The query belongs to all readers: it goes on when one of them has waited long enough.
             await asyncio.wait({self._query}, timeout=deadline.left_s)
-        return self._reading(oldest_s)
-
-    def _reading(self, oldest_s: float) -> Reading[T]:
-        now_s = self._clock.now()
-        fresh = self.track.fresh(oldest_s)
-        trouble = self.track.trouble
-        if self.track.in_flight and not fresh and not trouble:
-            trouble = f"asked {now_s - self.track.asked_s:.1f} s ago, no answer yet"
-        return Reading(value=self._value, age_s=self.track.age_s(now_s), fresh=fresh, trouble=trouble)
+        now_s, fresh, trouble = self._clock.now(), track.fresh(oldest_s), track.trouble
+        if track.in_flight and not fresh and not trouble:
+            trouble = f"asked {now_s - track.asked_s:.1f} s ago, no answer yet"
+        return Reading(value=self._value, age_s=now_s - track.answered_s, fresh=fresh, trouble=trouble)
 
     async def _run(self) -> None:
         trouble = "the query was ended"
@@ -99,7 +91,7 @@ class _Question(Generic[T]):
         except (CkptlessError, OSError) as error:
             trouble = str(error) or type(error).__name__
         finally:
-            self.track = self.track.fail(trouble) if trouble else self.track.answer()
+            self.track.end(trouble)
 
     async def aclose(self) -> None:
         """End the query under way."""
@@ -137,7 +129,7 @@ class CachedSlurm:
         finally:
             now_s = self._clock.now()
             for question in (self._jobs, self._nodes):
-                question.track = question.track.change(now_s)
+                question.track.change(now_s)
 
     async def jobs(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Job, ...]]:
         """All jobs. Never raises for Slurm's sake."""

@@ -19,7 +19,7 @@ from ckptless.daemon.slurm.errors import (
     from_message,
 )
 from ckptless.daemon.slurm.process import Account, Done, find, run
-from ckptless.daemon.slurm.text import JobFormat, read_nodes, read_ping
+from ckptless.daemon.slurm.text import JobFormat, read_nodes
 
 # slurmctld answers one caller after another anyway, and each of ours is a process.
 AT_ONCE = 4
@@ -44,21 +44,17 @@ class Commands:
 
     # -------------------------------------------------------------------------------- questions
 
-    async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
-        """Name of the host whose slurmctld answers."""
-        done = await self.command(Deadline(deadline_s), "scontrol", "ping")
-        host = read_ping(done.out) if done.out.strip() else None
-        if host is None:
-            raise SlurmUnreachableError(f"no slurmctld answers: {(done.out or done.err).splitlines()[:1]}")
-        return host
-
     async def jobs(self, *, deadline_s: float = DEADLINE_S) -> tuple[Job, ...]:
         """All jobs that Slurm still knows, those that ended lately included."""
         return await self.squeue(Deadline(deadline_s))
 
     async def job(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Job:
-        """One job."""
-        return await self.one_job(job_id, Deadline(deadline_s))
+        """One job, by its own number."""
+        # For the number of an array squeue gives all of its tasks, one of which has that number.
+        for job in await self.squeue(Deadline(deadline_s), f"--jobs={check_job(job_id)}"):
+            if job.job_id == job_id:
+                return job
+        raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
 
     async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
         """What tells why a job is signalled."""
@@ -75,7 +71,11 @@ class Commands:
 
     async def node(self, name: str, *, deadline_s: float = DEADLINE_S) -> Node:
         """One node."""
-        return await self.one_node(check_node(name), Deadline(deadline_s))
+        query = (f"show node {check_node(name)}", "-o", "show", "node", name)
+        for node in read_nodes((await self.tell(Deadline(deadline_s), *query)).out):
+            if node.name == name:
+                return node
+        raise SlurmNotFoundError(f"Slurm knows no node {name}")
 
     # ----------------------------------------------------------------------------------- orders
 
@@ -96,26 +96,15 @@ class Commands:
         Slurm then takes it for not responding until it has answered, which is a second or two later.
         """
         deadline = Deadline(deadline_s)
-        node = await self.one_node(check_node(name), deadline)
+        node = await self.node(name, deadline_s=deadline.left_s)
         # Slurm refuses to resume a node that is neither.
         if node.draining or node.down:
             await self._set_node(name, "resume", "", deadline)
 
-    async def requeue(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
-        """End a running batch job and queue it again; it may start two minutes later at the earliest.
-
-        Refused for a job that is over: Slurm itself would bring back one that its user has cancelled.
-        """
-        deadline = Deadline(deadline_s)
-        job = await self.one_job(job_id, deadline)
-        if job.over:
-            raise SlurmRefusedError(f"job {job_id} is {job.state}: it is not brought back")
-        await self._requeue(job, deadline)
-
     async def cancel(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
         """End a job, of an array only this task; nothing happens to one that is over."""
         deadline = Deadline(deadline_s)
-        job = await self.one_job(job_id, deadline)
+        job = await self.job(job_id, deadline_s=deadline.left_s)
         if not job.over:
             await self._cancel(job, deadline)
 
@@ -126,7 +115,8 @@ class Commands:
         """
         deadline = Deadline(deadline_s)
         check_text(text, "comment")
-        await self._comment(await self.one_job(job_id, deadline), text, deadline)
+        job = await self.job(job_id, deadline_s=deadline.left_s)
+        await self._comment(job, text, deadline)
 
     async def draw_in(
         self, job_id: int, count: int, *, avoid: Sequence[str] = (), deadline_s: float = DEADLINE_S
@@ -148,28 +138,9 @@ class Commands:
 
     # ------------------------------------------------- what pyslurm does in its own way, see there
 
-    async def one_job(self, job_id: int, deadline: Deadline) -> Job:
-        """One job, by its own number."""
-        # For the number of an array squeue gives all of its tasks, one of which has that number.
-        for job in await self.squeue(deadline, f"--jobs={check_job(job_id)}"):
-            if job.job_id == job_id:
-                return job
-        raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
-
-    async def one_node(self, name: str, deadline: Deadline) -> Node:
-        """One node; `name` has been checked."""
-        done = await self.tell(deadline, f"show node {name}", "-o", "show", "node", name)
-        for node in read_nodes(done.out):
-            if node.name == name:
-                return node
-        raise SlurmNotFoundError(f"Slurm knows no node {name}")
-
     async def _set_node(self, name: str, state: str, reason: str, deadline: Deadline) -> None:
         why = (f"reason={reason}",) if reason else ()
         await self.tell(deadline, f"set {name} {state}", "update", f"nodename={name}", f"state={state}", *why)
-
-    async def _requeue(self, job: Job, deadline: Deadline) -> None:
-        await self.tell(deadline, f"requeue job {job.job_id}", "requeue", name_of(job))
 
     async def _cancel(self, job: Job, deadline: Deadline) -> None:
         await self.scancel(name_of(job), deadline)

@@ -10,7 +10,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, check_job
+from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, check_job, check_node
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import (
@@ -48,53 +48,38 @@ class Pyslurm(Commands):
         """pyslurm's name and version. UnfitError if it cannot be used."""
         return (await self._call(Request(method="hello"), Deadline(deadline_s), "start pyslurm")).text
 
-    async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
-        """See `Commands`."""
-        return (await self._call(Request(method="ping"), Deadline(deadline_s), "answer")).text
-
     async def jobs(self, *, deadline_s: float = DEADLINE_S) -> tuple[Job, ...]:
         """See `Commands`."""
-        return await self._jobs(Deadline(deadline_s))
+        return (await self._call(Request(method="jobs"), Deadline(deadline_s), "list the jobs")).jobs
 
-    async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:
+    async def job(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Job:
         """See `Commands`."""
-        return await self._nodes(Deadline(deadline_s))
-
-    async def one_job(self, job_id: int, deadline: Deadline) -> Job:
-        """See `Commands`."""
+        deadline = Deadline(deadline_s)
         request = Request(method="job", job_id=check_job(job_id))
         # Of an array Slurm gives all tasks, and pyslurm the first of them; or none, see the worker.
         answer = await self._call(request, deadline, f"show job {job_id}")
         if answer.jobs and answer.jobs[0].job_id == job_id:
             return answer.jobs[0]
-        for job in await self._jobs(deadline):
+        for job in await self.jobs(deadline_s=deadline.left_s):
             if job.job_id == job_id:
                 return job
         raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
 
-    async def one_node(self, name: str, deadline: Deadline) -> Node:
+    async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:
         """See `Commands`."""
-        for node in await self._nodes(deadline):
+        return (await self._call(Request(method="nodes"), Deadline(deadline_s), "list the nodes")).nodes
+
+    async def node(self, name: str, *, deadline_s: float = DEADLINE_S) -> Node:
+        """See `Commands`."""
+        check_node(name)
+        for node in await self.nodes(deadline_s=deadline_s):
             if node.name == name:
                 return node
         raise SlurmNotFoundError(f"Slurm knows no node {name}")
 
-    async def _jobs(self, deadline: Deadline) -> tuple[Job, ...]:
-        return (await self._call(Request(method="jobs"), deadline, "list the jobs")).jobs
-
-    async def _nodes(self, deadline: Deadline) -> tuple[Node, ...]:
-        return (await self._call(Request(method="nodes"), deadline, "list the nodes")).nodes
-
     async def _set_node(self, name: str, state: str, reason: str, deadline: Deadline) -> None:
         request = Request(method="set_node", name=name, state=state.upper(), text=reason)
         await self._call(request, deadline, f"set {name} {state}")
-
-    async def _requeue(self, job: Job, deadline: Deadline) -> None:
-        if job.array:
-            await super()._requeue(job, deadline)
-            return
-        request = Request(method="requeue", job_id=job.job_id)
-        await self._call(request, deadline, f"requeue job {job.job_id}")
 
     async def _cancel(self, job: Job, deadline: Deadline) -> None:
         if job.array:
@@ -105,7 +90,7 @@ class Pyslurm(Commands):
             await self._call(request, deadline, f"cancel job {job.job_id}")
         except SlurmRefusedError:
             # pyslurm reports an error that an earlier call has left behind, too: what counts is the job.
-            now = await self.one_job(job.job_id, deadline)
+            now = await self.job(job.job_id, deadline_s=deadline.left_s)
             if not now.over and now.state != "COMPLETING":
                 raise
 

@@ -26,7 +26,7 @@ MAX_LINE = 128 * 1024 * 1024
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One call. Which fields are used depends on the method."""
 
-    method: Literal["hello", "ping", "jobs", "job", "nodes", "set_node", "requeue", "cancel", "comment"]
+    method: Literal["hello", "jobs", "job", "nodes", "set_node", "cancel", "comment"]
     job_id: int = 0
     name: str = ""
     state: str = ""
@@ -64,9 +64,6 @@ def answer(api: Any, request: Request) -> Answer:
     match request.method:
         case "hello":
             return Answer(text=f"pyslurm {api.__version__}")
-        case "ping":
-            hosts = [str(one.hostname) for one in api.slurmctld.ping_all() if one.is_responding]
-            return Answer(text=hosts[0]) if hosts else Answer(error="Unable to contact slurm controller")
         case "jobs":
             return Answer(jobs=tuple(map(translate_job, api.Jobs.load().values())))
         case "job":
@@ -76,8 +73,6 @@ def answer(api: Any, request: Request) -> Answer:
         case "set_node":
             changes = {"state": request.state} | ({"reason": request.text} if request.text else {})
             api.Node(request.name).modify(api.Node(**changes))
-        case "requeue":
-            api.Job(request.job_id).requeue()
         case "cancel":
             # pyslurm looks at errno afterwards, and takes what an earlier call has left there for an error.
             api.Job(request.job_id).cancel()

@@ -48,7 +48,7 @@ async def grow(
             raise _no_nodes(job_id, count, done.err)
         helper = await _helper(slurm, helper_name, deadline)
         await slurm.tell(deadline, f"grow job {job_id}", "update", f"jobid={helper.job_id}", "numnodes=0")
-        grown = await slurm.one_job(job_id, deadline)
+        grown = await slurm.job(job_id, deadline_s=deadline.left_s)
     except BaseException:
         await _drop(slurm, helper_name)
         raise
@@ -79,7 +79,7 @@ async def shrink(slurm: "Commands", job_id: int, names: Sequence[str], deadline:
 
 async def _running(slurm: "Commands", job_id: int, deadline: Deadline) -> Job:
     """The job. One that waits has a list of nodes, too: the one it asks for, which is no business of ours."""
-    job = await slurm.one_job(job_id, deadline)
+    job = await slurm.job(job_id, deadline_s=deadline.left_s)
     if not job.running:
         raise SlurmRefusedError(f"job {job_id} is {job.state}: only a running job grows or shrinks")
     if job.array:

@@ -107,6 +107,11 @@ EDGES: dict[str, tuple[Any, int]] = {
 GREETINGS = (handshake.Opening, handshake.Answer, handshake.Proof)
 
 
+def _nccl_check_in(data: bytes) -> None:
+    opening = nccl_wire.decode_opening(data[:16].ljust(16, b"\0"))
+    nccl_wire.decode_check_in(data[16 : 16 + opening.nbytes])
+
+
 def _edge(name: str, kind: Any, limit: int) -> Target:
     def seed(chance: Random) -> bytes:
         return b"".join(
@@ -178,7 +183,7 @@ def edges() -> list[Target]:
             kind=pyslurm_worker.Answer,
         ),
         Target("store, torch's protocol", _store_stream, lambda data: store_parser.StoreParser().feed(data)),
-        Target("NCCL, a check-in", _check_in, lambda data: nccl_wire.CheckInReader().feed(data)),
+        Target("NCCL, a check-in", _check_in, _nccl_check_in),
         Target("NCCL, an id", _unique_id, nccl_wire.decode_id),
         # Compressed again each time: what is within is what shall be looked at.
         Target("decree, packed", lambda c: zlib.decompress(_packed(c)), _zipped(_unpack)),
@@ -665,7 +670,6 @@ def texts() -> list[Target]:
     return [
         Target("Slurm's jobs", _jobs, _as_text(text.JobFormat(SECRET).read)),
         Target("Slurm's nodes", _recorded("nodes.txt"), _as_text(text.read_nodes)),
-        Target("Slurm's ping", _recorded("ping.txt"), _as_text(text.read_ping)),
         Target(
             "Slurm's topology",
             lambda _: (

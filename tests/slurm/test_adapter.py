@@ -107,8 +107,8 @@ def stopped_slurmctld() -> Iterator[None]:
 
 
 @check
-async def ping(slurm: Commands) -> None:
-    assert await slurm.ping() == "ctl"
+async def answers(slurm: Commands) -> None:
+    assert len(await slurm.nodes()) == len(NODES)
 
 
 @check
@@ -227,22 +227,6 @@ async def mark_down(slurm: Commands) -> None:
 
 
 @check
-async def requeue(slurm: Commands) -> None:
-    job = await running(slurm, "-N1", "--requeue")
-    await slurm.requeue(job.job_id)
-    job = await until(slurm, job.job_id, lambda job: job.state == "PENDING")
-    assert (job.restarts, job.nodes, job.batch_host) == (1, (), "")
-    await slurm.cancel(job.job_id)
-    await until(slurm, job.job_id, lambda job: job.over)
-    # Slurm itself would bring it back.
-    with pytest.raises(SlurmRefusedError, match="CANCELLED"):
-        await slurm.requeue(job.job_id)
-    assert (await slurm.job(job.job_id)).over
-    with pytest.raises(SlurmNotFoundError):
-        await slurm.requeue(4000)
-
-
-@check
 async def cancel(slurm: Commands) -> None:
     job = await running(slurm, "-N1")
     await slurm.cancel(job.job_id)
@@ -340,7 +324,6 @@ async def a_controller_that_hangs(slurm: Commands) -> None:
     assert before.value is not None
     with stopped_slurmctld():
         calls: list[Awaitable[object]] = [
-            slurm.ping(deadline_s=1.0),
             slurm.jobs(deadline_s=1.0),
             slurm.nodes(deadline_s=1.0),
             slurm.drain("node01", "x", deadline_s=1.0),
@@ -353,11 +336,11 @@ async def a_controller_that_hangs(slurm: Commands) -> None:
         after = await cached.nodes(max_age_s=0.5, wait_s=0.5)
         assert after.value == before.value
         assert not after.fresh
-        assert after.age_s > 4.0
+        assert after.age_s > 3.0
         assert after.trouble
     again = await cached.nodes(max_age_s=0.0, wait_s=10.0)
     assert again.value is not None
-    assert await slurm.ping() == "ctl"
+    await answers(slurm)
     assert not left_running()
 
 
@@ -366,7 +349,6 @@ async def timing(slurm: Commands) -> dict[str, float]:
     """Median milliseconds of each call, here and now."""
     job = await running(slurm, "-N2", *WHOLE)
     calls: dict[str, Callable[[], Awaitable[object]]] = {
-        "ping": slurm.ping,
         "jobs": slurm.jobs,
         "job": lambda: slurm.job(job.job_id),
         "nodes": slurm.nodes,
@@ -485,7 +467,7 @@ def test_contract(inside: Inside, backend: str, name: str) -> None:
 
 def test_auto_takes_pyslurm_where_it_fits(inside: Inside) -> None:
     inside.cluster.restore()
-    chosen = inside.run("auto", "ping").splitlines()[0]
+    chosen = inside.run("auto", "answers").splitlines()[0]
     assert chosen == ("Pyslurm" if inside.has_pyslurm() else "Commands")
 
 
@@ -496,4 +478,4 @@ def test_a_controller_that_is_gone(inside: Inside, backend: str) -> None:
             inside.run(backend, "nodes")
     finally:
         inside.cluster.start_slurmctld()
-    inside.run(backend, "ping")
+    inside.run(backend, "answers")
