@@ -59,9 +59,8 @@ _COLUMNS = (
 
 def _rings(found: Snapshot) -> list[dict[str, Any]]:
     """For scripts and for the table: by loader, then by node; lost nodes have none."""
-    lost = {node.node for node in found.nodes if node.state == "lost"}
+    lost, newest = found.lost, found.generation
     names = {node.node: node.name for node in found.nodes}
-    newest = found.generations[-1] if found.generations else None
     rings = [
         _ring(held, names.get(held.node), ring, newest)
         for held in found.holdings

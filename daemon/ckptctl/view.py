@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import click
 
-from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.records import (
     REFUSALS,
     VOTE_AGAIN,
@@ -17,21 +16,16 @@ from ckptless.daemon.api.records import (
     FaultRecord,
     GenerationRecord,
     JobRecord,
-    NodeRecord,
     RecoveryRecord,
     SlotRecord,
 )
+from ckptless.daemon.ckptctl.ask import NoSuchJobError
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.ckptctl.source import Source, sources
 from ckptless.daemon.control.faults import SECONDARY
 from ckptless.daemon.control.telling import returned_text
 from ckptless.daemon.ledger.merge import Snapshot
-
-
-class NoSuchJobError(UsageError):
-    """What there is to read can be read, but the job is not in it."""
-
-    exit_code = 4
+from ckptless.daemon.ledger.precedence import ENDED
 
 
 @dataclass(frozen=True)
@@ -125,9 +119,10 @@ def _when(fault: FaultRecord) -> tuple[int, float, str]:
     return fault.generation, fault.seen_s, fault.fault
 
 
-def returned_early(found: Snapshot, generation: GenerationRecord | None) -> str | None:
+def returned_early(job: JobRecord, found: Snapshot) -> str | None:
     """Ranks whose training function has returned while others still train, as a sentence."""
-    if generation is None:
+    generation = found.generation
+    if generation is None or job.state in ENDED:
         return None
     slots = {(slot.node, slot.slot): slot for slot in found.slots if slot.generation == generation.generation}
     ranks = {rank: slots[place] for rank, place in enumerate(generation.places) if place in slots}
@@ -148,12 +143,10 @@ def voteless(found: Snapshot) -> tuple[str, ...]:
     return tuple(event.text for _, event in sorted(last.items()) if event.kind == VOTE_LOST)
 
 
-def spares_left(
-    nodes: tuple[NodeRecord, ...], slots: tuple[SlotRecord, ...], generation: GenerationRecord | None
-) -> int:
+def spares_left(found: Snapshot) -> int:
     """How many slots could still take a rank: none in the newest generation, and not on a lost node."""
-    lost = {node.node for node in nodes if node.state == "lost"}
-    return sum(slot.node not in lost and rank_of(slot, generation) == "spare" for slot in slots)
+    lost, generation = found.lost, found.generation
+    return sum(slot.node not in lost and rank_of(slot, generation) == "spare" for slot in found.slots)
 
 
 def rank_of(slot: SlotRecord, generation: GenerationRecord | None) -> int | str:

@@ -52,6 +52,16 @@ class Snapshot:
     sources: tuple[Path, ...] = ()
     problems: tuple[Problem, ...] = ()
 
+    @property
+    def generation(self) -> GenerationRecord | None:
+        """The newest generation, in the snapshot of one job."""
+        return self.generations[-1] if self.generations else None
+
+    @property
+    def lost(self) -> set[int]:
+        """Nodes that are lost, in the snapshot of one job."""
+        return {node.node for node in self.nodes if node.state == "lost"}
+
     def of_job(self, job: str) -> "Snapshot":
         """Only what is about this job."""
         rows = (field.name for field in fields(self) if field.name not in ("sources", "problems"))
