@@ -200,7 +200,7 @@ class Subject(Clipped, Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class EventRecord(Clipped, Struct, frozen=True, kw_only=True, tag="event", forbid_unknown_fields=True):
-    """A line of the story. Key: event (its id, unique over all daemons of the job).
+    """Something that happened. Key: event (its id, unique over all daemons of the job).
 
     `node` is the one whose daemon tells it; `about` is of whom, where that can be said.
     """

@@ -35,7 +35,7 @@ def data(asked: Asked) -> None:
         ckptctl data                the newest job
         ckptctl data --json | jq '.rings[] | {node, lately: [.readers[].share] | max}'
     """
-    job, found = view.job_of(asked)
+    job, found, _ = view.job_of(asked)
     rings = _rings(found)
     if asked.as_json:
         render.show_json(job=job, rings=rings)

@@ -30,7 +30,7 @@ def replicas(asked: Asked) -> None:
         ckptctl replicas            the newest job
         ckptctl replicas --json | jq '.shards[] | {shard, nodes: [.holders[].node]}'
     """
-    job, found = view.job_of(asked)
+    job, found, _ = view.job_of(asked)
     safety = safe.safety_of(job, found)
     shards = _shards(found, safety)
     if asked.as_json:

@@ -40,7 +40,7 @@ def status(asked: Asked) -> None:
         ckptctl status              the newest job
         watch -n1 ckptctl status    as it goes
     """
-    job, found = view.job_of(asked, events=REFUSALS | {VOTE_LOST, VOTE_AGAIN})
+    job, found, _ = view.job_of(asked, events=REFUSALS | {VOTE_LOST, VOTE_AGAIN})
     if asked.as_json:
         _show_json(job, found)
     else:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -28,8 +27,7 @@ from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A job, all that is recorded of it, and where."""
 
     job: JobRecord
@@ -47,14 +45,8 @@ def all_jobs(asked: Asked) -> tuple[JobRecord, ...]:
     return tuple(sorted(wanted, key=_age))
 
 
-def job_of(asked: Asked, *, events: bool | Collection[str] = False) -> tuple[JobRecord, Snapshot]:
+def job_of(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
     """The job asked for, or the newest, and all that is recorded of it. Raises NoSuchJobError."""
-    found = find_job(asked, events=events)
-    return found.job, found.snapshot
-
-
-def find_job(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
-    """The same, and where it was read."""
     places = sources(asked, events)
     known = [(job, source) for source in places for job in source.jobs.jobs]
     job, source = _choose(known, asked.job, places)

@@ -56,7 +56,7 @@ _BAD_ROW = (sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_T
 # So long after a job's end nobody asks any more what was promised in it; nor how it went.
 VOTE_S, HISTORY_S = 60.0, 90 * 86400.0
 
-# Lost with the node's power, these could let two worlds come to be, or the story of a recovery lose its end.
+# Lost with the node's power, these could let two worlds come to be, or the rows of a recovery lose its end.
 _DECISIONS = (GenerationRecord, FaultRecord, RecoveryRecord)
 
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 CLOSE_DEADLINE_S = 10.0
 # Between two tries to write: the first pause, and the longest.
 FIRST_S, MOST_S = 0.1, 2.0
-# So many rows of the story wait for a disk: the newest.
+# So many rows wait for a disk: the newest.
 MOST_ROWS = 10_000
 # In one life of the daemon. A disk that damages one ledger after the other takes none.
 MOST_SET_ASIDE = 3

@@ -24,7 +24,7 @@ from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, Node, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.closing import close
-from ckptless.daemon.slurm.down import is_dead, newly_lost, reasons_down
+from ckptless.daemon.slurm.down import is_dead, newly_down
 from ckptless.daemon.slurm.ending import Ending, why_signalled
 from ckptless.daemon.slurm.errors import (
     SlurmError,
@@ -417,14 +417,13 @@ class SlurmCluster:
         reading = await self._slurm.nodes(max_age_s=poll_s) if led else None
         if reading is None or reading.value is None or not reading.fresh:
             return
-        down = reasons_down(reading.value)
         for run in led:
             nodes = run.session.control.nodes
             lost = [number for number, view in nodes.items() if view.lost is not None]
             names = [peer.name for peer in run.roster.peers]
             # Before it had them they may have been down; and it may have ended while Slurm was asked.
             if run.age_s > reading.age_s and run.session.control.outcome is None:
-                for number, reason in newly_lost(names, lost, down):
+                for number, reason in newly_down(names, lost, reading.value):
                     run.lose(NodeLost(number, reason, 0.0, source="slurm"))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

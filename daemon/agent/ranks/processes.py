@@ -69,15 +69,16 @@ class SpawnSpec:
 class Process:
     """A child of the agent's that leads its session and process group: a training process, or the zygote.
 
-    `pidfd` is closed, and `returncode` set, when the death is seen; then `on_death` is called. `returncode`
-    is as in subprocess: None while alive, minus the signal's number if one ended it.
+    `pidfd` is closed, and `returncode` set, when the death is seen. `returncode` is as in subprocess: None
+    while alive, minus the signal's number if one ended it. The rest of its process group ends with it, but
+    for the zygote, whose helpers may serve the ranks: that has an `on_death`, which is called.
     """
 
-    def __init__(self, pid: int, on_event: OnEvent, on_death: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, pid: int, on_event: OnEvent, on_death: Callable[[], None] | None = None) -> None:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.returncode: int | None = None
-        self._on_event, self._told = on_event, on_death
+        self._on_event, self._then = on_event, on_death
         self._loop = asyncio.get_running_loop()
         self._dead = asyncio.Event()
         self._loop.add_reader(self.pidfd, self._on_death)
@@ -90,20 +91,23 @@ class Process:
         return self.returncode
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Send it `sig`; nothing if it is dead. At its death the rest of its process group is killed."""
+        """Send it `sig`; nothing if it is dead."""
         if self.returncode is None:
             signal.pidfd_send_signal(self.pidfd, sig)
 
     def _on_death(self) -> None:
         self._loop.remove_reader(self.pidfd)
-        # Before the reaping: the unreaped leader keeps the group's number from being given to anyone else.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._then is None:
+            # Before the reaping: the unreaped leader keeps the group's number from being given to others.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         self.returncode = self._reap()
         os.close(self.pidfd)
         self._dead.set()
-        self._told()
-        self._reap_group(self._loop.time() + GROUP_DEADLINE_S)
+        if self._then is None:
+            self._reap_group(self._loop.time() + GROUP_DEADLINE_S)
+        else:
+            self._then()
 
     def _reap(self) -> int:
         try:
@@ -135,7 +139,7 @@ class Process:
 class ZygoteLink:
     """One zygote, the socket to it, and who waits for which answer. A new zygote is a new link.
 
-    `started` is its first word (Ready or PreloadFailed).
+    `started` is its first word.
     """
 
     def __init__(self, pid: int, sock: socket.socket, on_event: OnEvent) -> None:
@@ -143,9 +147,9 @@ class ZygoteLink:
         self._socket = sock
         sock.setblocking(False)
         self.process = Process(pid, on_event, self._on_death)
-        self._waiting: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.Spawned]] = {}
         self._last_id = 0
-        self.started: asyncio.Future[wire.Reply] = self._loop.create_future()
+        self.started: asyncio.Future[wire.Ready] = self._loop.create_future()
         self._loop.add_reader(self._socket, self._on_packet)
 
     @property
@@ -159,14 +163,14 @@ class ZygoteLink:
         """Whether it has ended."""
         return self.process.returncode is not None
 
-    async def request(self, program: int, gate: int, stdout: int, stderr: int) -> wire.Reply:
+    async def request(self, program: int, gate: int, stdout: int, stderr: int) -> wire.Spawned:
         """Send a spawn request and return its answer; raises ZygoteGoneError if it dies before."""
         if self.gone:
             raise ZygoteGoneError(f"the zygote is gone ({self.status})")
         self._last_id += 1
         number = self._last_id
         packet = wire.encode(wire.Spawn(version=wire.VERSION, id=number))
-        answer: asyncio.Future[wire.Reply] = self._loop.create_future()
+        answer: asyncio.Future[wire.Spawned] = self._loop.create_future()
         self._waiting[number] = answer
         try:
             # Whole or not at all. A full buffer means hundreds of unanswered requests.
@@ -223,10 +227,11 @@ class ZygoteLink:
             return self._receive()
 
     def _take(self, reply: wire.Reply) -> None:
-        if isinstance(reply, wire.Spawned | wire.SpawnFailed):
-            answer = self._waiting.get(reply.id)
-        else:
-            answer = self.started
+        if isinstance(reply, wire.Ready):
+            if not self.started.done():
+                self.started.set_result(reply)
+            return
+        answer = self._waiting.get(reply.id)
         # Nobody there: the asker gave up and closed the gate, so the process exits by itself.
         if answer is not None and not answer.done():
             answer.set_result(reply)
@@ -364,11 +369,9 @@ class Zygote:
         try:
             async with asyncio.timeout(self._deadline_s):
                 reply = await link.started
-            if isinstance(reply, wire.PreloadFailed):
-                raise UsageError(f"cannot preload {reply.module!r}: {reply.error}")
-            if not isinstance(reply, wire.Ready):
-                raise ProtocolError(f"a zygote began with {reply}")
             wire.check_version(reply.version)
+            if reply.error:
+                raise UsageError(reply.error)
         except TimeoutError as error:
             await link.discard()
             modules = ", ".join(self._preload)
@@ -420,8 +423,8 @@ async def _ask(link: ZygoteLink, fds: tuple[int, int, int, int], deadline_s: flo
         # Stuck for one is stuck for all: the next spawn starts another.
         link.process.kill()
         raise PeerError(f"the zygote made no process in {deadline_s:g} s") from error
-    if not isinstance(reply, wire.Spawned):
-        raise PeerError(f"the zygote could not make a process: {getattr(reply, 'error', reply)}")
+    if reply.error:
+        raise PeerError(f"the zygote could not make a process: {reply.error}")
     return reply.pid
 
 

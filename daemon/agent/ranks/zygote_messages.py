@@ -47,34 +47,25 @@ class Spawn(Struct, frozen=True, kw_only=True, tag="spawn", forbid_unknown_field
 
 
 class Ready(Struct, frozen=True, kw_only=True, tag="ready", forbid_unknown_fields=True):
-    """Zygote to agent, once: everything is loaded. `warnings` say what in it does not go well with fork."""
+    """Zygote to agent, once: everything is loaded, or `error` says what is not, and the zygote exits.
+
+    `warnings` say what of it does not go well with fork.
+    """
 
     version: int
-    warnings: tuple[str, ...]
-
-
-class PreloadFailed(Struct, frozen=True, kw_only=True, tag="preload-failed", forbid_unknown_fields=True):
-    """Zygote to agent, instead of `Ready`: `module` cannot be imported. The zygote exits after it."""
-
-    module: str
-    error: str
+    warnings: tuple[str, ...] = ()
+    error: str = ""
 
 
 class Spawned(Struct, frozen=True, kw_only=True, tag="spawned", forbid_unknown_fields=True):
-    """Zygote to agent: the process exists, is the agent's child, and waits at its gate."""
+    """Zygote to agent: the process is there, the agent's child, and waits at its gate; else `error`."""
 
     id: int
-    pid: int
+    pid: int = 0
+    error: str = ""
 
 
-class SpawnFailed(Struct, frozen=True, kw_only=True, tag="spawn-failed", forbid_unknown_fields=True):
-    """Zygote to agent: no process was made."""
-
-    id: int
-    error: str
-
-
-Reply: TypeAlias = Ready | PreloadFailed | Spawned | SpawnFailed
+Reply: TypeAlias = Ready | Spawned
 
 M = TypeVar("M")
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -186,8 +186,6 @@ def test_select(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             UsageError, match=r"pyslurm cannot be used .*pyslurm.*: set the slurm backend to auto"
         ):
             await select("pyslurm", tmp_path)
-        with pytest.raises(UsageError, match="'rest' is unknown: use one of auto, commands, pyslurm"):
-            await select("rest", tmp_path)
 
     with caplog.at_level(logging.INFO):
         asyncio.run(body())
