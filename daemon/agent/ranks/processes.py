@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptless.daemon.agent.ranks import zygote_messages as wire
 from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
@@ -237,7 +237,8 @@ class ZygoteLink:
             answer.set_result(reply)
 
     def _fail(self, error: Exception) -> None:
-        for answer in (self.started, *self._waiting.values()):
+        answers: tuple[asyncio.Future[Any], ...] = (self.started, *self._waiting.values())
+        for answer in answers:
             if not answer.done():
                 answer.set_exception(error)
                 # Marks it as seen: a link whose start was given up has nobody left to ask.
