@@ -4,10 +4,11 @@ A number that a message brings is counted to, allocated for and written down; so
 even the largest value does no harm. None of them is NaN, which no database and no comparison takes well.
 """
 
+from functools import cache
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
-from msgspec.structs import force_setattr
+from msgspec.structs import fields, force_setattr
 
 from ckptless.daemon.api.codec import RANK_LIMIT
 
@@ -83,6 +84,21 @@ def clip_texts(struct: Struct, *names: str) -> None:
         text = getattr(struct, name)
         if text is not None and len(text) > TEXT_LIMIT:
             force_setattr(struct, name, clip(text))
+
+
+class Clipped:
+    """Base of a Struct whose fields of type Text are cut when it is made: see `clip_texts`."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        assert isinstance(self, Struct)
+        clip_texts(self, *_texts(type(self)))
+
+
+@cache
+def _texts(kind: type[Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.type in (Text, Text | None))
 
 
 def clip_command(words: tuple[str, ...]) -> tuple[str, ...]:

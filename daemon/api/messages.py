@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from ckptless.daemon.api.codec import PROTOCOL as PROTOCOL
 from ckptless.daemon.api.limits import (
     OF_RANKS,
+    Clipped,
     Digest,
     ExitCode,
     Generation,
@@ -39,7 +40,6 @@ from ckptless.daemon.api.limits import (
     TryCount,
     Uid,
     Word,
-    clip_texts,
 )
 from ckptless.daemon.api.model import Assignment as Assignment
 from ckptless.daemon.api.model import Brought as Brought
@@ -91,7 +91,7 @@ class Introduction(Message, frozen=True, kw_only=True):
     brought: Brought | None = None
 
 
-class AgentState(Message, frozen=True, kw_only=True):
+class AgentState(Clipped, Message, frozen=True, kw_only=True):
     """All that an agent knows of its slots; sent on every change.
 
     `assigned` is the generation of the newest assignment that it has accepted. `frozen` is the generation it
@@ -111,11 +111,8 @@ class AgentState(Message, frozen=True, kw_only=True):
     doubts: Annotated[tuple[Doubt, ...], OF_RANKS] = ()
     nccl_unknown: Text = ""
 
-    def __post_init__(self) -> None:
-        clip_texts(self, "nccl_unknown")
 
-
-class AgentEvent(Message, frozen=True, kw_only=True):
+class AgentEvent(Clipped, Message, frozen=True, kw_only=True):
     """Something worth a line in the ledger."""
 
     level: Literal["info", "warning", "error"]
@@ -123,11 +120,8 @@ class AgentEvent(Message, frozen=True, kw_only=True):
     text: Text
     generation: Generation | None = None
 
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")
 
-
-class Cancel(Message, frozen=True, kw_only=True):
+class Cancel(Clipped, Message, frozen=True, kw_only=True):
     """The user wants the job to end, or Slurm does.
 
     `restarts`: how often Slurm had started the job again, where it is Slurm that knows the cause of a signal;
@@ -137,9 +131,6 @@ class Cancel(Message, frozen=True, kw_only=True):
     exit_code: ExitCode
     reason: Text
     restarts: TryCount | None = None
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "reason")
 
 
 class Admitted(Message, frozen=True, kw_only=True):
@@ -151,13 +142,10 @@ class Admitted(Message, frozen=True, kw_only=True):
     identity: Name
 
 
-class Denied(Message, frozen=True, kw_only=True):
+class Denied(Clipped, Message, frozen=True, kw_only=True):
     """Daemon to agent: this agent may not speak for that job here. The daemon hangs up after it."""
 
     reason: Text
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "reason")
 
 
 class Renewed(Message, frozen=True, kw_only=True):
@@ -170,15 +158,12 @@ class JobKey(Message, frozen=True, kw_only=True):
     key: Key
 
 
-class Stop(Message, frozen=True, kw_only=True):
+class Stop(Clipped, Message, frozen=True, kw_only=True):
     """Leave `generation`: freeze, tell the ranks. `kill` are slots whose process must end now."""
 
     generation: Generation
     reason: Text
     kill: Annotated[tuple[Place, ...], OF_RANKS] = ()
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "reason")
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -233,7 +218,7 @@ class Announce(Message, frozen=True, kw_only=True):
     text: Annotated[str, Meta(max_length=MAX_ANNOUNCED)]
 
 
-class JobStarted(Message, frozen=True, kw_only=True):
+class JobStarted(Clipped, Message, frozen=True, kw_only=True):
     """Prolog to daemon: Slurm gives this node to a job that asked for ckptless. `spec` is the user's word."""
 
     protocol: Protocol
@@ -241,20 +226,14 @@ class JobStarted(Message, frozen=True, kw_only=True):
     uid: Uid
     spec: Text = ""
 
-    def __post_init__(self) -> None:
-        clip_texts(self, "spec")
 
-
-class JobEnded(Message, frozen=True, kw_only=True):
+class JobEnded(Clipped, Message, frozen=True, kw_only=True):
     """Epilog to daemon: Slurm takes this node from the job."""
 
     protocol: Protocol
     job_id: JobId
     uid: Uid
     spec: Text = ""
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "spec")
 
 
 Notice: TypeAlias = JobStarted | JobEnded
@@ -308,14 +287,11 @@ class Left(Message, frozen=True, kw_only=True):
     cause: Cause
 
 
-class Broken(Message, frozen=True, kw_only=True):
+class Broken(Clipped, Message, frozen=True, kw_only=True):
     """A collective failed before anybody said STOP; the main thread may still be inside the function."""
 
     generation: Generation
     text: Text
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")
 
 
 class Joined(Message, frozen=True, kw_only=True):
@@ -406,7 +382,7 @@ class Acked(Message, frozen=True, kw_only=True):
     step: Step
 
 
-class Fetch(Message, frozen=True, kw_only=True):
+class Fetch(Clipped, Message, frozen=True, kw_only=True):
     """Give me my record and my shard's tensors of `step`; not `unsound` again, which is bad: see `why`."""
 
     generation: Generation
@@ -414,11 +390,8 @@ class Fetch(Message, frozen=True, kw_only=True):
     unsound: TensorsAt | None = None
     why: Text = ""
 
-    def __post_init__(self) -> None:
-        clip_texts(self, "why")
 
-
-class Fetched(Message, frozen=True, kw_only=True):
+class Fetched(Clipped, Message, frozen=True, kw_only=True):
     """Answer to Fetch; the memfd comes with it (SCM_RIGHTS), in slots of `slot_nbytes`. `error`: why not."""
 
     step: Step
@@ -427,29 +400,20 @@ class Fetched(Message, frozen=True, kw_only=True):
     slot_nbytes: Nbytes = 0
     error: Text | None = None
 
-    def __post_init__(self) -> None:
-        clip_texts(self, "error")
 
-
-class Refused(Message, frozen=True, kw_only=True):
+class Refused(Clipped, Message, frozen=True, kw_only=True):
     """What you sent belongs to a generation that is over."""
 
     generation: Generation
     what: Text
 
-    def __post_init__(self) -> None:
-        clip_texts(self, "what")
 
-
-class Note(Message, frozen=True, kw_only=True):
+class Note(Clipped, Message, frozen=True, kw_only=True):
     """A rank's line for the ledger."""
 
     level: Literal["info", "warning", "error"]
     kind: Word
     text: Text
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")
 
 
 FromRank: TypeAlias = (

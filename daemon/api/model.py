@@ -12,6 +12,7 @@ from ckptless.daemon.api.limits import (
     OF_NODES,
     OF_RANKS,
     Age,
+    Clipped,
     Command,
     Digest,
     ExitCode,
@@ -39,7 +40,6 @@ from ckptless.daemon.api.limits import (
     TryCount,
     Word,
     clip_command,
-    clip_texts,
 )
 
 
@@ -168,14 +168,11 @@ Phase = Literal[
 ]
 
 
-class Cause(Value, frozen=True, kw_only=True):
+class Cause(Clipped, Value, frozen=True, kw_only=True):
     """Why a rank left or ended. kind: "stop", "raised", "no-state", "broken", "hung", "died", "renewed"."""
 
     kind: Word
     text: Text = ""
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")
 
 
 class SlotState(Value, frozen=True, kw_only=True):
@@ -302,7 +299,7 @@ class Replaced(Value, frozen=True, kw_only=True):
     at_s: Annotated[tuple[Age, ...], OF_NODES]
 
 
-class Assignment(Value, frozen=True, kw_only=True, dict=True, gc=True):
+class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
     """One generation: who has which rank, and where the state comes from.
 
     `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
@@ -334,9 +331,6 @@ class Assignment(Value, frozen=True, kw_only=True, dict=True, gc=True):
     flapping: Annotated[tuple[Place, ...], OF_RANKS] = ()
     origin: Text = ""
     stock_roots: bool = False
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "origin")
 
     @cached_property
     def ranks_by_node(self) -> dict[int, tuple[int, ...]]:
@@ -389,7 +383,7 @@ Why = Literal[
 ]
 
 
-class Outcome(Value, frozen=True, kw_only=True):
+class Outcome(Clipped, Value, frozen=True, kw_only=True):
     """How a job ended. `reason` is for people, `why` for scripts.
 
     `rank` and its `node` are those of the process that failed, where it is one: its log says more.
@@ -401,6 +395,3 @@ class Outcome(Value, frozen=True, kw_only=True):
     why: Why = ""
     rank: Rank | None = None
     node: NodeNumber | None = None
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "reason")

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ckptless.daemon.api.limits import (
     OF_RANKS,
     Age,
+    Clipped,
     Command,
     ExitCode,
     Generation,
@@ -32,7 +33,6 @@ from ckptless.daemon.api.limits import (
     Steps,
     Text,
     Word,
-    clip_texts,
     one_line,
 )
 from ckptless.daemon.api.model import RingState
@@ -58,7 +58,7 @@ PHASES = ("detect", "stop", "leave", "agree", "join", "restore", "first step")
 BY_SLURM = "over by Slurm's word"
 
 
-class JobRecord(Struct, frozen=True, kw_only=True, tag="job", forbid_unknown_fields=True):
+class JobRecord(Clipped, Struct, frozen=True, kw_only=True, tag="job", forbid_unknown_fields=True):
     """A job. Key: job."""
 
     job: JobName
@@ -71,9 +71,6 @@ class JobRecord(Struct, frozen=True, kw_only=True, tag="job", forbid_unknown_fie
     ended_s: Age | None = None
     exit_code: ExitCode | None = None
     reason: Text | None = None
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "reason")
 
 
 class NodeRecord(Struct, frozen=True, kw_only=True, tag="node", forbid_unknown_fields=True):
@@ -145,7 +142,7 @@ class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forb
     agreed_s: Age
 
 
-class FaultRecord(Struct, frozen=True, kw_only=True, tag="fault", forbid_unknown_fields=True):
+class FaultRecord(Clipped, Struct, frozen=True, kw_only=True, tag="fault", forbid_unknown_fields=True):
     """Something observed. Key: fault (its id). `source` is None in ledgers older than that field."""
 
     fault: Name
@@ -158,9 +155,6 @@ class FaultRecord(Struct, frozen=True, kw_only=True, tag="fault", forbid_unknown
     detail: Text
     seen_s: Age
     source: FaultSource | None = None
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "detail")
 
 
 class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_unknown_fields=True):
@@ -189,7 +183,7 @@ REFUSALS = frozenset(("order-refused", "stale-message", "stale-record"))
 VOTE_LOST, VOTE_AGAIN = "vote-lost", "vote-again"
 
 
-class Subject(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Subject(Clipped, Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of whom an event tells: a node, and of it a slot, its rank and process; and what became of that.
 
     `error` is one line: what a rank raised, or why a node is out.
@@ -204,12 +198,9 @@ class Subject(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     exit_code: ExitCode | None = None
     error: Text | None = None
 
-    def __post_init__(self) -> None:
-        clip_texts(self, "error")
 
-
-class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown_fields=True):
-    """A line of the story. Key: event (its id, unique over all daemons of the job).
+class EventRecord(Clipped, Struct, frozen=True, kw_only=True, tag="event", forbid_unknown_fields=True):
+    """Something that happened. Key: event (its id, unique over all daemons of the job).
 
     `node` is the one whose daemon tells it; `about` is of whom, where that can be said.
     """
@@ -223,9 +214,6 @@ class EventRecord(Struct, frozen=True, kw_only=True, tag="event", forbid_unknown
     generation: Generation | None
     text: Text
     about: Subject | None = None
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")
 
 
 Record: TypeAlias = (

@@ -2,11 +2,13 @@
 
 import socket
 import time
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
+
+import click
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import PeerError, ProtocolError
+from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError, UsageError
 from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.api.keeping import KeptList, WhatIsKept
 from ckptless.daemon.api.messages import Denied
@@ -14,6 +16,7 @@ from ckptless.daemon.api.peercred import daemon_credentials
 from ckptless.daemon.api.reading import Page, Read
 from ckptless.daemon.api.saving import Save, Saved
 from ckptless.daemon.api.unixpath import unix_address
+from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.config import LocalConfig, load
 from ckptless.daemon.settings import load_settings
@@ -24,6 +27,16 @@ B = TypeVar("B", Evicted, Saved, KeptList, Page)
 _READ_NBYTES = 1 << 16
 # Another daemon of this machine may know better.
 _NOT_HERE = ("unknown", "elsewhere")
+
+
+class NoSuchJobError(UsageError):
+    """What there is to read can be read, but the job is not in it."""
+
+    exit_code = 4
+
+
+class RefusedError(CkptlessError):
+    """The daemon has said why."""
 
 
 def sockets(asked: Asked) -> tuple[str, ...]:
@@ -89,3 +102,14 @@ def ask(
         raise PeerError(f"the daemon at {name} did not answer in {deadline_s:.0f} s") from error
     except OSError as error:
         raise PeerError(f"no ckptlessd answers at {name} ({error.strerror or error})") from error
+
+
+def tell(asked: Asked, answer: Evicted | Saved, well: Collection[str], **document: Any) -> None:
+    """Print what a daemon has said, `document` with --json. Raises unless its verdict is one of `well`."""
+    text = render.harmless(answer.text)
+    if asked.as_json:
+        render.show_json(**document)
+    elif answer.verdict in well:
+        click.echo(text)
+    if answer.verdict not in well:
+        raise NoSuchJobError(text) if answer.verdict == "unknown" else RefusedError(text)

@@ -35,7 +35,7 @@ def data(asked: Asked) -> None:
         ckptctl data                the newest job
         ckptctl data --json | jq '.rings[] | {node, lately: [.readers[].share] | max}'
     """
-    job, found = view.job_of(asked)
+    job, found, _ = view.job_of(asked)
     rings = _rings(found)
     if asked.as_json:
         render.show_json(job=job, rings=rings)
@@ -59,9 +59,8 @@ _COLUMNS = (
 
 def _rings(found: Snapshot) -> list[dict[str, Any]]:
     """For scripts and for the table: by loader, then by node; lost nodes have none."""
-    lost = {node.node for node in found.nodes if node.state == "lost"}
+    lost, newest = found.lost, found.generation
     names = {node.node: node.name for node in found.nodes}
-    newest = found.generations[-1] if found.generations else None
     rings = [
         _ring(held, names.get(held.node), ring, newest)
         for held in found.holdings

@@ -30,7 +30,7 @@ def events(asked: Asked, follow: bool) -> None:
         ckptctl events 4711 --json | jq -r '.events[] | select(.level == "error").text'
     """
     # The snapshot is only to find the job: the lines come from the feed, which knows where it stopped.
-    found = view.find_job(asked, events=not follow)
+    found = view.job_of(asked, events=not follow)
     if follow:
         _follow(found.source.feed(found.job.job), as_json=asked.as_json)
     elif asked.as_json:

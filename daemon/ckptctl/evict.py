@@ -5,19 +5,11 @@ from typing import Any
 
 import click
 
-from ckptless.daemon.api.errors import CkptlessError, UsageError
+from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.eviction import MAX_NAME, MAX_REASON, Evict, Evicted, EvictionSource
 from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.daemon.ckptctl import render
-from ckptless.daemon.ckptctl.ask import ask_any, sockets
+from ckptless.daemon.ckptctl.ask import ask_any, sockets, tell
 from ckptless.daemon.ckptctl.options import Asked, for_job
-from ckptless.daemon.ckptctl.view import NoSuchJobError
-
-_DONE = ("accepted", "already")
-
-
-class _RefusedError(CkptlessError):
-    """The daemon has said why."""
 
 
 @click.command()
@@ -54,14 +46,7 @@ def evict(asked: Asked, node: str, yes: bool, **word: Any) -> None:
     if not yes:
         _confirm(run, node)
     answer, by = ask_any(where, question, Evicted)
-    if asked.as_json:
-        render.show_json(job=run, node=node, socket=by, evicted=answer)
-    elif answer.verdict in _DONE:
-        click.echo(render.harmless(answer.text))
-    if answer.verdict == "unknown":
-        raise NoSuchJobError(render.harmless(answer.text))
-    if answer.verdict not in _DONE:
-        raise _RefusedError(render.harmless(answer.text))
+    tell(asked, answer, ("accepted", "already"), job=run, node=node, socket=by, evicted=answer)
 
 
 def _question(run: str, node: str, reason: str, source: EvictionSource, force: bool) -> Evict:

@@ -30,7 +30,7 @@ def replicas(asked: Asked) -> None:
         ckptctl replicas            the newest job
         ckptctl replicas --json | jq '.shards[] | {shard, nodes: [.holders[].node]}'
     """
-    job, found = view.job_of(asked)
+    job, found, _ = view.job_of(asked)
     safety = safe.safety_of(job, found)
     shards = _shards(found, safety)
     if asked.as_json:
@@ -57,7 +57,7 @@ def _shards(found: Snapshot, safety: safe.Safety) -> list[dict[str, Any]]:
     held, now_s = safety.held, time.time()
     names = {node.node: node.name for node in found.nodes}
     told = {one.node: one.updated_s for one in found.holdings}
-    places = found.generations[-1].places if found.generations else ()
+    places = found.generation.places if found.generation is not None else ()
     shards = []
     for shard, ranks in held.ranks.items():
         owners = {places[rank][0] for rank in ranks if rank < len(places)}
@@ -98,7 +98,7 @@ def _copy(copy: Copy | None) -> dict[str, Any]:
 
 
 def _memory(found: Snapshot) -> list[dict[str, Any]]:
-    lost = {node.node for node in found.nodes if node.state == "lost"}
+    lost = found.lost
     living = [one for one in found.holdings if one.node not in lost]
     return [{"node": one.node, "nbytes": one.nbytes, "updated_s": one.updated_s} for one in living]
 

@@ -39,9 +39,8 @@ def safety(job: JobRecord, found: Snapshot) -> Safety | None:
 
 def safety_of(job: JobRecord, found: Snapshot) -> Safety:
     """As last told, whether the job is over or not."""
-    lost = {node.node for node in found.nodes if node.state == "lost"}
+    lost, generation = found.lost, found.generation
     known = {one.node for one in found.holdings}
-    generation = found.generations[-1] if found.generations else None
     held = protection(found.holdings, lost, job.world_size, job.nodes + job.spares)
     # Slots and holdings are told of one after the other.
     steps = [slot.step for slot in found.slots if slot.step is not None]

@@ -2,20 +2,13 @@
 
 import click
 
-from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.api.saving import MAX_DEADLINE_S, Save, Saved
-from ckptless.daemon.ckptctl import render
-from ckptless.daemon.ckptctl.ask import ask_any, sockets
+from ckptless.daemon.ckptctl.ask import ask_any, sockets, tell
 from ckptless.daemon.ckptctl.options import Asked, for_job
-from ckptless.daemon.ckptctl.view import NoSuchJobError
 
 # The daemon answers by the deadline; the way there and back comes on top.
 _GRACE_S = 10.0
-
-
-class _FailedError(CkptlessError):
-    """The daemon has said why."""
 
 
 @click.command()
@@ -43,11 +36,4 @@ def save(asked: Asked, deadline_s: float) -> None:
     run = asked.named
     question = Save(protocol=PROTOCOL, job=run, deadline_s=deadline_s)
     answer, by = ask_any(sockets(asked), question, Saved, deadline_s + _GRACE_S)
-    if asked.as_json:
-        render.show_json(job=run, socket=by, saved=answer)
-    elif answer.verdict == "saved":
-        click.echo(render.harmless(answer.text))
-    if answer.verdict == "unknown":
-        raise NoSuchJobError(render.harmless(answer.text))
-    if answer.verdict != "saved":
-        raise _FailedError(render.harmless(answer.text))
+    tell(asked, answer, ("saved",), job=run, socket=by, saved=answer)

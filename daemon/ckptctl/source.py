@@ -5,9 +5,11 @@ run belong to whoever started it, the daemon's ledger is root's, and needed wher
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import click
 from msgspec.structs import replace
@@ -23,29 +25,66 @@ from ckptless.daemon.ledger.paths import LEDGER, default_state_dir, ledger_files
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.settings import load_settings
 
-_WITHOUT_EVENTS = TABLES[:-1]
+# A file is read to its end at once.
+_ALL = 1 << 62
+
+# Answers one Read. Raises LedgerError, PeerError.
+AskPage: TypeAlias = Callable[[Read], Page]
 
 
-class Feed(Protocol):
-    """New events of one job, each once."""
+@dataclass(frozen=True)
+class Source:
+    """One place to read. Reading raises LedgerError, PeerError.
 
-    def poll(self) -> tuple[EventRecord, ...]:
-        """What has come since the last poll, by time."""
-
-
-class Source(Protocol):
-    """One place to read; `name` says which, behind "no job 7 in". Reading raises LedgerError, PeerError."""
+    `name` says which it is, behind "no job 7 in". `jobs` has all jobs, at least; `job(name)` all that is
+    known of one.
+    """
 
     name: str
+    jobs: Snapshot
+    job: Callable[[str], Snapshot]
+    feed: Callable[[str], "Feed"]
 
-    def jobs(self) -> Snapshot:
-        """What is known of all jobs: the jobs, at least."""
 
-    def job(self, job: str) -> Snapshot:
-        """All that is known of one."""
+class Feed:
+    """New events of one job, each once.
 
-    def feed(self, job: str) -> Feed:
-        """The job's events, as they come."""
+    `places` are those to ask at the time of a poll, by name: ledgers are opened anew each time, so that one
+    that is away for a while, or made later, is no special case.
+    """
+
+    def __init__(self, places: Callable[[], Mapping[str, AskPage]], job: str) -> None:
+        self._places = places
+        self._question = Read(protocol=PROTOCOL, job=job, tables=("event",))
+        self._after: dict[str, Cursor] = {}
+        self._seen: set[str] = set()
+        self._away: set[str] = set()
+
+    def poll(self) -> tuple[EventRecord, ...]:
+        """What has come since the last poll, by time. That a place cannot be read is told once, on stderr."""
+        fresh: dict[str, EventRecord] = {}
+        for name, page_of in self._places().items():
+            try:
+                for event in self._news(name, page_of):
+                    if event.event not in self._seen:
+                        fresh.setdefault(event.event, event)
+            except (LedgerError, PeerError) as error:
+                if name not in self._away:
+                    waits = "; waiting for it" if isinstance(error, PeerError) else ""
+                    click.echo(f"ckptctl: warning: {error}{waits}", err=True)
+                self._away.add(name)
+            else:
+                self._away.discard(name)
+        self._seen.update(fresh)
+        return tuple(sorted(fresh.values(), key=lambda event: (event.at_s, event.event)))
+
+    def _news(self, name: str, page_of: AskPage) -> Iterator[EventRecord]:
+        more = True
+        while more:
+            after = self._after.get(name, Cursor(table="event"))
+            page = page_of(replace(self._question, after=after))
+            self._after[name], more = page.next, page.more
+            yield from (record for record in page.records if isinstance(record, EventRecord))
 
 
 def sources(asked: Asked, events: bool | Collection[str]) -> list[Source]:
@@ -54,157 +93,64 @@ def sources(asked: Asked, events: bool | Collection[str]) -> list[Source]:
     Raises LedgerError, PeerError where there is no such place.
     """
     if asked.socket is not None:
-        return [DaemonSource(asked.socket, events)]
+        return [_daemon(asked.socket, events)]
     if asked.chosen_state_dir:
-        return [FileSource(asked.state_dir, events)]
+        return [_files(asked.state_dir, events)]
     own = default_state_dir()
-    found: list[Source] = [FileSource(own, events)] if own.exists() else []
+    found = [_files(own, events)] if own.exists() else []
     settings = load_settings().daemon
     try:
-        found.append(DaemonSource(settings.socket, events))
+        found.append(_daemon(settings.socket, events))
     except PeerError as error:
         system = Path(settings.state_dir)
         if os.access(system / LEDGER, os.R_OK):
             click.echo(f"ckptctl: warning: {error}; reading {system / LEDGER} as it was left", err=True)
-            found.append(FileSource(system, events))
+            found.append(_files(system, events))
         elif not found:
             text = f"{error}; ask on a node of the job, or give --state-dir for a local run"
             raise PeerError(text) from error
     return found
 
 
-# ------------------------------------------------------------------------------------------- files
-
-
-class FileSource:
+def _files(state_dir: Path, events: bool | Collection[str]) -> Source:
     """The ledgers of a state directory, read at once. Those that cannot be read are told of on stderr."""
-
-    def __init__(self, state_dir: Path, events: bool | Collection[str]) -> None:
-        self.name = f"the ledgers in {state_dir}"
-        # Looked up once: `latest` may come to mean another run.
-        self._state_dir = state_dir.resolve()
-        self._all = read_all(state_dir, events=events)
-        if not self._all.sources:
-            if self._all.problems:
-                raise LedgerError("; ".join(problem.why for problem in self._all.problems))
-            raise LedgerError(f"there is no ledger in {state_dir}: give the right --state-dir")
-        for problem in self._all.problems:
-            click.echo(f"ckptctl: warning: {problem.why}", err=True)
-
-    def jobs(self) -> Snapshot:
-        """See `Source`."""
-        return self._all
-
-    def job(self, job: str) -> Snapshot:
-        """See `Source`."""
-        return self._all.of_job(job)
-
-    def feed(self, job: str) -> "FileFeed":
-        """See `Source`."""
-        return FileFeed(self._state_dir, job)
+    # Looked up once: `latest` may come to mean another run.
+    folder = state_dir.resolve()
+    found = read_all(state_dir, events=events)
+    if not found.sources:
+        if found.problems:
+            raise LedgerError("; ".join(problem.why for problem in found.problems))
+        raise LedgerError(f"there is no ledger in {state_dir}: give the right --state-dir")
+    for problem in found.problems:
+        click.echo(f"ckptctl: warning: {problem.why}", err=True)
+    places = lambda: {str(path): partial(_page_of_file, path) for path in ledger_files(folder)}  # noqa: E731
+    return Source(f"the ledgers in {state_dir}", found, found.of_job, partial(Feed, places))
 
 
-class FileFeed:
-    """New events of a job, over all ledgers of a state directory, each once.
-
-    Ledgers are opened anew at every poll, so that one that is away for a while, or made later, is no special
-    case.
-    """
-
-    def __init__(self, state_dir: Path, job: str) -> None:
-        self._state_dir = state_dir
-        self._job = job
-        self._last: dict[Path, int] = {}
-        self._seen: set[str] = set()
-        self._unreadable: set[Path] = set()
-
-    def poll(self) -> tuple[EventRecord, ...]:
-        """See `Feed`. An unreadable ledger is told of on stderr, once."""
-        fresh: dict[str, EventRecord] = {}
-        for path in ledger_files(self._state_dir):
-            try:
-                with Ledger.open_readonly(path) as ledger:
-                    page = ledger.events(self._job, after=self._last.get(path))
-            except LedgerError as error:
-                if path not in self._unreadable:
-                    click.echo(f"ckptctl: warning: {error}", err=True)
-                self._unreadable.add(path)
-                continue
-            self._unreadable.discard(path)
-            self._last[path] = page.last
-            for event in page.records:
-                if event.event not in self._seen:
-                    fresh.setdefault(event.event, event)
-        self._seen.update(fresh)
-        return tuple(sorted(fresh.values(), key=lambda event: (event.at_s, event.event)))
+def _page_of_file(path: Path, question: Read) -> Page:
+    with Ledger.open_readonly(path) as ledger:
+        return ledger.page(question, None, _ALL, _ALL)
 
 
-# ------------------------------------------------------------------------------------------ daemon
-
-
-class DaemonSource:
+def _daemon(socket: str, events: bool | Collection[str]) -> Source:
     """The daemon that listens at `socket`, which knows who asks. Raises PeerError where there is none."""
+    page_of: AskPage = lambda question: ask(socket, question, Page)  # noqa: E731
+    tables: tuple[Table, ...] = TABLES if events else TABLES[:-1]
+    kinds = () if isinstance(events, bool) else tuple(sorted(events))
 
-    def __init__(self, socket: str, events: bool | Collection[str]) -> None:
-        self.name = f"the daemon at {socket}"
-        self._socket = socket
-        self._events = events
-        self._jobs = merge([self._read(Read(protocol=PROTOCOL, tables=("job",)))])
-
-    def jobs(self) -> Snapshot:
-        """See `Source`."""
-        return self._jobs
-
-    def job(self, job: str) -> Snapshot:
-        """See `Source`."""
-        tables: tuple[Table, ...] = TABLES if self._events else _WITHOUT_EVENTS
-        kinds = () if isinstance(self._events, bool) else tuple(sorted(self._events))
-        return merge([self._read(Read(protocol=PROTOCOL, job=job, tables=tables, kinds=kinds))])
-
-    def _read(self, question: Read) -> list[Record]:
+    def read(question: Read) -> Snapshot:
         """All pages of an answer."""
         found: list[Record] = []
-        more, after = True, question.after
-        while more:
-            page = self._page(question, after)
-            found += page.records
-            more, after = page.more, page.next
-        return found
-
-    def _page(self, question: Read, after: Cursor | None) -> Page:
-        return ask(self._socket, replace(question, after=after), Page)
-
-    def feed(self, job: str) -> "DaemonFeed":
-        """See `Source`."""
-        return DaemonFeed(self._page, job)
-
-
-class DaemonFeed:
-    """A job's events as a daemon learns of them. While it is away (it is started again) there are none."""
-
-    def __init__(self, page: "_AskPage", job: str) -> None:
-        self._page = page
-        self._question = Read(protocol=PROTOCOL, job=job, tables=("event",))
-        self._after = Cursor(table="event")
-        self._away = False
-
-    def poll(self) -> tuple[EventRecord, ...]:
-        """See `Feed`. That the daemon does not answer is told on stderr, once."""
-        found: list[EventRecord] = []
         more = True
         while more:
-            try:
-                page = self._page(self._question, self._after)
-            except PeerError as error:
-                if not self._away:
-                    click.echo(f"ckptctl: warning: {error}; waiting for it", err=True)
-                self._away = True
-                break
-            self._away, self._after, more = False, page.next, page.more
-            found += [record for record in page.records if isinstance(record, EventRecord)]
-        return tuple(sorted(found, key=lambda event: (event.at_s, event.event)))
+            page = page_of(question)
+            found += page.records
+            question, more = replace(question, after=page.next), page.more
+        return merge([found])
 
-
-class _AskPage(Protocol):
-    def __call__(self, question: Read, after: Cursor | None) -> Page:
-        """One page of the answer, from `after` on."""
+    return Source(
+        f"the daemon at {socket}",
+        read(Read(protocol=PROTOCOL, tables=("job",))),
+        lambda job: read(Read(protocol=PROTOCOL, job=job, tables=tables, kinds=kinds)),
+        partial(Feed, lambda: {socket: page_of}),
+    )

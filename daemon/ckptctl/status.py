@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import click
 from msgspec import structs
@@ -11,17 +10,14 @@ from ckptless.daemon.api.records import (
     REFUSALS,
     VOTE_AGAIN,
     VOTE_LOST,
-    GenerationRecord,
     JobRecord,
     NodeRecord,
-    RecoveryRecord,
     SlotRecord,
 )
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
-from ckptless.daemon.ledger.precedence import ENDED
 
 _LAST_FAULTS = 3
 
@@ -44,95 +40,77 @@ def status(asked: Asked) -> None:
         ckptctl status              the newest job
         watch -n1 ckptctl status    as it goes
     """
-    job, found = view.job_of(asked, events=REFUSALS | {VOTE_LOST, VOTE_AGAIN})
-    generation = found.generations[-1] if found.generations else None
-    shown = _Shown(
-        generation=generation,
-        step=max((slot.step for slot in found.slots if slot.step is not None), default=None),
-        spares_left=view.spares_left(found.nodes, found.slots, generation),
-        safety=safe.safety(job, found),
+    job, found, _ = view.job_of(asked, events=REFUSALS | {VOTE_LOST, VOTE_AGAIN})
+    if asked.as_json:
+        _show_json(job, found)
+    else:
+        _show(job, found)
+
+
+def _show_json(job: JobRecord, found: Snapshot) -> None:
+    recovery = found.recoveries[-1] if found.recoveries else None
+    render.show_json(
+        job=job,
+        generation=found.generation,
+        step=_step(found),
+        spares_left=view.spares_left(found),
+        safety=safe.as_json(safe.safety(job, found)),
         commits=safe.commits(job, found),
-        recovery=found.recoveries[-1] if found.recoveries else None,
-        causes=view.causes(found)[-_LAST_FAULTS:],
-        early=None if job.state in ENDED else view.returned_early(found, generation),
+        nodes=found.nodes,
+        slots=found.slots,
+        recovery=recovery,
+        recovery_total_s=None if recovery is None else view.total_s(recovery),
+        faults=[{**structs.asdict(one.fault), "noticed": one.noticed} for one in _causes(found)],
+        returned_early=view.returned_early(job, found),
         refused=view.refused(found),
         voteless=view.voteless(found),
     )
-    if asked.as_json:
-        _show_json(job, found, shown)
-    else:
-        _show(job, found, shown)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shown:
-    """What is told beside the ledger's own rows."""
-
-    generation: GenerationRecord | None
-    step: int | None
-    spares_left: int
-    safety: safe.Safety | None
-    commits: safe.Commits | None
-    recovery: RecoveryRecord | None
-    causes: tuple[view.Cause, ...]
-    early: str | None
-    refused: dict[str, int]
-    voteless: tuple[str, ...]
-
-
-def _show_json(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
-    render.show_json(
-        job=job,
-        generation=shown.generation,
-        step=shown.step,
-        spares_left=shown.spares_left,
-        safety=safe.as_json(shown.safety),
-        commits=shown.commits,
-        nodes=found.nodes,
-        slots=found.slots,
-        recovery=shown.recovery,
-        recovery_total_s=None if shown.recovery is None else view.total_s(shown.recovery),
-        faults=[{**structs.asdict(one.fault), "noticed": one.noticed} for one in shown.causes],
-        returned_early=shown.early,
-        refused=shown.refused,
-        voteless=shown.voteless,
-    )
-
-
-def _show(job: JobRecord, found: Snapshot, shown: _Shown) -> None:
-    number = "none" if shown.generation is None else shown.generation.generation
-    click.echo(_headline(job, number, shown.step, shown.spares_left))
+def _show(job: JobRecord, found: Snapshot) -> None:
+    click.echo(_headline(job, found))
     render.show_table(_COLUMNS, _rows(found), words=("name", "state", "phase"))
-    for line in safe.sentences(shown.safety) if shown.safety is not None else ():
-        click.echo(render.harmless(line))
-    if shown.commits is not None:
-        click.echo(safe.said_of(shown.commits))
-    if (recovery := shown.recovery) is not None:
+    if (safety := safe.safety(job, found)) is not None:
+        for line in safe.sentences(safety):
+            click.echo(render.harmless(line))
+    if (commits := safe.commits(job, found)) is not None:
+        click.echo(safe.said_of(commits))
+    for recovery in found.recoveries[-1:]:
         took = f"{render.ms(view.total_s(recovery))} ms"
         click.echo(
             f"last recovery: generation {recovery.generation}, {render.harmless(recovery.rung)},"
             f" {took}, {render.harmless(recovery.outcome or 'still running')}"
         )
-    for text in shown.voteless:
+    for text in view.voteless(found):
         click.echo(render.harmless(text))
-    for cause in shown.causes:
+    for cause in _causes(found):
         click.echo(f"fault: {_sentence(cause)}")
-    if shown.early is not None:
-        click.echo(render.harmless(shown.early))
-    if shown.refused:
-        counts = ", ".join(f"{count} {kind}" for kind, count in shown.refused.items())
+    if (early := view.returned_early(job, found)) is not None:
+        click.echo(render.harmless(early))
+    if refused := view.refused(found):
+        counts = ", ".join(f"{count} {kind}" for kind, count in refused.items())
         click.echo(f"refused, of an older generation or leader: {counts} (ckptctl events)")
+
+
+def _step(found: Snapshot) -> int | None:
+    """The newest that was done."""
+    return max((slot.step for slot in found.slots if slot.step is not None), default=None)
+
+
+def _causes(found: Snapshot) -> tuple[view.Cause, ...]:
+    return view.causes(found)[-_LAST_FAULTS:]
 
 
 _COLUMNS = ("node", "name", "state", "slot", "rank", "pid", "phase", "step", "loss", "age")
 
 
-def _headline(job: JobRecord, generation: object, step: int | None, spares: int) -> str:
+def _headline(job: JobRecord, found: Snapshot) -> str:
     parts = [f"job {job.job}: {job.state}"]
     if job.state == "forming":
         parts += [job.reason or "every node is there", f"world {job.world_size}"]
         return render.harmless(", ".join(parts))
-    parts.append(f"generation {generation}")
+    step, spares = _step(found), view.spares_left(found)
+    parts.append(f"generation {found.generation.generation if found.generation is not None else 'none'}")
     parts.append("no step yet" if step is None else f"step {step}")
     parts.append(f"world {job.world_size}")
     parts.append(f"{spares} {'spare' if spares == 1 else 'spares'} left")
@@ -144,7 +122,6 @@ def _headline(job: JobRecord, generation: object, step: int | None, spares: int)
 
 
 def _rows(found: Snapshot) -> Iterator[tuple[object, ...]]:
-    generation = found.generations[-1] if found.generations else None
     nodes = {node.node: node for node in found.nodes}
     slots: dict[int, list[SlotRecord]] = {}
     for slot in found.slots:
@@ -158,7 +135,7 @@ def _rows(found: Snapshot) -> Iterator[tuple[object, ...]]:
             yield (
                 *head,
                 slot.slot,
-                view.rank_of(slot, generation),
+                view.rank_of(slot, found.generation),
                 slot.pid,
                 slot.phase,
                 slot.step,

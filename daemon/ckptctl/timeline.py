@@ -36,7 +36,7 @@ def timeline(asked: Asked, png: Path | None) -> None:
         ckptctl timeline
         ckptctl timeline --png recoveries.png
     """
-    job, found = view.job_of(asked)
+    job, found, _ = view.job_of(asked)
     kinds = {fault.fault: fault.kind for fault in found.faults}
     sources = {fault.fault: fault.source for fault in found.faults}
     if png is not None:

@@ -2,13 +2,11 @@
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 import click
 
-from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.records import (
     REFUSALS,
     VOTE_AGAIN,
@@ -17,25 +15,19 @@ from ckptless.daemon.api.records import (
     FaultRecord,
     GenerationRecord,
     JobRecord,
-    NodeRecord,
     RecoveryRecord,
     SlotRecord,
 )
+from ckptless.daemon.ckptctl.ask import NoSuchJobError
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.ckptctl.source import Source, sources
 from ckptless.daemon.control.faults import SECONDARY
 from ckptless.daemon.control.telling import returned_text
 from ckptless.daemon.ledger.merge import Snapshot
+from ckptless.daemon.ledger.precedence import ENDED
 
 
-class NoSuchJobError(UsageError):
-    """What there is to read can be read, but the job is not in it."""
-
-    exit_code = 4
-
-
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A job, all that is recorded of it, and where."""
 
     job: JobRecord
@@ -46,23 +38,17 @@ class Found:
 def all_jobs(asked: Asked) -> tuple[JobRecord, ...]:
     """Every job that the asker may see, or those that were asked for, the newest last."""
     places = sources(asked, events=False)
-    found = {job.job: job for source in places for job in source.jobs().jobs}
+    found = {job.job: job for source in places for job in source.jobs.jobs}
     wanted = [job for job in found.values() if asked.job is None or _is(job, asked.job)]
     if asked.job is not None and not wanted:
         raise _none(f"job {asked.job}", places)
     return tuple(sorted(wanted, key=_age))
 
 
-def job_of(asked: Asked, *, events: bool | Collection[str] = False) -> tuple[JobRecord, Snapshot]:
+def job_of(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
     """The job asked for, or the newest, and all that is recorded of it. Raises NoSuchJobError."""
-    found = find_job(asked, events=events)
-    return found.job, found.snapshot
-
-
-def find_job(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
-    """The same, and where it was read."""
     places = sources(asked, events)
-    known = [(job, source) for source in places for job in source.jobs().jobs]
+    known = [(job, source) for source in places for job in source.jobs.jobs]
     job, source = _choose(known, asked.job, places)
     found = source.job(job.job)
     # As all of it together says: the list of jobs is older, or was put together of less.
@@ -125,9 +111,10 @@ def _when(fault: FaultRecord) -> tuple[int, float, str]:
     return fault.generation, fault.seen_s, fault.fault
 
 
-def returned_early(found: Snapshot, generation: GenerationRecord | None) -> str | None:
+def returned_early(job: JobRecord, found: Snapshot) -> str | None:
     """Ranks whose training function has returned while others still train, as a sentence."""
-    if generation is None:
+    generation = found.generation
+    if generation is None or job.state in ENDED:
         return None
     slots = {(slot.node, slot.slot): slot for slot in found.slots if slot.generation == generation.generation}
     ranks = {rank: slots[place] for rank, place in enumerate(generation.places) if place in slots}
@@ -148,12 +135,10 @@ def voteless(found: Snapshot) -> tuple[str, ...]:
     return tuple(event.text for _, event in sorted(last.items()) if event.kind == VOTE_LOST)
 
 
-def spares_left(
-    nodes: tuple[NodeRecord, ...], slots: tuple[SlotRecord, ...], generation: GenerationRecord | None
-) -> int:
+def spares_left(found: Snapshot) -> int:
     """How many slots could still take a rank: none in the newest generation, and not on a lost node."""
-    lost = {node.node for node in nodes if node.state == "lost"}
-    return sum(slot.node not in lost and rank_of(slot, generation) == "spare" for slot in slots)
+    lost, generation = found.lost, found.generation
+    return sum(slot.node not in lost and rank_of(slot, generation) == "spare" for slot in found.slots)
 
 
 def rank_of(slot: SlotRecord, generation: GenerationRecord | None) -> int | str:

@@ -42,11 +42,9 @@ class Nest:
     async def agent(self, arguments: Sequence[str], preload: Sequence[str], log: Path) -> Process:
         """An agent with a zygote. Raises PeerError."""
         words = [HATCH, *(f"--preload={module}" for module in preload), *arguments]
-        return await self._zygote.spawn(
-            SpawnSpec(
-                argv=tuple(words), env=os.environ, cwd=Path.cwd(), stdout="inherit", stderr=log, module=True
-            )
-        )
+        spec = SpawnSpec(argv=tuple(words), env=os.environ, cwd=Path.cwd(), module=True)
+        with log.open("ab") as errors:
+            return await self._zygote.spawn(spec, 1, errors.fileno())
 
     async def close(self) -> None:
         """All agents are started."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.launch.requeue import requeue
-from ckptless.daemon.slurm.adapter import Slurm
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.ending import Ending
 
@@ -27,7 +26,7 @@ LONGEST_S = 86_400.0
 
 
 async def stay(
-    job_id: int, slurm: Slurm | None = None, now: Callable[[], float] = time.time, poll_s: float = POLL_S
+    job_id: int, slurm: Commands | None = None, now: Callable[[], float] = time.time, poll_s: float = POLL_S
 ) -> None:
     """Return at once unless the job is in its grace time; else when Slurm has done with it what it wanted.
 
@@ -51,7 +50,7 @@ async def stay(
         found = await _ask(slurm, job_id)
 
 
-async def _ask(slurm: Slurm, job_id: int) -> Ending | None:
+async def _ask(slurm: Commands, job_id: int) -> Ending | None:
     try:
         return await slurm.ending(job_id, deadline_s=ASK_S)
     except CkptlessError as error:

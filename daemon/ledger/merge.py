@@ -1,7 +1,7 @@
 """One picture from many ledgers: every node of a local run writes its own, a killed one's included."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,20 +52,20 @@ class Snapshot:
     sources: tuple[Path, ...] = ()
     problems: tuple[Problem, ...] = ()
 
+    @property
+    def generation(self) -> GenerationRecord | None:
+        """The newest generation, in the snapshot of one job."""
+        return self.generations[-1] if self.generations else None
+
+    @property
+    def lost(self) -> set[int]:
+        """Nodes that are lost, in the snapshot of one job."""
+        return {node.node for node in self.nodes if node.state == "lost"}
+
     def of_job(self, job: str) -> "Snapshot":
         """Only what is about this job."""
-        return Snapshot(
-            jobs=tuple(r for r in self.jobs if r.job == job),
-            nodes=tuple(r for r in self.nodes if r.job == job),
-            slots=tuple(r for r in self.slots if r.job == job),
-            holdings=tuple(r for r in self.holdings if r.job == job),
-            generations=tuple(r for r in self.generations if r.job == job),
-            faults=tuple(r for r in self.faults if r.job == job),
-            recoveries=tuple(r for r in self.recoveries if r.job == job),
-            events=tuple(r for r in self.events if r.job == job),
-            sources=self.sources,
-            problems=self.problems,
-        )
+        rows = (field.name for field in fields(self) if field.name not in ("sources", "problems"))
+        return replace(self, **{name: tuple(r for r in getattr(self, name) if r.job == job) for name in rows})
 
 
 def read_all(state_dir: Path, *, events: bool | Collection[str] = True) -> Snapshot:

@@ -37,10 +37,8 @@ from ckptless.daemon.api.records import (
     GenerationRecord,
     HoldingRecord,
     JobRecord,
-    NodeRecord,
     Record,
     RecoveryRecord,
-    SlotRecord,
 )
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.ledger import models
@@ -58,22 +56,8 @@ _BAD_ROW = (sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_T
 # So long after a job's end nobody asks any more what was promised in it; nor how it went.
 VOTE_S, HISTORY_S = 60.0, 90 * 86400.0
 
-# Lost with the node's power, these could let two worlds come to be, or the story of a recovery lose its end.
+# Lost with the node's power, these could let two worlds come to be, or the rows of a recovery lose its end.
 _DECISIONS = (GenerationRecord, FaultRecord, RecoveryRecord)
-
-_ORDER: dict[type[Any], tuple[str, ...]] = {
-    **KEYS,
-    JobRecord: ("started_s", "job"),
-    FaultRecord: ("job", "seen_s", "fault"),
-    EventRecord: ("row",),
-}
-
-
-class EventPage(NamedTuple):
-    """Events in the order this ledger learned of them, and where to go on: `events(job, after=last)`."""
-
-    records: tuple[EventRecord, ...]
-    last: int
 
 
 class Owner(NamedTuple):
@@ -140,20 +124,16 @@ class Ledger:
             batches.setdefault(type(record), []).append(msgspec.structs.asdict(record))
         if not batches:
             return
-        with _sentences(self.path, "written"), self._engine.connect() as connection:
-            durable_commit(connection, full=not batches.keys().isdisjoint(_DECISIONS))
-            with connection.begin():
-                for kind, rows in batches.items():
-                    connection.execute(_UPSERTS[kind], rows)
+        with self._writing(full=not batches.keys().isdisjoint(_DECISIONS)) as connection:
+            for kind, rows in batches.items():
+                connection.execute(_UPSERTS[kind], rows)
 
     def save_vote(self, job: str, identity: str, durable: Durable) -> None:
         """Keep what this daemon has promised and accepted for a job; on the disk when this returns."""
         state = msgspec.json.encode(durable).decode()
-        with _sentences(self.path, "written"), self._engine.connect() as connection:
-            durable_commit(connection, full=True)
-            with connection.begin():
-                row = {"job": job, "identity": identity, "state": state}
-                connection.execute(_SAVE_VOTE, row | {"digest": _digest(job, identity, state)})
+        row = {"job": job, "identity": identity, "state": state, "digest": _digest(job, identity, state)}
+        with self._writing(full=True) as connection:
+            connection.execute(models.votes.insert().prefix_with("OR REPLACE"), row)
 
     def vote(self, job: str) -> tuple[str, Durable] | None:
         """What `save_vote` kept last, (identity, durable), to the bit."""
@@ -173,20 +153,18 @@ class Ledger:
         goes where this one begins `anew`, and nobody reads of it any more. Else nothing changes.
         """
         owners = models.owners
-        with _sentences(self.path, "written"), self._engine.connect() as connection:
-            durable_commit(connection, full=True)
-            with connection.begin():
-                query = select(owners.c.uid, owners.c.launch).where(owners.c.job == job)
-                row = connection.execute(query).one_or_none()
-                known = None if row is None else Owner(*row)
-                if known == owner:
-                    return None
-                if known is not None and not anew:
-                    return known
-                if known is not None:
-                    for table in (*models.TABLES.values(), models.votes, owners):
-                        connection.execute(table.delete().where(table.c.job == job))
-                connection.execute(owners.insert().values(job=job, **owner._asdict()))
+        with self._writing(full=True) as connection:
+            query = select(owners.c.uid, owners.c.launch).where(owners.c.job == job)
+            row = connection.execute(query).one_or_none()
+            known = None if row is None else Owner(*row)
+            if known == owner:
+                return None
+            if known is not None and not anew:
+                return known
+            if known is not None:
+                for table in (*models.TABLES.values(), models.votes, owners):
+                    connection.execute(table.delete().where(table.c.job == job))
+            connection.execute(owners.insert().values(job=job, **owner._asdict()))
         return known
 
     def prune(self, now_s: float) -> None:
@@ -196,7 +174,7 @@ class Ledger:
             age_s: select(jobs.job).where(_ended(jobs.state), jobs.ended_s < now_s - age_s)
             for age_s in (VOTE_S, HISTORY_S)
         }
-        with _sentences(self.path, "written"), self._engine.begin() as connection:
+        with self._writing(full=False) as connection:
             for table in (models.votes, *others, models.owners, models.jobs):
                 age_s = VOTE_S if table is models.votes else HISTORY_S
                 connection.execute(table.delete().where(table.c.job.in_(long_over[age_s])))
@@ -220,10 +198,6 @@ class Ledger:
                     place = Cursor(table=table, key=tuple(row[-len(_page_key(table)) :]))
         return Page(records=tuple(found), next=place, more=False)
 
-    def jobs(self) -> tuple[JobRecord, ...]:
-        """Every job, the newest last."""
-        return self._read(JobRecord)
-
     def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
         """Replace those rows of jobs that have no end yet for which `close` gives one; the new ones."""
         is_open = _SELECTS[JobRecord].where(not_(_ended(models.TABLES[JobRecord].c.state)))
@@ -233,49 +207,13 @@ class Ledger:
         self.write(closed)
         return closed
 
-    def job(self, job: str) -> JobRecord | None:
-        """The job of this id, if there is one."""
-        return next(iter(self._read(JobRecord, job)), None)
-
-    def nodes(self, job: str) -> tuple[NodeRecord, ...]:
-        """The job's nodes, by number."""
-        return self._read(NodeRecord, job)
-
-    def slots(self, job: str) -> tuple[SlotRecord, ...]:
-        """The job's slots, by node and number."""
-        return self._read(SlotRecord, job)
-
-    def holdings(self, job: str) -> tuple[HoldingRecord, ...]:
-        """What the job's nodes hold, by node."""
-        return self._read(HoldingRecord, job)
-
-    def generations(self, job: str) -> tuple[GenerationRecord, ...]:
-        """The job's generations, the newest last."""
-        return self._read(GenerationRecord, job)
-
-    def latest_generation(self, job: str) -> GenerationRecord | None:
-        """The job's newest generation, if one was agreed."""
-        table = models.generations
-        newest = _by_job(GenerationRecord, job).order_by(None).order_by(table.c.generation.desc()).limit(1)
+    def rows(self, kind: type[R], job: str | None = None) -> tuple[R, ...]:
+        """All records of a kind, or one job's, by their keys; events as this ledger learned of them."""
+        query = _SELECTS[kind]
+        if job is not None:
+            query = query.where(query.selected_columns.job == job)
         with self._reading() as connection:
-            return next(_rows(connection, GenerationRecord, newest), None)
-
-    def faults(self, job: str) -> tuple[FaultRecord, ...]:
-        """The job's faults, the newest last."""
-        return self._read(FaultRecord, job)
-
-    def recoveries(self, job: str) -> tuple[RecoveryRecord, ...]:
-        """The job's recoveries, the newest last."""
-        return self._read(RecoveryRecord, job)
-
-    def events(self, job: str, after: int | None = None) -> EventPage:
-        """The job's events; with `after`, an earlier page's `last`, only those recorded since."""
-        row = models.events.c.row
-        last = after or 0
-        with self._reading() as connection:
-            found = connection.execute(_by_job(EventRecord, job).add_columns(row).where(row > last)).all()
-            records = tuple(_record(EventRecord, fields) for fields in found)
-        return EventPage(records, found[-1].row if found else last)
+            return tuple(_rows(connection, kind, query))
 
     def records(self, *, events: bool | Collection[str] = True) -> tuple[Record, ...]:
         """Everything, as of one moment.
@@ -292,14 +230,18 @@ class Ledger:
                     found.extend(_rows(connection, kind, query))
         return tuple(found)
 
-    def _read(self, kind: type[R], job: str | None = None) -> tuple[R, ...]:
-        with self._reading() as connection:
-            return tuple(_rows(connection, kind, _SELECTS[kind] if job is None else _by_job(kind, job)))
-
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
         with _sentences(self.path, "read"), self._engine.begin() as connection:
             yield connection
+
+    @contextmanager
+    def _writing(self, *, full: bool) -> Iterator[Connection]:
+        """One transaction; `full`: it shall outlast a power failure."""
+        with _sentences(self.path, "written"), self._engine.connect() as connection:
+            durable_commit(connection, full=full)
+            with connection.begin():
+                yield connection
 
 
 def _rows(connection: Connection, kind: type[R], query: Select[Any]) -> Iterator[R]:
@@ -309,10 +251,6 @@ def _rows(connection: Connection, kind: type[R], query: Select[Any]) -> Iterator
 def _record(kind: type[R], row: Row[Any]) -> R:
     # Checked against the types: a file that something else has changed is not taken at its word.
     return msgspec.convert(dict(zip(kind.__struct_fields__, row, strict=False)), kind)
-
-
-def _by_job(kind: type[Any], job: str) -> Select[Any]:
-    return _SELECTS[kind].where(models.TABLES[kind].c.job == job)
 
 
 def _page_key(table: Table) -> tuple[Column[Any], ...]:
@@ -342,9 +280,8 @@ def _paged(table: Table, wanted: Read, uid: int | None, after: Sequence[int | st
 
 def _select(kind: type[Any]) -> Select[Any]:
     columns = models.TABLES[kind].c
-    return select(*(columns[name] for name in kind.__struct_fields__)).order_by(
-        *(columns[name] for name in _ORDER[kind])
-    )
+    order = ("row",) if kind is EventRecord else KEYS[kind]
+    return select(*(columns[name] for name in kind.__struct_fields__)).order_by(*(columns[n] for n in order))
 
 
 def _upsert(kind: type[Any]) -> Insert:
@@ -369,15 +306,6 @@ def _ended(state: ColumnElement[str]) -> ColumnElement[bool]:
     return or_(*(state == end for end in ENDED))  # in_() cannot be executed for many rows at once
 
 
-def _save_vote() -> Insert:
-    insert = sqlite.insert(models.votes)
-    told = insert.excluded
-    return insert.on_conflict_do_update(
-        index_elements=("job",),
-        set_={"identity": told.identity, "state": told.state, "digest": told.digest},
-    )
-
-
 _MSGPACK = msgspec.msgpack.Encoder()
 _KINDS: dict[Table, type[Any]] = dict(zip(TABLES, models.TABLES, strict=True))
 
@@ -386,7 +314,6 @@ def _digest(job: str, identity: str, state: str) -> str:
     return hashlib.sha256(f"{job}\0{identity}\0{state}".encode()).hexdigest()
 
 
-_SAVE_VOTE = _save_vote()
 _SELECTS: dict[type[Any], Select[Any]] = {kind: _select(kind) for kind in models.TABLES}
 _UPSERTS: dict[type[Any], Insert] = {kind: _upsert(kind) for kind in models.TABLES}
 
@@ -405,15 +332,10 @@ def _sentences(path: Path, done: str) -> Iterator[None]:
 
 def _kind(cause: BaseException, done: str) -> type[LedgerError]:
     """Whether it is the file, the record, or (LedgerError itself) the disk: that may pass."""
-    code = cause.sqlite_errorcode & 0xFF if isinstance(cause, sqlite3.Error) and _coded(cause) else None
+    code = getattr(cause, "sqlite_errorcode", None)
     if code is None:
-        # Of Python's own making, before or after SQLite: what was read is nonsense, or what is to be written.
+        # Not SQLite's: what was read is nonsense, or what is to be written.
         return BadRowError if done == "written" else DamagedLedgerError
-    if code in _BAD_ROW:
+    if code & 0xFF in _BAD_ROW:
         return BadRowError
-    return DamagedLedgerError if code in _DAMAGED else LedgerError
-
-
-def _coded(error: sqlite3.Error) -> bool:
-    """Whether SQLite itself said it: what the module says of its own has no code."""
-    return getattr(error, "sqlite_errorcode", None) is not None
+    return DamagedLedgerError if code & 0xFF in _DAMAGED else LedgerError

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 CLOSE_DEADLINE_S = 10.0
 # Between two tries to write: the first pause, and the longest.
 FIRST_S, MOST_S = 0.1, 2.0
-# So many rows of the story wait for a disk: the newest.
+# So many rows wait for a disk: the newest.
 MOST_ROWS = 10_000
 # In one life of the daemon. A disk that damages one ledger after the other takes none.
 MOST_SET_ASIDE = 3
@@ -119,7 +119,17 @@ class LedgerWriter:
 
         Where that fails, `failed` instead, with the reason: without it on the disk nobody may hear of it.
         """
-        task = asyncio.get_running_loop().create_task(self._save_vote(job, memory, then, failed))
+
+        async def save() -> None:
+            loop = asyncio.get_running_loop()
+            try:
+                await self.save_now(job, *memory)
+            except (LedgerError, UsageError) as error:
+                loop.call_soon(failed, str(error))
+            else:
+                loop.call_soon(then)
+
+        task = asyncio.get_running_loop().create_task(save())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -131,21 +141,6 @@ class LedgerWriter:
         self.passes += 1
 
     # --------------------------------------------------------------------------------- event loop
-
-    async def _save_vote(
-        self,
-        job: str,
-        memory: tuple[str, Durable],
-        then: Callable[[], None],
-        failed: Callable[[str], None],
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await self.save_now(job, *memory)
-        except (LedgerError, UsageError) as error:
-            loop.call_soon(failed, str(error))
-        else:
-            loop.call_soon(then)
 
     async def _write_all(self) -> None:
         """Write the rows that wait, as often as it takes."""

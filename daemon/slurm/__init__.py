@@ -1,1 +1,1 @@
-"""What ckptless asks of Slurm: one small protocol, two backends behind it, and a cache in front."""
+"""What ckptless asks of Slurm and tells it: through its commands or pyslurm, with a cache in front."""

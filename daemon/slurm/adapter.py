@@ -1,15 +1,9 @@
-"""What ckptless asks of Slurm, and in which words: jobs, nodes, and the few things it does to them.
+"""What Slurm says of jobs and nodes, and what may be said to it of them."""
 
-`Slurm` is the protocol. Behind it are Slurm's commands (`commands`), which every Slurm has, or pyslurm
-(`pyslurm_backend`), which must match the site's Slurm; `select` picks one. In front of either goes `cached`.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.hostlist import is_node_name
 
 DEADLINE_S = 10.0
@@ -158,97 +152,6 @@ def node_of(*, reason: str, **fields: Any) -> Node:
     """A Node whose reason is for its state: some Slurms keep that of a state that is over."""
     node = Node(**fields)
     return replace(node, reason=reason) if node.draining or node.down else node
-
-
-class Slurm(Protocol):
-    """Slurm, asked and told. `deadline_s` is in seconds from the call; afterwards nothing of it goes on here.
-
-    Every method raises SlurmUnreachableError (no answer in time), SlurmRefusedError or SlurmNotFoundError,
-    each with Slurm's own words; UsageError for an argument that cannot be right; ProtocolError for an answer
-    that nobody can read. After SlurmUnreachableError a change may have been made or not: ask.
-    """
-
-    async def aclose(self) -> None:
-        """End what is kept between calls. Its owner calls it once, last."""
-        ...
-
-    async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
-        """Name of the host whose slurmctld answers."""
-        ...
-
-    async def jobs(self, *, deadline_s: float = DEADLINE_S) -> tuple[Job, ...]:
-        """All jobs that Slurm still knows, those that ended lately included."""
-        ...
-
-    async def job(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Job:
-        """One job."""
-        ...
-
-    async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
-        """What tells why a job is signalled."""
-        ...
-
-    async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:
-        """All nodes."""
-        ...
-
-    async def node(self, name: str, *, deadline_s: float = DEADLINE_S) -> Node:
-        """One node."""
-        ...
-
-    async def drain(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """No new job on this node; running ones go on. Replaces the reason that may be there already."""
-        ...
-
-    async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """Give the node back, drained or down; a node that is neither stays as it is.
-
-        Slurm then takes it for not responding until it has answered, which is a second or two later.
-        """
-        ...
-
-    async def mark_down(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """Slurm ends what runs there, at once, and takes the node out of jobs that are no-kill.
-
-        A living node stays down only with ReturnToService 0 or 1; with 2 it is back at its next answer.
-        """
-        ...
-
-    async def requeue(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
-        """End a running batch job and queue it again; it may start two minutes later at the earliest.
-
-        Refused for a job that is over: Slurm itself would bring back one that its user has cancelled.
-        """
-        ...
-
-    async def cancel(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
-        """End a job, of an array only this task; nothing happens to one that is over."""
-        ...
-
-    async def comment(self, job_id: int, text: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """Set the job's comment, which its user sees in squeue and scontrol.
-
-        22.05 without slurmdbd refuses it, for good, once the job has lost, gained or given up a node.
-        """
-        ...
-
-    async def draw_in(
-        self, job_id: int, count: int, *, avoid: Sequence[str] = (), deadline_s: float = DEADLINE_S
-    ) -> tuple[str, ...]:
-        """Grow a running job by `count` idle nodes, none of `avoid`; returns their names.
-
-        All or none, and now or never: what is not idle is not waited for. Takes `permit_job_expansion` in
-        SchedulerParameters, and root or the job's own user. On 24.11 and later the site must not have
-        PrologFlags=Alloc, or steps on the new nodes fail.
-        """
-        ...
-
-    async def release(self, job_id: int, names: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
-        """Shrink a running job by these nodes; what runs on them is ended. Never its batch host.
-
-        22.05 without slurmdbd refuses it for a job that has been resized before.
-        """
-        ...
 
 
 def check_node(name: str) -> str:

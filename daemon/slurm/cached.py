@@ -1,19 +1,21 @@
 """Slurm's last known state with its age: bounded polling, and an answer when slurmctld is away.
 
 Readers never get an exception for Slurm's sake: they get the last answer, how old it is, and what the trouble
-is. Orders (drain, requeue, ...) go straight to the backend, raise as it does, and make what is known stale.
+is. Orders (drain, cancel, ...) are given to the backend itself, within `order`, as they make what is known
+stale.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node, Slurm
+from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
+from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
-from ckptless.daemon.slurm.ending import Ending
-from ckptless.daemon.slurm.freshness import Move, Pace, Track
+from ckptless.daemon.slurm.errors import SlurmUnreachableError
+from ckptless.daemon.slurm.freshness import Pace, Track
 
 T = TypeVar("T")
 
@@ -31,6 +33,12 @@ class Reading(Generic[T]):
     fresh: bool
     trouble: str = ""
 
+    def require_fresh(self, about: str) -> T | None:
+        """Return the value. Raises SlurmUnreachableError where it is not fresh."""
+        if not self.fresh:
+            raise SlurmUnreachableError(f"Slurm cannot be asked about {about}: {self.trouble or 'no answer'}")
+        return self.value
+
 
 class Time(Protocol):
     """`clock.Clock`."""
@@ -46,42 +54,34 @@ class _Question(Generic[T]):
     def __init__(self, ask: Callable[[], Awaitable[T]], clock: Time, pace: Pace) -> None:
         self._ask = ask
         self._clock = clock
-        self._pace = pace
         self._value: T | None = None
         self._query: asyncio.Task[None] | None = None
-        self.track = Track()
+        self.track = Track(pace)
 
     async def read(self, max_age_s: float, wait_s: float) -> Reading[T]:
         """At most `max_age_s` old if that is to be had within `wait_s`; else what there is."""
-        deadline = Deadline(wait_s)
+        track, deadline = self.track, Deadline(wait_s)
         oldest_s = self._clock.now() - max_age_s
-        # Three moves at most: wait for a query that is too old, wait until the next may begin, and for that.
+        # At most: wait for a query that is too old, until the next may begin, and for that.
         for _ in range(3):
-            now_s = self._clock.now()
-            move = self.track.move(now_s, oldest_s, self._pace)
-            if move is Move.HAVE:
+            if track.fresh(oldest_s):
                 break
-            if move is Move.LATER:
-                pause_s = self.track.next_s(self._pace) - now_s
-                if self.track.failures or pause_s > deadline.left_s:
-                    break
-                await asyncio.sleep(pause_s)
-                continue
-            if move is Move.ASK:
-                self.track = self.track.ask(now_s)
+            if not track.in_flight:
+                pause_s = track.next_s - self._clock.now()
+                if pause_s > 0:
+                    if track.failures or pause_s > deadline.left_s:
+                        break
+                    await asyncio.sleep(pause_s)
+                    continue
+                track.begin(self._clock.now())
                 self._query = asyncio.create_task(self._run())
             assert self._query is not None
             # The query belongs to all readers: it goes on when one of them has waited long enough.
             await asyncio.wait({self._query}, timeout=deadline.left_s)
-        return self._reading(oldest_s)
-
-    def _reading(self, oldest_s: float) -> Reading[T]:
-        now_s = self._clock.now()
-        fresh = self.track.fresh(oldest_s)
-        trouble = self.track.trouble
-        if self.track.in_flight and not fresh and not trouble:
-            trouble = f"asked {now_s - self.track.asked_s:.1f} s ago, no answer yet"
-        return Reading(value=self._value, age_s=self.track.age_s(now_s), fresh=fresh, trouble=trouble)
+        now_s, fresh, trouble = self._clock.now(), track.fresh(oldest_s), track.trouble
+        if track.in_flight and not fresh and not trouble:
+            trouble = f"asked {now_s - track.asked_s:.1f} s ago, no answer yet"
+        return Reading(value=self._value, age_s=now_s - track.answered_s, fresh=fresh, trouble=trouble)
 
     async def _run(self) -> None:
         trouble = "the query was ended"
@@ -91,7 +91,7 @@ class _Question(Generic[T]):
         except (CkptlessError, OSError) as error:
             trouble = str(error) or type(error).__name__
         finally:
-            self.track = self.track.fail(trouble) if trouble else self.track.answer()
+            self.track.end(trouble)
 
     async def aclose(self) -> None:
         """End the query under way."""
@@ -101,25 +101,35 @@ class _Question(Generic[T]):
 
 
 class CachedSlurm:
-    """A backend with a memory. Its owner closes it, which closes the backend as well.
+    """A backend, `direct`, with a memory. Its owner closes it, which closes the backend as well.
 
     `query_s` bounds one query: with slurmctld away, that is how long Slurm's own commands try.
     """
 
     def __init__(
-        self, backend: Slurm, clock: Time, pace: Pace | None = None, query_s: float = DEADLINE_S
+        self, direct: Commands, clock: Time, pace: Pace | None = None, query_s: float = DEADLINE_S
     ) -> None:
-        self._backend = backend
+        self.direct = direct
         self._clock = clock
         pace = pace or Pace()
-        self._jobs = _Question(lambda: backend.jobs(deadline_s=query_s), clock, pace)
-        self._nodes = _Question(lambda: backend.nodes(deadline_s=query_s), clock, pace)
+        self._jobs = _Question(lambda: direct.jobs(deadline_s=query_s), clock, pace)
+        self._nodes = _Question(lambda: direct.nodes(deadline_s=query_s), clock, pace)
 
     async def aclose(self) -> None:
         """End the queries under way, then the backend."""
         await self._jobs.aclose()
         await self._nodes.aclose()
-        await self._backend.aclose()
+        await self.direct.aclose()
+
+    async def order(self, order: Awaitable[T]) -> T:
+        """Await an order to `direct`. Also one that failed, or was cancelled, may have changed something."""
+        try:
+            # no deadline: `deadline_s`, which the order itself has
+            return await order
+        finally:
+            now_s = self._clock.now()
+            for question in (self._jobs, self._nodes):
+                question.track.change(now_s)
 
     async def jobs(self, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[tuple[Job, ...]]:
         """All jobs. Never raises for Slurm's sake."""
@@ -136,58 +146,6 @@ class CachedSlurm:
     async def node(self, name: str, *, max_age_s: float = 2.0, wait_s: float = 5.0) -> Reading[Node]:
         """One node, out of all. `value` None with `fresh`: Slurm knows no such node, asked after the call."""
         return await self._find(self._nodes, lambda node: node.name == name, max_age_s, wait_s)
-
-    async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
-        """See `adapter.Slurm`."""
-        return await self._backend.ending(job_id, deadline_s=deadline_s)
-
-    async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
-        """See `adapter.Slurm`."""
-        return await self._backend.ping(deadline_s=deadline_s)
-
-    async def drain(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        await self._order(self._backend.drain(name, reason, deadline_s=deadline_s))
-
-    async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        await self._order(self._backend.undrain(name, deadline_s=deadline_s))
-
-    async def mark_down(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        await self._order(self._backend.mark_down(name, reason, deadline_s=deadline_s))
-
-    async def requeue(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        await self._order(self._backend.requeue(job_id, deadline_s=deadline_s))
-
-    async def cancel(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        await self._order(self._backend.cancel(job_id, deadline_s=deadline_s))
-
-    async def comment(self, job_id: int, text: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        await self._order(self._backend.comment(job_id, text, deadline_s=deadline_s))
-
-    async def draw_in(
-        self, job_id: int, count: int, *, avoid: Sequence[str] = (), deadline_s: float = DEADLINE_S
-    ) -> tuple[str, ...]:
-        """See `adapter.Slurm`."""
-        return await self._order(self._backend.draw_in(job_id, count, avoid=avoid, deadline_s=deadline_s))
-
-    async def release(self, job_id: int, names: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        await self._order(self._backend.release(job_id, names, deadline_s=deadline_s))
-
-    async def _order(self, order: Awaitable[T]) -> T:
-        """Await `order`. Also one that failed, or was cancelled, may have changed something."""
-        try:
-            # no deadline: `deadline_s`, which the order itself has
-            return await order
-        finally:
-            now_s = self._clock.now()
-            for question in (self._jobs, self._nodes):
-                question.track = question.track.change(now_s)
 
     async def _find(
         self, question: _Question[tuple[T, ...]], wanted: Callable[[T], bool], max_age_s: float, wait_s: float

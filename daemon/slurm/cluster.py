@@ -24,8 +24,8 @@ from ckptless.daemon.settings_bind import interfaces
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, Node, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.closing import close
-from ckptless.daemon.slurm.down import is_dead, newly_lost, reasons_down
-from ckptless.daemon.slurm.ending import why_signalled
+from ckptless.daemon.slurm.down import is_dead, newly_down
+from ckptless.daemon.slurm.ending import Ending, why_signalled
 from ckptless.daemon.slurm.errors import (
     SlurmError,
     SlurmNotFoundError,
@@ -59,10 +59,6 @@ def _with_names(runtime: "JobHost", reason: str) -> str:
     """The same with the names that Slurm has for the nodes: an administrator knows no numbers of ours."""
     names = {str(peer.node): peer.name for peer in runtime.roster.peers}
     return _NUMBERED.sub(lambda found: names.get(found[1], found[0]), reason)
-
-
-async def _at_once(orders: Iterable[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*orders)  # no deadline: each order has its own
 
 
 def _marked(nodes: Iterable[Node], mark: str) -> set[str]:
@@ -186,7 +182,7 @@ class SlurmCluster:
 
         One that is back stays drained: it lives, and something is wrong with it.
         """
-        name = runtime.roster.peers[node].name
+        slurm, name = self._slurm, runtime.roster.peers[node].name
         text = reason_text(f"job {runtime.job}: {_with_names(runtime, reason)}")
         down = state == "gone" and self.on_node_lost == "down"
         if self.on_node_lost == "none" or (state == "gone" and not down):
@@ -195,8 +191,8 @@ class SlurmCluster:
         async def mark() -> None:
             if state == "back" and name in self._marked_down:
                 # By this daemon, which may take it back.
-                await self._slurm.undrain(name)
-                await self._slurm.drain(name, text)
+                await slurm.order(slurm.direct.undrain(name))
+                await slurm.order(slurm.direct.drain(name, text))
                 self._marked_down.discard(name)
                 return
             # Which nodes a run has is its user's word; what is done to a node is Slurm's business.
@@ -206,9 +202,9 @@ class SlurmCluster:
                 raise SlurmRefusedError(f"{name} is no node of job {runtime.job} (any more)")
             if down:
                 self._marked_down.add(name)
-                await self._slurm.mark_down(name, text)
+                await slurm.order(slurm.direct.mark_down(name, text))
             else:
-                await self._slurm.drain(name, text)
+                await slurm.order(slurm.direct.drain(name, text))
 
         self._spawn(self._tell(runtime, f"mark {'down' if down else 'drain'} {name}", mark))
 
@@ -236,7 +232,7 @@ class SlurmCluster:
         if self.on_node_lost != "down":
             down = {node.name for node in await self._nodes_now() if node.down}
             return down.issuperset(theirs) and down.isdisjoint(ours)
-        mark, job_id = reason_text(f"job {run}: "), slurm_job_id(run)
+        slurm, mark, job_id = self._slurm.direct, reason_text(f"job {run}: "), slurm_job_id(run)
         reason = f"{mark}silent, as is half of its nodes"
         # no deadline: each has its own
         job, nodes = await asyncio.gather(self._now(job_id, 0.0), self._nodes_now())
@@ -245,28 +241,29 @@ class SlurmCluster:
             if job.holds_nodes and not set(ours) & set(job.nodes):
                 # Set down, and so out of the job: the other half goes on. What this one has done is undone.
                 here = [node for node in nodes if node.name in names and node.draining]
-                await _at_once(self._slurm.undrain(node.name) for node in here if node.reason == reason)
+                await self._at_once(slurm.undrain(node.name) for node in here if node.reason == reason)
             return False
-        await _at_once(self._slurm.drain(name, reason) for name in names)
+        await self._at_once(slurm.drain(name, reason) for name in names)
         if not _marked(await self._nodes_now(), mark).isdisjoint(ours):
             return False
-        await _at_once(self._slurm.mark_down(name, reason) for name in names)
+        await self._at_once(slurm.mark_down(name, reason) for name in names)
         return _marked(await self._nodes_now(), mark).issuperset(theirs)
+
+    async def _at_once(self, orders: Iterable[Coroutine[Any, Any, None]]) -> None:
+        # no deadline: each order has its own
+        await asyncio.gather(*map(self._slurm.order, orders))
 
     async def _nodes_now(self) -> Sequence[Node]:
         """All nodes as Slurm knows them at this moment. Raises SlurmUnreachableError."""
         reading = await self._slurm.nodes(max_age_s=0.0, wait_s=ADMIT_S)
-        if reading.value is None or not reading.fresh:
-            raise SlurmUnreachableError(reading.trouble or "no answer")
-        return reading.value
+        return reading.require_fresh("its nodes") or ()
 
     def explain(self, runtime: "JobHost", node: int, cancel: Cancel) -> None:
         """See `cluster.Cluster`: by the one node's daemon that leads, not by each of the job's."""
 
         async def ask() -> None:
             try:
-                async with asyncio.timeout(EXPLAIN_S):
-                    found = await self._slurm.ending(slurm_job_id(runtime.job), deadline_s=EXPLAIN_S)
+                found = await self._ending(runtime)
                 reason = why_signalled(found, cancel.reason, cancel.restarts or 0)
             except (TimeoutError, CkptlessError) as error:
                 reason = f"{cancel.reason} ({str(error) or 'Slurm does not answer'})"
@@ -279,8 +276,7 @@ class SlurmCluster:
 
         async def ask() -> None:
             try:
-                async with asyncio.timeout(EXPLAIN_S):
-                    found = await self._slurm.ending(slurm_job_id(runtime.job), deadline_s=EXPLAIN_S)
+                found = await self._ending(runtime)
             except (TimeoutError, CkptlessError) as error:
                 why = str(error) or "Slurm does not answer"
                 logger.info("job %s is stopped, perhaps by scontrol suspend: %s", runtime.job, why)
@@ -290,6 +286,11 @@ class SlurmCluster:
 
         self._spawn(ask())
 
+    async def _ending(self, runtime: "JobHost") -> Ending:
+        """What Slurm says of the job's end. Raises TimeoutError, CkptlessError."""
+        async with asyncio.timeout(EXPLAIN_S):
+            return await self._slurm.direct.ending(slurm_job_id(runtime.job), deadline_s=EXPLAIN_S)
+
     def ended(self, runtime: "JobHost", outcome: Outcome) -> None:
         """See `cluster.Cluster`: a job whose batch host is lost is ended by nobody else."""
         control = runtime.session.control
@@ -297,7 +298,9 @@ class SlurmCluster:
             return  # it is for whoever leads to tell, once it is agreed on
         job_id = slurm_job_id(runtime.job)
         text = reason_text(f"{outcome.state}, exit code {outcome.exit_code}: {outcome.reason}")
-        self._spawn(self._tell(runtime, "comment", lambda: self._slurm.comment(job_id, text)))
+        slurm = self._slurm
+        comment = lambda: slurm.order(slurm.direct.comment(job_id, text))  # noqa: E731
+        self._spawn(self._tell(runtime, "comment", comment))
         peers = runtime.roster.peers
         lost = {peers[n].name: is_dead(view) for n, view in control.nodes.items() if view.lost is not None}
         if lost:
@@ -307,26 +310,23 @@ class SlurmCluster:
         """`lost` tells of each node whether it is dead for sure."""
         job = await self._now(job_id)
         if job.batch_host in lost and (lost[job.batch_host] or await self._has_no_script(job)):
-            await self._slurm.cancel(job_id)
+            await self._slurm.order(self._slurm.direct.cancel(job_id))
 
     async def _has_no_script(self, job: Job) -> bool:
         """Whether Slurm itself knows that its batch host is gone: a node that was taken out may die later."""
         if not job.running:
             return False
         reading = await self._slurm.node(job.batch_host, max_age_s=FRESH_S, wait_s=ADMIT_S)
-        if not reading.fresh:
-            raise SlurmUnreachableError(f"Slurm cannot be asked about {job.batch_host}: {reading.trouble}")
-        node = reading.value
+        node = reading.require_fresh(job.batch_host)
         return job.batch_host not in job.nodes or node is None or node.down or not node.responding
 
     async def _now(self, job_id: int, max_age_s: float = FRESH_S) -> Job:
         """The job as Slurm knows it at this moment. Raises SlurmUnreachableError, SlurmNotFoundError."""
         reading = await self._slurm.job(job_id, max_age_s=max_age_s, wait_s=ADMIT_S)
-        if not reading.fresh:
-            raise SlurmUnreachableError(f"Slurm cannot be asked about job {job_id}: {reading.trouble}")
-        if reading.value is None:
+        job = reading.require_fresh(f"job {job_id}")
+        if job is None:
             raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
-        return reading.value
+        return job
 
     async def watch(
         self,
@@ -355,14 +355,23 @@ class SlurmCluster:
             if ledger is not None:
                 await self._look_at_rows(ledger, _open(jobs()), poll_s)
 
+    async def _jobs_lately(self, poll_s: float) -> tuple[dict[int, Job], float] | None:
+        """All jobs by number, and how old that is in seconds.
+
+        None where slurmctld is away, or was just told something: the next look is soon enough.
+        """
+        reading = await self._slurm.jobs(max_age_s=poll_s)
+        if reading.value is None or not reading.fresh:
+            return None
+        return {job.job_id: job for job in reading.value}, reading.age_s
+
     async def _look_at_jobs(self, runs: "list[JobHost]", poll_s: float) -> None:
         """Runs of jobs that Slurm has ended are over."""
-        reading = await self._slurm.jobs(max_age_s=poll_s) if runs else None
-        if reading is None or reading.value is None or not reading.fresh:
-            return  # slurmctld is away, or was just told something: the next look is soon enough
-        known = {job.job_id: job for job in reading.value}
+        if not runs or (found := await self._jobs_lately(poll_s)) is None:
+            return
+        known, age_s = found
         for run in runs:
-            if run.age_s <= reading.age_s:
+            if run.age_s <= age_s:
                 continue  # it is younger than Slurm's answer
             job = known.get(slurm_job_id(run.job))
             if job is None or job.over:
@@ -377,11 +386,9 @@ class SlurmCluster:
             await ledger.close_jobs(still_open.append)
             if not any(row.job not in undecided for row in still_open):
                 return
-            reading = await self._slurm.jobs(max_age_s=poll_s)
-            if reading.value is None or not reading.fresh:
+            if (found := await self._jobs_lately(poll_s)) is None:
                 return
-            known = {job.job_id: job for job in reading.value}
-            asked_s = time.time() - reading.age_s
+            known, asked_s = found[0], time.time() - found[1]
             for row in await ledger.close_jobs(lambda row: close(row, known, undecided, asked_s)):
                 logger.warning("job %s: %s", row.job, row.reason)
         except LedgerError as error:
@@ -389,14 +396,13 @@ class SlurmCluster:
 
     async def _look_at_kept(self, keeper: Keeper, poll_s: float) -> None:
         """What is kept of jobs that will not start again is kept for nothing."""
-        reading = await self._slurm.jobs(max_age_s=poll_s) if keeper.shelf.resting else None
-        if reading is None or reading.value is None or not reading.fresh:
+        if not keeper.shelf.resting or (found := await self._jobs_lately(poll_s)) is None:
             return
-        known = {job.job_id: job for job in reading.value}
+        known, age_s = found
 
         def is_over(entry: Entry) -> str:
             job = known.get(int(entry.job))
-            if entry.since_s > keeper.now() - reading.age_s or not (job is None or job.over):
+            if entry.since_s > keeper.now() - age_s or not (job is None or job.over):
                 return ""
             return f"the job is over ({job.state if job is not None else 'Slurm knows it no more'})"
 
@@ -411,14 +417,13 @@ class SlurmCluster:
         reading = await self._slurm.nodes(max_age_s=poll_s) if led else None
         if reading is None or reading.value is None or not reading.fresh:
             return
-        down = reasons_down(reading.value)
         for run in led:
             nodes = run.session.control.nodes
             lost = [number for number, view in nodes.items() if view.lost is not None]
             names = [peer.name for peer in run.roster.peers]
             # Before it had them they may have been down; and it may have ended while Slurm was asked.
             if run.age_s > reading.age_s and run.session.control.outcome is None:
-                for number, reason in newly_lost(names, lost, down):
+                for number, reason in newly_down(names, lost, reading.value):
                     run.session.lose(NodeLost(number, reason, 0.0, source="slurm"))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -19,16 +19,20 @@ from ckptless.daemon.slurm.errors import (
     from_message,
 )
 from ckptless.daemon.slurm.process import Account, Done, find, run
-from ckptless.daemon.slurm.text import JobFormat, read_nodes, read_ping
+from ckptless.daemon.slurm.text import JobFormat, read_nodes
 
 # slurmctld answers one caller after another anyway, and each of ours is a process.
 AT_ONCE = 4
 
 
 class Commands:
-    """The protocol `adapter.Slurm` on Slurm's commands, found in `folder` or else on the daemon's PATH.
+    """Slurm, asked and told. Its commands are found in `folder`, or else on the daemon's PATH.
 
-    For one event loop.
+    For one event loop. `deadline_s` is in seconds from the call; afterwards nothing of it goes on here.
+
+    Every method raises SlurmUnreachableError (no answer in time), SlurmRefusedError or SlurmNotFoundError,
+    each with Slurm's own words; UsageError for an argument that cannot be right; ProtocolError for an answer
+    that nobody can read. After SlurmUnreachableError a change may have been made or not: ask.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -36,26 +40,24 @@ class Commands:
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def aclose(self) -> None:
-        """Nothing is kept open between calls."""
+        """End what is kept between calls. Its owner calls it once, last."""
 
-    async def ping(self, *, deadline_s: float = DEADLINE_S) -> str:
-        """See `adapter.Slurm`."""
-        done = await self.command(Deadline(deadline_s), "scontrol", "ping")
-        host = read_ping(done.out) if done.out.strip() else None
-        if host is None:
-            raise SlurmUnreachableError(f"no slurmctld answers: {(done.out or done.err).splitlines()[:1]}")
-        return host
+    # -------------------------------------------------------------------------------- questions
 
     async def jobs(self, *, deadline_s: float = DEADLINE_S) -> tuple[Job, ...]:
-        """See `adapter.Slurm`."""
+        """All jobs that Slurm still knows, those that ended lately included."""
         return await self.squeue(Deadline(deadline_s))
 
     async def job(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Job:
-        """See `adapter.Slurm`."""
-        return await self.one_job(job_id, Deadline(deadline_s))
+        """One job, by its own number."""
+        # For the number of an array squeue gives all of its tasks, one of which has that number.
+        for job in await self.squeue(Deadline(deadline_s), f"--jobs={check_job(job_id)}"):
+            if job.job_id == job_id:
+                return job
+        raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
 
     async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
-        """See `adapter.Slurm`."""
+        """What tells why a job is signalled."""
         form = JobFormat.of_ending(f"s{secrets.token_hex(8)}")
         found = form.read_endings(await self._ask(form, Deadline(deadline_s), f"--jobs={check_job(job_id)}"))
         if job_id not in found:
@@ -63,64 +65,91 @@ class Commands:
         return found[job_id]
 
     async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:
-        """See `adapter.Slurm`."""
+        """All nodes."""
         done = await self.tell(Deadline(deadline_s), "list the nodes", "-o", "show", "node")
         return read_nodes(done.out)
 
     async def node(self, name: str, *, deadline_s: float = DEADLINE_S) -> Node:
-        """See `adapter.Slurm`."""
-        return await self._one_node(name, Deadline(deadline_s))
+        """One node."""
+        query = (f"show node {check_node(name)}", "-o", "show", "node", name)
+        for node in read_nodes((await self.tell(Deadline(deadline_s), *query)).out):
+            if node.name == name:
+                return node
+        raise SlurmNotFoundError(f"Slurm knows no node {name}")
+
+    # ----------------------------------------------------------------------------------- orders
 
     async def drain(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        await self._update_node(name, "drain", reason, Deadline(deadline_s))
+        """No new job on this node; running ones go on. Replaces the reason that may be there already."""
+        await self._set_node(check_node(name), "drain", check_text(reason), Deadline(deadline_s))
 
     async def mark_down(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        await self._update_node(name, "down", reason, Deadline(deadline_s))
+        """Slurm ends what runs there, at once, and takes the node out of jobs that are no-kill.
+
+        A living node stays down only with ReturnToService 0 or 1; with 2 it is back at its next answer.
+        """
+        await self._set_node(check_node(name), "down", check_text(reason), Deadline(deadline_s))
 
     async def undrain(self, name: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
+        """Give the node back, drained or down; a node that is neither stays as it is.
+
+        Slurm then takes it for not responding until it has answered, which is a second or two later.
+        """
         deadline = Deadline(deadline_s)
-        node = await self._one_node(name, deadline)
+        node = await self.node(name, deadline_s=deadline.left_s)
         # Slurm refuses to resume a node that is neither.
         if node.draining or node.down:
-            await self.tell(deadline, f"give {name} back", "update", f"nodename={name}", "state=resume")
-
-    async def requeue(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
-        deadline = Deadline(deadline_s)
-        job = await self.one_job(job_id, deadline)
-        if job.over:
-            raise SlurmRefusedError(f"job {job_id} is {job.state}: it is not brought back")
-        await self.tell(deadline, f"requeue job {job_id}", "requeue", name_of(job))
+            await self._set_node(name, "resume", "", deadline)
 
     async def cancel(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
+        """End a job, of an array only this task; nothing happens to one that is over."""
         deadline = Deadline(deadline_s)
-        job = await self.one_job(job_id, deadline)
+        job = await self.job(job_id, deadline_s=deadline.left_s)
         if not job.over:
-            await self.scancel(name_of(job), deadline)
+            await self._cancel(job, deadline)
 
     async def comment(self, job_id: int, text: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
+        """Set the job's comment, which its user sees in squeue and scontrol.
+
+        22.05 without slurmdbd refuses it, for good, once the job has lost, gained or given up a node.
+        """
         deadline = Deadline(deadline_s)
         check_text(text, "comment")
-        job = await self.one_job(job_id, deadline)
-        update = ("update", f"jobid={name_of(job)}", f"comment={text}")
-        await self.tell(deadline, f"comment on job {job_id}", *update)
+        job = await self.job(job_id, deadline_s=deadline.left_s)
+        await self._comment(job, text, deadline)
 
     async def draw_in(
         self, job_id: int, count: int, *, avoid: Sequence[str] = (), deadline_s: float = DEADLINE_S
     ) -> tuple[str, ...]:
-        """See `adapter.Slurm`."""
+        """Grow a running job by `count` idle nodes, none of `avoid`; returns their names.
+
+        All or none, and now or never: what is not idle is not waited for. Takes `permit_job_expansion` in
+        SchedulerParameters, and root or the job's own user. On 24.11 and later the site must not have
+        PrologFlags=Alloc, or steps on the new nodes fail.
+        """
         return await resize.grow(self, job_id, count, avoid, Deadline(deadline_s))
 
     async def release(self, job_id: int, names: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
-        """See `adapter.Slurm`."""
+        """Shrink a running job by these nodes; what runs on them is ended. Never its batch host.
+
+        22.05 without slurmdbd refuses it for a job that has been resized before.
+        """
         await resize.shrink(self, job_id, names, Deadline(deadline_s))
 
-    # What follows is for `resize` and for the other backend.
+    # ------------------------------------------------- what pyslurm does in its own way, see there
+
+    async def _set_node(self, name: str, state: str, reason: str, deadline: Deadline) -> None:
+        why = (f"reason={reason}",) if reason else ()
+        await self.tell(deadline, f"set {name} {state}", "update", f"nodename={name}", f"state={state}", *why)
+
+    async def _cancel(self, job: Job, deadline: Deadline) -> None:
+        await self.scancel(name_of(job), deadline)
+
+    async def _comment(self, job: Job, text: str, deadline: Deadline) -> None:
+        update = ("update", f"jobid={name_of(job)}", f"comment={text}")
+        await self.tell(deadline, f"comment on job {job.job_id}", *update)
+
+    # ---------------------------------------------------------------------------- the commands
 
     async def squeue(self, deadline: Deadline, *select: str) -> tuple[Job, ...]:
         """The jobs that squeue gives for the options `select`, those of all users and partitions."""
@@ -133,14 +162,6 @@ class Commands:
         if done.status != 0:
             raise from_message("list the jobs", done.err)
         return done.out
-
-    async def one_job(self, job_id: int, deadline: Deadline) -> Job:
-        """One job, by its own number."""
-        # For the number of an array squeue gives all of its tasks, one of which has that number.
-        for job in await self.squeue(deadline, f"--jobs={check_job(job_id)}"):
-            if job.job_id == job_id:
-                return job
-        raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
 
     async def scancel(self, name: str, deadline: Deadline) -> None:
         """Cancel the job or array task that Slurm calls `name`."""
@@ -176,17 +197,6 @@ class Commands:
             return await run(argv, deadline_s=deadline.left_s, env=env, account=account, grace_s=grace_s)
         finally:
             self._slots.release()
-
-    async def _one_node(self, name: str, deadline: Deadline) -> Node:
-        done = await self.tell(deadline, f"show node {check_node(name)}", "-o", "show", "node", name)
-        for node in read_nodes(done.out):
-            if node.name == name:
-                return node
-        raise SlurmNotFoundError(f"Slurm knows no node {name}")
-
-    async def _update_node(self, name: str, state: str, reason: str, deadline: Deadline) -> None:
-        update = ("update", f"nodename={check_node(name)}", f"state={state}", f"reason={check_text(reason)}")
-        await self.tell(deadline, f"set {name} {state}", *update)
 
 
 def name_of(job: Job) -> str:

@@ -4,84 +4,89 @@ Not a thread of the daemon, for what was seen of libslurm: `import pyslurm` ends
 is no slurm.conf; a call holds the interpreter's lock until slurmctld answers or its timeouts are over, which
 would stop the daemon's event loop; and no such call can be ended but by ending its process.
 
-It ends when its standard input does.
+It ends when its standard input does. Requests and answers are lines of JSON, one answer to one request.
 """
 
 import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, TypeVar
 
+import msgspec
+
+from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.slurm.adapter import OVER, Job, Node, node_of
 from ckptless.daemon.slurm.hostlist import expand
-from ckptless.daemon.slurm.pyslurm_messages import Answer, Request, decode_request, encode
 from ckptless.daemon.slurm.text import node_state, something
 
+MAX_LINE = 128 * 1024 * 1024
 
-class Methods:
-    """The requests, answered with `pyslurm` (the imported module)."""
 
-    def __init__(self, pyslurm: Any) -> None:
-        self._api = pyslurm
-        self._table: dict[str, Callable[[Request], Answer]] = {
-            "hello": lambda _: Answer(text=f"pyslurm {pyslurm.__version__}"),
-            "ping": self._ping,
-            "jobs": self._jobs,
-            "job": self._job,
-            "nodes": self._nodes,
-            "set_node": self._set_node,
-            "requeue": self._requeue,
-            "cancel": self._cancel,
-            "comment": self._comment,
-        }
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call. Which fields are used depends on the method."""
 
-    def answer(self, request: Request) -> Answer:
-        """Do what is asked. Errors are answers."""
-        method = self._table.get(request.method)
-        if method is None:
-            return Answer(error=f"no such method: {request.method}")
-        try:
-            return method(request)
-        except Exception as error:  # noqa: BLE001  (pyslurm raises what it likes, and this process is to live)
-            return Answer(error=str(error) or type(error).__name__)
+    method: Literal["hello", "jobs", "job", "nodes", "set_node", "cancel", "comment"]
+    job_id: int = 0
+    name: str = ""
+    state: str = ""
+    text: str = ""
 
-    def _ping(self, _: Request) -> Answer:
-        for controller in self._api.slurmctld.ping_all():
-            if controller.is_responding:
-                return Answer(text=str(controller.hostname))
-        return Answer(error="Unable to contact slurm controller")
 
-    def _jobs(self, _: Request) -> Answer:
-        return Answer(jobs=tuple(translate_job(job) for job in self._api.Jobs.load().values()))
+class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`error` "" is success; else it is what Slurm said, or why pyslurm cannot be used (`unfit`)."""
 
-    def _job(self, request: Request) -> Answer:
-        try:
-            return Answer(jobs=(translate_job(self._api.Job.load(request.job_id)),))
-        except KeyError:
-            # pyslurm looks for the job's steps as well, under the number of the array.
-            return Answer()
+    error: str = ""
+    unfit: bool = False
+    text: str = ""
+    jobs: tuple[Job, ...] = ()
+    nodes: tuple[Node, ...] = ()
 
-    def _nodes(self, _: Request) -> Answer:
-        return Answer(nodes=tuple(translate_node(node) for node in self._api.Nodes.load().values()))
 
-    def _set_node(self, request: Request) -> Answer:
-        changes = {"state": request.state} | ({"reason": request.text} if request.text else {})
-        self._api.Node(request.name).modify(self._api.Node(**changes))
-        return Answer()
+M = TypeVar("M", Request, Answer)
 
-    def _requeue(self, request: Request) -> Answer:
-        self._api.Job(request.job_id).requeue()
-        return Answer()
 
-    def _cancel(self, request: Request) -> Answer:
-        # pyslurm looks at errno afterwards, and takes what an earlier call has left there for an error.
-        self._api.Job(request.job_id).cancel()
-        return Answer()
+def encode(message: Request | Answer) -> bytes:
+    """One line of JSON."""
+    return msgspec.json.encode(message) + b"\n"
 
-    def _comment(self, request: Request) -> Answer:
-        self._api.Job(request.job_id).modify(self._api.JobSubmitDescription(comment=request.text))
-        return Answer()
+
+def decode(line: bytes, kind: type[M]) -> M:
+    """Raises ProtocolError."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"no {kind.__name__} of the pyslurm process: {error}") from error
+
+
+def answer(api: Any, request: Request) -> Answer:
+    """Do what is asked with `api`, the imported pyslurm. It raises what it likes."""
+    match request.method:
+        case "hello":
+            return Answer(text=f"pyslurm {api.__version__}")
+        case "jobs":
+            return Answer(jobs=tuple(map(translate_job, api.Jobs.load().values())))
+        case "job":
+            return Answer(jobs=_one_job(api, request.job_id))
+        case "nodes":
+            return Answer(nodes=tuple(map(translate_node, api.Nodes.load().values())))
+        case "set_node":
+            changes = {"state": request.state} | ({"reason": request.text} if request.text else {})
+            api.Node(request.name).modify(api.Node(**changes))
+        case "cancel":
+            # pyslurm looks at errno afterwards, and takes what an earlier call has left there for an error.
+            api.Job(request.job_id).cancel()
+        case "comment":
+            api.Job(request.job_id).modify(api.JobSubmitDescription(comment=request.text))
+    return Answer()
+
+
+def _one_job(api: Any, job_id: int) -> tuple[Job, ...]:
+    try:
+        return (translate_job(api.Job.load(job_id)),)
+    except KeyError:
+        # pyslurm looks for the job's steps as well, under the number of the array.
+        return ()
 
 
 def translate_job(job: Any) -> Job:
@@ -149,14 +154,18 @@ def _seconds(time: int | None) -> float | None:
 
 def serve(requests: Iterable[bytes], answers: BinaryIO) -> None:
     """Answer one request after another, until there are no more."""
-    methods, trouble = None, ""
+    api, trouble = None, ""
     try:
-        methods = Methods(importlib.import_module("pyslurm"))
+        api = importlib.import_module("pyslurm")
     except (ImportError, RuntimeError, OSError) as error:
         trouble = str(error)
     for line in requests:
-        request = decode_request(line)
-        answers.write(encode(methods.answer(request) if methods else Answer(error=trouble, unfit=True)))
+        request = decode(line, Request)
+        try:
+            said = Answer(error=trouble, unfit=True) if api is None else answer(api, request)
+        except Exception as error:  # noqa: BLE001  (pyslurm raises what it likes, and this process is to live)
+            said = Answer(error=str(error) or type(error).__name__)
+        answers.write(encode(said))
         answers.flush()
 
 

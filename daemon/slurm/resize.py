@@ -9,14 +9,17 @@ import logging
 import math
 import secrets
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.slurm.adapter import MAX_DRAW_IN, Job, check_node
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError, from_message
 from ckptless.daemon.slurm.hostlist import compress
-from ckptless.daemon.slurm.process import Account, Done
+from ckptless.daemon.slurm.process import Account
+
+if TYPE_CHECKING:
+    from ckptless.daemon.slurm.commands import Commands
 
 _log = logging.getLogger(__name__)
 
@@ -27,53 +30,27 @@ CLEAN_UP_S = 10.0
 _NO_NODES = ("Unable to allocate resources", "configuration not available", "configuration is not available")
 
 
-class Tools(Protocol):
-    """What it takes of `commands.Commands`."""
-
-    async def squeue(self, deadline: Deadline, *select: str) -> tuple[Job, ...]:
-        """The jobs that squeue gives."""
-        ...
-
-    async def one_job(self, job_id: int, deadline: Deadline) -> Job:
-        """One job."""
-        ...
-
-    async def scancel(self, name: str, deadline: Deadline) -> None:
-        """Cancel a job."""
-        ...
-
-    async def tell(self, deadline: Deadline, doing: str, *arguments: str) -> Done:
-        """Run scontrol, which must succeed."""
-        ...
-
-    async def command(
-        self, deadline: Deadline, command: str, *arguments: str, account: Account | None = None
-    ) -> Done:
-        """Run a command."""
-        ...
-
-
 async def grow(
-    tools: Tools, job_id: int, count: int, avoid: Sequence[str], deadline: Deadline
+    slurm: "Commands", job_id: int, count: int, avoid: Sequence[str], deadline: Deadline
 ) -> tuple[str, ...]:
-    """See `adapter.Slurm.draw_in`."""
+    """See `Commands.draw_in`."""
     if not 0 < count <= MAX_DRAW_IN:
         raise UsageError(f"{count} is not a number of nodes to draw in: 1 to {MAX_DRAW_IN}")
-    job = await _running(tools, job_id, deadline)
+    job = await _running(slurm, job_id, deadline)
     helper_name = f"{HELPER_NAME}-{job_id}-{secrets.token_hex(6)}"
     # The daemon may run as root, whose jobs may be what a user's may not: all is asked for in the user's
     # name.
     account = Account.of(job.user_id)
     request = _request(job, count, avoid, helper_name, deadline)
     try:
-        done = await tools.command(deadline, "salloc", *request, account=account)
+        done = await slurm.command(deadline, "salloc", *request, account=account)
         if done.status != 0:
             raise _no_nodes(job_id, count, done.err)
-        helper = await _helper(tools, helper_name, deadline)
-        await tools.tell(deadline, f"grow job {job_id}", "update", f"jobid={helper.job_id}", "numnodes=0")
-        grown = await tools.one_job(job_id, deadline)
+        helper = await _helper(slurm, helper_name, deadline)
+        await slurm.tell(deadline, f"grow job {job_id}", "update", f"jobid={helper.job_id}", "numnodes=0")
+        grown = await slurm.job(job_id, deadline_s=deadline.left_s)
     except BaseException:
-        await _drop(tools, helper_name)
+        await _drop(slurm, helper_name)
         raise
     if not set(helper.nodes) <= set(grown.nodes):
         raise SlurmRefusedError(
@@ -82,10 +59,10 @@ async def grow(
     return helper.nodes
 
 
-async def shrink(tools: Tools, job_id: int, names: Sequence[str], deadline: Deadline) -> None:
-    """See `adapter.Slurm.release`."""
+async def shrink(slurm: "Commands", job_id: int, names: Sequence[str], deadline: Deadline) -> None:
+    """See `Commands.release`."""
     going = {check_node(name) for name in names}
-    job = await _running(tools, job_id, deadline)
+    job = await _running(slurm, job_id, deadline)
     if strangers := going - set(job.nodes):
         raise UsageError(f"{compress(strangers)} is not in job {job_id}, which has {compress(job.nodes)}")
     if job.batch_host in going:
@@ -97,12 +74,12 @@ async def shrink(tools: Tools, job_id: int, names: Sequence[str], deadline: Dead
         raise UsageError(f"job {job_id} would have no node left: cancel it instead")
     if going:
         nodes = f"nodelist={compress(staying)}"
-        await tools.tell(deadline, f"shrink job {job_id}", "update", f"jobid={job_id}", nodes)
+        await slurm.tell(deadline, f"shrink job {job_id}", "update", f"jobid={job_id}", nodes)
 
 
-async def _running(tools: Tools, job_id: int, deadline: Deadline) -> Job:
+async def _running(slurm: "Commands", job_id: int, deadline: Deadline) -> Job:
     """The job. One that waits has a list of nodes, too: the one it asks for, which is no business of ours."""
-    job = await tools.one_job(job_id, deadline)
+    job = await slurm.job(job_id, deadline_s=deadline.left_s)
     if not job.running:
         raise SlurmRefusedError(f"job {job_id} is {job.state}: only a running job grows or shrinks")
     if job.array:
@@ -145,19 +122,19 @@ def _no_nodes(job_id: int, count: int, said: str) -> SlurmError:
     return from_message(f"find {count} node(s) for job {job_id}", said)
 
 
-async def _helper(tools: Tools, helper_name: str, deadline: Deadline) -> Job:
-    for job in await tools.squeue(deadline, f"--name={helper_name}"):
+async def _helper(slurm: "Commands", helper_name: str, deadline: Deadline) -> Job:
+    for job in await slurm.squeue(deadline, f"--name={helper_name}"):
         if job.running and job.nodes:
             return job
     raise SlurmRefusedError(f"the nodes that Slurm gave to {helper_name} were gone at once")
 
 
-async def _drop(tools: Tools, helper_name: str) -> None:
+async def _drop(slurm: "Commands", helper_name: str) -> None:
     """Cancel the helper job if there is one. With slurmctld away that is somebody else's to do."""
     deadline = Deadline(CLEAN_UP_S)
     try:
-        for job in await tools.squeue(deadline, f"--name={helper_name}"):
+        for job in await slurm.squeue(deadline, f"--name={helper_name}"):
             if not job.over:
-                await tools.scancel(str(job.job_id), deadline)
+                await slurm.scancel(str(job.job_id), deadline)
     except SlurmUnreachableError:
         _log.warning("job %s may hold nodes until it is cancelled: slurmctld is away", helper_name)

@@ -2,10 +2,10 @@
 
 import logging
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.slurm.adapter import DEADLINE_S, Node, Slurm
+from ckptless.daemon.slurm.adapter import DEADLINE_S, Node
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import SlurmError
@@ -16,20 +16,18 @@ Choice = Literal["auto", "commands", "pyslurm"]
 _log = logging.getLogger(__name__)
 
 
-async def select(choice: str, folder: Path | None = None, *, deadline_s: float = DEADLINE_S) -> Slurm:
+async def select(choice: Choice, folder: Path | None = None, *, deadline_s: float = DEADLINE_S) -> Commands:
     """The backend for `choice`, for the caller to close; Slurm's commands are in `folder`, None for the PATH.
 
     `auto` takes pyslurm if it can be imported and knows the same nodes as Slurm's commands, else the
     commands; also while slurmctld is away, since then nobody can tell. `pyslurm` insists: UsageError if it
     cannot be imported.
     """
-    if choice not in get_args(Choice):
-        raise UsageError(f"the slurm backend {choice!r} is unknown: use one of {', '.join(get_args(Choice))}")
     commands = Commands(folder)
     if choice == "commands":
         _log.info("Slurm is asked through its commands, as configured")
         return commands
-    pyslurm = Pyslurm(commands)
+    pyslurm = Pyslurm(folder)
     try:
         what = await _fitness(pyslurm, commands, choice, Deadline(deadline_s))
     except (SlurmError, ProtocolError) as error:

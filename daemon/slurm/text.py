@@ -59,7 +59,6 @@ _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 _DURATION = re.compile(r"(?:([0-9]{1,9})-)?(?:([0-9]{1,9}):)?([0-9]{1,9}):([0-9]{1,2})", re.ASCII)
 _WORDS = re.compile(r"([A-Za-z]+)=(\S*)", re.ASCII)
 _GROUPS = ("SwitchName", "BlockName", "RingName")
-_PING = re.compile(r"^Slurmctld\((\w+)\) at (\S+) is (UP|DOWN)\s*$", re.ASCII | re.MULTILINE)
 
 # What sinfo appends to a state, in the words of scontrol.
 _SUFFIXES = {
@@ -208,17 +207,6 @@ def _node(pairs: Mapping[str, str]) -> Node:
 def _reason(text: str) -> str:
     match = _REASON.fullmatch(text.strip())
     return something(match[1] if match else text.strip())
-
-
-def read_ping(text: str) -> str | None:
-    """The host of the first slurmctld that is up in the answer of `scontrol ping`; None if all are down.
-
-    Raises ProtocolError if no slurmctld is named at all.
-    """
-    lines = _PING.findall(text)
-    if not lines:
-        raise ProtocolError(f"scontrol ping gave no slurmctld: {text[:80]!r}")
-    return next((host for _, host, state in lines if state == "UP"), None)
 
 
 def read_topology(text: str) -> dict[str, tuple[str, ...]]:

@@ -59,7 +59,7 @@ from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.peers import bundles, handshake
 from ckptless.daemon.peers import messages as peers
 from ckptless.daemon.settings import load_settings
-from ckptless.daemon.slurm import hostlist, pyslurm_messages, text
+from ckptless.daemon.slurm import hostlist, pyslurm_worker, text
 from ckptless.pytorch_hooks.data import batch_codec, identity, pack, records, sealed
 from ckptless.pytorch_hooks.data.arrow import Arrow
 from ckptless.pytorch_hooks.data.cache import Cache
@@ -104,6 +104,11 @@ EDGES: dict[str, tuple[Any, int]] = {
     "agent, from agents": (peers.AgentMessage, CONTROL_LIMIT),
 }
 GREETINGS = (handshake.Opening, handshake.Answer, handshake.Proof)
+
+
+def _nccl_check_in(data: bytes) -> None:
+    opening = nccl_wire.decode_opening(data[:16].ljust(16, b"\0"))
+    nccl_wire.decode_check_in(data[16 : 16 + opening.nbytes])
 
 
 def _edge(name: str, kind: Any, limit: int) -> Target:
@@ -172,18 +177,18 @@ def edges() -> list[Target]:
         ),
         Target(
             "pyslurm, a request",
-            lambda chance: msgspec.json.encode(build(pyslurm_messages.Request, chance)),
-            pyslurm_messages.decode_request,
-            kind=pyslurm_messages.Request,
+            lambda chance: msgspec.json.encode(build(pyslurm_worker.Request, chance)),
+            lambda data: pyslurm_worker.decode(data, pyslurm_worker.Request),
+            kind=pyslurm_worker.Request,
         ),
         Target(
             "pyslurm, an answer",
-            lambda chance: msgspec.json.encode(build(pyslurm_messages.Answer, chance)),
-            pyslurm_messages.decode_answer,
-            kind=pyslurm_messages.Answer,
+            lambda chance: msgspec.json.encode(build(pyslurm_worker.Answer, chance)),
+            lambda data: pyslurm_worker.decode(data, pyslurm_worker.Answer),
+            kind=pyslurm_worker.Answer,
         ),
         Target("store, torch's protocol", _store_stream, lambda data: store_parser.StoreParser().feed(data)),
-        Target("NCCL, a check-in", _check_in, lambda data: nccl_wire.CheckInReader().feed(data)),
+        Target("NCCL, a check-in", _check_in, _nccl_check_in),
         Target("NCCL, an id", _unique_id, nccl_wire.decode_id),
         # Compressed again each time: what is within is what shall be looked at.
         Target("decree, packed", lambda c: zlib.decompress(_packed(c)), _zipped(_unpack)),
@@ -670,7 +675,6 @@ def texts() -> list[Target]:
     return [
         Target("Slurm's jobs", _jobs, _as_text(text.JobFormat(SECRET).read)),
         Target("Slurm's nodes", _recorded("nodes.txt"), _as_text(text.read_nodes)),
-        Target("Slurm's ping", _recorded("ping.txt"), _as_text(text.read_ping)),
         Target(
             "Slurm's topology",
             lambda _: (

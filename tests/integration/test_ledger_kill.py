@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import IO
 
+from ckptless.daemon.api.records import EventRecord, GenerationRecord
 from ckptless.daemon.ledger.store import Ledger
 
 KILLS = 20
@@ -90,8 +91,8 @@ def check(path: Path, acknowledged: int) -> int:
         assert acknowledged == 0
         return 0
     with Ledger.open_readonly(path) as ledger:
-        events = ledger.events("j").records
-        generations = [record.generation for record in ledger.generations("j")]
+        events = ledger.rows(EventRecord, "j")
+        generations = [record.generation for record in ledger.rows(GenerationRecord, "j")]
     last = max(generations, default=0)
     assert generations == list(range(1, last + 1))
     assert Counter(event.generation for event in events) == dict.fromkeys(generations, BATCH - 1)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
-from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
+from ckptless.daemon.agent.ranks.processes import SPAWN_DEADLINE_S, Process, SpawnSpec, Zygote
 from ckptless.daemon.api.errors import PeerError, UsageError
 
 DEADLINE_S = 60.0  # torch is imported more than once, on a machine that may have much else to do
@@ -55,7 +55,24 @@ report = {
 json.dump(report, open(sys.argv[1], "w"))
 """
 
-Body = Callable[[Zygote], Awaitable[None]]
+
+class Logging(Zygote):
+    """What it starts writes into rank.log of its working directory, if nothing else is said."""
+
+    async def spawn(
+        self,
+        spec: SpawnSpec,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        deadline_s: float = SPAWN_DEADLINE_S,
+    ) -> Process:
+        if stdout is not None:
+            return await super().spawn(spec, stdout, stderr, deadline_s)
+        with (spec.cwd / "rank.log").open("ab") as log:
+            return await super().spawn(spec, log.fileno(), stderr, deadline_s)
+
+
+Body = Callable[[Logging], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +94,7 @@ def as_agent(events: list[tuple[str, str]], body: Body, preload: tuple[str, ...]
     """Run `body` with a zygote, as an agent would; every wait in it ends at DEADLINE_S."""
 
     async def main() -> None:
-        zygote = Zygote(lambda kind, text: events.append((kind, text)))
+        zygote = Logging(lambda kind, text: events.append((kind, text)))
         async with asyncio.timeout(DEADLINE_S):
             try:
                 await zygote.start(preload, ENV, DEADLINE_S)
@@ -95,8 +112,7 @@ def script(tmp_path: Path, text: str, name: str = "train.py") -> Path:
 
 
 def spec(tmp_path: Path, *argv: str | Path, module: bool = False, env: Mapping[str, str] = ENV) -> SpawnSpec:
-    log = tmp_path / "rank.log"
-    return SpawnSpec(argv=tuple(map(str, argv)), env=env, cwd=tmp_path, stdout=log, module=module)
+    return SpawnSpec(argv=tuple(map(str, argv)), env=env, cwd=tmp_path, module=module)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -162,7 +178,7 @@ def test_a_rank_looks_like_a_fresh_interpreter(
     forked, fresh = tmp_path / "forked.json", tmp_path / "fresh.json"
     report: dict[str, Any] = {}
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         process = await zygote.spawn(
             spec(tmp_path, target, forked, "-x", module=how in ("module", "package"))
         )
@@ -202,7 +218,7 @@ ENDINGS = {
 def test_a_rank_ends_like_a_fresh_interpreter(tmp_path: Path, events: list[tuple[str, str]]) -> None:
     got, wanted = {}, {}
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         for name, text in ENDINGS.items():
             one = spec(tmp_path, script(tmp_path, text))
             wanted[name] = directly(one)
@@ -230,7 +246,7 @@ def test_a_rank_is_the_agents_child_in_a_session_of_its_own(
 ) -> None:
     path = script(tmp_path, "import os; print(os.getpid(), os.getppid(), os.getsid(0), os.getpgrp())")
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         process = await zygote.spawn(spec(tmp_path, path))
         assert process.returncode is None
         assert await process.wait() == 0
@@ -249,21 +265,18 @@ def test_deaths_are_seen_in_their_order_and_kill_after_death_is_nothing(
     async def watch(process: Process) -> None:
         seen.append(await process.wait())
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         one, two = [await zygote.spawn(spec(tmp_path, path)) for _ in range(2)]
         async with asyncio.TaskGroup() as group:
             group.create_task(watch(one))
             group.create_task(watch(two))
             await asyncio.sleep(0.05)
-            assert (one.returncode, one.dead_for_s, seen) == (None, None, [])
+            assert (one.returncode, seen) == (None, [])
             two.kill(signal.SIGTERM)
             await two.wait()
             assert one.returncode is None
             one.kill()
         assert seen == [-signal.SIGTERM, -signal.SIGKILL]
-        assert one.dead_for_s is not None
-        assert two.dead_for_s is not None
-        assert two.dead_for_s > one.dead_for_s >= 0
         one.kill()
         assert children() == {zygote.pid}
 
@@ -286,7 +299,7 @@ def test_what_a_killed_rank_started_goes_with_it_and_nothing_stays_a_zombie(
         """,
     )
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         process = await zygote.spawn(spec(tmp_path, path))
         log = tmp_path / "rank.log"
         await until(lambda: log.exists() and log.read_text().endswith("\n"))
@@ -307,7 +320,7 @@ def test_ranks_outlive_the_zygote_and_the_next_spawn_starts_another(
 ) -> None:
     path = script(tmp_path, "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)")
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         one = await zygote.spawn(spec(tmp_path, path))
         old = zygote.pid
         assert old is not None
@@ -329,7 +342,7 @@ def test_a_spawn_in_flight_survives_the_zygote_and_runs_once(
 ) -> None:
     path = script(tmp_path, "print('ran')")
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         old = zygote.pid
         assert old is not None
         os.kill(old, signal.SIGSTOP)
@@ -347,7 +360,7 @@ def test_a_spawn_in_flight_survives_the_zygote_and_runs_once(
 def test_a_spawn_given_up_runs_nothing(tmp_path: Path, events: list[tuple[str, str]]) -> None:
     path = script(tmp_path, "import sys; print(sys.argv[1])")
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         zygote_pid = zygote.pid
         assert zygote_pid is not None
         os.kill(zygote_pid, signal.SIGSTOP)
@@ -380,8 +393,9 @@ async def main():
     here = pathlib.Path(sys.argv[1])
     zygote = Zygote(print)
     await zygote.start(["json"], {}, 60)
-    spec = SpawnSpec(argv=("-c.py",), env={}, cwd=here, stdout=here / "rank.log")
-    ranks = [await zygote.spawn(spec) for _ in range(2)]
+    spec = SpawnSpec(argv=("-c.py",), env={}, cwd=here)
+    with (here / "rank.log").open("ab") as log:
+        ranks = [await zygote.spawn(spec, log.fileno()) for _ in range(2)]
     print(zygote.pid, *(rank.pid for rank in ranks), flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
@@ -420,25 +434,21 @@ def test_twenty_spawns_leave_no_descriptor_behind(tmp_path: Path, events: list[t
     def open_fds() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         before = open_fds()
         for _ in range(20):
-            one = SpawnSpec(argv=(str(path),), env=ENV, cwd=tmp_path, stdout="pipe", stderr="pipe")
-            process = await zygote.spawn(one)
-            assert process.stdout is not None
-            assert process.stderr is not None
+            (stdout, out), (stderr, err) = os.pipe(), os.pipe()
+            process = await zygote.spawn(spec(tmp_path, path), out, err)
+            os.close(out)
+            os.close(err)
             assert await process.wait() == 0
-            assert os.read(process.stdout, 100) == b"hello\n"
-            assert os.read(process.stderr, 100) == b""
-            os.close(process.stdout)
-            os.close(process.stderr)
+            assert os.read(stdout, 100) == b"hello\n"
+            assert os.read(stderr, 100) == b""
+            os.close(stdout)
+            os.close(stderr)
         for _ in range(3):
             with pytest.raises(UsageError, match="does not exist"):
-                await zygote.spawn(SpawnSpec(argv=("x",), env=ENV, cwd=tmp_path / "no", stdout="pipe"))
-            with pytest.raises(FileNotFoundError):
-                await zygote.spawn(
-                    SpawnSpec(argv=("x",), env=ENV, cwd=tmp_path, stdout="pipe", stderr=tmp_path / "no/log")
-                )
+                await zygote.spawn(SpawnSpec(argv=("x",), env=ENV, cwd=tmp_path / "no"), 1)
         assert open_fds() == before
 
     as_agent(events, body)
@@ -448,7 +458,7 @@ def test_an_environment_of_megabytes_arrives(tmp_path: Path, events: list[tuple[
     path = script(tmp_path, "import os; print(sum(map(len, os.environ.values())))")
     env = {**ENV, "BIG": "x" * 5_000_000, **{f"VARIABLE_{number}": "y" * 1000 for number in range(1000)}}
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         assert await (await zygote.spawn(spec(tmp_path, path, env=env))).wait() == 0
 
     as_agent(events, body)
@@ -459,7 +469,7 @@ def test_an_environment_of_megabytes_arrives(tmp_path: Path, events: list[tuple[
 def test_a_variable_that_comes_too_late_is_told_once(tmp_path: Path, events: list[tuple[str, str]]) -> None:
     path = script(tmp_path, "")
 
-    async def body(zygote: Zygote) -> None:
+    async def body(zygote: Logging) -> None:
         for _ in range(2):
             await (
                 await zygote.spawn(spec(tmp_path, path, env={**ENV, "OMP_NUM_THREADS": "4", "RANK": "0"}))
@@ -485,7 +495,7 @@ def test_a_preload_that_fails_is_named(tmp_path: Path, module: str, text: str | 
         script(tmp_path, text, f"{module}.py")
 
     async def main() -> None:
-        zygote = Zygote(lambda kind, text: None)
+        zygote = Logging(lambda kind, text: None)
         with pytest.raises((UsageError, PeerError), match=error):
             await zygote.start(
                 ["json", module], {**ENV, "PYTHONPATH": str(tmp_path)}, 2 if module == "stuck" else 60
@@ -508,17 +518,17 @@ def test_what_does_not_go_with_fork_is_a_warning(tmp_path: Path) -> None:
         """,
         "threaded.py",
     )
-    events: list[str] = []
+    events: list[tuple[str, str]] = []
 
     async def main() -> None:
-        zygote = Zygote(lambda kind, text: events.append(kind))
+        zygote = Logging(lambda kind, text: events.append((kind, text)))
         await zygote.start(["threaded"], {**ENV, "PYTHONPATH": str(tmp_path)}, DEADLINE_S)
-        assert "left 2 threads running (sleeper)" in zygote.warnings[0]
-        assert "descriptors" in zygote.warnings[1]
         await zygote.close()
 
     asyncio.run(main())
-    assert events == ["zygote-warning"] * 2
+    assert [kind for kind, _ in events] == ["zygote-warning"] * 2
+    assert "left 2 threads running (sleeper)" in events[0][1]
+    assert "descriptors" in events[1][1]
 
 
 @pytest.mark.parametrize("module", ["triton", "another"])
@@ -537,7 +547,7 @@ def test_what_triton_has_loaded_is_collected_at_the_end(tmp_path: Path, module: 
     train = script(tmp_path, "print('trained')")
 
     async def main() -> None:
-        zygote = Zygote(lambda kind, text: None)
+        zygote = Logging(lambda kind, text: None)
         env = {**ENV, "PYTHONPATH": str(tmp_path)}
         await zygote.start([module], env, DEADLINE_S)
         try:
@@ -564,11 +574,8 @@ def test_seeds_with_torch_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     durations: list[float] = []
     quick = script(tmp_path, "", "quick.py")
-    warnings: tuple[str, ...] = ()
 
-    async def body(zygote: Zygote) -> None:
-        nonlocal warnings
-        warnings = zygote.warnings
+    async def body(zygote: Logging) -> None:
         for _ in range(2):
             assert await (await zygote.spawn(spec(tmp_path, path))).wait() == 0
         for _ in range(9):
@@ -588,7 +595,7 @@ def test_seeds_with_torch_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert len({one[field], two[field], fresh[field]}) == 3, (
             f"{what} random numbers are each process's own"
         )
-    assert (warnings, events) == ((), [])
+    assert events == []
     median = statistics.median(durations) * 1e3
     with capsys.disabled():
         print(f"\nspawn with torch loaded: median {median:.1f} ms of {len(durations)}")

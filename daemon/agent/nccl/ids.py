@@ -9,8 +9,8 @@ communicators that group has had; and whoever has the key can tell by it of whic
 import hashlib
 import hmac
 import struct
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from ckptless.daemon.agent.nccl.blocks import block
 from ckptless.daemon.agent.nccl.wire import Address, UniqueId, encode_id
@@ -74,25 +74,17 @@ class NcclIds:
         self._roots_of_all = -(-len(homes) // ranks_per_root)
         self._key, self._homes = key, tuple(homes)
         self._nodes = tuple(dict.fromkeys(homes))
-        self._lists: OrderedDict[tuple[bytes, int, int], list[bytes]] = OrderedDict()
+        self.ids = lru_cache(MAX_LISTS)(self._ids)
+        """All ids of a communicator: `ids(group, round, count)`, for so many roots."""
 
     @property
     def ranks(self) -> int:
         """Number of ranks of the job."""
         return len(self._homes)
 
-    def ids(self, group: bytes, round_: int, count: int) -> list[bytes]:
-        """All ids of a communicator with so many roots."""
-        wanted = (group, round_, count)
-        known = self._lists.get(wanted)
-        if known is None:
-            magic = magic_of(self._key, self.generation, group, round_)
-            known = [encode_id(UniqueId(magic, home)) for home in self.roots(group, count)]
-            self._lists[wanted] = known
-            if len(self._lists) > MAX_LISTS:
-                self._lists.popitem(last=False)
-        self._lists.move_to_end(wanted)
-        return known
+    def _ids(self, group: bytes, round_: int, count: int) -> list[bytes]:
+        magic = magic_of(self._key, self.generation, group, round_)
+        return [encode_id(UniqueId(magic, home)) for home in self.roots(group, count)]
 
     def roots(self, group: bytes, count: int) -> list[Address]:
         """Where they are. With as many as the whole job has, each is on the node of its block's first rank.

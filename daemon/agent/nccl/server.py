@@ -4,11 +4,17 @@ import asyncio
 import ipaddress
 import logging
 from collections.abc import Callable
-from functools import partial
 
 from ckptless.daemon.agent.nccl.ids import StaleError, admitted
 from ckptless.daemon.agent.nccl.root import Answer, Dropped, Roots
-from ckptless.daemon.agent.nccl.wire import CheckIn, CheckInReader, UnknownLayoutError, encode_message
+from ckptless.daemon.agent.nccl.wire import (
+    MAGIC_NBYTES,
+    OPENING_NBYTES,
+    UnknownLayoutError,
+    decode_check_in,
+    decode_opening,
+    encode_message,
+)
 from ckptless.daemon.api.errors import ProtocolError, UsageError
 from ckptless.daemon.peers.listener import serve
 
@@ -21,6 +27,8 @@ RETRY_S = 0.1
 # Of these the oldest gives way: a rank is through in no time, and whoever stays does not mean well.
 MAX_CONNECTIONS = 512
 MAX_ANSWERING = 128
+# No more than twice this is kept of what somebody sends.
+READ_NBYTES = 1024
 # Events of one kind are told once in so many seconds.
 TELL_EVERY_S = 5.0
 
@@ -41,11 +49,12 @@ class NcclServer:
         self.on_event: Callable[[str, str], None] = _ignore
         self.on_unknown: Callable[[str], None] = _ignore
         self.refused = 0
-        self._key: bytes | None = None
+        self._key = b""
+        self._has_key = asyncio.Event()
         self._generation = 0
         self._roots = Roots()
         self._server: asyncio.Server | None = None
-        self._ranks: dict[_Rank, None] = {}
+        self._ranks: dict[asyncio.Task[None], str] = {}  # and from where each came, the oldest first
         self._answers: dict[asyncio.Task[None], int] = {}
         self._answering = asyncio.Semaphore(MAX_ANSWERING)
         self._timer: asyncio.TimerHandle | None = None
@@ -57,14 +66,15 @@ class NcclServer:
             ipaddress.ip_address(host)
         except ValueError as error:
             raise UsageError(f"NCCL's roots listen at a numeric address, not at {host!r}") from error
-        self._server, port = await serve(host, lambda: _Rank(self._heard))
+        self._server, port = await serve(
+            host, lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(READ_NBYTES), self._connected)
+        )
         return port
 
     def learn_key(self, key: bytes) -> None:
         """The job's key. Who came before it was known has waited."""
         self._key = key
-        for rank in list(self._ranks):
-            self._heard(rank)
+        self._has_key.set()
 
     def follow(self, generation: int) -> None:
         """A new generation: nobody of an older one is answered any more."""
@@ -83,67 +93,64 @@ class NcclServer:
         server.close()
         if self._timer is not None:
             self._timer.cancel()
-        lost = [rank.lost for rank in self._ranks]
-        for rank in list(self._ranks):
-            rank.hang_up()
-        for task in list(self._answers):
+        tasks = [*self._ranks, *self._answers]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._answers, *lost, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await server.wait_closed()
 
     # -------------------------------------------------------------------------------------- ranks
 
-    def _heard(self, rank: "_Rank") -> None:
-        """Somebody came, said something, or went: look at what there is of it."""
-        if rank.lost.done():
-            self._ranks.pop(rank, None)
-            return
-        if self._server is None:
-            rank.hang_up()
-            return
-        if rank not in self._ranks:
-            self._ranks[rank] = None
-            if len(self._ranks) > MAX_CONNECTIONS:
-                self._refuse(next(iter(self._ranks)), "there are too many at once")
-        if rank.late:
-            self._refuse(rank, f"no check-in came in {READ_DEADLINE_S:.0f} s")
-        elif self._key is not None and rank.magic is not None:
-            self._judge(rank, rank.magic, self._key)
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hear somebody who wants to check in, then hang up without a word."""
 
-    def _judge(self, rank: "_Rank", magic: int, key: bytes) -> None:
-        try:
-            generation = admitted(key, magic, self._generation)
-        except ProtocolError as error:
-            kind = "nccl-stale" if isinstance(error, StaleError) else "nccl-refused"
-            self._refuse(rank, str(error), kind)
-            return
-        if isinstance(rank.error, UnknownLayoutError):
-            self._refuse(rank, str(rank.error), "nccl-unknown")
-            self.on_unknown(str(rank.error))
-        elif rank.error is not None:
-            self._refuse(rank, str(rank.error))
-        elif rank.message is not None:
-            self._take(rank, magic, generation, rank.message)
+        def hang_up(task: asyncio.Task[None]) -> None:
+            self._ranks.pop(task, None)
+            writer.transport.abort()
 
-    def _take(self, rank: "_Rank", magic: int, generation: int, message: CheckIn) -> None:
+        peer = str(writer.get_extra_info("peername"))
+        task = asyncio.create_task(self._hear(peer, reader))
+        self._ranks[task] = peer
+        task.add_done_callback(hang_up)
+        if len(self._ranks) > MAX_CONNECTIONS:
+            oldest = next(iter(self._ranks))
+            oldest.cancel()
+            self._refuse(self._ranks.pop(oldest), "there are too many at once")
+
+    async def _hear(self, peer: str, reader: asyncio.StreamReader) -> None:
         try:
-            answers = self._roots.check_in(magic, generation, message, asyncio.get_running_loop().time())
+            await self._check_in(reader)
+        except TimeoutError:
+            self._refuse(peer, f"no check-in came in {READ_DEADLINE_S:.0f} s")
+        except StaleError as error:
+            self._refuse(peer, str(error), "nccl-stale")
+        except UnknownLayoutError as error:
+            self._refuse(peer, str(error), "nccl-unknown")
+            self.on_unknown(str(error))
         except ProtocolError as error:
-            self._refuse(rank, str(error))
-            return
+            self._refuse(peer, str(error))
+        except (OSError, EOFError) as error:
+            logger.debug("%s hung up: %s", peer, error)
+
+    async def _check_in(self, reader: asyncio.StreamReader) -> None:
+        """Take what a rank says. Raises TimeoutError, ProtocolError; EOFError, OSError where it hangs up."""
+        async with asyncio.timeout(READ_DEADLINE_S):
+            head = await reader.readexactly(MAGIC_NBYTES)
+            await self._has_key.wait()
+            magic = int.from_bytes(head, "little")
+            generation = admitted(self._key, magic, self._generation)  # or nothing more of it is looked at
+            opening = decode_opening(head + await reader.readexactly(OPENING_NBYTES - MAGIC_NBYTES))
+            message = decode_check_in(await reader.readexactly(opening.nbytes))
+        answers = self._roots.check_in(magic, generation, message, asyncio.get_running_loop().time())
         self._set_timer()
-        self._ranks.pop(rank, None)
-        rank.hang_up()
         for answer in answers:
             task = asyncio.create_task(self._answer(answer))
             self._answers[task] = generation
-            task.add_done_callback(partial(self._answers.pop))
+            task.add_done_callback(self._answers.pop)
 
-    def _refuse(self, rank: "_Rank", why: str, kind: str = "nccl-refused") -> None:
+    def _refuse(self, peer: str, why: str, kind: str = "nccl-refused") -> None:
         self.refused += 1
-        self._ranks.pop(rank, None)
-        self._tell(kind, f"hung up on {rank.peer}: {why}")
-        rank.hang_up()
+        self._tell(kind, f"hung up on {peer}: {why}")
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -201,55 +208,3 @@ class NcclServer:
             return
         self._told[kind] = (now, 0)
         self.on_event(kind, text + (f" (and {unsaid} more before)" if unsaid else ""))
-
-
-class _Rank(asyncio.Protocol):
-    """One connection of somebody who wants to check in; `on_change` is told of whatever it does."""
-
-    def __init__(self, on_change: "Callable[[_Rank], None]") -> None:
-        loop = asyncio.get_running_loop()
-        self.lost: asyncio.Future[None] = loop.create_future()
-        self.message: CheckIn | None = None
-        self.error: ProtocolError | None = None
-        self.late = False
-        self.peer = "nobody"
-        self._on_change = on_change
-        self._reader = CheckInReader()
-
-    @property
-    def magic(self) -> int | None:
-        """What it says first."""
-        return self._reader.magic
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self.peer = str(transport.get_extra_info("peername"))
-        self._deadline = asyncio.get_running_loop().call_later(READ_DEADLINE_S, self._be_late)
-        self._on_change(self)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self.message = self._reader.feed(data) or self.message
-        except ProtocolError as error:
-            self.error = error
-            # It is read no further, also where it is not refused before the job's key is known.
-            self._transport.pause_reading()
-        self._on_change(self)
-
-    def eof_received(self) -> bool:
-        """A rank hangs up when it has sent; the connection is kept while its check-in waits for the key."""
-        return self.message is not None
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._deadline.cancel()
-        self.lost.set_result(None)
-        self._on_change(self)
-
-    def _be_late(self) -> None:
-        self.late = True
-        self._on_change(self)
-
-    def hang_up(self) -> None:
-        """Close without a word."""
-        self._transport.abort()

@@ -15,7 +15,7 @@ from msgspec import Struct
 from ckptless.daemon.api.errors import ProtocolError
 
 ID_NBYTES = 128
-OPENING_NBYTES = 16
+MAGIC_NBYTES, OPENING_NBYTES = 8, 16
 # ncclSocketTypeBootstrap, the same in every version.
 SOCKET_TYPE = 1
 SOCKADDR_NBYTES = 28
@@ -64,7 +64,6 @@ LAYOUTS = {
     172: Layout("2.23 to 2.28", struct.Struct("<4i"), 16, 128),
     176: Layout("2.29 to 2.32", struct.Struct("<5i"), 20, 128),
 }
-MAX_CHECK_IN_NBYTES = max(LAYOUTS)
 
 
 class CheckIn(Struct, frozen=True):
@@ -171,36 +170,3 @@ def encode_check_in(check_in: CheckIn, nbytes: int) -> bytes:
 def encode_message(magic: int, payload: bytes) -> bytes:
     """An opening and what it announces: a check-in, or the answer to one."""
     return _OPENING.pack(magic, SOCKET_TYPE, len(payload)) + payload
-
-
-class CheckInReader:
-    """Puts one connection's bytes together, in whatever pieces they come. It holds one check-in at most."""
-
-    def __init__(self) -> None:
-        self._unread = bytearray()
-        self._opening: Opening | None = None
-        self._done = False
-
-    @property
-    def magic(self) -> int | None:
-        """The magic, as soon as it is there: whether to read on depends on it."""
-        return int.from_bytes(self._unread[:8], "little") if len(self._unread) >= 8 else None
-
-    def feed(self, data: bytes) -> CheckIn | None:
-        """Take the next piece. Raises ProtocolError, also for what comes after the check-in."""
-        if self._done and data:
-            raise ProtocolError("more than one check-in over a connection")
-        # No more than this is kept, however large the piece is.
-        room = OPENING_NBYTES + MAX_CHECK_IN_NBYTES + 1 - len(self._unread)
-        self._unread += data[:room]
-        if self._opening is None and len(self._unread) >= OPENING_NBYTES:
-            self._opening = decode_opening(bytes(self._unread[:OPENING_NBYTES]))
-        if self._opening is None or self._done:
-            return None
-        missing = OPENING_NBYTES + self._opening.nbytes - len(self._unread)
-        if missing < 0:
-            raise ProtocolError("more than one check-in over a connection")
-        if missing > 0:
-            return None
-        self._done = True
-        return decode_check_in(bytes(self._unread[OPENING_NBYTES:]))

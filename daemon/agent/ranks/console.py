@@ -129,7 +129,7 @@ def _own_nonblocking(fd: int) -> int:
 class RankOutput:
     """Copies one process's pipe to its log file, and by lines to the console if given, until the pipe's end.
 
-    Takes over `pipe`, a non-blocking read end. A log that cannot be written is told once, to
+    Takes over `pipe`, a read end. A log that cannot be written is told once, to
     `on_event("log-failed", text)`; the rank goes on.
     """
 
@@ -143,6 +143,7 @@ class RankOutput:
         self._ended = asyncio.Event()
         self._log = -1
         self.redirect(log, prefix, console)
+        os.set_blocking(pipe, False)
         self._loop.add_reader(pipe, self._on_readable)
 
     def redirect(self, log: Path, prefix: str, console: ConsoleOutput | None) -> None:

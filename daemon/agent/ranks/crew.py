@@ -6,6 +6,7 @@ Decides nothing: what a slot should hold comes from the assignment, what has hap
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import signal
 from collections.abc import Callable, Coroutine
@@ -24,9 +25,8 @@ from ckptless.daemon.agent.ranks.environment import (
 )
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
-from ckptless.daemon.agent.ranks.scratch import Scratch
 from ckptless.daemon.agent.ranks.slots import Slot, Tenant
-from ckptless.daemon.agent.ranks.socket_folder import scratch_path
+from ckptless.daemon.agent.ranks.socket_folder import Scratch
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import CkptlessError
 
@@ -52,7 +52,7 @@ class Crew:
         # Those of which a rank's end was told, and those before.
         self._oom_kills = oom_kills()
         self.store = ("", 0)
-        self._scratch = Scratch(scratch_path(config.rank_socket))
+        self._scratch = Scratch(config.rank_socket)
         self.on_change: Callable[[], None] = lambda: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self.on_hello: Callable[[Slot], None] = lambda _slot: None
@@ -96,13 +96,14 @@ class Crew:
                 **self._hooks_env(),
             },
             cwd=Path(self._config.cwd),
-            stdout="pipe",
             scratch=self._scratch.make(),
         )
         slot.restarts += 1
+        output, theirs = os.pipe()
         try:
-            process = await self._zygote.spawn(spec)
+            process = await self._zygote.spawn(spec, theirs)
         except CkptlessError as error:
+            os.close(output)
             self._scratch.remove(spec.scratch)
             self.on_event("spawn-failed", f"slot {slot.index}: {error}")
             if slot.births != birth:
@@ -111,6 +112,8 @@ class Crew:
             slot.enter("exited", slot.generation, m.Cause(kind="died", text=str(error)))
             self.on_change()
             return
+        finally:
+            os.close(theirs)
         tenant = Tenant(process, heard_at=asyncio.get_running_loop().time(), scratch=spec.scratch)
         if self._closing or slot.births != birth:
             # While it was forked the next generation came, which has a process of its own for this slot.
@@ -118,7 +121,8 @@ class Crew:
             process.kill()
         else:
             slot.tenant = tenant
-        self._attach_output(tenant, rank)
+        to = self._destination(process.pid, rank)
+        self._outputs[process.pid] = RankOutput(output, *to, self.on_event)
         self._spawn_task(self._watch(slot, tenant))
         link = self._early.pop(process.pid, None)
         if link is not None and slot.tenant is tenant:
@@ -133,23 +137,18 @@ class Crew:
             return {}
         return {AGENT_SOCKET: self._config.rank_socket, RESUME: self._resume}
 
-    def _attach_output(self, tenant: Tenant, rank: int | None) -> None:
-        process = tenant.process
-        assert process.stdout is not None
+    def _destination(self, pid: int, rank: int | None) -> tuple[Path, str, ConsoleOutput | None]:
+        """Log file, prefix, and the console if it is to be shown there."""
         log_dir = Path(self._config.log_dir)
-        path = rank_log_path(log_dir, rank) if rank is not None else log_dir / f"spare-{process.pid}.log"
-        tee = self._config.tee is None or rank in self._config.tee
-        console = self._console if tee else None
-        prefix = f"[rank {rank}] " if rank is not None else "[spare] "
-        self._outputs[process.pid] = RankOutput(process.stdout, path, prefix, console, self.on_event)
+        path = rank_log_path(log_dir, rank) if rank is not None else log_dir / f"spare-{pid}.log"
+        shown = self._config.tee is None or rank in self._config.tee
+        return path, f"[rank {rank}] " if rank is not None else "[spare] ", self._console if shown else None
 
     def promote(self, tenant: Tenant, rank: int) -> None:
         """A spare has become a rank: its output is the rank's from now on."""
-        output = self._outputs.get(tenant.process.pid)
-        if output is not None:
-            tee = self._config.tee is None or rank in self._config.tee
-            path = rank_log_path(Path(self._config.log_dir), rank)
-            output.redirect(path, f"[rank {rank}] ", self._console if tee else None)
+        pid = tenant.process.pid
+        if (output := self._outputs.get(pid)) is not None:
+            output.redirect(*self._destination(pid, rank))
 
     # ------------------------------------------------------------------------------------- hello
 

@@ -8,17 +8,20 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from ckptless.daemon.agent.ranks import zygote_messages as wire
 from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
-from ckptless.daemon.agent.ranks.zygote_link import ZygoteGoneError, ZygoteLink, hatched, launch
 from ckptless.daemon.api.errors import PeerError, ProtocolError, UsageError
 
 SPAWN_DEADLINE_S = 30.0
+EXIT_DEADLINE_S = 5.0
 GROUP_DEADLINE_S = 30.0
 GROUP_POLL_S = 0.02
 # What a process counts as whose status someone else has taken; asyncio's own choice.
@@ -27,7 +30,10 @@ STATUS_UNKNOWN = 255
 READ_AT_LOAD = ("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LC_", "LANG")
 
 OnEvent: TypeAlias = Callable[[str, str], None]
-Output: TypeAlias = Path | Literal["pipe", "inherit"]
+
+
+class ZygoteGoneError(PeerError):
+    """The zygote died before it answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +41,14 @@ class SpawnSpec:
     """A training process to start.
 
     `argv` is a script (or, with `module`, a module) and its arguments. `env` is the whole environment; what
-    is named in READ_AT_LOAD has an effect only if the zygote was started with the same. An output is a log
-    file, opened for appending, or "inherit" (the caller's standard output), or "pipe": see `Process.stdout`.
-    `umask` None is the agent's. `scratch`: see `agent.scratch`.
+    is named in READ_AT_LOAD has an effect only if the zygote was started with the same. `scratch`: see
+    `socket_folder.Scratch`.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cwd: Path
-    stdout: Output
-    stderr: Output | Literal["stdout"] = "stdout"
     module: bool = False
-    umask: int | None = None
     scratch: Path | None = None
 
     def program(self) -> wire.Program:
@@ -60,35 +62,26 @@ class SpawnSpec:
             module=self.module,
             env=tuple((os.fsencode(name), os.fsencode(value)) for name, value in self.env.items()),
             cwd=os.fsencode(self.cwd),
-            umask=self.umask,
             scratch=os.fsencode(self.scratch) if self.scratch is not None else b"",
         )
 
 
 class Process:
-    """A training process, the agent's own child and the leader of its session and process group.
+    """A child of the agent's that leads its session and process group: a training process, or the zygote.
 
     `pidfd` is closed, and `returncode` set, when the death is seen. `returncode` is as in subprocess: None
-    while alive, minus the signal's number if one ended it. `stdout` and `stderr` are the non-blocking read
-    ends of the pipes asked for, the caller's to close.
+    while alive, minus the signal's number if one ended it. The rest of its process group ends with it, but
+    for the zygote, whose helpers may serve the ranks: that has an `on_death`, which is called.
     """
 
-    def __init__(self, pid: int, on_event: OnEvent) -> None:
+    def __init__(self, pid: int, on_event: OnEvent, on_death: Callable[[], None] | None = None) -> None:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.returncode: int | None = None
-        self.stdout: int | None = None
-        self.stderr: int | None = None
-        self._on_event = on_event
+        self._on_event, self._then = on_event, on_death
         self._loop = asyncio.get_running_loop()
-        self._died_at: float | None = None
         self._dead = asyncio.Event()
         self._loop.add_reader(self.pidfd, self._on_death)
-
-    @property
-    def dead_for_s(self) -> float | None:
-        """Seconds since the agent saw its death; None while it lives."""
-        return None if self._died_at is None else self._loop.time() - self._died_at
 
     async def wait(self) -> int:
         """Return the status once it is dead. Lasts as long as the process: bound it with asyncio.timeout."""
@@ -98,20 +91,23 @@ class Process:
         return self.returncode
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Send it `sig`; nothing if it is dead. At its death the rest of its process group is killed."""
+        """Send it `sig`; nothing if it is dead."""
         if self.returncode is None:
             signal.pidfd_send_signal(self.pidfd, sig)
 
     def _on_death(self) -> None:
-        self._died_at = self._loop.time()
         self._loop.remove_reader(self.pidfd)
-        # Before the reaping: the unreaped leader keeps the group's number from being given to anyone else.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._then is None:
+            # Before the reaping: the unreaped leader keeps the group's number from being given to others.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         self.returncode = self._reap()
         os.close(self.pidfd)
         self._dead.set()
-        self._reap_group(self._loop.time() + GROUP_DEADLINE_S)
+        if self._then is None:
+            self._reap_group(self._loop.time() + GROUP_DEADLINE_S)
+        else:
+            self._then()
 
     def _reap(self) -> int:
         try:
@@ -140,6 +136,124 @@ class Process:
             )
 
 
+class ZygoteLink:
+    """One zygote, the socket to it, and who waits for which answer. A new zygote is a new link.
+
+    `started` is its first word.
+    """
+
+    def __init__(self, pid: int, sock: socket.socket, on_event: OnEvent) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket = sock
+        sock.setblocking(False)
+        self.process = Process(pid, on_event, self._on_death)
+        self._waiting: dict[int, asyncio.Future[wire.Spawned]] = {}
+        self._last_id = 0
+        self.started: asyncio.Future[wire.Ready] = self._loop.create_future()
+        self._loop.add_reader(self._socket, self._on_packet)
+
+    @property
+    def status(self) -> str:
+        """How the zygote ended, in words."""
+        code = self.process.returncode
+        return f"killed by signal {-code}" if code is not None and code < 0 else f"status {code}"
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended."""
+        return self.process.returncode is not None
+
+    async def request(self, program: int, gate: int, stdout: int, stderr: int) -> wire.Spawned:
+        """Send a spawn request and return its answer; raises ZygoteGoneError if it dies before."""
+        if self.gone:
+            raise ZygoteGoneError(f"the zygote is gone ({self.status})")
+        self._last_id += 1
+        number = self._last_id
+        packet = wire.encode(wire.Spawn(version=wire.VERSION, id=number))
+        answer: asyncio.Future[wire.Spawned] = self._loop.create_future()
+        self._waiting[number] = answer
+        try:
+            # Whole or not at all. A full buffer means hundreds of unanswered requests.
+            socket.send_fds(self._socket, [packet], [program, gate, stdout, stderr])
+            # no deadline: the caller's: see `_ask`
+            return await answer
+        except ConnectionError as error:
+            # Its socket closes before its pidfd tells: whoever tries again must find it gone.
+            await self.discard()
+            raise ZygoteGoneError(f"the zygote is gone ({self.status})") from error
+        except BlockingIOError as error:
+            raise PeerError("the zygote does not read its requests") from error
+        finally:
+            del self._waiting[number]
+
+    async def wait_gone(self) -> None:
+        """Wait for its death, at most EXIT_DEADLINE_S: TimeoutError."""
+        async with asyncio.timeout(EXIT_DEADLINE_S):
+            await self.process.wait()
+
+    async def discard(self) -> None:
+        """Kill it if it lives, and see it dead."""
+        self.process.kill()
+        await self.wait_gone()
+
+    def hang_up(self) -> None:
+        """Tell the zygote to exit."""
+        if not self.gone:
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def _on_packet(self) -> None:
+        try:
+            packet = self._receive()
+            if packet is None:
+                return
+            if packet:
+                self._take(wire.decode_reply(packet))
+                return
+        except ProtocolError as error:
+            self._fail(error)
+        # It has closed the socket, or talks nonsense: either way it is of no more use.
+        self._loop.remove_reader(self._socket)
+        self.process.kill()
+
+    def _receive(self) -> bytes | None:
+        """Return the next packet, empty at the end; None if there is none yet."""
+        try:
+            # no deadline: the socket does not block
+            return self._socket.recv(wire.MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            # It died with requests unread. The kernel says so once, before the answers it had sent.
+            return self._receive()
+
+    def _take(self, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.Ready):
+            if not self.started.done():
+                self.started.set_result(reply)
+            return
+        answer = self._waiting.get(reply.id)
+        # Nobody there: the asker gave up and closed the gate, so the process exits by itself.
+        if answer is not None and not answer.done():
+            answer.set_result(reply)
+
+    def _fail(self, error: Exception) -> None:
+        answers: tuple[asyncio.Future[Any], ...] = (self.started, *self._waiting.values())
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(error)
+                # Marks it as seen: a link whose start was given up has nobody left to ask.
+                answer.exception()
+
+    def _on_death(self) -> None:
+        self._loop.remove_reader(self._socket)
+        # What it had still said counts: a process it reported must not be started twice.
+        with contextlib.suppress(ProtocolError):
+            while packet := self._receive():
+                self._take(wire.decode_reply(packet))
+        self._socket.close()
+        self._fail(ZygoteGoneError(f"the zygote is gone ({self.status})"))
+
+
 class Zygote:
     """Where training processes come from.
 
@@ -148,7 +262,6 @@ class Zygote:
     """
 
     def __init__(self, on_event: OnEvent) -> None:
-        self.warnings: tuple[str, ...] = ()
         self._on_event = on_event
         self._preload: tuple[str, ...] = ()
         self._env: dict[str, str] = {}
@@ -162,7 +275,7 @@ class Zygote:
     @property
     def pid(self) -> int | None:
         """The zygote's process id, None when it is not running."""
-        return None if self._link is None or self._link.gone.is_set() else self._link.pid
+        return None if self._link is None or self._link.gone else self._link.process.pid
 
     async def start(
         self,
@@ -184,25 +297,29 @@ class Zygote:
             await self.close()
             await self._start(own)
 
-    async def spawn(self, spec: SpawnSpec, deadline_s: float = SPAWN_DEADLINE_S) -> Process:
+    async def spawn(
+        self, spec: SpawnSpec, stdout: int, stderr: int | None = None, deadline_s: float = SPAWN_DEADLINE_S
+    ) -> Process:
         """Start a process; a zygote that has died is started again, once, on top of `deadline_s`.
 
-        If this raises or is cancelled, no process runs. Raises UsageError for a spec that cannot be run,
+        It writes to the descriptors, which stay the caller's; to `stdout` alone where `stderr` is None. If
+        this raises or is cancelled, no process runs. Raises UsageError for a spec that cannot be run,
         PeerError if the zygote fails.
         """
         program = wire.write_program(spec.program())
+        outputs = stdout, stdout if stderr is None else stderr
         self._compare_environment(spec.env)
         self.reap_orphans()
         self._spawning += 1
         try:
             restarted = await self._ensure_running()
             try:
-                return await self._spawn_once(program, spec, deadline_s)
+                return await self._spawn_once(program, outputs, deadline_s)
             except ZygoteGoneError:
                 if restarted:
                     raise
             await self._ensure_running()
-            return await self._spawn_once(program, spec, deadline_s)
+            return await self._spawn_once(program, outputs, deadline_s)
         finally:
             self._spawning -= 1
             os.close(program)
@@ -216,7 +333,7 @@ class Zygote:
         try:
             await link.wait_gone()
         except TimeoutError:
-            await _discard(link)
+            await link.discard()
 
     def reap_orphans(self) -> None:
         """Reap what ranks left outside their process groups and the agent adopted, once it is dead.
@@ -248,45 +365,41 @@ class Zygote:
             return True
 
     async def _start(self, own: tuple[int, int] | None = None) -> None:
-        link = ZygoteLink(*(hatched(*own) if own is not None else launch(self._preload, self._env)))
+        pid, sock = _launch(self._preload, self._env) if own is None else _inherited(*own)
+        link = ZygoteLink(pid, sock, self._on_event)
         try:
             async with asyncio.timeout(self._deadline_s):
                 reply = await link.started
-            if isinstance(reply, wire.PreloadFailed):
-                raise UsageError(f"cannot preload {reply.module!r}: {reply.error}")
-            if not isinstance(reply, wire.Ready):
-                raise ProtocolError(f"a zygote began with {reply}")
             wire.check_version(reply.version)
+            if reply.error:
+                raise UsageError(reply.error)
         except TimeoutError as error:
-            await _discard(link)
+            await link.discard()
             modules = ", ".join(self._preload)
             raise PeerError(
                 f"the zygote was not ready in {self._deadline_s:g} s (imports: {modules})"
             ) from error
         except BaseException:
-            await _discard(link)
+            await link.discard()
             raise
-        self._link, self.warnings = link, reply.warnings
+        self._link = link
         for warning in reply.warnings:
             self._on_event("zygote-warning", warning)
 
-    async def _spawn_once(self, program: int, spec: SpawnSpec, deadline_s: float) -> Process:
+    async def _spawn_once(self, program: int, outputs: tuple[int, int], deadline_s: float) -> Process:
         if self._link is None:
             raise PeerError("the zygote was closed")
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            stdout, our_stdout = _open_output(spec.stdout, theirs, ours)
-            stderr, our_stderr = stdout, None
-            if spec.stderr != "stdout":
-                stderr, our_stderr = _open_output(spec.stderr, theirs, ours)
-            # Both ends close on every way out: whoever waits at the gate without the byte exits.
-            gate, opener = _pipe(theirs, theirs)
-            pid = await _ask(self._link, (program, gate, stdout, stderr), deadline_s)
+        # Both ends close on every way out: whoever waits at the gate without the byte exits.
+        gate, opener = os.pipe()
+        try:
+            pid = await _ask(self._link, (program, gate, *outputs), deadline_s)
             process = self._alive[pid] = Process(pid, self._on_event)
-            process.stdout, process.stderr = our_stdout, our_stderr
             with contextlib.suppress(BrokenPipeError):
                 # Broken: it died at the gate, which its pidfd tells.
                 os.write(opener, b"\n")
-            ours.pop_all()
+        finally:
+            os.close(gate)
+            os.close(opener)
         return process
 
     def _compare_environment(self, env: Mapping[str, str]) -> None:
@@ -302,11 +415,6 @@ class Zygote:
                 )
 
 
-async def _discard(link: ZygoteLink) -> None:
-    link.kill()
-    await link.wait_gone()
-
-
 async def _ask(link: ZygoteLink, fds: tuple[int, int, int, int], deadline_s: float) -> int:
     """Have the zygote make a process, and return its pid."""
     try:
@@ -314,36 +422,42 @@ async def _ask(link: ZygoteLink, fds: tuple[int, int, int, int], deadline_s: flo
             reply = await link.request(*fds)
     except TimeoutError as error:
         # Stuck for one is stuck for all: the next spawn starts another.
-        link.kill()
+        link.process.kill()
         raise PeerError(f"the zygote made no process in {deadline_s:g} s") from error
-    if not isinstance(reply, wire.Spawned):
-        raise PeerError(f"the zygote could not make a process: {getattr(reply, 'error', reply)}")
+    if reply.error:
+        raise PeerError(f"the zygote could not make a process: {reply.error}")
     return reply.pid
 
 
-def _open_output(
-    output: Output, theirs: contextlib.ExitStack, ours: contextlib.ExitStack
-) -> tuple[int, int | None]:
-    """Return the process's end of `output` and, of a pipe, ours; each stack closes its own."""
-    if output == "pipe":
-        reader, writer = _pipe(ours, theirs)
-        os.set_blocking(reader, False)
-        return writer, reader
-    if output == "inherit":
-        fd = os.dup(1)
-        theirs.callback(os.close, fd)
-        return fd, None
-    # 0666 as a shell's redirection has it: the umask decides.
-    log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    theirs.callback(os.close, log)
-    return log, None
+def _launch(preload: Sequence[str], env: Mapping[str, str]) -> tuple[int, socket.socket]:
+    """A new zygote's pid, and the socket to it. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-m", "ckptless.daemon.agent.ranks.zygote", "--fd", str(theirs.fileno())]
+        for module in preload:
+            command += ["--preload", module]
+        try:
+            popen = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # A Ctrl-C at the terminal is the agent's to answer.
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+    # Its pidfd tells of its death: nobody else may wait for it, as subprocess would when it forgets it.
+    popen.returncode = 0
+    return popen.pid, ours
 
 
-def _pipe(reads: contextlib.ExitStack, writes: contextlib.ExitStack) -> tuple[int, int]:
-    reader, writer = os.pipe()
-    reads.callback(os.close, reader)
-    writes.callback(os.close, writer)
-    return reader, writer
+def _inherited(pid: int, fd: int) -> tuple[int, socket.socket]:
+    """The zygote that this process has had since before it was the agent (see `hatch`)."""
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    return pid, sock
 
 
 def _children() -> list[int]:

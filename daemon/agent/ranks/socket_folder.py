@@ -21,6 +21,8 @@ RANKS = "ranks"
 _SCRATCH = "tmp"
 # With a uid of ten digits there is room left for what multiprocessing makes in here.
 _LABEL_CHARACTERS = 20
+# A Unix socket's path has 107 bytes; Python's names in a scratch folder are shorter than this.
+NAME_NBYTES, MOST_NBYTES = 40, 107
 
 
 class SocketFolder:
@@ -50,9 +52,39 @@ class SocketFolder:
         os.close(self._fd)
 
 
-def scratch_path(rank_socket: str) -> Path:
-    """Where an agent that listens there may make folders."""
-    return Path(rank_socket).with_name(Path(rank_socket).name.removesuffix(RANKS) + _SCRATCH)
+class Scratch:
+    """Folders for the sockets of multiprocessing: one for each training process, removed when that is dead.
+
+    Python makes them where they are first needed (`/tmp/pymp-...`), in loader workers too, and removes them
+    at a process's regular end only, which few of ours come to. These lie beside the agent's `rank_socket`:
+    that folder goes after a SIGKILL, too.
+    """
+
+    def __init__(self, rank_socket: str) -> None:
+        self.root = Path(rank_socket).with_name(Path(rank_socket).name.removesuffix(RANKS) + _SCRATCH)
+        self._count = 0
+
+    def make(self) -> Path | None:
+        """A new one; None where there is no place for it, and Python's own way has to do."""
+        try:
+            folder = self.root / str(self._count)
+            if len(bytes(folder)) + NAME_NBYTES > MOST_NBYTES:
+                return None
+            self._count += 1
+            folder.mkdir(mode=0o700, parents=True)
+        except OSError:
+            return None
+        return folder
+
+    @staticmethod
+    def remove(folder: Path | None) -> None:
+        """Remove one."""
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove all."""
+        self.remove(self.root)
 
 
 def rank_sockets(job: str) -> list[str]:

@@ -78,12 +78,11 @@ def serve(connection: socket.socket) -> Job | None:
 
 def _answer(connection: socket.socket, spawn: wire.Spawn, fds: list[int]) -> Job | None:
     program_fd, gate, stdout, stderr = fds
-    reply: wire.Reply
     try:
         program = wire.read_program(program_fd)
         pid = fork_orphan()
     except (ProtocolError, OSError) as error:
-        reply = wire.SpawnFailed(id=spawn.id, error=wire.shorten(str(error)))
+        reply = wire.Spawned(id=spawn.id, error=wire.shorten(str(error) or type(error).__name__))
     else:
         if pid == 0:
             # Through the object: a socket that outlives its descriptor would one day close someone else's.
@@ -212,8 +211,6 @@ def _restore_interpreter(program: wire.Program) -> None:
         os.environ.setdefault("LC_CTYPE", _LC_CTYPE)
     time.tzset()
     os.chdir(program.cwd)
-    if program.umask is not None:
-        os.umask(program.umask)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A fresh process would hold back up to 8 KiB here, which a SIGKILL takes along.
         sys.stdout.reconfigure(line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
@@ -300,7 +297,7 @@ def _leave_our_frames_out(error: BaseException) -> None:
     sys.excepthook = hook
 
 
-def preload(modules: list[str]) -> wire.Ready | wire.PreloadFailed:
+def preload(modules: list[str]) -> wire.Ready:
     """Import `modules` in order and get the process ready to fork."""
     open_before = _open_fds()
     for module in modules:
@@ -308,9 +305,8 @@ def preload(modules: list[str]) -> wire.Ready | wire.PreloadFailed:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an import may raise anything; it is reported
             traceback.print_exc()
-            return wire.PreloadFailed(
-                module=wire.shorten(module), error=wire.shorten(f"{type(error).__name__}: {error}")
-            )
+            text = f"cannot preload {module!r}: {type(error).__name__}: {error}"
+            return wire.Ready(version=wire.VERSION, error=wire.shorten(text))
     # What is loaded stays: keep the collector's writes off the pages that every rank shares with us.
     gc.collect()
     gc.disable()
@@ -360,7 +356,7 @@ def live(connection: socket.socket, agent: int, modules: list[str]) -> None:
     ignore_others()
     state = preload(modules)
     connection.send(wire.encode(state))
-    if isinstance(state, wire.PreloadFailed):
+    if state.error:
         sys.exit(1)
     # Now, not in a fork: what the imports have printed must not be printed again by every rank.
     sys.stdout.flush()

@@ -10,14 +10,14 @@ and ends if the gate closes without one. So a process of which the agent never h
 """
 
 import os
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from ckptless.daemon.api.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 MAX_PACKET_BYTES = 32 * 1024
 MAX_PROGRAM_BYTES = 64 * 1024 * 1024
 MAX_TEXT = 2000
@@ -28,15 +28,14 @@ SPAWN_FDS = ("program", "gate", "stdout", "stderr")
 class Program(Struct, frozen=True, kw_only=True, tag="program", forbid_unknown_fields=True):
     """What a new process is to run. Strings are bytes: the system's names need not be UTF-8.
 
-    `argv` is the script (or the module, with `module`) and its arguments; `env` is the whole environment;
-    `umask` None keeps the zygote's. `scratch`: where multiprocessing puts its sockets, "" for its own.
+    `argv` is the script (or the module, with `module`) and its arguments; `env` is the whole environment.
+    `scratch`: where multiprocessing puts its sockets, "" for its own.
     """
 
     argv: tuple[bytes, ...]
     module: bool
     env: tuple[tuple[bytes, bytes], ...]
     cwd: bytes
-    umask: int | None
     scratch: bytes = b""
 
 
@@ -48,65 +47,55 @@ class Spawn(Struct, frozen=True, kw_only=True, tag="spawn", forbid_unknown_field
 
 
 class Ready(Struct, frozen=True, kw_only=True, tag="ready", forbid_unknown_fields=True):
-    """Zygote to agent, once: everything is loaded. `warnings` say what in it does not go well with fork."""
+    """Zygote to agent, once: everything is loaded, or `error` says what is not, and the zygote exits.
+
+    `warnings` say what of it does not go well with fork.
+    """
 
     version: int
-    warnings: tuple[str, ...]
-
-
-class PreloadFailed(Struct, frozen=True, kw_only=True, tag="preload-failed", forbid_unknown_fields=True):
-    """Zygote to agent, instead of `Ready`: `module` cannot be imported. The zygote exits after it."""
-
-    module: str
-    error: str
+    warnings: tuple[str, ...] = ()
+    error: str = ""
 
 
 class Spawned(Struct, frozen=True, kw_only=True, tag="spawned", forbid_unknown_fields=True):
-    """Zygote to agent: the process exists, is the agent's child, and waits at its gate."""
+    """Zygote to agent: the process is there, the agent's child, and waits at its gate; else `error`."""
 
     id: int
-    pid: int
+    pid: int = 0
+    error: str = ""
 
 
-class SpawnFailed(Struct, frozen=True, kw_only=True, tag="spawn-failed", forbid_unknown_fields=True):
-    """Zygote to agent: no process was made."""
+Reply: TypeAlias = Ready | Spawned
 
-    id: int
-    error: str
-
-
-Reply: TypeAlias = Ready | PreloadFailed | Spawned | SpawnFailed
-
-_encoder = msgspec.msgpack.Encoder()
-_programs = msgspec.msgpack.Decoder(Program)
-_spawns = msgspec.msgpack.Decoder(Spawn)
+M = TypeVar("M")
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Spawn | Reply) -> bytes:
     """Return `message` as one packet; raises ProtocolError if it does not fit one."""
-    packet = _encoder.encode(message)
+    packet = msgspec.msgpack.encode(message)
     if len(packet) > MAX_PACKET_BYTES:
         raise ProtocolError(f"a zygote packet of {len(packet)} bytes is over the limit of {MAX_PACKET_BYTES}")
     return packet
 
 
+def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes, what: str) -> M:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not {what}: {error}") from error
+
+
 def decode_spawn(packet: bytes) -> Spawn:
     """Return the request in `packet`; raises ProtocolError if it is none, or of another version."""
-    try:
-        spawn = _spawns.decode(packet)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a spawn request: {error}") from error
+    spawn = _decode(msgspec.msgpack.Decoder(Spawn), packet, "a spawn request")
     check_version(spawn.version)
     return spawn
 
 
 def decode_reply(packet: bytes) -> Reply:
     """Return the zygote's answer in `packet`; raises ProtocolError if it is none."""
-    try:
-        return _replies.decode(packet)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not an answer of a zygote: {error}") from error
+    return _decode(_replies, packet, "an answer of a zygote")
 
 
 def check_version(version: int) -> None:
@@ -124,15 +113,12 @@ def shorten(text: str) -> str:
 
 def write_program(program: Program) -> int:
     """Return a memfd, the caller's to close, that holds `program`; raises ProtocolError if too large."""
-    data = memoryview(_encoder.encode(program))
-    if len(data) > MAX_PROGRAM_BYTES:
-        raise ProtocolError(
-            f"a program with its environment takes {len(data)} bytes; limit: {MAX_PROGRAM_BYTES}"
-        )
+    data = msgspec.msgpack.encode(program)
+    _check_size(len(data))
     fd = os.memfd_create("ckptless-program", os.MFD_CLOEXEC)
     try:
-        while data:
-            data = data[os.write(fd, data) :]
+        with os.fdopen(fd, "wb", closefd=False) as file:
+            file.write(data)
     except OSError:
         os.close(fd)
         raise
@@ -142,15 +128,13 @@ def write_program(program: Program) -> int:
 def read_program(fd: int) -> Program:
     """Return the program in memfd `fd`, which stays open; raises ProtocolError if it breaks its format."""
     size = os.fstat(fd).st_size
-    if size > MAX_PROGRAM_BYTES:
-        raise ProtocolError(f"a program with its environment takes {size} bytes; limit: {MAX_PROGRAM_BYTES}")
-    data = bytearray()
-    while len(data) < size:
-        chunk = os.pread(fd, size - len(data), len(data))
-        if not chunk:
-            raise ProtocolError(f"a program of {size} bytes ends after {len(data)}")
-        data += chunk
-    try:
-        return _programs.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a program: {error}") from error
+    _check_size(size)
+    data = os.pread(fd, size, 0)  # a memfd's is never short but at its end
+    return _decode(msgspec.msgpack.Decoder(Program), data, "a program")
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > MAX_PROGRAM_BYTES:
+        raise ProtocolError(
+            f"a program with its environment takes {nbytes} bytes; limit: {MAX_PROGRAM_BYTES}"
+        )

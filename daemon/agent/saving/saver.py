@@ -224,7 +224,9 @@ class Saver:
             raise PeerError("an older step is still being written")
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        process = self._writer = await self._zygote.spawn(self._spec())
+        log = Path(self._agent.log_dir) / f"save-{self._agent.name}.log"
+        with log.open("ab") as output:
+            process = self._writer = await self._zygote.spawn(self._spec(), output.fileno())
         try:
             async with asyncio.timeout(part.deadline_s):
                 link = await self._hello(process)
@@ -261,7 +263,6 @@ class Saver:
             module=True,
             env={**self._agent.env, AGENT_SOCKET: self._agent.rank_socket},
             cwd=Path(self._agent.cwd),
-            stdout=Path(self._agent.log_dir) / f"save-{self._agent.name}.log",
         )
 
     # --------------------------------------------------------------------------- the writer

@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from ckptless.daemon.api.errors import DamagedLedgerError, LedgerError, UsageError
+from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.api.model import ReaderState, RingState, StreamState
+from ckptless.daemon.api.reading import Cursor, Read
 from ckptless.daemon.api.records import (
     EventRecord,
     FaultRecord,
@@ -134,17 +136,17 @@ def contents(path: Path) -> tuple[Record, ...]:
 def test_every_kind_comes_back_as_it_went_in(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.write(ALL)
-        assert ledger.jobs() == (JOB,)
-        assert ledger.job("7") == JOB
-        assert ledger.job("8") is None
-        assert ledger.nodes("7") == (NODE,)
-        assert ledger.slots("7") == (SLOT,)
-        assert ledger.holdings("7") == (HOLDING,)
-        assert ledger.generations("7") == (GENERATION,)
-        assert ledger.faults("7") == (FAULT,)
-        assert ledger.recoveries("7") == (RECOVERY,)
-        assert ledger.events("7").records == (EVENT,)
-        assert ledger.nodes("8") == ()
+        assert ledger.rows(JobRecord) == (JOB,)
+        assert ledger.rows(JobRecord, "7") == (JOB,)
+        assert ledger.rows(JobRecord, "8") == ()
+        assert ledger.rows(NodeRecord, "7") == (NODE,)
+        assert ledger.rows(SlotRecord, "7") == (SLOT,)
+        assert ledger.rows(HoldingRecord, "7") == (HOLDING,)
+        assert ledger.rows(GenerationRecord, "7") == (GENERATION,)
+        assert ledger.rows(FaultRecord, "7") == (FAULT,)
+        assert ledger.rows(RecoveryRecord, "7") == (RECOVERY,)
+        assert ledger.rows(EventRecord, "7") == (EVENT,)
+        assert ledger.rows(NodeRecord, "8") == ()
         assert ledger.records() == ALL
         assert ledger.records(events=False) == ALL[:-1]
 
@@ -161,7 +163,7 @@ def test_writing_again_changes_nothing(path: Path) -> None:
 def test_a_loss_is_kept_to_the_bit(path: Path, loss: float) -> None:
     with Ledger.open(path) as ledger:
         ledger.write([changed(SLOT, loss=loss)])
-        kept = ledger.slots("7")[0].loss
+        kept = ledger.rows(SlotRecord, "7")[0].loss
     assert kept is not None
     assert kept.hex() == loss.hex()
 
@@ -182,7 +184,7 @@ def test_of_holdings_the_agents_own_count_says_what_is_newer(path: Path) -> None
     with Ledger.open(path) as ledger:
         ledger.write([HOLDING, newer])
         ledger.write([HOLDING])
-        assert ledger.holdings("7") == (newer,)
+        assert ledger.rows(HoldingRecord, "7") == (newer,)
     for ledgers in (([HOLDING], [newer]), ([newer], [HOLDING])):
         assert merge(ledgers).holdings == (newer,)
 
@@ -192,17 +194,17 @@ def test_a_job_that_ended_never_runs_again(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.write([ended])
         ledger.write([changed(JOB, state="recovering")])
-        assert ledger.job("7") == ended
+        assert ledger.rows(JobRecord, "7") == (ended,)
         stopped = changed(ended, state="stopped", reason="no spare")
         ledger.write([stopped])
-        assert ledger.job("7") == stopped
+        assert ledger.rows(JobRecord, "7") == (stopped,)
 
 
 def test_a_job_that_runs_takes_the_newest_written(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.write([changed(JOB, state="recovering")])
         ledger.write([JOB])
-        assert ledger.job("7") == JOB
+        assert ledger.rows(JobRecord, "7") == (JOB,)
 
 
 def test_a_recovery_takes_the_newest_written(path: Path) -> None:
@@ -210,28 +212,23 @@ def test_a_recovery_takes_the_newest_written(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.write([RECOVERY])
         ledger.write([done])
-        assert ledger.recoveries("7") == (done,)
+        assert ledger.rows(RecoveryRecord, "7") == (done,)
 
 
 def test_events_go_on_where_a_page_ended(path: Path) -> None:
+    def page(after: Cursor | None = None) -> tuple[list[str], Cursor]:
+        wanted = Read(protocol=PROTOCOL, job="7", tables=("event",), after=after)
+        found = ledger.page(wanted, None, 100, 1 << 20)
+        return [event.event for event in found.records if isinstance(event, EventRecord)], found.next
+
     with Ledger.open(path) as ledger:
-        assert ledger.events("7") == ((), 0)
+        assert page()[0] == []
         ledger.write([EVENT, changed(EVENT, event="e0", at_s=0.5), changed(EVENT, job="8")])
-        page = ledger.events("7")
-        assert [event.event for event in page.records] == ["e1", "e0"]
-        assert ledger.events("7", after=page.last) == ((), page.last)
+        names, last = page()
+        assert names == ["e1", "e0"]
+        assert page(last) == ([], last)
         ledger.write([EVENT, changed(EVENT, event="e2")])
-        assert [event.event for event in ledger.events("7", after=page.last).records] == ["e2"]
-
-
-def test_latest_generation(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        assert ledger.latest_generation("7") is None
-        ledger.write(
-            [changed(GENERATION, generation=10), GENERATION, changed(GENERATION, job="8", generation=11)]
-        )
-        assert ledger.latest_generation("7") == changed(GENERATION, generation=10)
-        assert [g.generation for g in ledger.generations("7")] == [2, 10]
+        assert page(last)[0] == ["e2"]
 
 
 def test_one_bad_record_leaves_the_whole_batch_out(path: Path) -> None:
@@ -274,11 +271,11 @@ def test_another_thread_may_use_it(path: Path) -> None:
 def test_readers_see_what_is_committed_beside_a_writer(path: Path) -> None:
     with Ledger.open(path) as ledger, Ledger.open_readonly(path) as reader:
         ledger.write([JOB])
-        assert reader.jobs() == (JOB,)
+        assert reader.rows(JobRecord) == (JOB,)
         with pytest.raises(LedgerError, match="readonly"):
             reader.write([NODE])
         ledger.write([NODE])
-        assert reader.nodes("7") == (NODE,)
+        assert reader.rows(NodeRecord, "7") == (NODE,)
 
 
 def test_two_writers_wait_for_each_other(path: Path) -> None:
@@ -310,7 +307,7 @@ def test_who_may_not_write_the_folder_may_still_read(path: Path, closed: bool) -
     reader = (
         "import os, sys; from pathlib import Path; from ckptless.daemon.ledger.store import Ledger\n"
         "os.chdir(sys.argv[1]); os.setgid(65534); os.setuid(65534)\n"
-        "with Ledger.open_readonly(Path('ledger.db')) as ledger: print(ledger.jobs()[0].job)"
+        "with Ledger.open_readonly(Path('ledger.db')) as ledger: print(ledger.records()[0].job)"
     )
     ledger = Ledger.open(path)
     ledger.write(ALL)
@@ -420,7 +417,7 @@ def test_a_row_that_is_not_of_its_type_is_an_error(path: Path) -> None:
         with ledger._engine.begin() as connection:
             connection.exec_driver_sql("UPDATE jobs SET state = 'asleep'")
         with pytest.raises(LedgerError, match="Invalid enum value 'asleep'"):
-            ledger.jobs()
+            ledger.rows(JobRecord)
 
 
 # Merging

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobSpec, Limits, NodeInfo
 from ckptless.daemon.api.model import NO_RUN
@@ -17,8 +17,11 @@ from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
 from ckptless.daemon.slurm.cached import CachedSlurm, Reading
+from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmUnreachableError
+
+T = TypeVar("T")
 
 OWNER = 1001
 NAMES = ("n1", "n2", "n3")
@@ -34,6 +37,7 @@ class FakeSlurm(CachedSlurm):
     """`told` are the orders, `asked` the questions; the orders raise `answers`, one each."""
 
     def __init__(self, *jobs: Job, trouble: str = "") -> None:
+        self.direct = cast(Commands, self)
         self.known, self.trouble = list(jobs), trouble
         self.asked: list[int | None] = []
         self.told: list[tuple[str, ...]] = []
@@ -68,6 +72,9 @@ class FakeSlurm(CachedSlurm):
             answer = next(self.answers)
             if answer is not None:
                 raise answer
+
+    async def order(self, order: Awaitable[T]) -> T:
+        return await order
 
     async def mark_down(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
         self._tell("down", name, reason)

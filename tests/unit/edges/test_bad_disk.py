@@ -151,7 +151,7 @@ def test_a_full_disk_gives_no_vote_is_said_once_and_votes_when_it_is_over(
     with small_disk(folder / "state") as disk:
         asyncio.run(asyncio.wait_for(work(disk), DEADLINE_S))
         with Ledger.open_readonly(disk / "ledger.db") as ledger:
-            kinds = [one.kind for one in ledger.events(JOB).records]
+            kinds = [one.kind for one in ledger.rows(EventRecord, JOB)]
             assert kinds.count("k") == 40  # rows waited, too
             assert kinds.count("vote-lost") == kinds.count("vote-again") == 1
     lines = [record.getMessage() for record in caplog.records]
@@ -302,7 +302,7 @@ def test_what_waits_for_a_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         await until("it is over", lambda: not writer.trouble and not writer._rows)
         await writer.close()
         with Ledger.open_readonly(tmp_path / "nowhere" / "ledger.db") as ledger:
-            assert [one.event for one in ledger.events(JOB).records] == [str(n) for n in range(90, 100)]
+            assert [one.event for one in ledger.rows(EventRecord, JOB)] == [str(n) for n in range(90, 100)]
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
@@ -338,7 +338,7 @@ def test_a_row_that_no_ledger_takes_costs_no_other(tmp_path: Path, caplog: pytes
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
     with Ledger.open_readonly(tmp_path / "ledger.db") as ledger:
-        assert [one.event for one in ledger.events(JOB).records] == ["1", "2", "3"]
+        assert [one.event for one in ledger.rows(EventRecord, JOB)] == ["1", "2", "3"]
     assert "1 rows were refused" in caplog.text
 
 
@@ -531,7 +531,7 @@ def test_after_a_damaged_ledger_the_daemon_follows_and_does_not_vote(
     assert aside.read_bytes().startswith(b"not a database")
     assert "file is not a database: the ledger is set aside as ledger.db.corrupt-" in caplog.text
     with Ledger.open_readonly(path) as ledger:
-        assert [one.kind for one in ledger.events(JOB).records].count("no-vote") == 2
+        assert [one.kind for one in ledger.rows(EventRecord, JOB)].count("no-vote") == 2
 
 
 def test_a_ledger_that_is_damaged_while_it_is_open_is_replaced_with_every_promise(folder: Path) -> None:
@@ -572,7 +572,7 @@ def test_a_ledger_that_is_damaged_while_it_is_open_is_replaced_with_every_promis
     identity = asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
     assert asyncio.run(asyncio.wait_for(next_life(identity), DEADLINE_S))
     with Ledger.open_readonly(path) as ledger:
-        assert "ledger-damaged" in [one.kind for one in ledger.events(JOB).records]
+        assert "ledger-damaged" in [one.kind for one in ledger.rows(EventRecord, JOB)]
 
 
 def test_set_aside_copies_do_not_fill_the_disk(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_what_waits_for_the_disk_is_not_the_next_ones(tmp_path: Path) -> None:
 
     asyncio.run(work())
     with Ledger.open_readonly(tmp_path / LEDGER_FILE) as ledger:
-        assert [one.event for one in ledger.events("4711").records] == [B]
+        assert [one.event for one in ledger.rows(EventRecord, "4711")] == [B]
 
 
 def test_what_is_of_jobs_that_are_long_over_is_removed(tmp_path: Path) -> None:
@@ -200,8 +200,8 @@ def test_what_is_of_jobs_that_are_long_over_is_removed(tmp_path: Path) -> None:
             ledger.save_vote(job, A, known)
         ledger.prune(1000.0)
         assert [job for job in ends if ledger.vote(job)] == ["runs", "just"]
-        assert {row.job for row in ledger.jobs()} == {"runs", "just", "over"}
-        assert [job for job in ends if ledger.events(job).records] == ["runs", "just", "over"]
+        assert {row.job for row in ledger.rows(JobRecord)} == {"runs", "just", "over"}
+        assert [job for job in ends if ledger.rows(EventRecord, job)] == ["runs", "just", "over"]
         assert [job for job in ends if ledger.own(job, Owner(1, A), anew=False)] == ["runs", "just", "over"]
 
 

@@ -860,7 +860,7 @@ def test_a_row_is_closed_when_slurm_says_so(
 
     run(work)
     with Ledger.open_readonly(tmp_path / "ledger.db") as kept:
-        (found,) = (one for one in kept.jobs() if one.job == run_name)
+        (found,) = (one for one in kept.rows(JobRecord) if one.job == run_name)
     assert found.state == state
     assert found.reason == (None if reason is None else f"over by Slurm's word: {reason}")
     assert (found.ended_s is None) == (reason is None)
@@ -876,7 +876,7 @@ def test_a_row_whose_run_is_still_decided_on_here_stays_open(tmp_path: Path) -> 
 
     run(work)
     with Ledger.open_readonly(tmp_path / "ledger.db") as kept:
-        assert [one.state for one in kept.jobs()] == ["running"]
+        assert [one.state for one in kept.rows(JobRecord)] == ["running"]
 
 
 def test_what_the_daemons_have_decided_counts_for_more_than_slurms_word(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ckptless.daemon.launch import preempted
 from ckptless.daemon.launch.preempted import LATE_S, LONGEST_S, stay
-from ckptless.daemon.slurm.adapter import Slurm
+from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmUnreachableError
 
@@ -51,7 +51,7 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 def stayed_s(*answers: Ending | None) -> float:
     asked = Asked(*answers)
-    asyncio.run(stay(4711, cast(Slurm, asked), lambda: asked.now_s, poll_s=0.0))
+    asyncio.run(stay(4711, cast(Commands, asked), lambda: asked.now_s, poll_s=0.0))
     return asked.now_s - 1000.0
 
 

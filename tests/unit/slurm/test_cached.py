@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.slurm.adapter import Job, Node, Slurm
+from ckptless.daemon.slurm.adapter import Job, Node
 from ckptless.daemon.slurm.cached import CachedSlurm
+from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.errors import SlurmRefusedError, SlurmUnreachableError
 from ckptless.daemon.slurm.freshness import Pace
 
@@ -23,7 +24,7 @@ class FakeClock:
         return asyncio.get_running_loop().time()
 
 
-class FakeSlurm(Slurm):
+class FakeSlurm(Commands):
     """A slurmctld that answers, hangs or is away, and counts."""
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ def with_cache(test: Test) -> Callable[[], None]:
 
     def run() -> None:
         async def body() -> None:
-            fake = FakeSlurm()  # type: ignore[abstract]
+            fake = FakeSlurm()
             cached = CachedSlurm(fake, FakeClock(), PACE)
             try:
                 async with asyncio.timeout(20.0):
@@ -176,7 +177,7 @@ async def test_a_reader_that_is_cancelled_takes_no_query_along(fake: FakeSlurm, 
 async def test_an_order_makes_what_is_known_old(fake: FakeSlurm, cached: CachedSlurm) -> None:
     await cached.jobs()
     fake.table = []
-    await cached.drain("n1", "x")
+    await cached.order(fake.drain("n1", "x"))
     assert (await cached.jobs(max_age_s=60.0)).value == ()
     assert fake.queries == 2
 
@@ -189,7 +190,7 @@ async def test_a_query_under_way_during_an_order_is_not_the_last_word(
     early = asyncio.create_task(cached.jobs())
     await asyncio.sleep(0.01)
     fake.table = []
-    await cached.drain("n1", "x")
+    await cached.order(fake.drain("n1", "x"))
     reading = await cached.jobs(max_age_s=60.0)
     assert (reading.value, reading.fresh) == ((), True)
     await early
@@ -200,7 +201,7 @@ async def test_an_order_that_failed_may_have_been_carried_out(fake: FakeSlurm, c
     await cached.jobs()
     fake.error = SlurmUnreachableError("no answer")
     with pytest.raises(SlurmUnreachableError):
-        await cached.drain("n1", "x")
+        await cached.order(fake.drain("n1", "x"))
     fake.error, fake.takes_s = None, 5.0
     assert not (await cached.jobs(max_age_s=60.0, wait_s=0.0)).fresh
 

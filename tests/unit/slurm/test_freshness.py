@@ -7,58 +7,75 @@ from random import Random
 
 import pytest
 
-from ckptless.daemon.slurm.freshness import Move, Pace, Track
+from ckptless.daemon.slurm.freshness import Pace, Track
 
 PACE = Pace(min_interval_s=1.0, most_interval_s=30.0)
 
 
+def asked(*begun_s: float) -> Track:
+    """One whose queries began then; the last one is under way, the others were answered."""
+    track = Track(PACE)
+    for at_s in begun_s:
+        if track.in_flight:
+            track.end()
+        track.begin(at_s)
+    return track
+
+
 def test_an_answer_is_as_old_as_the_beginning_of_its_query() -> None:
-    track = Track().ask(10.0).answer()
-    assert track.age_s(13.0) == 3.0
-    assert track.move(13.0, 10.0, PACE) is Move.HAVE
-    assert track.move(13.0, 10.1, PACE) is Move.ASK
-    assert track.move(10.5, 10.1, PACE) is Move.LATER
-    assert Track().age_s(5.0) == math.inf
-
-
-def test_one_query_at_a_time() -> None:
-    track = Track()
-    assert track.move(0.0, 0.0, PACE) is Move.ASK
-    assert track.ask(0.0).move(100.0, 100.0, PACE) is Move.JOIN
+    track = asked(10.0)
+    track.end()
+    assert track.answered_s == 10.0
+    assert track.fresh(10.0)
+    assert not track.fresh(10.1)
+    assert track.next_s == 10.0 + PACE.min_interval_s
+    assert Track(PACE).answered_s == -math.inf
 
 
 def test_after_an_order_of_ours_old_answers_are_not_fresh_and_one_query_may_begin_at_once() -> None:
-    track = Track().ask(10.0).answer().change(10.2)
+    track = asked(10.0)
+    track.end()
+    track.change(10.2)
     assert not track.fresh(0.0)
-    assert track.move(10.2, 0.0, PACE) is Move.ASK
-    track = track.ask(10.2)
+    assert track.next_s == -math.inf
     # It began no later than the order was over: what it says may be from before.
-    assert not track.answer().fresh(0.0)
-    track = track.answer().change(10.3)
-    assert track.move(10.3, 0.0, PACE) is Move.ASK
-    assert track.ask(10.4).answer().fresh(0.0)
+    track.begin(10.2)
+    track.end()
+    assert not track.fresh(0.0)
+    track.change(10.3)
+    assert track.next_s == -math.inf
+    track.begin(10.4)
+    track.end()
+    assert track.fresh(0.0)
     # The same order gives one early query, not two.
-    assert track.ask(10.4).fail("away").move(10.5, 10.5, PACE) is Move.LATER
+    track.change(10.5)
+    track.begin(10.6)
+    track.end("away")
+    assert track.next_s > 10.6
 
 
 def test_a_query_that_began_before_an_order_says_nothing_of_it() -> None:
-    track = Track().ask(10.0).change(10.1).answer()
+    track = asked(10.0)
+    track.change(10.1)
+    track.end()
     assert not track.fresh(0.0)
-    assert track.move(10.2, 0.0, PACE) is Move.ASK
+    assert track.next_s == -math.inf
 
 
 def test_failures_are_further_and_further_apart() -> None:
-    track, now_s, gaps = Track(), 0.0, []
+    track, now_s, gaps = Track(PACE), 0.0, []
     for _ in range(2000):
-        track = track.ask(now_s).fail("away")
-        assert track.change(now_s).move(now_s, now_s, PACE) is Move.LATER
-        gaps.append(track.next_s(PACE) - now_s)
-        now_s = track.next_s(PACE)
+        track.begin(now_s)
+        track.end("away")
+        track.change(now_s)
+        gaps.append(track.next_s - now_s)
+        now_s = track.next_s
         assert track.trouble == "away"
     assert gaps[:6] == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert set(gaps[5:]) == {30.0}
-    track = track.ask(now_s).answer()
-    assert (track.failures, track.trouble, track.next_s(PACE)) == (0, "", now_s + 1.0)
+    track.begin(now_s)
+    track.end()
+    assert (track.failures, track.trouble, track.next_s) == (0, "", now_s + 1.0)
 
 
 @pytest.mark.parametrize(("least", "most"), [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, math.inf)])
@@ -71,7 +88,7 @@ def test_a_pace_that_is_none(least: float, most: float) -> None:
 class History:
     """A model beside the track: the plain lists of what happened, from which the promises are checked."""
 
-    track: Track = field(default_factory=Track)
+    track: Track = field(default_factory=lambda: Track(PACE))
     now_s: float = 0.0
     began: list[float] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)
@@ -79,22 +96,20 @@ class History:
 
     def read(self, max_age_s: float) -> None:
         oldest_s = self.now_s - max_age_s
-        move = self.track.move(self.now_s, oldest_s, PACE)
         fresh = [at for at in self.answered if at >= oldest_s and all(at > change for change in self.changed)]
-        assert (move is Move.HAVE) == bool(fresh)
-        assert (move is Move.JOIN) == (self.track.in_flight and not fresh)
-        if move is Move.ASK:
-            self.track = self.track.ask(self.now_s)
+        assert self.track.fresh(oldest_s) == bool(fresh)
+        if not fresh and not self.track.in_flight and self.now_s >= self.track.next_s:
+            self.track.begin(self.now_s)
             self.began.append(self.now_s)
 
     def end(self, ok: bool) -> None:
         if self.track.in_flight:
-            self.track = self.track.answer() if ok else self.track.fail("away")
+            self.track.end("" if ok else "away")
             if ok:
                 self.answered.append(self.began[-1])
 
     def change(self) -> None:
-        self.track = self.track.change(self.now_s)
+        self.track.change(self.now_s)
         self.changed.append(self.now_s)
 
 

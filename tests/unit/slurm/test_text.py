@@ -116,15 +116,6 @@ def test_the_reason_of_a_state_that_is_over_is_none() -> None:
     assert node.reason == ""
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_recorded_pings(version: str) -> None:
-    assert text.read_ping(recorded(version, "ping.txt")) == "ctl"
-    away = next(said for said in json.loads(recorded(version, "errors.json")) if "ping" in said["argv"][1])
-    assert text.read_ping(away["out"]) is None
-    with pytest.raises(ProtocolError):
-        text.read_ping("Slurmctld is UP")
-
-
 def said() -> list[Any]:
     return [
         pytest.param(entry, id=f"{version} {' '.join(entry['argv'])}")
@@ -278,7 +269,7 @@ def test_nodes_of_anything(noise: str) -> None:
 
 @given(NOISE)
 def test_other_readers_of_anything(noise: str) -> None:
-    for reader in (FORM.read, text.read_ping, text.duration, text.time, text.node_state, text.job_state):
+    for reader in (FORM.read, text.duration, text.time, text.node_state, text.job_state):
         try:
             reader(noise)
         except ProtocolError:
