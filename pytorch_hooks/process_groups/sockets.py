@@ -6,23 +6,7 @@ import ipaddress
 import os
 import socket
 import stat
-import threading
 from pathlib import Path
-
-_protected: set[int] = set()
-_protected_lock = threading.Lock()
-
-
-def protect(sock: socket.socket) -> None:
-    """Say that this socket belongs to somebody else, whoever was opening sockets at the same moment."""
-    with _protected_lock:
-        _protected.add(os.fstat(sock.fileno()).st_ino)
-
-
-def unprotect(sock: socket.socket) -> None:
-    """Forget it again, before it is closed: inode numbers come back."""
-    with _protected_lock:
-        _protected.discard(os.fstat(sock.fileno()).st_ino)
 
 
 def open_sockets() -> dict[int, int]:
@@ -115,12 +99,10 @@ class Opened:
         return cut
 
     def _mine(self) -> dict[int, int]:
-        with _protected_lock:
-            foreign = set(_protected)
         listening: set[str] = set()
         connected: dict[tuple[int, int], tuple[str, str, int]] = {}
         for fd, inode in open_sockets().items():
-            if self._before.get(fd) == inode or inode in foreign:
+            if self._before.get(fd) == inode:
                 continue
             sock = _borrow(fd, inode)
             if sock is None:

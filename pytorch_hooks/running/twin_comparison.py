@@ -1,4 +1,4 @@
-"""Whether ranks that take each other for twins have the same: at first, at commits, when a script asks.
+"""Compares the tensors of ranks that take each other for twins: at first, at commits, when a script asks.
 
 A model that is cut by hand has no DTensors, and its State looks as if every rank had a copy of all others';
 a process that takes a rank's place would get another rank's part.
