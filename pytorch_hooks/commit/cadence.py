@@ -7,14 +7,15 @@ of the plan before, where every other rank waits for it. Whoever has the same pl
 """
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 # However dear a commit is: a fault takes no more steps back than this.
@@ -22,8 +23,8 @@ MAX_STEPS = 100
 # Measured before anything is decided; the first commits write to memory that nobody has touched before.
 FIRST_COMMITS = 8
 WARM_UP = 4
-# How long a plan holds, in seconds: it is looked at soon again where something has changed.
-SHORT_S, LONG_S = 2.0, 32.0
+# How long a plan holds, and over what time the share that is told is averaged, in seconds.
+HOLD_S, AVERAGED_S = 10.0, 30.0
 MIN_COMMITS, MAX_COMMITS = 2, 1000
 # A new interval is to take this part of the budget, and is only made shorter where it can be by this factor.
 AIM = 0.8
@@ -99,8 +100,9 @@ class Meter:
     _warm: int = 0
     _entered: float | None = None
     _left: float | None = None
-    _commits: list[float] = field(default_factory=list)
-    _steps: list[float] = field(default_factory=list)
+    # The newest ones: with a fixed interval nobody ever takes them.
+    _commits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_COMMITS))
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_COMMITS))
 
     def begin(self) -> None:
         """A generation begins: what lies between the steps is no step."""
@@ -134,7 +136,7 @@ class Meter:
 
     def _follow(self, held_up_s: float, whole_s: float) -> None:
         """What is older fades."""
-        self._told_s = min(self._told_s + whole_s, LONG_S)
+        self._told_s = min(self._told_s + whole_s, AVERAGED_S)
         if self._told_s > 0:
             known = self.share or 0.0
             self.share = known + (held_up_s - known * whole_s) / max(self._told_s, whole_s)
@@ -147,7 +149,7 @@ class Meter:
         return None if commits is None or steps is None else Costs(commits, steps)
 
 
-def _typical(values: Sequence[float]) -> float | None:
+def _typical(values: Collection[float]) -> float | None:
     """The mean; of more than three without the largest, which may be a stranger's."""
     if len(values) > 3:
         values = sorted(values)[:-1]
@@ -168,7 +170,6 @@ class Tuner:
     _calm: int = 0
     _patience: int = PATIENCE
     _since_shorter: int = SOON + 1
-    _hold_s: float = SHORT_S
 
     def next(self, plan: Plan, costs: Costs | None) -> Plan:
         """The plan that follows `plan`, under which `costs` were measured."""
@@ -176,7 +177,6 @@ class Tuner:
         if costs is not None:
             known = self._known = self._smooth(costs)
             every = self._interval(known, plan.every)
-            self._hold_s = SHORT_S if every != plan.every else min(2 * self._hold_s, LONG_S)
         return Plan(plan.end, every, self._commits(every))
 
     def _smooth(self, costs: Costs) -> Costs:
@@ -207,7 +207,7 @@ class Tuner:
         if self._known is None:
             return FIRST_COMMITS
         cycle_s = self._known.commit_s + every * self._known.step_s
-        wanted = math.ceil(self._hold_s / cycle_s) if cycle_s > 0 else MAX_COMMITS
+        wanted = math.ceil(HOLD_S / cycle_s) if cycle_s > 0 else MAX_COMMITS
         return max(MIN_COMMITS, min(MAX_COMMITS, wanted))
 
 
@@ -218,9 +218,9 @@ class Cadence:
     often as `budget`, a part of the time, allows. Raises UsageError.
     """
 
-    def __init__(self, fabric: Fabric, commit_every: object = 1, budget: float = 0.01) -> None:
+    def __init__(self, groups: ProcessGroups, commit_every: object = 1, budget: float = 0.01) -> None:
         self._fixed = checked(commit_every, budget)
-        self._fabric, self._budget = fabric, budget
+        self._groups, self._budget = groups, budget
         self.meter = Meter()
         self._rank, self._world_size = 0, 1
         self._plan, self._tuner = first_plan(0), Tuner(budget)
@@ -281,20 +281,20 @@ class Cadence:
         def read(store: torch_private.Store) -> list[bytes]:
             return list(store.multi_get(keys)) if store.check(keys) else []
 
-        others = [msgspec.json.decode(data, type=Costs) for data in self._fabric.in_store(read)]
+        others = [msgspec.json.decode(data, type=Costs) for data in self._groups.in_store(read)]
         return together(mine, others, self._plan.every)
 
     def _tell(self, name: str, value: str) -> None:
-        self._fabric.in_store(lambda store: store.set(self._key(name), value))
+        self._groups.in_store(lambda store: store.set(self._key(name), value))
 
     def _hear(self, name: str) -> bytes:
         """The value of a key, as soon as somebody has set it."""
-        found: Any = self._fabric.in_store(lambda store: torch_private.store_get(store, self._key(name)))
+        found: Any = self._groups.in_store(lambda store: torch_private.store_get(store, self._key(name)))
         return bytes(found)
 
     def _key(self, name: str) -> str:
         # Keys under rank/N are kept on that rank's node: see kvstore/home.py.
-        return f"ckptless/{self._fabric.generation or 0}/{name}"
+        return f"ckptless/{self._groups.generation or 0}/{name}"
 
 
 def checked(every: object, budget: float) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -80,23 +81,15 @@ class Opened:
         if self._found is None:
             self._found = self._mine()
 
-    def __len__(self) -> int:
-        return len(self._mine() if self._found is None else self._found)
-
-    def shut(self) -> int:
-        """Cut every connection, both ways; the native code's blocked operations fail. How many were cut."""
-        cut = 0
+    def shut(self) -> None:
+        """Cut every connection, both ways; the native code's blocked operations fail."""
         for fd, inode in (self._mine() if self._found is None else self._found).items():
             sock = _borrow(fd, inode)
             if sock is None:
                 continue
-            with sock:
-                try:
-                    sock.shutdown(socket.SHUT_RDWR)
-                    cut += 1
-                except OSError:
-                    pass  # the other side has already reset it, which serves as well
-        return cut
+            # Where the other side has already reset it, that serves as well.
+            with sock, contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _mine(self) -> dict[int, int]:
         listening: set[str] = set()

@@ -12,7 +12,7 @@ from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
 from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import standalone
 from ckptless.pytorch_hooks.running.session import Session
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
@@ -67,20 +67,20 @@ class _Worker:
         self._train = train
         self._random = rng.capture()
         self._session = Session(socket_name)
-        self._fabric = Fabric(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken)
-        self._session.on_stop = self._fabric.abort
-        cadence = Cadence(self._fabric, commit_every, commit_budget)
-        self._run = Run(self._session, self._fabric, cadence, overlap, train)
+        self._groups = ProcessGroups(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken)
+        self._session.on_stop = self._groups.abort
+        cadence = Cadence(self._groups, commit_every, commit_budget)
+        self._run = Run(self._session, self._groups, cadence, overlap, train)
         self._session.on_stop = self._stop
 
     def _stop(self, generation: int) -> None:
         """Free the main thread from whatever it waits for, in the listener's."""
-        self._fabric.abort(generation)
+        self._groups.abort(generation)
         self._run.loaders.stop(generation)
 
     def _broken(self, text: str) -> None:
         """A collective failed: say so at once, from whichever thread saw it."""
-        generation = self._fabric.generation
+        generation = self._groups.generation
         if generation is not None and not self._session.ended(generation):
             self._session.send(m.Broken(generation=generation, text=_shorten(text)))
 
@@ -121,12 +121,12 @@ class _Worker:
 
     def _blame(self, part: m.Assigned, error: Exception) -> m.Cause:
         """An error that is only a consequence of the end of the generation is nobody's fault."""
-        # Before `keep` the fabric of a survivor still stands, aborted, in the generation before.
-        entered = self._fabric.generation == part.generation
-        if self._session.ended(part.generation) or (entered and self._fabric.aborted):
+        # Before `keep` the groups of a survivor still stand, aborted, in the generation before.
+        entered = self._groups.generation == part.generation
+        if self._session.ended(part.generation) or (entered and self._groups.aborted):
             return m.Cause(kind="stop", text=_shorten(repr(error)))
-        if entered and self._fabric.broken is not None:
-            return m.Cause(kind="broken", text=_shorten(self._fabric.broken))
+        if entered and self._groups.broken is not None:
+            return m.Cause(kind="broken", text=_shorten(self._groups.broken))
         traceback.print_exc()
         kind = "no-state" if isinstance(error, StateUnavailableError) else "raised"
         # MemoryError and others say nothing more.
@@ -134,7 +134,7 @@ class _Worker:
 
     def _left(self, cause: m.Cause, error: BaseException) -> m.Cause:
         """Out of the training function: let go of its frames, which hold activations and graphs."""
-        self._fabric.abort()
+        self._groups.abort()
         self._run.leave()
         link: BaseException | None = error
         while link is not None:

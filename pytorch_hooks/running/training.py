@@ -17,9 +17,8 @@ from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.commit.cadence import Cadence
 from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
 from ckptless.pytorch_hooks.commit.versions import Versions, record_digest
-from ckptless.pytorch_hooks.process_groups.buckets import Buckets
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric, guard_optimizers
-from ckptless.pytorch_hooks.process_groups.fsdp import Sharded
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, guard_optimizers
+from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.running import job_key, twin_comparison
 from ckptless.pytorch_hooks.running.loaders import Loaders
 from ckptless.pytorch_hooks.running.session import Session
@@ -79,13 +78,13 @@ class Run:
     def __init__(
         self,
         session: Session,
-        fabric: Fabric,
+        groups: ProcessGroups,
         cadence: Cadence | None = None,
         overlap: Wanted = "off",
         train: Callable[["Run"], object] | None = None,
     ) -> None:
-        self._session, self._fabric = session, fabric
-        self._cadence = cadence or Cadence(fabric)
+        self._session, self._groups = session, groups
+        self._cadence = cadence or Cadence(groups)
         self._told_at = 0.0
         self._told_many = False
         self._versions = Versions(session)
@@ -96,7 +95,7 @@ class Run:
         self._outside = Outside(train, self._tell_outside) if train is not None else None
         # Whether what this process writes has been read back.
         self._read_back = False
-        self.loaders = Loaders(session, lambda: fabric.calls, self._shared)
+        self.loaders = Loaders(session, lambda: groups.calls, self._shared)
         # Whether `keep` was called in this generation.
         self._has_state = False
         # Of the twins on this node one writes the tensors.
@@ -108,7 +107,7 @@ class Run:
         self._was_spare = False
         self._aftermath = False
         self.waited_s = 0.0
-        guard_optimizers(fabric)
+        guard_optimizers(groups)
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(gradients.mark_used)
 
@@ -225,10 +224,10 @@ class Run:
             self._open(None)
 
     def _open(self, store: torch_private.Store | None) -> None:
-        if self._fabric.generation is not None:
-            self._fabric.reset()
+        if self._groups.generation is not None:
+            self._groups.reset()
         part = self._assigned
-        self._fabric.open(rank=part.rank, world_size=part.world_size, generation=part.generation, store=store)
+        self._groups.open(rank=part.rank, world_size=part.world_size, generation=part.generation, store=store)
 
     def _join(self) -> None:
         """Tell that this rank is ready, and wait until every rank is."""
@@ -255,7 +254,7 @@ class Run:
         if self._built is None:
             state = checked_state(build())
             refuse(state)
-            self._fabric.mark()
+            self._groups.mark()
             self._built = _Kept.of(state, self.rank, self.world_size)
         alike = self._kept.twins
         # None named: all ranks.
@@ -289,7 +288,7 @@ class Run:
         self._compare(self._kept.twins, when, str(self._compared))
 
     def _compare(self, ranks: tuple[int, ...], when: str, which: str) -> None:
-        twin_comparison.compare(self._fabric, self.rank, ranks, self._kept.tensors, when, which)
+        twin_comparison.compare(self._groups, self.rank, ranks, self._kept.tensors, when, which)
 
     def _resume(self, folder: Path) -> None:
         """Memory has nothing: go on from a step on the disk, into what was built just now."""
@@ -324,7 +323,7 @@ class Run:
         kept.tensors.check_built()
         kept.look.at_modules()
         self._join()
-        self._fabric.configure(self.generation, self._store())
+        self._groups.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
         found = self._versions.fetch(self.generation, step, self._shard, kept.tensors)
         record, at, view = found.record, found.at, read(found.record)
@@ -379,7 +378,7 @@ class Run:
             self._cadence.committed(step)
         if self._aftermath and step > (self._assigned.restore_step or 0):
             # Off the critical path of the recovery: take down what the old generation left.
-            self._aftermath = self._fabric.sweep() > 0
+            self._aftermath = self._groups.sweep() > 0
         return step
 
     def _begin(self, step: int) -> None:
@@ -390,7 +389,7 @@ class Run:
 
     def _pass(self, step: int, loss: float | torch.Tensor | None) -> None:
         """A step that is not committed; of the first one it is told at once, of others now and then."""
-        self._fabric.check()
+        self._groups.check()
         self._kept.buckets.settle()
         self._step = step
         now = time.monotonic()
@@ -402,7 +401,7 @@ class Run:
             self._session.send(told)
 
     def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
-        self._fabric.check()
+        self._groups.check()
         # Before the buckets: gradients may lie in them.
         self._check()
         self._kept.buckets.settle()
