@@ -1,24 +1,30 @@
-"""Pure: at which steps a job commits, so that this takes no more than its share of the time.
+"""At which steps a job commits: all ranks at the same ones, for no more than a share of the time.
 
-A *plan* says it for some time ahead, and ends with a commit: whoever has the same plans commits the same
-steps. That all ranks have the same ones is the business of cadence_agreement.py.
+A fixed interval follows from the step's number. With "auto" the ranks go by plans. A *plan* holds for some
+time ahead and ends with a commit. Each generation has one sequence of them: the first follows from the step
+that is restored; each later one is written by rank 0 into the generation's key-value store at the last commit
+of the plan before, where every other rank waits for it. Whoever has the same plans commits the same steps.
 """
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from ckptless.daemon.api.errors import UsageError
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 # However dear a commit is: a fault takes no more steps back than this.
 MAX_STEPS = 100
 # Measured before anything is decided; the first commits write to memory that nobody has touched before.
 FIRST_COMMITS = 8
 WARM_UP = 4
-# How long a plan holds, in seconds: it is looked at soon again where something has changed.
-SHORT_S, LONG_S = 2.0, 32.0
+# How long a plan holds, and over what time the share that is told is averaged, in seconds.
+HOLD_S, AVERAGED_S = 10.0, 30.0
 MIN_COMMITS, MAX_COMMITS = 2, 1000
 # A new interval is to take this part of the budget, and is only made shorter where it can be by this factor.
 AIM = 0.8
@@ -42,9 +48,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether a step is to be committed."""
         return (step - self.after) % self.every == 0
 
-    def left(self, step: int) -> int:
-        """How many commits come after this step."""
-        return self.commits - (step - self.after) // self.every
+    @property
+    def end(self) -> int:
+        """The step of its last commit, after which another plan holds."""
+        return self.after + self.every * self.commits
 
 
 def first_plan(step: int) -> Plan:
@@ -93,8 +100,9 @@ class Meter:
     _warm: int = 0
     _entered: float | None = None
     _left: float | None = None
-    _commits: list[float] = field(default_factory=list)
-    _steps: list[float] = field(default_factory=list)
+    # The newest ones: with a fixed interval nobody ever takes them.
+    _commits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_COMMITS))
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_COMMITS))
 
     def begin(self) -> None:
         """A generation begins: what lies between the steps is no step."""
@@ -128,7 +136,7 @@ class Meter:
 
     def _follow(self, held_up_s: float, whole_s: float) -> None:
         """What is older fades."""
-        self._told_s = min(self._told_s + whole_s, LONG_S)
+        self._told_s = min(self._told_s + whole_s, AVERAGED_S)
         if self._told_s > 0:
             known = self.share or 0.0
             self.share = known + (held_up_s - known * whole_s) / max(self._told_s, whole_s)
@@ -141,7 +149,7 @@ class Meter:
         return None if commits is None or steps is None else Costs(commits, steps)
 
 
-def _typical(values: Sequence[float]) -> float | None:
+def _typical(values: Collection[float]) -> float | None:
     """The mean; of more than three without the largest, which may be a stranger's."""
     if len(values) > 3:
         values = sorted(values)[:-1]
@@ -162,7 +170,6 @@ class Tuner:
     _calm: int = 0
     _patience: int = PATIENCE
     _since_shorter: int = SOON + 1
-    _hold_s: float = SHORT_S
 
     def next(self, plan: Plan, costs: Costs | None) -> Plan:
         """The plan that follows `plan`, under which `costs` were measured."""
@@ -170,8 +177,7 @@ class Tuner:
         if costs is not None:
             known = self._known = self._smooth(costs)
             every = self._interval(known, plan.every)
-            self._hold_s = SHORT_S if every != plan.every else min(2 * self._hold_s, LONG_S)
-        return Plan(plan.after + plan.every * plan.commits, every, self._commits(every))
+        return Plan(plan.end, every, self._commits(every))
 
     def _smooth(self, costs: Costs) -> Costs:
         old = self._known or costs
@@ -201,16 +207,102 @@ class Tuner:
         if self._known is None:
             return FIRST_COMMITS
         cycle_s = self._known.commit_s + every * self._known.step_s
-        wanted = math.ceil(self._hold_s / cycle_s) if cycle_s > 0 else MAX_COMMITS
+        wanted = math.ceil(HOLD_S / cycle_s) if cycle_s > 0 else MAX_COMMITS
         return max(MIN_COMMITS, min(MAX_COMMITS, wanted))
 
 
-def checked(every: object, budget: float) -> "int | str":
-    """What the user has said of it. Raises UsageError."""
+class Cadence:
+    """When this rank commits: the same as every other rank, or nothing could be restored. Main thread only.
+
+    `commit_every`: every that many steps, and the first one, in which DDP settles its buckets; or "auto": as
+    often as `budget`, a part of the time, allows. Raises UsageError.
+    """
+
+    def __init__(self, groups: ProcessGroups, commit_every: object = 1, budget: float = 0.01) -> None:
+        self._fixed = checked(commit_every, budget)
+        self._groups, self._budget = groups, budget
+        self.meter = Meter()
+        self._rank, self._world_size = 0, 1
+        self._plan, self._tuner = first_plan(0), Tuner(budget)
+
+    @property
+    def every(self) -> int:
+        """The interval in steps, as it is now."""
+        return self._fixed or self._plan.every
+
+    def begin(self, step: int, rank: int, world_size: int) -> None:
+        """Begin a generation at this step, which is committed.
+
+        Compare what this rank and the rank before it were told: if all are as the one before, all are alike,
+        and no rank's node is asked by all others. Raises UsageError, GenerationEnded, CollectiveFailed.
+        """
+        self.meter.begin()
+        self._rank, self._world_size = rank, world_size
+        self._plan, self._tuner = first_plan(step), Tuner(self._budget)
+        told = f"commit_every={self._fixed}"
+        if self._fixed is None:
+            told = f'commit_every="auto" and commit_budget={self._budget:g}'
+        if rank + 1 < world_size:
+            self._tell(f"rank/{rank}/told", told)
+        if rank and (before := self._hear(f"rank/{rank - 1}/told").decode()) != told:
+            raise UsageError(
+                f"rank {rank} was started with {told}, and rank {rank - 1} with {before}: "
+                "give ckptless.run the same on every rank"
+            )
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is to be committed."""
+        if self._fixed is not None:
+            return step == 1 or step % self._fixed == 0
+        return self._plan.is_due(step)
+
+    def committed(self, step: int) -> None:
+        """Go on to the next plan where this commit was the last of one.
+
+        A rank that cannot read it does not go on by itself. Raises GenerationEnded, CollectiveFailed.
+        """
+        if self._fixed is None and step == self._plan.end:
+            key = f"cadence/plan/{step}"
+            if self._rank == 0:
+                self._plan = self._tuner.next(self._plan, self._costs())
+                self._tell(key, msgspec.json.encode(self._plan).decode())
+                return
+            if (mine := self.meter.take()) is not None:
+                self._tell(f"cadence/cost/{self._rank}", msgspec.json.encode(mine).decode())
+            self._plan = msgspec.json.decode(self._hear(key), type=Plan)
+
+    def _costs(self) -> Costs | None:
+        """What commits cost, with what the other ranks have told last; none of them is waited for."""
+        mine = self.meter.take()
+        if mine is None or self._world_size == 1:
+            return mine
+        keys = [self._key(f"cadence/cost/{rank}") for rank in range(1, self._world_size)]
+
+        def read(store: torch_private.Store) -> list[bytes]:
+            return list(store.multi_get(keys)) if store.check(keys) else []
+
+        others = [msgspec.json.decode(data, type=Costs) for data in self._groups.in_store(read)]
+        return together(mine, others, self._plan.every)
+
+    def _tell(self, name: str, value: str) -> None:
+        self._groups.in_store(lambda store: store.set(self._key(name), value))
+
+    def _hear(self, name: str) -> bytes:
+        """The value of a key, as soon as somebody has set it."""
+        found: Any = self._groups.in_store(lambda store: torch_private.store_get(store, self._key(name)))
+        return bytes(found)
+
+    def _key(self, name: str) -> str:
+        # Keys under rank/N are kept on that rank's node: see kvstore/home.py.
+        return f"ckptless/{self._groups.generation or 0}/{name}"
+
+
+def checked(every: object, budget: float) -> int | None:
+    """The interval that the user has asked for, None for "auto". Raises UsageError."""
     if not 0 < budget < 1:
         raise UsageError(f"commit_budget={budget!r}: give the part of the time, such as 0.01")
     if every == "auto":
-        return "auto"
+        return None
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise UsageError(f'commit_every={every!r}: give a number of steps from 1, or "auto"')
     return every

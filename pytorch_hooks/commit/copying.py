@@ -1,19 +1,35 @@
-"""A rank's copies of what it commits: in order, or beside its next step where that has proved right."""
+"""Whether a rank's commits are copied in order, or beside its next step (`overlap.py`).
+
+A version that was written to while it was copied is given up, and that costs the step. So the first copies
+of a process are made in order and compared, when the next update begins, with what lives: a script that
+writes between commit and update in each step never gets any other. Copies beside the training are made only
+where the script asks for them: a write that the trials do not meet (weights that are exchanged for an
+evaluation now and then) has the step done again.
+"""
 
 from collections.abc import Callable
+from typing import Literal
 
-from ckptless.pytorch_hooks.commit.device_copy import DeviceCopies
-from ckptless.pytorch_hooks.commit.overlap import Policy
+from ckptless.daemon.api.errors import UsageError
 from ckptless.pytorch_hooks.commit.versions import Versions, Written
 from ckptless.pytorch_hooks.errors import StateMoved
 from ckptless.pytorch_hooks.state import TensorSet
 
+# Copies that are compared with what lives, before any is made beside the training.
+TRIALS = 2
+
+Wanted = Literal["on", "off"]
+
 
 class Copying:
-    """Asks `policy`, and tells of its end by `tell(sentence)`, once. Main thread only."""
+    """Chooses how each commit is copied. `tell(sentence)` is called once, where overlap ends. Main thread."""
 
-    def __init__(self, versions: Versions, policy: Policy, tell: Callable[[str], None]) -> None:
-        self._versions, self._policy, self._tell = versions, policy, tell
+    def __init__(self, versions: Versions, overlap: Wanted, tell: Callable[[str], None]) -> None:
+        self._versions, self._tell = versions, tell
+        self._wanted = overlap == "on"
+        self._tried = 0
+        # The sentence that says why commits are copied in order, once something has ended overlap.
+        self._why_not: str | None = None
         # Copied in order, and to be compared with what lives when the next update begins.
         self._trial: tuple[TensorSet, Written] | None = None
         self._known: TensorSet | None = None
@@ -22,15 +38,16 @@ class Copying:
         """Copy all tensors, or begin to. As `Versions.write`."""
         if tensors is not self._known:
             self._known = tensors
-            # One for the life of the process: it is what has pinned the memory, and knows that it is.
-            on_device = any(tensor.is_cuda for _name, tensor in tensors.named())
-            if on_device and not isinstance(self._versions.device, DeviceCopies):
-                self._versions.device = DeviceCopies()
-            if on_device and (why_not := self._policy.refuse_device()) is not None:
-                self._tell(why_not)
-        write = self._versions.begin if self._policy.overlaps else self._versions.write
+            if any(tensor.is_cuda for _name, tensor in tensors.named()):
+                self._versions.pins = True
+                self._refuse(
+                    "commits are copied while the training waits: overlap='on' is so far only for tensors "
+                    "that lie in the CPU's memory"
+                )
+        overlaps = self._wanted and self._tried >= TRIALS
+        write = self._versions.begin if overlaps else self._versions.write
         written = write(tensors, step, generation, shard, rank)
-        self._trial = (tensors, written) if self._policy.open else None
+        self._trial = (tensors, written) if self._wanted and not overlaps else None
         return written
 
     def before_update(self) -> None:
@@ -40,9 +57,11 @@ class Copying:
             self._say(self._versions.fence)
             return
         tensors, written = trial
-        differs = tensors.differs(written.payload)
-        if (why_not := self._policy.compared(differs)) is not None:
-            self._tell(why_not)
+        moved = tensors.differs(written.payload)
+        if moved is None:
+            self._tried += 1
+        else:
+            self._refuse_moved(moved)
 
     def wait(self) -> None:
         """As `Versions.wait`."""
@@ -53,17 +72,32 @@ class Copying:
         self._trial = None
         moved = self._versions.leave()
         if moved is not None:
-            self._refuse(moved)
+            self._refuse_moved(moved)
 
     def _say(self, do: Callable[[], None]) -> None:
         try:
             do()
         except StateMoved as error:
-            raise StateMoved(self._refuse(str(error))) from None
+            raise StateMoved(self._refuse_moved(str(error))) from None
 
-    def _refuse(self, name: str) -> str:
-        known = self._policy.why_not
-        if known is None:
-            known = self._policy.refuse(name)
-            self._tell(known)
-        return known
+    def _refuse_moved(self, name: str) -> str:
+        return self._refuse(
+            f"{name} is changed between run.commit and optimizer.step, so that commits are copied while the "
+            "training waits: change it before run.commit, or do not say overlap='on' in ckptless.run"
+        )
+
+    def _refuse(self, why_not: str) -> str:
+        """Copy in order from now on; give the sentence that says why."""
+        if self._wanted:
+            self._wanted, self._why_not = False, why_not
+            self._tell(why_not)
+        return self._why_not or why_not
+
+
+def checked_overlap(wanted: object) -> Wanted:
+    """What the user has asked for. Raises UsageError."""
+    if wanted == "on":
+        return "on"
+    if wanted == "off":
+        return "off"
+    raise UsageError(f'overlap={wanted!r}: say "on" or "off"')

@@ -22,11 +22,11 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
 from ckptless.daemon.api.twins import Span, twin_digest
-from ckptless.pytorch_hooks.commit.host_copy import HostCopies
-from ckptless.pytorch_hooks.commit.overlap import Device, Guard, between_bytecodes
+from ckptless.pytorch_hooks.commit.overlap import BesideTraining
+from ckptless.pytorch_hooks.commit.pinned import Pinned
 from ckptless.pytorch_hooks.errors import StateMoved
 from ckptless.pytorch_hooks.running.session import Session
-from ckptless.pytorch_hooks.state import TensorSet, raw
+from ckptless.pytorch_hooks.state import TensorSet, private, raw
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +50,6 @@ class _Mapped:
 
 
 @dataclass(frozen=True)
-class Overlapped:
-    """What is still to come of a payload: the device's ticket, and whether it is whole."""
-
-    ticket: Any
-    guard: Guard
-
-
-@dataclass(frozen=True)
 class Written:
     """A version whose payload is in its slot, or coming, and whose chunks are being digested."""
 
@@ -65,7 +57,7 @@ class Written:
     at: m.TensorsAt
     slot: torch.Tensor
     chunks: list[Future[int]]
-    coming: Overlapped | None = None
+    coming: BesideTraining | None = None
 
     @property
     def payload(self) -> torch.Tensor:
@@ -89,17 +81,16 @@ class Fetched:
 
 
 class Versions:
-    """The versions of one rank, through its session. Main thread only."""
+    """The versions of one rank, through its session. Main thread only.
 
-    def __init__(
-        self,
-        session: Session,
-        chunk_nbytes: int = version.CHUNK_NBYTES,
-        device: Device[Any] | None = None,
-    ) -> None:
+    `pins`: whether the memory that versions are copied into is pinned, as for tensors of a device.
+    """
+
+    def __init__(self, session: Session, chunk_nbytes: int = version.CHUNK_NBYTES) -> None:
         self._session, self._chunk_nbytes = session, chunk_nbytes
-        self.device: Device[Any] = device or HostCopies()
-        self._coming: Overlapped | None = None
+        self.pins = False
+        self._pinned: Pinned | None = None
+        self._coming: BesideTraining | None = None
         self._mapped: _Mapped | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptless-version")
         # What the threads have of the newest commit: its chunks, then the rest of it.
@@ -126,17 +117,14 @@ class Versions:
         """As `write`; but what only an update changes is copied while the training goes on, up to `fence`."""
         written = self._place(tensors, step, generation, shard, rank)
         now, later = tensors.copies(written.payload)
-        self._coming = Overlapped(self.device.begin(now, later), Guard(later))
+        private.copy_all([one.target for one in now], [one.source for one in now])
+        self._coming = BesideTraining(later)
         return replace(written, coming=self._coming)
 
     def fence(self) -> None:
         """An update begins: it comes after the copies. Raises StateMoved. The thread that updates."""
-        if self._coming is None:
-            return
-        self._coming.guard.close()
-        self.device.fence(self._coming.ticket)
-        if self._coming.guard.moved is not None:
-            raise StateMoved(self._coming.guard.moved)
+        if self._coming is not None:
+            self._coming.fence()
 
     def _place(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
         """The next slot, in which no version lies any more."""
@@ -157,7 +145,8 @@ class Versions:
         mapped = self._mapped
         if mapped is None or mapped.slot_nbytes < nbytes:
             mapped = self._allocate(generation, tensors, nbytes)
-        self.device.hold(mapped.bytes)
+        if self.pins and self._pinned is None:
+            self._pinned = Pinned(mapped.bytes)
         index = mapped.last_slot = (mapped.last_slot + 1) % SLOTS
         slot = mapped.slot(index)[:nbytes]
         # What lay there is no version from here on, whatever becomes of this process.
@@ -177,8 +166,13 @@ class Versions:
         return self._mapped
 
     def _unmap(self) -> None:
-        self.device.release()
+        self._unpin()
         self._mapped = None
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
 
     def send(self, commit: m.Commit, written: Written | None = None, own: tuple[Span, ...] = ()) -> None:
         """Give a commit to the agent: at once, or with what was `written`, as soon as its header is there.
@@ -197,9 +191,9 @@ class Versions:
             chunks = tuple(chunk.result() for chunk in written.chunks)
         else:
             digests = version.ChunkDigests(raw.window(written.payload), self._chunk_nbytes)
-            torn = self.device.complete(written.coming.ticket, digests.came)
+            written.coming.complete(digests.came)
             # What is torn gets no header, and nobody hears of it but the main thread.
-            if written.coming.guard.wait(between_bytecodes, torn) is not None:
+            if written.coming.moved is not None:
                 return
             chunks = digests.finish()
         header = replace(written.header, chunks=chunks)
@@ -232,18 +226,15 @@ class Versions:
     def _settle(self) -> tuple[list[Future[Any]], str | None]:
         """What the threads had, once they are through with it, as fast as memory is; and what has moved."""
         coming, self._coming = self._coming, None
-        if coming is not None:
-            # This thread writes nothing until the copies are over.
-            coming.guard.close()
         pending, self._pending = self._pending, []
         wait(pending)
-        return pending, coming.guard.moved if coming is not None else None
+        return pending, coming.moved if coming is not None else None
 
     def close(self) -> None:
         """End the threads."""
         self.leave()
         self._threads.shutdown()
-        self.device.release()
+        self._unpin()
 
     # -------------------------------------------------------------------------------------- read
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +33,26 @@ def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
 class Exchange:
     """Lives as long as the process; `attach` puts each generation's backend into it.
 
-    To be mixed into what torch calls collectives on. `_inner` has the collectives by the same names.
+    To be mixed into what torch calls collectives on, whichever way it takes a backend that is written in
+    Python: `stock.py`, `older/group.py`. `_inner` has the collectives by the same names.
     """
 
     _inner: Any = None
     _scope: Scope | None = None
     _fake = False
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Make torch ready for exchanges of this class. Raises TorchMismatch."""
+
+    @staticmethod
+    def wrap(backend: torch_private.Backend, rank: int, size: int) -> Any:
+        """Give a backend as `attach` takes it."""
+        return backend
+
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Whether this group, which torch knows, works through this exchange."""
+        raise NotImplementedError
 
     def attach(self, inner: Any, scope: Scope, *, fake: bool) -> None:
         """Work through `inner`, in `scope`, from now on."""
@@ -79,23 +92,7 @@ class Exchange:
             self._scope.end()
 
     def shutdown(self) -> None:
-        """Nothing: the fabric takes backends down, when it is safe to."""
-
-
-class Way(ABC):
-    """How a group that torch knows comes to work through an exchange."""
-
-    @abstractmethod
-    def make(self, rank: int, size: int) -> Exchange:
-        """What torch gets where it asks for a new group's backend."""
-
-    @abstractmethod
-    def inner(self, backend: torch_private.Backend, rank: int, size: int) -> Any:
-        """A backend, as this way's exchanges take it."""
-
-    @abstractmethod
-    def serves(self, exchange: Exchange, group: dist.ProcessGroup) -> bool:
-        """Whether this group, which torch knows, works through that exchange."""
+        """Nothing: `ProcessGroups` takes backends down, when it is safe to."""
 
 
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
 import stat
-import threading
 from pathlib import Path
-
-_protected: set[int] = set()
-_protected_lock = threading.Lock()
-
-
-def protect(sock: socket.socket) -> None:
-    """Say that this socket belongs to somebody else, whoever was opening sockets at the same moment."""
-    with _protected_lock:
-        _protected.add(os.fstat(sock.fileno()).st_ino)
-
-
-def unprotect(sock: socket.socket) -> None:
-    """Forget it again, before it is closed: inode numbers come back."""
-    with _protected_lock:
-        _protected.discard(os.fstat(sock.fileno()).st_ino)
 
 
 def open_sockets() -> dict[int, int]:
@@ -96,31 +81,21 @@ class Opened:
         if self._found is None:
             self._found = self._mine()
 
-    def __len__(self) -> int:
-        return len(self._mine() if self._found is None else self._found)
-
-    def shut(self) -> int:
-        """Cut every connection, both ways; the native code's blocked operations fail. How many were cut."""
-        cut = 0
+    def shut(self) -> None:
+        """Cut every connection, both ways; the native code's blocked operations fail."""
         for fd, inode in (self._mine() if self._found is None else self._found).items():
             sock = _borrow(fd, inode)
             if sock is None:
                 continue
-            with sock:
-                try:
-                    sock.shutdown(socket.SHUT_RDWR)
-                    cut += 1
-                except OSError:
-                    pass  # the other side has already reset it, which serves as well
-        return cut
+            # Where the other side has already reset it, that serves as well.
+            with sock, contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _mine(self) -> dict[int, int]:
-        with _protected_lock:
-            foreign = set(_protected)
         listening: set[str] = set()
         connected: dict[tuple[int, int], tuple[str, str, int]] = {}
         for fd, inode in open_sockets().items():
-            if self._before.get(fd) == inode or inode in foreign:
+            if self._before.get(fd) == inode:
                 continue
             sock = _borrow(fd, inode)
             if sock is None:

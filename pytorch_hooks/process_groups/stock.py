@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptless.pytorch_hooks.process_groups.exchange import Exchange, Way, forward
+from ckptless.pytorch_hooks.process_groups.exchange import Exchange, forward
 from ckptless.pytorch_hooks.process_groups.work import behind
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
@@ -22,6 +22,16 @@ class Within(Exchange, torch_private.Backend):
 
     DDP, FSDP2, DeviceMesh and user code keep references to the group, which is torch's in every respect.
     """
+
+    @classmethod
+    def prepare(cls) -> None:
+        """See Exchange."""
+        answer_for_works()
+
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is in the group."""
+        backend: object = torch_private.backend_of(group, torch.device("cpu"))
+        return backend is self
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """Gloo's own blocking barrier."""
@@ -53,23 +63,3 @@ def _answer(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
 
     answer.__name__ = name
     return answer
-
-
-class Stock(Way):
-    """See the module."""
-
-    def __init__(self) -> None:
-        answer_for_works()
-
-    def make(self, rank: int, size: int) -> Exchange:
-        """A backend, which torch puts into a group."""
-        return Within(rank, size)
-
-    def inner(self, backend: torch_private.Backend, rank: int, size: int) -> Any:
-        """As it is."""
-        return backend
-
-    def serves(self, exchange: Exchange, group: dist.ProcessGroup) -> bool:
-        """Whether it is in it."""
-        backend: object = torch_private.backend_of(group, torch.device("cpu"))
-        return backend is exchange

@@ -9,12 +9,11 @@ from typing import Any, Literal
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import StateUnavailableError
 from ckptless.pytorch_hooks import env
-from ckptless.pytorch_hooks.commit.cadence import Meter, checked
-from ckptless.pytorch_hooks.commit.cadence_agreement import Agreed, Fixed
-from ckptless.pytorch_hooks.commit.overlap import Policy, Wanted, overlap_policy
+from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
+from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric
-from ckptless.pytorch_hooks.running import standalone as plain
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
+from ckptless.pytorch_hooks.running import standalone
 from ckptless.pytorch_hooks.running.session import Session
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
 from ckptless.pytorch_hooks.state import rng
@@ -45,13 +44,13 @@ def run(
     returns ("off"). With "on" a rank to whose parameters anything but `optimizer.step` writes in between
     loses that step, and copies in order from then on. Raises UsageError.
     """
-    cadence = checked(commit_every, commit_budget)
-    policy = overlap_policy(overlap)
+    checked(commit_every, commit_budget)
+    checked_overlap(overlap)
     socket_name = env.read().agent_socket
     if socket_name is None:
-        plain.run(train)
+        standalone.run(train)
         return
-    _Worker(socket_name, train, cadence, commit_budget, policy).run()
+    _Worker(socket_name, train, commit_every, commit_budget, overlap).run()
 
 
 class _Worker:
@@ -63,31 +62,25 @@ class _Worker:
         train: Callable[[Any], object],
         commit_every: int | str,
         commit_budget: float,
-        overlap: Policy,
+        overlap: Wanted,
     ) -> None:
         self._train = train
         self._random = rng.capture()
         self._session = Session(socket_name)
-        self._fabric = Fabric(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken)
-        self._session.on_stop = self._fabric.abort
-        meter = Meter()
-        cadence = (
-            Fixed(self._fabric, commit_every)
-            if isinstance(commit_every, int)
-            else Agreed(self._fabric, meter, commit_budget)
-        )
-        self._run = Run(self._session, self._fabric, cadence, meter, overlap)
-        self._run.watch_outside(train)
+        self._groups = ProcessGroups(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken)
+        self._session.on_stop = self._groups.abort
+        cadence = Cadence(self._groups, commit_every, commit_budget)
+        self._run = Run(self._session, self._groups, cadence, overlap, train)
         self._session.on_stop = self._stop
 
     def _stop(self, generation: int) -> None:
         """Free the main thread from whatever it waits for, in the listener's."""
-        self._fabric.abort(generation)
+        self._groups.abort(generation)
         self._run.loaders.stop(generation)
 
     def _broken(self, text: str) -> None:
         """A collective failed: say so at once, from whichever thread saw it."""
-        generation = self._fabric.generation
+        generation = self._groups.generation
         if generation is not None and not self._session.ended(generation):
             self._session.send(m.Broken(generation=generation, text=_shorten(text)))
 
@@ -102,17 +95,13 @@ class _Worker:
 
     def _generations(self) -> None:
         generation = 0
-        while True:
-            part = self._session.wait_assigned(after=generation)
-            if part is None:
-                self._run.close()
-                return
+        while (part := self._session.wait_assigned(after=generation)) is not None:
             generation = part.generation
             cause = self._generation(part)
             if cause is None:
-                self._run.close()
-                return
+                break
             self._session.send(m.Left(generation=generation, cause=cause))
+        self._run.close()
 
     def _generation(self, part: m.Assigned) -> m.Cause | None:
         """One call of the training function; None when the job is done, or why it was left."""
@@ -132,12 +121,12 @@ class _Worker:
 
     def _blame(self, part: m.Assigned, error: Exception) -> m.Cause:
         """An error that is only a consequence of the end of the generation is nobody's fault."""
-        # Before `keep` the fabric of a survivor still stands, aborted, in the generation before.
-        entered = self._fabric.generation == part.generation
-        if self._session.ended(part.generation) or (entered and self._fabric.aborted):
+        # Before `keep` the groups of a survivor still stand, aborted, in the generation before.
+        entered = self._groups.generation == part.generation
+        if self._session.ended(part.generation) or (entered and self._groups.aborted):
             return m.Cause(kind="stop", text=_shorten(repr(error)))
-        if entered and self._fabric.broken is not None:
-            return m.Cause(kind="broken", text=_shorten(self._fabric.broken))
+        if entered and self._groups.broken is not None:
+            return m.Cause(kind="broken", text=_shorten(self._groups.broken))
         traceback.print_exc()
         kind = "no-state" if isinstance(error, StateUnavailableError) else "raised"
         # MemoryError and others say nothing more.
@@ -145,13 +134,12 @@ class _Worker:
 
     def _left(self, cause: m.Cause, error: BaseException) -> m.Cause:
         """Out of the training function: let go of its frames, which hold activations and graphs."""
-        self._fabric.abort()
+        self._groups.abort()
         self._run.leave()
-        while error.__context__ is not None or error.__traceback__ is not None:
-            error.__traceback__ = None
-            error, context = error.__context__ or error, error.__context__
-            if context is None:
-                break
+        link: BaseException | None = error
+        while link is not None:
+            link.__traceback__ = None
+            link = link.__context__
         sys.stdout.flush()
         logger.debug("left: %s", cause)
         return cause

@@ -1,4 +1,4 @@
-"""A training function without an agent around it: the same calls, plain PyTorch underneath."""
+"""A training function without an agent around it: the same calls, stock PyTorch underneath."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,36 +13,17 @@ from ckptless.pytorch_hooks.state import State
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 
-class PlainRun:
+class StandaloneRun:
     """What `Run` is, where nobody watches: nothing is written, nothing is waited for."""
 
     generation = 1
     spare = False
 
     def __init__(self) -> None:
-        self._env = env.read()
+        found = env.read()
+        self.rank, self.local_rank, self.world_size = found.rank, found.local_rank, found.world_size
+        self.step = 0
         self._cursor = Cursors()
-        self._step = 0
-
-    @property
-    def rank(self) -> int:
-        """See Run."""
-        return self._env.rank
-
-    @property
-    def local_rank(self) -> int:
-        """See Run."""
-        return self._env.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """See Run."""
-        return self._env.world_size
-
-    @property
-    def step(self) -> int:
-        """See Run."""
-        return self._step
 
     @property
     def epoch(self) -> int:
@@ -54,10 +35,7 @@ class PlainRun:
 
     def keep(self, build: Callable[[], State]) -> State:
         """See Run."""
-        state = build()
-        if not isinstance(state, State):
-            raise UsageError(f"the function given to run.keep returned {type(state).__name__}, not a State")
-        return state
+        return checked_state(build())
 
     def compare(self, where: str = "") -> None:
         """See Run; nothing is compared here."""
@@ -70,8 +48,15 @@ class PlainRun:
         """See Run; only counts."""
         del loss
         self._cursor.committed()
-        self._step += 1
-        return self._step
+        self.step += 1
+        return self.step
+
+
+def checked_state(built: object) -> State:
+    """What `build` has made. Raises UsageError where that is no State."""
+    if not isinstance(built, State):
+        raise UsageError(f"the function given to run.keep returned {type(built).__name__}, not a State")
+    return built
 
 
 def run(train: Callable[[Any], object]) -> None:
@@ -80,7 +65,7 @@ def run(train: Callable[[Any], object]) -> None:
     if made:
         _init_process_group()
     try:
-        train(PlainRun())
+        train(StandaloneRun())
     finally:
         if made:
             dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
 from ckptless.pytorch_hooks import env
-from ckptless.pytorch_hooks.commit.cadence import Meter
-from ckptless.pytorch_hooks.commit.cadence_agreement import Cadence, Fixed
-from ckptless.pytorch_hooks.commit.copying import Copying
-from ckptless.pytorch_hooks.commit.overlap import Policy
+from ckptless.pytorch_hooks.commit.cadence import Cadence
+from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
 from ckptless.pytorch_hooks.commit.versions import Versions, record_digest
-from ckptless.pytorch_hooks.process_groups.buckets import Buckets
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric, guard_optimizers
-from ckptless.pytorch_hooks.process_groups.fsdp import Sharded
-from ckptless.pytorch_hooks.running import job_key, likeness
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, guard_optimizers
+from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
+from ckptless.pytorch_hooks.running import job_key, twin_comparison
 from ckptless.pytorch_hooks.running.loaders import Loaders
 from ckptless.pytorch_hooks.running.session import Session
+from ckptless.pytorch_hooks.running.standalone import checked_state
 from ckptless.pytorch_hooks.saving.load import load
 from ckptless.pytorch_hooks.state import (
     RecordView,
@@ -52,65 +51,81 @@ WAIT_WORTH_A_NOTE_S = 1.0
 TELL_INTERVAL_S = 0.2
 
 
+@dataclass
+class _Kept:
+    """What this process has of a State that was built in it, for as long as it lives."""
+
+    state: State
+    tensors: TensorSet
+    look: SecondLook
+    buckets: Buckets
+    fsdp: Sharded
+    # The ranks that have the same tensors, this one among them.
+    twins: tuple[int, ...]
+
+    @classmethod
+    def of(cls, state: State, rank: int, world_size: int) -> "_Kept":
+        tensors = TensorSet(state)
+        look = SecondLook(state, tensors.names)
+        gradients.watch_steps(state)
+        modules = (module for _prefix, module in tree_of(state).modules())
+        return cls(state, tensors, look, Buckets(state), Sharded(modules), twins(state, rank, world_size))
+
+
 class Run:
     """One rank's part of a job, over all generations. Main thread only."""
 
     def __init__(
         self,
         session: Session,
-        fabric: Fabric,
+        groups: ProcessGroups,
         cadence: Cadence | None = None,
-        meter: Meter | None = None,
-        overlap: Policy | None = None,
+        overlap: Wanted = "off",
+        train: Callable[["Run"], object] | None = None,
     ) -> None:
-        self._session, self._fabric = session, fabric
-        self._cadence: Cadence = cadence or Fixed(fabric, 1)
-        self._meter = meter or Meter()
+        self._session, self._groups = session, groups
+        self._cadence = cadence or Cadence(groups)
         self._told_at = 0.0
         self._told_many = False
         self._versions = Versions(session)
-        self._copying = Copying(self._versions, overlap or Policy("off"), self._tell_overlap)
+        self._copying = Copying(self._versions, overlap, self._tell_overlap)
         self._part: m.Assigned | None = None
-        self._state: State | None = None
-        self._tensors: TensorSet | None = None
-        self._second_look: SecondLook | None = None
-        self._outside: Outside | None = None
+        self._built: _Kept | None = None
+        # Tells where what `train` has beside its State changes, once.
+        self._outside = Outside(train, self._tell_outside) if train is not None else None
         # Whether what this process writes has been read back.
         self._read_back = False
-        self.loaders = Loaders(session, lambda: fabric.calls, self._shared)
-        self._kept = False
-        # The ranks that have the same tensors as this one (none named: all), and which of those on this node
-        # writes them.
-        self._twins: tuple[int, ...] = ()
+        self.loaders = Loaders(session, lambda: groups.calls, self._shared)
+        # Whether `keep` was called in this generation.
+        self._has_state = False
+        # Of the twins on this node one writes the tensors.
         self._writes = False
-        self._alike: tuple[int, ...] = ()
         self._compared = self._commits = 0
         # The newest step that is done, the newest that is committed, and the one that the process began with.
         self._step = self._saved = self._built_at = 0
-        self._buckets = Buckets()
-        self._fsdp = Sharded(())
         self._on_recovery: list[Callable[[Run], None]] = []
         self._was_spare = False
-        self._fabric_open = False
         self._aftermath = False
         self.waited_s = 0.0
-        guard_optimizers(fabric)
+        guard_optimizers(groups)
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(gradients.mark_used)
 
     def _before_update(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         began = time.monotonic()
         self._copying.before_update()
-        self._meter.held_up(time.monotonic() - began)
+        self._cadence.meter.held_up(time.monotonic() - began)
 
-    def watch_outside(self, train: Callable[["Run"], object]) -> None:
-        """Tell where what `train` has beside its State changes, once; rank 0 does."""
-        self._outside = Outside(train, self._tell_outside)
+    def _warn(self, kind: str, text: str) -> None:
+        self._session.send(m.Note(level="warning", kind=kind, text=text))
+
+    def _tell_overlap(self, why_not: str) -> None:
+        self._warn("overlap-off", why_not)
 
     def _tell_outside(self, text: str) -> None:
         if self.rank == 0:
             logger.warning("%s", text)
-            self._session.send(m.Note(level="warning", kind="outside-state", text=text))
+            self._warn("outside-state", text)
 
     def _tell_many(self, look: SecondLook, took_s: float, nbytes: int) -> None:
         """Tell, once, of plain data that makes each commit slow, and how slow this one was."""
@@ -123,14 +138,11 @@ class Run:
                 "bytes. In a tensor or an array they would take no time"
             )
             logger.warning("%s", text)
-            self._session.send(m.Note(level="warning", kind="state-slow", text=text))
+            self._warn("state-slow", text)
 
     def _shared(self) -> Container[int]:
         """By id what the State has as plain data."""
-        return parts_of(self._state).own if self._state is not None else ()
-
-    def _tell_overlap(self, why_not: str) -> None:
-        self._session.send(m.Note(level="warning", kind="overlap-off", text=why_not))
+        return parts_of(self._built.state).own if self._built is not None else ()
 
     # ------------------------------------------------------------------------------------- words
 
@@ -151,9 +163,14 @@ class Run:
         return self._session.welcome.slot
 
     @property
+    def _kept(self) -> _Kept:
+        assert self._built is not None
+        return self._built
+
+    @property
     def _shard(self) -> int:
         """What this rank has tensors of: the lowest of its twins, itself among them."""
-        return min(self._twins, default=0)
+        return min(self._kept.twins)
 
     @property
     def world_size(self) -> int:
@@ -193,25 +210,24 @@ class Run:
         """Begin a generation: what `ckptless.run` does before it calls the training function."""
         if self._part is None:
             self._was_spare = env.read().rank < 0
-        self._part, self._kept, self._compared, self._commits = part, False, 0, 0
+        self._part, self._has_state, self._compared, self._commits = part, False, 0, 0
         self._on_recovery.clear()
         job_key.learn(part.cache_key)
         self.loaders.enter(part)
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
         if part.restore_step is None:
-            self._state = self._tensors = None
+            self._built = None
             self._step = self._saved = 0
             self._join()
             self._open(self._store())
-        elif self._state is None:
+        elif self._built is None:
             self._open(None)
 
     def _open(self, store: torch_private.Store | None) -> None:
-        if self._fabric_open:
-            self._fabric.reset()
+        if self._groups.generation is not None:
+            self._groups.reset()
         part = self._assigned
-        self._fabric_open = True
-        self._fabric.open(rank=part.rank, world_size=part.world_size, generation=part.generation, store=store)
+        self._groups.open(rank=part.rank, world_size=part.world_size, generation=part.generation, store=store)
 
     def _join(self) -> None:
         """Tell that this rank is ready, and wait until every rank is."""
@@ -232,40 +248,33 @@ class Run:
         renewed. In a new process it is called, and the state is then restored into what it built. Call it
         once, before any collective. Raises UsageError, GenerationEnded.
         """
-        if self._kept:
+        if self._has_state:
             raise UsageError("run.keep was called twice: put everything into one State")
         part = self._assigned
-        if self._state is None:
-            state = build()
-            if not isinstance(state, State):
-                raise UsageError(
-                    f"the function given to run.keep returned {type(state).__name__}, not a State"
-                )
+        if self._built is None:
+            state = checked_state(build())
             refuse(state)
-            self._fabric.mark()
-            self._state, self._tensors = state, TensorSet(state)
-            self._second_look = SecondLook(state, self._tensors.names)
-            gradients.watch_steps(state)
-            self._buckets = Buckets(state)
-            self._alike = twins(state, self.rank, self.world_size)
-            self._twins = () if len(self._alike) == self.world_size else self._alike
-            self._fsdp = Sharded(module for _prefix, module in tree_of(state).modules())
-        self._session.send(m.Twins(generation=part.generation, ranks=self._twins))
+            self._groups.mark()
+            self._built = _Kept.of(state, self.rank, self.world_size)
+        alike = self._kept.twins
+        # None named: all ranks.
+        ranks = () if len(alike) == self.world_size else alike
+        self._session.send(m.Twins(generation=part.generation, ranks=ranks))
         if part.restore_step is None:
             if resume := env.read().resume:
                 self._resume(Path(resume))
             self.compare("before the first step")
             self._session.send(m.Restored(generation=part.generation))
             self._writes = self._session.wait_writes(part.generation)
-            self._kept = True
+            self._has_state = True
             self._built_at = self._step
             self._check()
             self._put(self._step)
             self._begin(self._step)
         else:
             self._recover(part.restore_step)
-            self._kept = True
-        return self._state
+            self._has_state = True
+        return self._kept.state
 
     def compare(self, where: str = "") -> None:
         """Compare parameters, buffers and optimizer state with those of the rank's twins, bit by bit.
@@ -274,15 +283,15 @@ class Run:
         each step of a long run, since all is read. UsageError where they differ, with `where` and the first
         tensor. Also raises GenerationEnded, CollectiveFailed.
         """
-        assert self._tensors is not None
         self._compared += 1
         when = where or f"at step {self._step}, comparison {self._compared}"
-        likeness.compare(self._fabric, self.rank, self._alike, self._tensors, when, str(self._compared))
+        self._compare(self._kept.twins, when, str(self._compared))
+
+    def _compare(self, ranks: tuple[int, ...], when: str, which: str) -> None:
+        twin_comparison.compare(self._groups, self.rank, ranks, self._kept.tensors, when, which)
 
     def _resume(self, folder: Path) -> None:
         """Memory has nothing: go on from a step on the disk, into what was built just now."""
-        assert self._state is not None
-        assert self._tensors is not None
         found = load(folder, self.rank, self.world_size)
         if found.shard != self._shard:
             raise RecoveryError(
@@ -290,17 +299,16 @@ class Run:
                 f"rank {found.shard}"
             )
         view = read(found.record)
-        self._tensors.unpack(found.payload, view.layout)
-        self._take(found.record, view)
+        self._restore(found.record, view, found.payload)
         self._step = found.step
         for function in self._on_recovery:
             function(self)
 
-    def _take(self, record: bytes, view: RecordView) -> None:
-        """What is not in the tensors' buffer, once they are there."""
-        assert self._state is not None
-        self._buckets.renew(view.ddp_layouts)
-        restore(record, self._state)
+    def _restore(self, record: bytes, view: RecordView, payload: torch.Tensor) -> None:
+        """Put a step back into what lives here: its tensors, then all the rest."""
+        self._kept.tensors.unpack(payload, view.layout)
+        self._kept.buckets.renew(view.ddp_layouts)
+        restore(record, self._kept.state)
         self.loaders.restore(view.cursor)
 
     def _recover(self, step: int) -> None:
@@ -308,25 +316,22 @@ class Run:
 
         Nobody can tell what has been written to since: an update by hand is like any other operation.
         """
-        assert self._state is not None
-        assert self._tensors is not None
+        kept = self._kept
         # Before anybody looks at the tensors: parameters must be shards again.
-        self._fsdp.renew()
+        kept.fsdp.renew()
         # What came in the step that was cut off a new process does not have.
-        self._tensors.check_built()
-        assert self._second_look is not None
-        self._second_look.at_modules()
+        kept.tensors.check_built()
+        kept.look.at_modules()
         self._join()
-        self._fabric.configure(self.generation, self._store())
+        self._groups.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
-        found = self._versions.fetch(self.generation, step, self._shard, self._tensors)
+        found = self._versions.fetch(self.generation, step, self._shard, kept.tensors)
         record, at, view = found.record, found.at, read(found.record)
         if view.step != step:
             raise RecoveryError(f"the record of step {step} says it is of step {view.step}")
         if view.layout.digest != found.header.layout:
             raise StateUnavailableError(f"record and tensors of step {step} are not of one layout")
-        self._tensors.unpack(found.payload, view.layout)
-        self._take(record, view)
+        self._restore(record, view, found.payload)
         self._step, self._aftermath = step, True
         self._built_at = step
         self._begin(step)
@@ -363,81 +368,74 @@ class Run:
         self._need_state("commit")
         step = self._step + 1
         due = self._cadence.is_due(step)
-        self._meter.enter(time.monotonic())
+        self._cadence.meter.enter(time.monotonic())
         if due:
             self._save(step, loss)
         else:
             self._pass(step, loss)
-        self._meter.leave(time.monotonic(), committed=due)
+        self._cadence.meter.leave(time.monotonic(), committed=due)
         if due:
             self._cadence.committed(step)
         if self._aftermath and step > (self._assigned.restore_step or 0):
             # Off the critical path of the recovery: take down what the old generation left.
-            self._aftermath = self._fabric.sweep() > 0
+            self._aftermath = self._groups.sweep() > 0
         return step
 
     def _begin(self, step: int) -> None:
         """All ranks are at this step, which is committed."""
         self._saved = step
-        self._meter.begin()
         self._cadence.begin(step, self.rank, self.world_size)
         self._told_at = 0.0
 
     def _pass(self, step: int, loss: float | torch.Tensor | None) -> None:
         """A step that is not committed; of the first one it is told at once, of others now and then."""
-        self._fabric.check()
-        self._buckets.settle()
+        self._groups.check()
+        self._kept.buckets.settle()
         self._step = step
         now = time.monotonic()
         if now - self._told_at >= TELL_INTERVAL_S:
             self._told_at = now
-            every, share = self._cadence.every, self._meter.share
+            every, share = self._cadence.every, self._cadence.meter.share
             generation, number = self.generation, _number(loss)
             told = m.Stepped(generation=generation, step=step, loss=number, every=every, share=share)
             self._session.send(told)
 
     def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
-        self._fabric.check()
+        self._groups.check()
         # Before the buckets: gradients may lie in them.
         self._check()
-        self._buckets.settle()
+        self._kept.buckets.settle()
         self._compare_here()
         self._wait_for_copies()
         self._put(step, loss)
 
     def _check(self) -> None:
         """Raise UsageError where a new process would not get all that the next step depends on."""
-        assert self._state is not None
-        assert self._tensors is not None
-        self._tensors.check_built()
-        self._tensors.check_shared()
-        gradients.check_used(self._state, pending=self._fsdp.holds_gradients())
+        kept = self._kept
+        kept.tensors.check_built()
+        kept.tensors.check_shared()
+        gradients.check_used(kept.state, pending=kept.fsdp.holds_gradients())
 
     def _compare_here(self) -> None:
         """Of twins on this node one writes: others are compared with it now and then."""
         self._commits += 1
-        here = tuple(rank for rank in self._alike if rank in self._assigned.local_ranks)
-        if len(here) < 2 or not is_due(self._commits):
-            return
-        assert self._tensors is not None
-        when = f"after step {self._step + 1}"
-        likeness.compare(self._fabric, self.rank, here, self._tensors, when, f"commit-{self._commits}")
+        here = tuple(rank for rank in self._kept.twins if rank in self._assigned.local_ranks)
+        if len(here) >= 2 and is_due(self._commits):
+            self._compare(here, f"after step {self._step + 1}", f"commit-{self._commits}")
 
     def _put(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         """Commit a step, of which nothing is to be waited for."""
-        assert self._state is not None
-        assert self._tensors is not None
-        assert self._second_look is not None
-        self._second_look.look(self._tensors)
+        kept = self._kept
+        kept.look.look(kept.tensors)
         if self._outside is not None:
-            self._outside.look(self._second_look)
+            self._outside.look(kept.look)
         written = None
         if self._writes:
-            written = self._copying.write(self._tensors, step, self.generation, self._shard, self.rank)
+            written = self._copying.write(kept.tensors, step, self.generation, self._shard, self.rank)
         began = time.monotonic()
-        record = capture(self._state, step, self.loaders.committed(), self._buckets.layouts, self._tensors)
-        self._tell_many(self._second_look, time.monotonic() - began, len(record))
-        own = self._tensors.spans(watch_of(self._state).recorded) if self._writes else ()
+        record = capture(kept.state, step, self.loaders.committed(), kept.buckets.layouts, kept.tensors)
+        self._tell_many(kept.look, time.monotonic() - began, len(record))
+        own = kept.tensors.spans(watch_of(kept.state).recorded) if self._writes else ()
         self._versions.send(self._commit_of(step, record, None, _number(loss)), written, own)
         self._step = self._saved = step
         # The first step that was trained: what is made lazily is there.
@@ -447,12 +445,10 @@ class Run:
 
     def _check_written(self, step: int) -> None:
         """Read the version back, as a recovery would, and compare. Raises UsageError."""
-        assert self._state is not None
-        assert self._tensors is not None
         # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
-        found = self._versions.fetch(self.generation, step, self._shard, self._tensors)
-        readback.check_written(self._state, found.record, found.payload)
+        found = self._versions.fetch(self.generation, step, self._shard, self._kept.tensors)
+        readback.check_written(self._kept.state, found.record, found.payload)
 
     def _commit_of(self, step: int, record: bytes, at: m.TensorsAt | None, loss: float | None) -> m.Commit:
         return m.Commit(
@@ -463,7 +459,7 @@ class Run:
             tensors=at,
             loss=loss,
             every=self._cadence.every,
-            share=self._meter.share,
+            share=self._cadence.meter.share,
         )
 
     def _wait_for_copies(self) -> None:
@@ -474,10 +470,10 @@ class Run:
         self.waited_s += waited_s
         if waited_s > WAIT_WORTH_A_NOTE_S:
             text = f"rank {self.rank} waited {waited_s:.2f} s for the copies of step {self._saved}"
-            self._session.send(m.Note(level="warning", kind="commit-waited", text=text))
+            self._warn("commit-waited", text)
 
     def _need_state(self, what: str) -> None:
-        if not self._kept:
+        if not self._has_state:
             raise UsageError(f"run.{what} needs the state: call run.keep(build) first")
 
     # ----------------------------------------------------------------------------------- the end
@@ -486,7 +482,7 @@ class Run:
         """The training function has returned: wait for the others, who may still need this rank."""
         # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
-        if self._kept:
+        if self._has_state:
             # The last step, too, is compared with the twins' before training counts as over.
             self._session.wait_acked(self.generation, self._saved)
         self._session.send(m.Finished(generation=self.generation))

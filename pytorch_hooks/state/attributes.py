@@ -8,7 +8,7 @@ is left alone. Classes of torch itself say everything in their state, and are no
 
 import random
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -63,14 +63,14 @@ class Attributes:
                 self._built[name], self._changed[name] = self._pack(name, one, names()), set()
 
     def _pack(self, name: str, one: Any, names: Mapping[int, str]) -> dict[str, bytes]:
-        """As `packed`; what looks as it did is not packed again."""
+        """Pack all attributes that can be packed; what looks as it did is not packed again."""
         old, new = self._packed.get(name, {}), self._packed.setdefault(name, {})
         only = self._changed[name] if isinstance(one, torch.nn.Module) else None
         for key, value in own(one):
             if only is None or key in only:
-                look = _look(value, names, 0)
+                look = look_at(value, names)
                 if key not in old or old[key][0] != look:
-                    new[key] = look, packed(one, names, (key,)).get(key)
+                    new[key] = look, packed(value, names)
         living = dict(fields(one))
         return {key: data for key, (_look, data) in new.items() if data is not None and key in living}
 
@@ -79,9 +79,9 @@ class Attributes:
         for name, one in self._holders.items():
             for key, value in own(one):
                 found, before = self._packed.get(name, {}).get(key, (None, None))
-                if before is None or not _is_large(value, 0) or found != _look(value, names, 0):
+                if before is None or not _is_large(value, 0) or found != look_at(value, names):
                     continue
-                if packed(one, names, (key,)).get(key) != before:
+                if packed(value, names) != before:
                     raise UsageError(
                         f"state.{name}.{key} changes in training and is too large to be looked through at "
                         f"each commit ({MANY} items, {LIMIT} bytes): keep it in a tensor of an optimizer's "
@@ -162,8 +162,11 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _look(value: Any, names: Mapping[int, str], depth: int) -> Any:
-    """What tells, without packing it, whether an attribute has changed."""
+def look_at(value: Any, names: Mapping[int, str], depth: int = 0) -> Any:
+    """Give what tells, without packing it, whether an attribute has changed.
+
+    `names` are those of tensors that are saved elsewhere.
+    """
     if isinstance(value, torch.Tensor):
         known = names.get(id(value))
         return _Same(value), known, _written(value) if known is None else 0
@@ -171,7 +174,7 @@ def _look(value: Any, names: Mapping[int, str], depth: int) -> Any:
         if len(value) > MANY or depth > DEPTH:
             return _Same(value), len(value)
         items = value.items() if isinstance(value, dict) else value
-        return type(value), [_look(item, names, depth + 1) for item in items]
+        return type(value), [look_at(item, names, depth + 1) for item in items]
     if isinstance(value, (set, frozenset)):
         return _Same(value), frozenset(value) if len(value) <= MANY else len(value)
     if is_array(value) and codec.is_plain_array(value):
@@ -180,7 +183,7 @@ def _look(value: Any, names: Mapping[int, str], depth: int) -> Any:
 
 
 def _is_large(value: Any, depth: int) -> bool:
-    """Whether `_look` does not see each change in it."""
+    """Whether `look_at` does not see each change in it."""
     if isinstance(value, (dict, list, tuple, deque)):
         items = value.values() if isinstance(value, dict) else value
         return len(value) > MANY or depth > DEPTH or any(_is_large(item, depth + 1) for item in items)
@@ -190,7 +193,7 @@ def _is_large(value: Any, depth: int) -> bool:
 def look(value: Any) -> Any:
     """What compares equal for a tensor, an array or a random generator as long as it has not changed."""
     state = state_of_generator(value)
-    return _look(value, {}, 0) if state is None else repr(state)
+    return look_at(value, {}) if state is None else repr(state)
 
 
 def state_of_generator(value: Any) -> Any:
@@ -215,24 +218,18 @@ def set_generator(living: Any, state: Any) -> None:
         bits.set_state(state)
 
 
-def look_at(value: Any, names: Mapping[int, str]) -> Any:
-    """As `look`, of any attribute; `names` are those of tensors that are saved elsewhere."""
-    return _look(value, names, 0)
-
-
-def is_packable(value: Any, names: Mapping[int, str]) -> bool:
-    """Whether `packed` would have it."""
+def packed(value: Any, names: Mapping[int, str]) -> bytes | None:
+    """Pack plain data or tensors by `codec`; None for an object: `hidden` says whether it has tensors."""
     try:
-        codec.pack(_tree(value, names, 0))
+        return codec.pack(_tree(value, names))
     except UsageError:
-        return False
-    return True
+        return None
 
 
 def pack_value(value: Any) -> bytes:
     """Pack what a generator of random numbers has now, or plain data. UsageError."""
     state = state_of_generator(value)
-    return codec.pack(_tree(value, {}, 0) if state is None else state)
+    return codec.pack(_tree(value, {}) if state is None else state)
 
 
 def content(value: Any) -> Any:
@@ -260,18 +257,6 @@ def _written(tensor: torch.Tensor) -> int:
         return private.version(tensor)
     flat = raw.flat(private.local(tensor))
     return xxhash.xxh3_64_intdigest(raw.window(flat))
-
-
-def packed(one: Any, names: Mapping[int, str], only: Container[str] | None = None) -> dict[str, bytes]:
-    """Give the attributes of an object that are plain data or tensors, each packed by `codec`."""
-    found = {}
-    for key, value in own(one):
-        if only is None or key in only:
-            try:
-                found[key] = codec.pack(_tree(value, names, 0))
-            except UsageError:
-                continue  # an object: `hidden` says whether it has tensors
-    return found
 
 
 def own(one: Any) -> Iterator[tuple[str, Any]]:
@@ -302,9 +287,7 @@ def hidden(one: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
     """Give the tensors, arrays and generators in an object that `packed` does not have, with their places."""
     seen: set[int] = set()
     for key, value in own(one):
-        try:
-            codec.pack(_tree(value, names, 0))
-        except UsageError:
+        if packed(value, names) is None:
             yield from _inside(value, key, names, seen, 0)
 
 
@@ -331,18 +314,18 @@ def _inside(
 def _has_state(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return bool(value.numel()) and not value.is_meta
-    kind = type(value)
-    is_numpy = (kind.__module__, kind.__name__) == ("numpy", "ndarray") or kind.__module__.startswith(
-        "numpy.random"
+    return (
+        is_array(value)
+        or type(value).__module__.startswith("numpy.random")
+        or isinstance(value, random.Random)
     )
-    return is_numpy or isinstance(value, random.Random)
 
 
 def _short(key: object) -> str:
     return repr(key) if isinstance(key, (str, int)) else type(key).__name__
 
 
-def _tree(value: Any, names: Mapping[int, str], depth: int) -> Any:
+def _tree(value: Any, names: Mapping[int, str], depth: int = 0) -> Any:
     """The same as a tree that `codec` packs, with the names of tensors that are saved elsewhere."""
     if depth > DEPTH:
         raise UsageError("nested too deep")
@@ -359,15 +342,9 @@ def _tree(value: Any, names: Mapping[int, str], depth: int) -> Any:
     return value
 
 
-def _told(state: Any, names: Mapping[int, str]) -> set[bytes]:
+def _told(state: Any, names: Mapping[int, str]) -> set[bytes | None]:
     """What a state_dict has, as a whole and item by item, packed."""
-    found = set()
-    for value in (state, *(state.values() if isinstance(state, dict) else ())):
-        try:
-            found.add(codec.pack(_tree(value, names, 0)))
-        except UsageError:
-            continue
-    return found
+    return {packed(value, names) for value in (state, *(state.values() if isinstance(state, dict) else ()))}
 
 
 def put(one: Any, key: str, value: bytes, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from ckptless.daemon.api.errors import UsageError
+from ckptless.pytorch_hooks.state import optim
 from ckptless.pytorch_hooks.state.attributes import Attributes
+from ckptless.pytorch_hooks.state.layout import Named
 from ckptless.pytorch_hooks.state.parts import Parts, take_apart
 from ckptless.pytorch_hooks.state.walk import BufferWatch, Tree
 
@@ -102,3 +104,15 @@ def every_parameter(state: State) -> Iterator[tuple[str, torch.Tensor]]:
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield f"p:{name}:{i}.{j}", tensor
+
+
+def every_tensor(state: State) -> Iterator[Named]:
+    """Give every tensor that a version has once: parameters, buffers, the optimizers' state."""
+    for name, tensor in every_parameter(state):
+        yield Named(name, tensor)
+    for item in tree_of(state).buffers():
+        yield Named(item.name, item.tensor)
+    for name, optimizer in parts_of(state).optimizers.items():
+        for place, parameter in optim.parameters(optimizer):
+            for path, tensor in optim.leaves(optimizer.state.get(parameter) or {}):
+                yield Named(f"o:{name}:{place}:{path}", tensor, parameter)

@@ -2,7 +2,7 @@
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,11 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
-def hooks_of(module: torch.nn.Module) -> list[tuple[str, list[Any]]]:
+def hooks_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Give the functions that a module calls by the way, by what torch calls them (`_forward_hooks`...)."""
-    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-    return [(kind, list(getattr(module, f"_{kind}", {}).values())) for kind in kinds]
+    for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
+        for index, hook in enumerate(list(getattr(module, f"_{kind}", {}).values())):
+            yield f"{kind}[{index}]", hook
 
 
 def comm_hook_states(module: torch.nn.Module) -> list[object]:
@@ -75,17 +76,16 @@ def load_extra_state(module: torch.nn.Module, state: Any) -> None:
     module.set_extra_state(io.BytesIO(state[0]) if in_file else state)
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, wait: bool = True) -> None:
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target (same shape and dtype, any devices): `torch._foreach_copy_`.
 
-    With `wait` the call returns when the bytes are there; without it, copies from or to an accelerator are
-    queued on the current stream and the caller waits.
+    The call returns when the bytes are there.
     """
     if not targets:
         return
     with torch.no_grad():
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
-    for index in {t.device.index for t in (*targets, *sources) if t.is_cuda} if wait else ():
+    for index in {t.device.index for t in (*targets, *sources) if t.is_cuda}:
         torch.cuda.current_stream(index).synchronize()
 
 

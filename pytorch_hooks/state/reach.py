@@ -5,11 +5,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptless.pytorch_hooks.state import attributes, private
+from ckptless.pytorch_hooks.state import attributes
+
+if TYPE_CHECKING:
+    from ckptless.pytorch_hooks.state.second_look import SecondLook
 
 # So much of what is reached from one place is looked at.
 LEAVES = 5000
@@ -138,20 +141,6 @@ def _shown(key: object) -> str:
     return repr(key) if isinstance(key, (str, int)) else type(key).__name__
 
 
-class Functions(Protocol):
-    """What knows a State: see SecondLook."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has looked at everything, at this commit."""
-
-    def functions(self) -> Iterator[tuple[str, Any]]:
-        """Functions that the State's objects call, and their classes, by place."""
-
-    def known(self) -> dict[int, Any]:
-        """By id what the State has anyway."""
-
-
 class Outside:
     """What a training function has beside its State: its script's globals, its closure, its object; and what
     functions in the State, and the classes of its objects, keep for themselves.
@@ -165,7 +154,7 @@ class Outside:
         self._before: dict[str, Leaves] = {}
         self._told: set[str] = set()
 
-    def look(self, state: Functions) -> None:
+    def look(self, state: "SecondLook") -> None:
         """Look, at a commit, once `state` has."""
         if len(self._told) >= TOLD or not state.is_whole:
             return
@@ -196,15 +185,3 @@ def _globals(train: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
             continue
         if not isinstance(value, (FunctionType, type)) or value.__module__ == function.__module__:
             yield name, value
-
-
-def known_to(tensors: Mapping[int, str], objects: Mapping[str, Any]) -> dict[int, Any]:
-    """By id what a State has: its tensors and its objects."""
-    return {**tensors, **{id(one): one for one in objects.values() if type(one) not in _PLAIN}}
-
-
-def hooks_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The functions that a module calls by the way."""
-    for kind, hooks in private.hooks_of(module):
-        for index, hook in enumerate(hooks):
-            yield f"{kind}[{index}]", hook

@@ -6,6 +6,7 @@ first step and when whatever is made lazily is there, and then now and then (`is
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -61,8 +62,10 @@ class SecondLook:
 
     def many(self) -> str | None:
         """The name of plain data in the State that has so many items that to write them out takes long."""
-        data = parts_of(self._state).data.items()
-        return next((name for name, value in data if _items(value, 0) > attributes.MANY), None)
+        for name, value in parts_of(self._state).data.items():
+            if sum(1 for _ in islice(_items(value), attributes.MANY + 1)) > attributes.MANY:
+                return name
+        return None
 
     @property
     def is_whole(self) -> bool:
@@ -74,8 +77,8 @@ class SecondLook:
         and what a forward pass has left of its graph.
         """
         for prefix, module in tree_of(self._state).modules():
-            for kind, hook in reach.hooks_of(module):
-                yield f"state.{prefix.replace(':', '.')}{kind}", hook
+            for place, hook in private.hooks_of(module):
+                yield f"state.{prefix.replace(':', '.')}{place}", hook
             for key, value in _own(module):
                 of_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
                 if of_graph and not _is_small(value):
@@ -126,7 +129,7 @@ class SecondLook:
                 continue
             stateful = name in parts_of(self._state).stateful
             tree = one.state_dict() if stateful else {}
-            told = list(_tensors(tree))
+            told = [value for value in _items(tree) if isinstance(value, torch.Tensor)]
             names = {**tensors.names, **{id(t): name for t in told}}
             for path, value in attributes.hidden(one, names):
                 if any(_same(value, other) for other in (*told, *tensors.living.values())):
@@ -151,7 +154,7 @@ class SecondLook:
                 continue
             now: Leaves = {}
             for key, value in attributes.own(one):
-                if not attributes.is_packable(value, self._names):
+                if attributes.packed(value, self._names) is None:
                     now |= reach.leaves(value, f"{name}{key}", known, functions=False)
             place = reach.changed(self._reached[name], now) if name in self._reached else None
             if place is not None:
@@ -174,7 +177,8 @@ class SecondLook:
             "State": self._state,
         }
         modules = {f"m:{prefix}": module for prefix, module in tree_of(self._state).modules()}
-        return {**reach.known_to(self._names, {**objects, **modules}), **parts.own}
+        given = {id(one): one for one in (*objects.values(), *modules.values()) if type(one) not in _PLAIN}
+        return {**self._names, **given, **parts.own}
 
 
 class _Watched:
@@ -223,16 +227,12 @@ class _Watched:
         return found
 
 
-def _items(value: Any, found: int) -> int:
-    """How many items it has, those inside those too, and `found` others; some more than MANY at most."""
-    if not isinstance(value, _CONTAINERS) or found > attributes.MANY:
-        return found
-    found += len(value)
-    for item in value.values() if isinstance(value, dict) else value:
-        found = _items(item, found)
-        if found > attributes.MANY:
-            break
-    return found
+def _items(tree: Any, depth: int = 0) -> Iterator[Any]:
+    """Give everything in a container of plain data, what is in those inside it, too."""
+    if isinstance(tree, _CONTAINERS) and depth < attributes.DEPTH:
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield item
+            yield from _items(item, depth + 1)
 
 
 def _own(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -255,9 +255,9 @@ def _look(value: Any, names: Mapping[int, str]) -> Any:
 
 
 def _small(module: torch.nn.Module, names: Mapping[int, str]) -> dict[str, bytes]:
-    """The attributes that are plain data or small tensors."""
-    only = [key for key, value in _own(module) if _is_small(value)]
-    return {k: v for k, v in attributes.packed(module, names, only).items() if len(v) <= SMALL}
+    """The attributes that are plain data or small tensors, packed."""
+    found = {key: attributes.packed(value, names) for key, value in _own(module) if _is_small(value)}
+    return {key: data for key, data in found.items() if data is not None and len(data) <= SMALL}
 
 
 def _is_small(value: Any) -> bool:
@@ -283,22 +283,9 @@ def _unseen(name: str, path: str, value: Any, *, stateful: bool) -> str:
     )
 
 
-def _tensors(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (dict, list, tuple)) and depth < attributes.DEPTH:
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(item, depth + 1)
-
-
-def _tells(tree: Any, state: Any, depth: int = 0) -> bool:
+def _tells(tree: Any, state: Any) -> bool:
     """Whether a state_dict has the state of a generator of random numbers."""
-    if type(tree) is type(state) and repr(tree) == repr(state):
-        return True
-    if not isinstance(tree, (dict, list, tuple)) or depth > attributes.DEPTH:
-        return False
-    items = tree.values() if isinstance(tree, dict) else tree
-    return any(_tells(item, state, depth + 1) for item in items if isinstance(item, (dict, list, tuple)))
+    return any(type(one) is type(state) and repr(one) == repr(state) for one in (tree, *_items(tree)))
 
 
 def _same(value: Any, other: torch.Tensor) -> bool:

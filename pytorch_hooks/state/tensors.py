@@ -1,17 +1,15 @@
 """The tensors of a State as one flat buffer: packed at a commit, unpacked after a fault."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 
 from ckptless.daemon.api.errors import RecoveryError, UsageError
-from ckptless.pytorch_hooks.state import catalog, optim, private, raw, sharing
+from ckptless.pytorch_hooks.state import as_built, catalog, optim, private, raw
 from ckptless.pytorch_hooks.state import layout as layouts
 from ckptless.pytorch_hooks.state.layout import Entry, Layout, Named
-from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of, watch_of
-from ckptless.pytorch_hooks.state.structure import check_built, structure_of
+from ckptless.pytorch_hooks.state.objects import State, every_tensor, parts_of, tree_of, watch_of
 
 _VIEWED = 4
 _Watched = list[tuple[Any, Callable[[Any], tuple[int, ...]], tuple[int, ...]]]
@@ -28,14 +26,13 @@ def _list_ids(value: list[Any]) -> tuple[int, ...]:
 class Copy(NamedTuple):
     """One tensor's: `target` (a view of the buffer, from `offset` on) is to be as `source` is.
 
-    `source` shares its memory with `living`, which is what the training has, and keeps that memory alive.
+    `source` shares its memory with what the training has, and keeps that memory alive.
     """
 
     name: str
     offset: int
     target: torch.Tensor
     source: torch.Tensor
-    living: torch.Tensor
 
 
 class TensorSet:
@@ -62,9 +59,9 @@ class TensorSet:
         self._names: dict[int, str] | None = None
         self._scans = 0
         self._scan()
-        self._built = structure_of(state)
+        self._built = as_built.structure_of(state)
         self._looked = self._scans
-        self._shared, self._addresses = sharing.shared(self._named), sharing.addresses(self._named)
+        self._shared, self._addresses = as_built.shared(self._named), as_built.addresses(self._named)
 
     @property
     def state(self) -> State:
@@ -123,25 +120,25 @@ class TensorSet:
         """Raise UsageError where the state is not made of what it was built of, as a new process would be."""
         self.refresh()
         if self._looked != self._scans:
-            check_built(self._built, self._state)
+            as_built.check_built(self._built, self._state)
             self._looked = self._scans
 
     def check_shared(self) -> None:
         """Raise UsageError where tensors lie in one memory that did not when they were built."""
-        if (addresses := sharing.addresses(self._named)) != self._addresses:
-            sharing.check_shared(self._shared, sharing.shared(self._named))
+        if (addresses := as_built.addresses(self._named)) != self._addresses:
+            as_built.check_shared(self._shared, as_built.shared(self._named))
             self._addresses = addresses
 
-    def pack(self, buffer: torch.Tensor, *, wait: bool = True) -> Layout:
+    def pack(self, buffer: torch.Tensor) -> Layout:
         """Copy all tensors into `buffer` (uint8, 1-D, on the CPU) and return where each lies.
 
-        With `wait=False` copies from an accelerator are only queued on the current stream. The buffer's
-        memory stays referenced until `release`. UsageError if the buffer is unfit or smaller than the layout.
+        The buffer's memory stays referenced until `release`. UsageError if the buffer is unfit or smaller
+        than the layout.
         """
         self.refresh()
         _check_buffer(buffer, self._layout.nbytes)
         sources = [private.local(n.tensor) for n in self._named]
-        private.copy_all(self._viewed(buffer), [s for s in sources if s.numel()], wait=wait)
+        private.copy_all(self._viewed(buffer), [s for s in sources if s.numel()])
         return self._layout
 
     def copies(self, buffer: torch.Tensor) -> tuple[list[Copy], list[Copy]]:
@@ -158,9 +155,8 @@ class TensorSet:
         aliases = self._aliased(parts)
         filled = [index for index, part in enumerate(parts) if part.numel()]
         for index, target in zip(filled, self._viewed(buffer), strict=True):
-            entry, living = self._layout.entries[index], self._named[index].tensor
-            copy = Copy(entry.name, entry.offset, target, aliases[index], living)
-            both[self._updated[index]].append(copy)
+            entry = self._layout.entries[index]
+            both[self._updated[index]].append(Copy(entry.name, entry.offset, target, aliases[index]))
         return both
 
     def differs(self, buffer: torch.Tensor) -> str | None:
@@ -199,17 +195,12 @@ class TensorSet:
         for optimizer, parameter, own in states:
             _make_state(optimizer, parameter, own)
         self._scan()
-        sharing.separate(self._shared, self._named)
+        as_built.separate(self._shared, self._named)
         living = {n.name: private.local(n.tensor) for n in self._named}
         entries = [e for e in layout.entries if e.nbytes]
         private.copy_all([living[e.name] for e in entries], [_view(buffer, e) for e in entries])
         # Writing them was not the model's doing: what was unchanged stays so.
         watch_of(self._state).rebase(changed)
-
-    def digest(self, buffer: torch.Tensor) -> str:
-        """Give the xxh3_128 (hex) of all bytes of `buffer` (uint8, 1-D, contiguous, on the CPU); no copy."""
-        _check_buffer(buffer, 0)
-        return xxhash.xxh3_128_hexdigest(raw.window(buffer))
 
     def spans(self, names: frozenset[str]) -> tuple[tuple[int, int], ...]:
         """Where these tensors lie in what was packed last: (start, end), ascending, neighbours in one."""
@@ -242,7 +233,8 @@ class TensorSet:
         # Until this has succeeded the next look must come here again.
         self._watched, self._nested, self._scanned = [], False, False
         # Strong references: an id in the watch list cannot come back as another tensor's.
-        self._named = sorted([*self._scan_modules(), *self._scan_optimizers()], key=_is_trained)
+        self._watch_all()
+        self._named = sorted(every_tensor(self._state), key=_is_trained)
         fresh = layouts.plan(self._named)
         parts = [(n, private.local(n.tensor)) for n in self._named]
         self._forms = [(part.dtype, part.shape, n.tensor.requires_grad) for n, part in parts]
@@ -271,32 +263,22 @@ class TensorSet:
         ids: Callable[[Any], tuple[int, ...]] = _list_ids if isinstance(container, list) else _dict_ids
         self._watched.append((container, ids, ids(container)))
 
-    def _scan_modules(self) -> Iterator[Named]:
-        tree = tree_of(self._state)
-        for _prefix, module in tree.modules():
+    def _watch_all(self) -> None:
+        """Watch every container in which a tensor may come, go or be replaced. Raises UsageError."""
+        for _prefix, module in tree_of(self._state).modules():
             self._watch(private.parameters_of(module))
             self._watch(private.buffers_of(module))
             self._watch(private.children_of(module))
-        for name, tensor in every_parameter(self._state):
-            yield Named(name, tensor)
-        for item in tree.buffers():
-            yield Named(item.name, item.tensor)
-
-    def _scan_optimizers(self) -> Iterator[Named]:
         for name, optimizer in parts_of(self._state).optimizers.items():
             optim.check(name, optimizer)
             self._watch(optimizer.param_groups)
             for group in optimizer.param_groups:
                 self._watch(group["params"])
             self._watch(optimizer.state)
-            for place, parameter in optim.parameters(optimizer):
-                state = optimizer.state.get(parameter)
-                if not state:
-                    continue
-                self._watch(state)
-                self._nested |= any(type(value) in (list, tuple, dict) for value in state.values())
-                for path, tensor in optim.leaves(state):
-                    yield Named(f"o:{name}:{place}:{path}", tensor, parameter)
+            for _place, parameter in optim.parameters(optimizer):
+                if state := optimizer.state.get(parameter):
+                    self._watch(state)
+                    self._nested |= any(type(value) in (list, tuple, dict) for value in state.values())
 
     def _viewed(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         key = (buffer.data_ptr(), buffer.numel())

@@ -1,7 +1,6 @@
 """Which ranks hold exactly the same tensors, as a State itself tells."""
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,8 +8,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks.state import optim, private
-from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of
+from ckptless.pytorch_hooks.state import private
+from ckptless.pytorch_hooks.state.objects import State, every_tensor, tree_of
 
 # Of torch's communication hooks those that go on from what they have kept of the steps before.
 _KEEPING = ("PowerSGDState", "PostLocalSGDState")
@@ -54,7 +53,7 @@ def refuse(state: State) -> None:
                     f"{type(kept).__name__} for each rank, which ckptless cannot save: take a hook without "
                     "state, such as bf16_compress_hook"
                 )
-    for name, tensor in _tensors(state):
+    for name, tensor, _like in every_tensor(state):
         if getattr(tensor, "_is_flat_param", False):
             raise UsageError(
                 f"{name} is a FlatParameter of FSDP1, which ckptless cannot recover: "
@@ -77,23 +76,12 @@ def _is(thing: object, module: str, name: str) -> bool:
     return kind is not None and isinstance(thing, kind)
 
 
-def _tensors(state: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that a TensorSet packs, by name."""
-    yield from every_parameter(state)
-    for item in tree_of(state).buffers():
-        yield item.name, item.tensor
-    for name, optimizer in parts_of(state).optimizers.items():
-        for place, parameter in optim.parameters(optimizer):
-            for path, tensor in optim.leaves(optimizer.state.get(parameter, {})):
-                yield f"o:{name}:{place}:{path}", tensor
-
-
 def _kinds(state: State) -> list[tuple[Any, tuple[int, ...]]]:
     """The distinct (mesh, its dimensions that are not replicated) of all DTensors."""
     found: dict[tuple[Any, tuple[int, ...]], None] = {}
     # A mesh is hashed and compared rank by rank: at most once for each object, of which there are few.
     seen: set[tuple[int, tuple[int, ...]]] = set()
-    for _name, tensor in _tensors(state):
+    for _name, tensor, _like in every_tensor(state):
         where = private.placed(tensor)
         if where is None:
             continue

@@ -21,7 +21,6 @@ from torch._C._distributed_c10d import (
     get_debug_level,
 )
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.pytorch_hooks.errors import TorchMismatch
 from ckptless.pytorch_hooks.torch_private.names import DDP, GROUPS, refuse_moved, span, version
@@ -169,78 +168,3 @@ def is_default_timeout(timeout: timedelta) -> bool:
 def source_rank(work: Work) -> int:
     """The rank that a received message came from."""
     return work._source_rank()
-
-
-# ------------------------------------------------------------------------------------- DDP's Reducer
-
-
-def ddp_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters that the Reducer reduces, in the order of its indices."""
-    parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
-    return cast("list[torch.nn.Parameter]", parameters)
-
-
-def ddp_reduces(ddp: DistributedDataParallel) -> bool:
-    """Whether there is a C++ Reducer (not in a DDP with every reduction delayed)."""
-    return getattr(ddp, "reducer", None) is not None
-
-
-def ddp_rebuilds(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP lays its buckets out anew after the first backward."""
-    return ddp_reduces(ddp) and bool(ddp.static_graph or not ddp.find_unused_parameters)
-
-
-def ddp_has_rebuilt(ddp: DistributedDataParallel) -> bool:
-    """Whether it has done so."""
-    return bool(ddp._has_rebuilt_buckets)
-
-
-def ddp_buckets(ddp: DistributedDataParallel) -> list[list[torch.Tensor]]:
-    """The parameters in each bucket, in the order in which buckets are reduced."""
-    reducer: Any = ddp.reducer
-    return [list(bucket.parameters()) for bucket in reducer._get_zeros_like_grad_buckets()]
-
-
-def ddp_rebuild(ddp: DistributedDataParallel) -> bool:
-    """The rebuild that DDP would do in its next forward (two broadcasts from rank 0), now."""
-    reducer: Any = ddp.reducer
-    rebuilt = bool(reducer._rebuild_buckets())
-    if rebuilt:
-        ddp._has_rebuilt_buckets = True
-    return rebuilt
-
-
-def ddp_rebuild_under(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
-    """The same before any backward, with `group` in the place of the process group for its two broadcasts."""
-    reducer: Any = ddp.reducer
-    reducer._push_all_rebuilt_params()  # without it the Reducer has seen no gradient and rebuilds nothing
-    reducer._update_process_group(group)
-    try:
-        return ddp_rebuild(ddp)
-    finally:
-        reducer._update_process_group(ddp.process_group)
-
-
-def ddp_new_reducer(ddp: DistributedDataParallel) -> None:
-    """Put a Reducer as of construction into a DDP object, whatever state the old one was left in."""
-    old: Any = ddp.reducer
-    # At once, not in a destructor that waits for the last reference: two Reducers' hooks would both fire.
-    old._remove_autograd_hooks()
-    del old
-    wrapped: Any = ddp
-    wrapped.logger = None
-    wrapped.reducer = None
-    parameters, sparse = wrapped._build_params_for_reducer()
-    names = wrapped._build_debug_param_to_name_mapping(parameters)
-    static, hooks = wrapped.static_graph, wrapped._comm_hooks
-    wrapped._ddp_init_helper(parameters, sparse, names, static)
-    if static:
-        wrapped.static_graph = False  # else it does nothing
-        wrapped._set_static_graph()
-    wrapped._comm_hooks = []
-    for hook, state in hooks:
-        ddp.register_comm_hook(state, hook)
-    wrapped._has_rebuilt_buckets = False
-    # An abort may have fallen between a forward under no_sync() and the next one.
-    wrapped.require_backward_grad_sync = True
-    wrapped.require_forward_param_sync = True

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of the fabric."""
+"""What the ranks do in the tests of process groups."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 from world import Place
 
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
-from ckptless.pytorch_hooks.process_groups.ddp import renew, settle_buckets, settled_layout
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric, guard_optimizers
-from ckptless.pytorch_hooks.process_groups.older.group import Older
-from ckptless.pytorch_hooks.process_groups.stock import Stock
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, guard_optimizers
+from ckptless.pytorch_hooks.process_groups.older.group import Group
+from ckptless.pytorch_hooks.process_groups.stock import Within
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private.ddp import renew, settle_buckets, settled_layout
 
 HOST = "127.0.0.1"
 
 
-def new_fabric(timeout: float = 20.0, on_broken: Callable[[str], None] | None = None) -> Fabric:
-    return Fabric(timedelta(seconds=timeout), host=HOST, on_broken=on_broken)
+def new_groups(timeout: float = 20.0, on_broken: Callable[[str], None] | None = None) -> ProcessGroups:
+    return ProcessGroups(timedelta(seconds=timeout), host=HOST, on_broken=on_broken)
 
 
 def later(seconds: float, call: Callable[[], None]) -> list[float]:
@@ -63,8 +63,8 @@ def outcome(call: Callable[[], object]) -> str:
 def stopped_peer(place: Place) -> dict[str, Any]:
     """The last rank is stopped; the others are blocked by it in an all_reduce, and leave."""
     broken: list[str] = []
-    fabric = new_fabric(on_broken=broken.append)
-    fabric.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
+    groups = new_groups(on_broken=broken.append)
+    groups.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
     first = float(tensor[0])
@@ -73,11 +73,11 @@ def stopped_peer(place: Place) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.2)
     flying = dist.all_reduce(torch.ones(10), async_op=True)
-    moment = later(0.2, fabric.abort)
+    moment = later(0.2, groups.abort)
     blocked = outcome(lambda: dist.all_reduce(torch.ones(300_000)))
     waited = time.monotonic() - moment[0]
     start = time.monotonic()
-    fabric.abort()
+    groups.abort()
     again = time.monotonic() - start
     ones = torch.ones(place.size)
     start = time.monotonic()
@@ -87,12 +87,12 @@ def stopped_peer(place: Place) -> dict[str, Any]:
         "send": outcome(lambda: dist.send(ones, 1 - place.index)),
         "gather": outcome(lambda: dist.all_gather([torch.ones(1)] * place.size, torch.ones(1))),
         "object": outcome(lambda: dist.broadcast_object_list([1])),
-        "check": outcome(fabric.check),
+        "check": outcome(groups.check),
         "flying": outcome(flying.wait) if flying is not None else "none",
     }
     late = time.monotonic() - start
     start = time.monotonic()
-    fabric.close()
+    groups.close()
     return {
         "first": first,
         "blocked": blocked,
@@ -108,46 +108,46 @@ def stopped_peer(place: Place) -> dict[str, Any]:
 def killed_peer(place: Place) -> dict[str, Any]:
     """The last rank dies; the others see it before anybody says so."""
     broken: list[str] = []
-    fabric = new_fabric(on_broken=broken.append)
-    fabric.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
+    groups = new_groups(on_broken=broken.append)
+    groups.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
     dist.barrier()
     if place.index == place.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     seen = outcome(lambda: [dist.all_reduce(torch.ones(1000)) for _ in range(10_000)])
-    before = [outcome(fabric.check), outcome(dist.barrier), fabric.broken is not None, fabric.aborted]
-    fabric.abort()
-    after = [outcome(fabric.check), outcome(dist.barrier), fabric.aborted]
+    before = [outcome(groups.check), outcome(dist.barrier), groups.broken is not None, groups.aborted]
+    groups.abort()
+    after = [outcome(groups.check), outcome(dist.barrier), groups.aborted]
     calls = len(broken)
     # The same process and objects, in a smaller world: everything is destroyed and opened again.
-    fabric.reset()
-    fabric.open(rank=place.index, world_size=place.size - 1, generation=2, store=place.store)
+    groups.reset()
+    groups.open(rank=place.index, world_size=place.size - 1, generation=2, store=place.store)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
-    fabric.close()
+    groups.close()
     return {"seen": seen, "before": before, "after": after, "calls": calls, "again": float(tensor)}
 
 
 def nobody_comes(place: Place) -> dict[str, Any]:
     """A configure whose peer never comes: left by an abort, and by the timeout."""
-    fabric = new_fabric(timeout=1.5)
-    fabric.abort()  # nothing is open yet
-    fabric.open(rank=0, world_size=2, generation=0, store=None)
-    moment = later(0.3, fabric.abort)
-    aborted = outcome(lambda: fabric.configure(1, place.store))
+    groups = new_groups(timeout=1.5)
+    groups.abort()  # nothing is open yet
+    groups.open(rank=0, world_size=2, generation=0, store=None)
+    moment = later(0.3, groups.abort)
+    aborted = outcome(lambda: groups.configure(1, place.store))
     waited = time.monotonic() - moment[0]
     start = time.monotonic()
     place.store.set("still", "usable")
     stuck = time.monotonic() - start
-    fabric.abort(3)
-    early = [outcome(lambda: fabric.configure(3, place.store))]
-    fabric.abort(2)  # a late one, which changes nothing
+    groups.abort(3)
+    early = [outcome(lambda: groups.configure(3, place.store))]
+    groups.abort(2)  # a late one, which changes nothing
     start = time.monotonic()
-    failed = outcome(lambda: fabric.configure(4, place.store))
+    failed = outcome(lambda: groups.configure(4, place.store))
     timed = time.monotonic() - start
-    text = fabric.broken
+    text = groups.broken
     time.sleep(0.2)
     threads = counts()[1]
-    fabric.close()
+    groups.close()
     return {
         "aborted": aborted,
         "waited": waited,
@@ -162,8 +162,8 @@ def nobody_comes(place: Place) -> dict[str, Any]:
 
 def late_builder(place: Place) -> dict[str, Any]:
     """A thread that was left while it connected comes out of it when the next generation is connected."""
-    fabric = new_fabric()
-    fabric.open(rank=place.index, world_size=2, generation=0, store=None)
+    groups = new_groups()
+    groups.open(rank=place.index, world_size=2, generation=0, store=None)
     stock, leaving, left = torch_private.gloo_backend, threading.Event(), threading.Event()
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -173,13 +173,13 @@ def late_builder(place: Place) -> dict[str, Any]:
         return made
 
     torch_private.gloo_backend = slow
-    later(0.5, fabric.abort)
-    entered = outcome(lambda: fabric.configure(1, place.store))
+    later(0.5, groups.abort)
+    entered = outcome(lambda: groups.configure(1, place.store))
     torch_private.gloo_backend = stock
-    fabric.configure(2, place.store)
+    groups.configure(2, place.store)
     leaving.set()
     left.wait(20.0)
-    old = [grave.scope for grave in fabric._graveyard._graves]
+    old = [one.scope for one in groups._teardown._left]
     place.meet("left", 2)
     sums = []
     for _ in range(20):  # it has still to come from there to its end
@@ -187,26 +187,26 @@ def late_builder(place: Place) -> dict[str, Any]:
         dist.all_reduce(tensor)
         sums.append(float(tensor))
         time.sleep(0.01)
-    fabric.close()
+    groups.close()
     return {"entered": entered, "sums": sums, "old": len(old)}
 
 
 def guarded(_place: Place) -> dict[str, Any]:
     """No optimizer moves a parameter of an ended generation."""
-    fabric = new_fabric()
-    fabric.open(rank=0, world_size=2, generation=0, store=None)
-    handle = guard_optimizers(fabric)
+    groups = new_groups()
+    groups.open(rank=0, world_size=2, generation=0, store=None)
+    handle = guard_optimizers(groups)
     parameter = nn.Parameter(torch.ones(3))
     optimizers = [kind([parameter], lr=0.5) for kind in (torch.optim.SGD, torch.optim.AdamW)]
     parameter.grad = torch.ones(3)
     fine = [outcome(optimizer.step) for optimizer in optimizers]
     values = parameter.tolist()
-    fabric.abort()
+    groups.abort()
     refused = [outcome(optimizer.step) for optimizer in optimizers]
     kept = parameter.tolist() == values
     handle.remove()
     free = outcome(optimizers[0].step)
-    fabric.close()
+    groups.close()
     return {"fine": fine, "refused": refused, "kept": kept, "free": free}
 
 
@@ -214,12 +214,12 @@ def guarded(_place: Place) -> dict[str, Any]:
 
 
 def many_groups(place: Place) -> dict[str, Any]:
-    """Groups of all kinds go through the fabric, and come along into the next generation."""
+    """Groups of all kinds go through `ProcessGroups`, and come along into the next generation."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    fabric = new_fabric()
-    fabric.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
+    groups = new_groups()
+    groups.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
@@ -227,7 +227,7 @@ def many_groups(place: Place) -> dict[str, Any]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fabric.mark()
+    groups.mark()
     losses: list[str] = []
 
     def step(number: int) -> None:
@@ -252,17 +252,17 @@ def many_groups(place: Place) -> dict[str, Any]:
         world: Any = dist.group.WORLD
         world.monitored_barrier()
         place.meet(f"leave{generation}", place.size)
-        fabric.abort()
+        groups.abort()
         place.meet(f"left{generation}", place.size)
-        fabric.configure(generation, place.store)
+        groups.configure(generation, place.store)
         step(generation)
         gathered: list[Any] = [None] * place.size
         dist.all_gather_object(gathered, place.index)
         again.append(float(sum(gathered)))
-    names = sorted(member.name for member in fabric._members.values())
-    timeouts = {member.timeout.total_seconds() for member in fabric._members.values()}
+    names = sorted(member.name for member in groups._members.values())
+    timeouts = {member.timeout.total_seconds() for member in groups._members.values()}
     place.meet("end", place.size)
-    fabric.close()
+    groups.close()
     return {"losses": losses, "again": again, "names": len(names), "timeouts": list(timeouts)}
 
 
@@ -346,24 +346,24 @@ class Job:
 
 
 def undisturbed(place: Place, kind: str, generation: int, steps: int) -> dict[str, Any]:
-    fabric = new_fabric()
-    fabric.open(rank=place.index, world_size=3, generation=generation, store=place.store)
+    groups = new_groups()
+    groups.open(rank=place.index, world_size=3, generation=generation, store=place.store)
     # Stock behaviour is the measure: no settle_buckets in it other than DDP's own.
     job = Job(place.index, kind)
     for _ in range(steps):
         job.train()
-    fabric.reset()
+    groups.reset()
     return {"losses": list(job.losses.values()), "digest": job.digest()}
 
 
 def disturbed(place: Place, kind: str, generation: int, steps: int, at: int) -> dict[str, Any]:
     """Rank 1 goes at a step; process 3 takes its place, having built everything among fakes."""
-    fabric = new_fabric()
+    groups = new_groups()
     newcomer = place.index == 3
     rank = 1 if newcomer else place.index
     store = None if newcomer else place.store
-    fabric.open(rank=rank, world_size=3, generation=generation, store=store)
-    guard = guard_optimizers(fabric)
+    groups.open(rank=rank, world_size=3, generation=generation, store=store)
+    guard = guard_optimizers(groups)
     job = Job(rank, kind, seed=place.index)
     seen = ""
     if newcomer:
@@ -376,20 +376,20 @@ def disturbed(place: Place, kind: str, generation: int, steps: int, at: int) -> 
             job.train()
             record = job.record()
         if place.index == 1:
-            fabric.abort()
-            fabric.reset()
+            groups.abort()
+            groups.reset()
             guard.remove()
             return {}
         seen = outcome(job.train)
-        fabric.abort()
+        groups.abort()
     place.meet(f"out{generation}", 3)
-    fabric.configure(generation + 1, place.store)
+    groups.configure(generation + 1, place.store)
     box = [record]
     dist.broadcast_object_list(box, src=0)
     job.restore(box[0])
     while job.step < steps:
         job.train()
-    fabric.reset()
+    groups.reset()
     guard.remove()
     return {"losses": [job.losses.get(i) for i in range(steps)], "digest": job.digest(), "seen": seen}
 
@@ -442,13 +442,14 @@ def contract(place: Place, way: str) -> dict[str, Any]:
     """Open, leave, renew and close, by one way; the last process comes new after the first has been left."""
     newcomer = place.index == place.size - 1
     rank, size = (1 if newcomer else place.index), place.size - 1
-    fabric = new_fabric()
-    fabric._way = {"stock": Stock, "older": Older}[way]()
+    groups = new_groups()
+    groups._exchange = Within if way == "stock" else Group
+    groups._exchange.prepare()
     store = None if newcomer else place.store
-    fabric.open(rank=rank, world_size=size, generation=1 + newcomer, store=store)
+    groups.open(rank=rank, world_size=size, generation=1 + newcomer, store=store)
     other = dist.new_group([0, 1], timeout=timedelta(seconds=15))
     assert isinstance(other, dist.ProcessGroup)
-    fabric.mark()
+    groups.mark()
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=other)
     first = tensor.tolist()
@@ -459,16 +460,16 @@ def contract(place: Place, way: str) -> dict[str, Any]:
         if rank == 1:
             # It comes to nothing, and another process takes its rank.
             place.meet("left", size)
-            fabric.close()
+            groups.close()
             place.meet("end", place.size)
             return {"first": first}
         alone = dist.all_reduce(torch.ones(3), group=other, async_op=True)
         asked += [alone.is_completed(), alone.is_success()]
-        later(0.1, lambda: fabric.abort(1))
+        later(0.1, lambda: groups.abort(1))
         left = outcome(lambda: dist.all_reduce(torch.ones(300_000), group=other))
         asked += [alone.is_completed(), alone.is_success(), type(alone.exception()).__name__]
         place.meet("left", size)
-    fabric.configure(2, place.store)
+    groups.configure(2, place.store)
     again = []
     for group in (dist.group.WORLD, other):
         tensor = torch.full((3,), float(rank + 1))
@@ -493,11 +494,11 @@ def contract(place: Place, way: str) -> dict[str, Any]:
         "everyone": everyone,
         "backend": dist.get_backend(other),
         "stock": type(other) is dist.ProcessGroup,
-        "calls": fabric.calls,
-        "members": len(fabric._members),
+        "calls": groups.calls,
+        "members": len(groups._members),
     }
     place.meet("renewed", size)
-    fabric.close()
+    groups.close()
     found["closed"] = dist.is_initialized()
     place.meet("end", place.size)
     return found
@@ -512,14 +513,14 @@ def counts() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def aborting(fabric: Fabric, delay: float) -> Iterator[list[float]]:
+def aborting(groups: ProcessGroups, delay: float) -> Iterator[list[float]]:
     """Abort from another thread after that time; the list gets when, and how long the call took."""
     moment: list[float] = []
 
     def go() -> None:
         time.sleep(delay)
         moment.append(time.monotonic())
-        fabric.abort()
+        groups.abort()
         moment.append(time.monotonic() - moment[0])
 
     thread = threading.Thread(target=go)
@@ -530,9 +531,9 @@ def aborting(fabric: Fabric, delay: float) -> Iterator[list[float]]:
 
 def stress(place: Place, aborts: int) -> dict[str, Any]:
     """Training, and aborts at random moments with one rank hanging, each followed by a new generation."""
-    fabric = new_fabric(timeout=4.0)
-    fabric.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
-    guard = guard_optimizers(fabric)
+    groups = new_groups(timeout=4.0)
+    groups.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
+    guard = guard_optimizers(groups)
     job = Job(place.index, "plain")
     job.train()
     record = job.record()
@@ -544,7 +545,7 @@ def stress(place: Place, aborts: int) -> dict[str, Any]:
     for generation in range(2, aborts + 2):
         delay = 0.005 + 0.08 * random.Random(generation).random() + 0.004 * random.random()
         hangs = generation % 4 == place.index
-        with aborting(fabric, delay) as moment:
+        with aborting(groups, delay) as moment:
             try:
                 for number in range(10_000):
                     if hangs and number == 2:
@@ -553,13 +554,13 @@ def stress(place: Place, aborts: int) -> dict[str, Any]:
             except (CollectiveFailed, GenerationEnded) as error:
                 names.add(type(error).__name__)
                 waited = time.monotonic()
-        fabric.abort()
+        groups.abort()
         if not hangs:
             waits.append(max(0.0, waited - moment[0]))
         calls.append(moment[1])
         place.meet(f"out{generation}", place.size)
         began = time.monotonic()
-        fabric.configure(generation, place.store)
+        groups.configure(generation, place.store)
         joins.append(time.monotonic() - began)
         # Since torch 2.14 a rank can be through while another still connects, which its abort would break.
         place.meet(f"in{generation}", place.size)
@@ -573,13 +574,13 @@ def stress(place: Place, aborts: int) -> dict[str, Any]:
     everyone: list[Any] = [None] * place.size
     dist.all_gather_object(everyone, mine)
     deadline = time.monotonic() + 12
-    while fabric.sweep() and time.monotonic() < deadline:
+    while groups.sweep() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(5.5)  # helper threads that are idle leave after 5 s
     end = counts()
     guard.remove()
     place.meet("end", place.size)
-    fabric.close()
+    groups.close()
     return {
         "waits": waits,
         "calls": calls,
@@ -593,15 +594,15 @@ def stress(place: Place, aborts: int) -> dict[str, Any]:
 
 
 def cost(place: Place, rounds: int) -> dict[str, float]:
-    """Microseconds of a small all_reduce, stock and through the fabric."""
+    """Microseconds of a small all_reduce, stock and through `ProcessGroups`."""
     results: dict[str, float] = {}
     tensor = torch.ones(4)
-    fabric = new_fabric()
-    for name in ("stock", "fabric"):
+    groups = new_groups()
+    for name in ("stock", "groups"):
         if name == "stock":
             dist.init_process_group("gloo", store=place.store, rank=place.index, world_size=place.size)
         else:
-            fabric.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
+            groups.open(rank=place.index, world_size=place.size, generation=1, store=place.store)
         for number in range(rounds + 50):
             if number == 50:
                 start = time.perf_counter()
@@ -610,5 +611,5 @@ def cost(place: Place, rounds: int) -> dict[str, float]:
         place.meet(name, place.size)
         if name == "stock":
             dist.destroy_process_group()
-    fabric.close()
+    groups.close()
     return results

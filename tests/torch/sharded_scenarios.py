@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from world import Place
 
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running.training import Run
 from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
@@ -229,16 +229,16 @@ def stock(place: Place, kind: str, steps: int) -> dict[str, Any]:
 class Trap:
     """Ends the generation when the training comes to a place: on all ranks there, before any goes on."""
 
-    def __init__(self, place: str, spot: Place, ranks: int, fabric: Fabric, generation: int) -> None:
+    def __init__(self, place: str, spot: Place, ranks: int, groups: ProcessGroups, generation: int) -> None:
         self.place = place
-        self._spot, self._ranks, self._fabric, self._generation = spot, ranks, fabric, generation
+        self._spot, self._ranks, self._groups, self._generation = spot, ranks, groups, generation
         self.sprung = False
 
     def __call__(self, place: str) -> None:
         if place == self.place and not self.sprung:
             self.sprung = True
             self._spot.meet(f"trap{self._generation}", self._ranks)
-            self._fabric.abort()
+            self._groups.abort()
 
 
 class Rank:
@@ -256,8 +256,8 @@ class Rank:
     def enter(self, generation: int, rank: int, restore_step: int | None) -> State:
         if self.run is None:
             self.job = Job(self.kind, rank, self.ranks)
-            self.fabric = Fabric(timedelta(seconds=20), host=HOST)
-            self.run = Run(self.agent.session, self.fabric)
+            self.groups = ProcessGroups(timedelta(seconds=20), host=HOST)
+            self.run = Run(self.agent.session, self.groups)
         self.job.probe = lambda _place: None
         self.run.enter(self.agent.assigned(generation, rank, restore_step))
         state = self.run.keep(self._build)
@@ -276,7 +276,7 @@ class Rank:
         if place == "anywhere":
             self.wander(state, number, generation)
             return
-        trap = Trap(place, self.spot, self.ranks, self.fabric, generation)
+        trap = Trap(place, self.spot, self.ranks, self.groups, generation)
         self.job.probe = trap
         try:
             self.job.step(state, number)
@@ -284,7 +284,7 @@ class Rank:
             raise RuntimeError(f"nothing came to {place}")
         except (GenerationEnded, CollectiveFailed) as error:
             self.seen.append(type(error).__name__ if trap.sprung else f"early {error}")
-        self.fabric.abort()
+        self.groups.abort()
 
     def commit(self) -> None:
         assert self.run is not None
@@ -293,7 +293,7 @@ class Rank:
     def wander(self, state: State, number: int, generation: int) -> None:
         """Steps on end, and an abort from another thread: on each rank at a moment of its own."""
         delay = 0.06 * random.Random(generation).random() + 0.004 * random.random()
-        timer = threading.Timer(delay, self.fabric.abort)
+        timer = threading.Timer(delay, self.groups.abort)
         timer.start()
         try:
             for each in range(number, number + 10_000):
@@ -306,7 +306,7 @@ class Rank:
 
     def leave(self) -> None:
         """This process is no rank any more."""
-        self.fabric.close()
+        self.groups.close()
         self.run, self.ids = None, ()
 
 
@@ -330,12 +330,12 @@ def counts() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
 
-def settled(fabric: Fabric, start: tuple[int, int]) -> tuple[int, int]:
+def settled(groups: ProcessGroups, start: tuple[int, int]) -> tuple[int, int]:
     """The same when old backends are gone and idle helper threads have left, or after a while."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         now = counts()
-        if fabric.sweep() == 0 and now[0] <= start[0] and now[1] <= start[1]:
+        if groups.sweep() == 0 and now[0] <= start[0] and now[1] <= start[1]:
             break
         time.sleep(0.1)
     return counts()
@@ -381,7 +381,7 @@ def faults(place: Place, kind: str, places: list[str]) -> dict[str, Any]:
         "same": me.same,
         "built": me.built,
         "start": sizes[0],
-        "end": settled(me.fabric, sizes[0]) if state is not None else sizes[0],
+        "end": settled(me.groups, sizes[0]) if state is not None else sizes[0],
     }
     place.meet("end", place.size, deadline=60)
     if state is not None:
@@ -396,8 +396,8 @@ def meshes_twice(_place: Place) -> dict[str, bool]:
     """An equal mesh made anew in the same process, under other groups: whether what comes of it is its."""
     found: dict[str, bool] = {}
     for generation, shape in enumerate(((4,), (2, 2), (4,)), start=1):
-        fabric = Fabric(timedelta(seconds=5), host=HOST)
-        fabric.open(rank=1, world_size=4, generation=generation, store=None)
+        groups = ProcessGroups(timedelta(seconds=5), host=HOST)
+        groups.open(rank=1, world_size=4, generation=generation, store=None)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         fully_shard(model, mesh=mesh)
@@ -409,5 +409,5 @@ def meshes_twice(_place: Place) -> dict[str, bool]:
         parameter.full_tensor()
         results = (norm, parameter.grad, parameter.detach(), parameter + parameter, parameter.sum())
         found[str((generation, shape))] = all(result.device_mesh is mesh for result in results)
-        fabric.close()
+        groups.close()
     return found

@@ -20,6 +20,7 @@ import planted
 
 from ckptless.pytorch_hooks import process_groups
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private import ddp as torch_ddp
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
 from ckptless.pytorch_hooks.torch_private import names as torch_names
 
@@ -162,7 +163,11 @@ def private_names(file: Path) -> set[str]:
     """What a file asks of others by a name with an underscore in front, as an attribute or in a text."""
     asked: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "Fabric"):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in (
+            "self",
+            "cls",
+            "ProcessGroups",
+        ):
             asked.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             asked.add(node.value)
@@ -176,6 +181,7 @@ def test_no_private_name_is_used_that_is_not_in_the_list() -> None:
     known = {part for name in names for part in name.where.replace(":", ".").split(".")}
     files = [
         Path(torch_private.__file__),
+        Path(torch_ddp.__file__),
         Path(torch_fsdp.__file__),
         *Path(process_groups.__path__[0]).glob("*.py"),
     ]

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptless.pytorch_hooks.errors import TorchMismatch
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric
-from ckptless.pytorch_hooks.process_groups.fsdp import Sharded
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
+from ckptless.pytorch_hooks.process_groups.models import Sharded
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import dcp as torch_dcp
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
@@ -66,9 +66,9 @@ def test_a_newer_torch_is_tried_with_a_warning(
 def test_a_group_of_ours_is_made_whatever_torch_hangs_on_groups() -> None:
     """Its own Gloo records what it does (2.15), under the group's name; nobody else does."""
     refuse_moved(RECORDERS)
-    fabric = Fabric(timedelta(seconds=20), host="127.0.0.1")
+    groups = ProcessGroups(timedelta(seconds=20), host="127.0.0.1")
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    fabric.open(rank=0, world_size=1, generation=1, store=store)
+    groups.open(rank=0, world_size=1, generation=1, store=store)
     try:
         assert not getattr(distributed_c10d._world, "pg_flight_recorder_hooks", {})
         tensor = torch.ones(2)
@@ -83,7 +83,7 @@ def test_a_group_of_ours_is_made_whatever_torch_hangs_on_groups() -> None:
                 dist.split_group(dist.group.WORLD, [[0]])
             assert caught.type is RuntimeError  # and no RecursionError
     finally:
-        fabric.close()
+        groups.close()
 
 
 def recorded() -> tuple[str, str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, HashStore
 
-from ckptless.pytorch_hooks.process_groups.exchange import Exchange, Way, forward
-from ckptless.pytorch_hooks.process_groups.older import torch_older
+from ckptless.pytorch_hooks.process_groups.exchange import Exchange, forward
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork, FinishedWork
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private.names import Name, refuse_moved
 
 
 class Group(Exchange, torch_private.GroupBase):
@@ -22,6 +24,23 @@ class Group(Exchange, torch_private.GroupBase):
     # A group without a registered backend has no name of its own in C++.
     _group_name = ""
     _group_desc = ""
+
+    @classmethod
+    def prepare(cls) -> None:
+        """See Exchange."""
+        _check()
+        for kind in (Exchange, cls, AbortableWork, FinishedWork):
+            _untraced(kind)
+
+    @staticmethod
+    def wrap(backend: torch_private.Backend, rank: int, size: int) -> Any:
+        """Give a stock group over it."""
+        return _stock_group(backend, rank, size)
+
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is the group."""
+        known: object = group
+        return known is self
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """Gloo's own blocking barrier."""
@@ -63,7 +82,7 @@ class Group(Exchange, torch_private.GroupBase):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")] if self._inner is None else torch_older.device_types(self._inner)
+        return [torch.device("cpu")] if self._inner is None else self._inner._device_types
 
     def _get_backend(self, device: torch.device) -> Any:
         inner, _ = self._ready()
@@ -73,23 +92,44 @@ class Group(Exchange, torch_private.GroupBase):
 forward(Group, dist.ProcessGroup)
 
 
-class Older(Way):
-    """See the module."""
+# ---- what of torch is private and only this way needs
 
-    def __init__(self) -> None:
-        torch_older.check()
-        for kind in (Exchange, Group, AbortableWork, FinishedWork):
-            torch_older.untraced(kind)
+_C10D = "torch._C._distributed_c10d"
+NEEDED = (
+    Name(f"{_C10D}:ProcessGroup.BackendType.GLOO", "a stock group over Gloo, in each of ours"),
+    Name(f"{_C10D}:ProcessGroup.BackendType.CUSTOM", "the same over a newcomer's fake"),
+    Name(f"{_C10D}:ProcessGroup._register_backend", "the same", "device backend_type backend"),
+    Name(f"{_C10D}:ProcessGroup._set_default_backend", "the same", "backend_type"),
+    Name(f"{_C10D}:ProcessGroup._device_types", "asked of our groups, too"),
+)
 
-    def make(self, rank: int, size: int) -> Exchange:
-        """The group."""
-        return Group(rank, size)
 
-    def inner(self, backend: torch_private.Backend, rank: int, size: int) -> Any:
-        """A stock group over it."""
-        return torch_older.plain_group(backend, rank, size)
+def _check() -> None:
+    """Raise `TorchMismatch` where groups of ours cannot stand in the place of torch's."""
+    refuse_moved(NEEDED)
 
-    def serves(self, exchange: Exchange, group: dist.ProcessGroup) -> bool:
-        """Whether it is that."""
-        known: object = group
-        return known is exchange
+
+def _untraced(kind: type[Any]) -> None:
+    """Keep torch.compile out of a class's methods and of what they call.
+
+    C++ calls them in the middle of a compiled model (DDP's buffers do), and Dynamo would try to compile each.
+    Told to the interpreter's hook itself, since `torch.compiler.disable` imports all of Dynamo.
+    """
+    hook = getattr(torch._C, "_dynamo", None) and torch._C._dynamo.eval_frame
+    if hook is None or not hasattr(hook, "set_code_exec_strategy"):
+        return  # a torch that has it elsewhere: compiled DDP may then refuse to trace, and says so
+    skip = hook._FrameExecStrategy(hook._FrameAction.SKIP, hook._FrameAction.SKIP)
+    for member in vars(kind).values():
+        function = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(function):
+            hook.set_code_exec_strategy(function.__code__, skip)
+
+
+def _stock_group(backend: Backend, rank: int, size: int) -> dist.ProcessGroup:
+    """A stock ProcessGroup over one backend, known to nobody but its owner."""
+    kinds = dist.ProcessGroup.BackendType
+    kind = kinds.GLOO if isinstance(backend, dist.ProcessGroupGloo) else kinds.CUSTOM
+    group = dist.ProcessGroup(HashStore(), rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group

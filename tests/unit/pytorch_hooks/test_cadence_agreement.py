@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks.commit.cadence import MAX_STEPS, Meter
-from ckptless.pytorch_hooks.commit.cadence_agreement import Agreed, Cadence, Fixed
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric
+from ckptless.pytorch_hooks.commit.cadence import MAX_STEPS, Cadence
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 BUDGET = 0.05
@@ -22,7 +21,7 @@ DEADLINE_S = 60.0
 
 
 class Generation:
-    """What a cadence needs of a fabric: the store that all ranks of a generation have."""
+    """What a cadence needs of the process groups: the store that all ranks of a generation have."""
 
     def __init__(self, store: torch_private.Store, generation: int) -> None:
         self._store, self.generation = store, generation
@@ -38,21 +37,20 @@ class Rank:
         self.rank, self.committed = rank, list[int]()
         self.intervals = set[int]()
         self._chance, self._store, self._now = random.Random(rank), store, 0.0
-        self._meter = Meter()
 
     def train(self, generation: int, start: int, end: int) -> None:
-        fabric = cast("Fabric", Generation(self._store, generation))
-        cadence = Agreed(fabric, self._meter, BUDGET)
-        self._meter.begin()
+        groups = cast("ProcessGroups", Generation(self._store, generation))
+        cadence = Cadence(groups, "auto", BUDGET)
+        meter = cadence.meter
         cadence.begin(start, self.rank, RANKS)
         for step in range(start + 1, end + 1):
             self._now += self._chance.uniform(0.05, 0.15)
             due = cadence.is_due(step)
-            self._meter.enter(self._now)
+            meter.enter(self._now)
             # What a commit costs changes as it goes, and one rank has it dearer than the others.
             most_s = (1 + (step // 1000) % 3) * (0.07 if self.rank == 2 else 0.02)
             self._now += self._chance.uniform(0.01, most_s) if due else 0.0
-            self._meter.leave(self._now, committed=due)
+            meter.leave(self._now, committed=due)
             if due:
                 self.committed.append(step)
                 cadence.committed(step)
@@ -121,13 +119,13 @@ def begin_all(cadences: list[Cadence]) -> dict[int, str]:
     return said
 
 
-def fabric_of(store: torch_private.Store, generation: int = 1) -> Fabric:
-    return cast("Fabric", Generation(store, generation))
+def groups_of(store: torch_private.Store, generation: int = 1) -> ProcessGroups:
+    return cast("ProcessGroups", Generation(store, generation))
 
 
 def test_ranks_that_were_told_different_intervals_are_named() -> None:
     store = torch_private.HashStore()
-    cadences: list[Cadence] = [Fixed(fabric_of(store), every) for every in (2, 2, 3, 2)]
+    cadences: list[Cadence] = [Cadence(groups_of(store), every) for every in (2, 2, 3, 2)]
     assert begin_all(cadences) == {
         2: "rank 2 was started with commit_every=3, and rank 1 with commit_every=2: "
         "give ckptless.run the same on every rank",
@@ -138,12 +136,12 @@ def test_ranks_that_were_told_different_intervals_are_named() -> None:
 
 def test_auto_and_a_number_or_two_budgets_are_different() -> None:
     store = torch_private.HashStore()
-    fabric = fabric_of(store)
+    groups = groups_of(store)
     cadences: list[Cadence] = [
-        Agreed(fabric, Meter(), 0.01),
-        Fixed(fabric, 5),
-        Agreed(fabric, Meter(), 0.02),
-        Agreed(fabric, Meter(), 0.01),
+        Cadence(groups, "auto", 0.01),
+        Cadence(groups, 5),
+        Cadence(groups, "auto", 0.02),
+        Cadence(groups, "auto", 0.01),
     ]
     said = begin_all(cadences)
     assert said.keys() == {1, 2, 3}
@@ -156,7 +154,7 @@ def test_auto_and_a_number_or_two_budgets_are_different() -> None:
 def test_each_generation_compares_anew() -> None:
     """A rank may come back as another program."""
     store = torch_private.HashStore()
-    same: list[Cadence] = [Fixed(fabric_of(store, 1), 2), Fixed(fabric_of(store, 1), 2)]
+    same: list[Cadence] = [Cadence(groups_of(store, 1), 2), Cadence(groups_of(store, 1), 2)]
     assert begin_all(same) == {}
-    other: list[Cadence] = [Fixed(fabric_of(store, 2), 4), Fixed(fabric_of(store, 2), 2)]
+    other: list[Cadence] = [Cadence(groups_of(store, 2), 4), Cadence(groups_of(store, 2), 2)]
     assert begin_all(other).keys() == {1}

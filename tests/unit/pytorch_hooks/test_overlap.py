@@ -18,9 +18,8 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, UsageError
 from ckptless.pytorch_hooks.commit import versions as subject
-from ckptless.pytorch_hooks.commit.copying import Copying
-from ckptless.pytorch_hooks.commit.host_copy import PIECE_NBYTES, HostCopies, HostTicket
-from ckptless.pytorch_hooks.commit.overlap import TRIALS, Policy, overlap_policy
+from ckptless.pytorch_hooks.commit.copying import TRIALS, Copying, Wanted, checked_overlap
+from ckptless.pytorch_hooks.commit.overlap import PIECE_NBYTES, BesideTraining
 from ckptless.pytorch_hooks.commit.versions import Versions, Written
 from ckptless.pytorch_hooks.errors import StateMoved
 from ckptless.pytorch_hooks.state import Copy, State, TensorSet
@@ -52,20 +51,29 @@ class FakeSession:
         return data[version.verify(memoryview(data), at.digest).header_nbytes :]
 
 
-class GatedCopies(HostCopies):
-    """Does not begin to copy before it is let."""
+class Gate:
+    """Copies do not begin before it is let."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.fenced = threading.Event()
 
-    def complete(self, ticket: HostTicket, came: Callable[[int], None]) -> str | None:
-        assert self.gate.wait(DEADLINE_S)
-        return super().complete(ticket, came)
+    def copies(self, later: Sequence[Copy]) -> BesideTraining:
+        return GatedCopies(later, self)
 
-    def fence(self, ticket: HostTicket) -> None:
-        self.fenced.set()
-        super().fence(ticket)
+
+class GatedCopies(BesideTraining):
+    def __init__(self, copies: Sequence[Copy], gate: Gate) -> None:
+        super().__init__(copies)
+        self.gated = gate
+
+    def complete(self, came: Callable[[int], None]) -> None:
+        assert self.gated.gate.wait(DEADLINE_S)
+        super().complete(came)
+
+    def fence(self) -> None:
+        self.gated.fenced.set()
+        super().fence()
 
 
 class Model(nn.Module):
@@ -83,10 +91,10 @@ class Model(nn.Module):
 
 
 class Rank:
-    def __init__(self, device: HostCopies | None = None) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(1)
         self.session = FakeSession()
-        self.versions = Versions(cast("Any", self.session), 16 * version.PAGE_NBYTES, device)
+        self.versions = Versions(cast("Any", self.session), 16 * version.PAGE_NBYTES)
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.ema = copy.deepcopy(self.model.big)
@@ -121,11 +129,11 @@ class Rank:
 
 
 @pytest.fixture
-def gated() -> Iterator[tuple[Rank, GatedCopies]]:
-    device = GatedCopies()
-    rank = Rank(device)
-    yield rank, device
-    device.gate.set()
+def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, Gate]]:
+    gate, rank = Gate(), Rank()
+    monkeypatch.setattr(subject, "BesideTraining", gate.copies)
+    yield rank, gate
+    gate.gate.set()
     rank.close()
 
 
@@ -148,7 +156,7 @@ def test_the_bytes_are_those_of_a_copy_in_order(rank: Rank) -> None:
         assert rank.session.sound(rank.session.sent[-1]) == wanted
 
 
-def test_an_update_waits_for_the_copy(gated: tuple[Rank, GatedCopies]) -> None:
+def test_an_update_waits_for_the_copy(gated: tuple[Rank, Gate]) -> None:
     rank, device = gated
     wanted = rank.packed()
     rank.begin()
@@ -166,7 +174,7 @@ def test_an_update_waits_for_the_copy(gated: tuple[Rank, GatedCopies]) -> None:
     assert rank.session.sound(rank.session.sent[-1]) == wanted
 
 
-def test_what_may_change_in_a_forward_pass_is_copied_at_once(gated: tuple[Rank, GatedCopies]) -> None:
+def test_what_may_change_in_a_forward_pass_is_copied_at_once(gated: tuple[Rank, Gate]) -> None:
     rank, device = gated
     wanted = rank.packed()
     rank.begin()
@@ -186,7 +194,7 @@ def writes() -> list[tuple[str, Callable[[Model], object]]]:
         ("in place", lambda model: on(model).mul_(0.5)),
         ("foreach", lambda model: torch._foreach_mul_(list(model.parameters()), 0.5)),
         ("detached", lambda model: on(model).detach().clamp_(-0.1, 0.1)),
-        ("loaded", lambda model: model.load_state_dict(model.state_dict())),
+        ("loaded", lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})),
         ("frozen", lambda model: model.frozen.add_(1)),
         ("initialised", lambda model: nn.init.normal_(on(model))),
     ]
@@ -195,7 +203,7 @@ def writes() -> list[tuple[str, Callable[[Model], object]]]:
 @pytest.mark.parametrize(("what", "write"), writes())
 @pytest.mark.parametrize("then", ["fence", "wait"])
 def test_a_version_that_was_written_to_is_never_sealed(
-    gated: tuple[Rank, GatedCopies], what: str, write: Callable[[Model], object], then: str
+    gated: tuple[Rank, Gate], what: str, write: Callable[[Model], object], then: str
 ) -> None:
     rank, device = gated
     written = rank.begin()
@@ -217,7 +225,7 @@ def test_a_version_that_was_written_to_is_never_sealed(
 @pytest.mark.parametrize("where", ["big", "turned", "short", "scalar"])
 @pytest.mark.parametrize("how", ["data", "inference", "another thread"])
 def test_a_version_that_was_written_to_unseen_is_never_sealed(
-    gated: tuple[Rank, GatedCopies], how: str, where: str
+    gated: tuple[Rank, Gate], how: str, where: str
 ) -> None:
     """An update by hand through `.data` has no hook and no count: only the bytes tell."""
     rank, device = gated
@@ -244,7 +252,7 @@ def test_a_version_that_was_written_to_unseen_is_never_sealed(
 
 
 def test_memory_that_is_put_in_place_of_a_tensors_is_not_what_is_copied(
-    gated: tuple[Rank, GatedCopies],
+    gated: tuple[Rank, Gate],
 ) -> None:
     """Torch does not count it, and need not: the copy has what was there, and keeps it alive."""
     rank, device = gated
@@ -260,7 +268,6 @@ def test_memory_that_is_put_in_place_of_a_tensors_is_not_what_is_copied(
 
 
 def test_a_version_is_sealed_without_another_call(rank: Rank) -> None:
-    """The main thread looks between two of its bytecodes, whatever it is doing."""
     rank.begin()
     deadline = time.monotonic() + DEADLINE_S
     while not rank.session.sent and time.monotonic() < deadline:
@@ -268,31 +275,13 @@ def test_a_version_is_sealed_without_another_call(rank: Rank) -> None:
     assert rank.session.sound(rank.session.sent[-1]) == rank.packed()
 
 
-def test_a_version_is_not_sealed_while_the_main_thread_may_be_writing(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it does is not counted before it is done: as long as it has not looked, nobody knows."""
-    asked = threading.Event()
-    monkeypatch.setattr(subject, "between_bytecodes", lambda _close: asked.set())
-    rank.begin()
-    assert asked.wait(DEADLINE_S)
-    with torch.no_grad():
-        rank.model.scalar.add_(1)
-    assert rank.session.sent == []
-    with pytest.raises(StateMoved, match="p:model:scalar"):
-        rank.versions.fence()
-    rank.versions.leave()
-    assert rank.session.sent == []
+class FailingCopies(BesideTraining):
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        super().__init__([copies[0]._replace(source=torch.zeros(3)), *copies])
 
 
-class FailingCopies(HostCopies):
-    def begin(self, now: Sequence[Copy], later: Sequence[Copy]) -> HostTicket:
-        bad = later[0]._replace(source=torch.zeros(3))
-        return super().begin(now, [bad, *later])
-
-
-def test_a_copy_that_fails_holds_up_nobody(rank: Rank) -> None:
-    rank.versions.device = FailingCopies()
+def test_a_copy_that_fails_holds_up_nobody(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "BesideTraining", FailingCopies)
     rank.begin()
     rank.versions.fence()
     with pytest.raises(RuntimeError, match="size"):
@@ -306,9 +295,9 @@ def test_a_copy_that_fails_holds_up_nobody(rank: Rank) -> None:
 class Trained:
     """A rank whose steps may write between commit and update."""
 
-    def __init__(self, rank: Rank, policy: Policy) -> None:
+    def __init__(self, rank: Rank, overlap: Wanted) -> None:
         self.rank, self.told = rank, list[str]()
-        self.copying = Copying(rank.versions, policy, self.told.append)
+        self.copying = Copying(rank.versions, overlap, self.told.append)
         self.steps = 0
 
     def step(self, between: Callable[[Model], object] = lambda _model: None) -> bool:
@@ -324,7 +313,7 @@ class Trained:
 
 
 def test_copies_run_beside_once_that_was_tried(rank: Rank) -> None:
-    trained = Trained(rank, Policy("on"))
+    trained = Trained(rank, "on")
     assert [trained.step() for _ in range(TRIALS + 2)] == [False] * TRIALS + [True] * 2
     assert trained.told == []
 
@@ -340,16 +329,16 @@ def test_a_script_that_writes_unseen_never_gets_them(rank: Rank, way: str) -> No
         else:
             model.big.weight.data = model.big.weight.data * 0.99
 
-    trained = Trained(rank, Policy("on"))
+    trained = Trained(rank, "on")
     assert [trained.step(write) for _ in range(5)] == [False] * 5
     (told,) = trained.told
     assert "p:model:big.weight" in told
     assert "overlap='on'" in told
 
 
-def test_after_a_write_that_was_counted_copies_are_in_order(gated: tuple[Rank, GatedCopies]) -> None:
+def test_after_a_write_that_was_counted_copies_are_in_order(gated: tuple[Rank, Gate]) -> None:
     rank, device = gated
-    trained = Trained(rank, Policy("on"))
+    trained = Trained(rank, "on")
     for _ in range(TRIALS):
         trained.step()
 
@@ -367,27 +356,24 @@ def test_after_a_write_that_was_counted_copies_are_in_order(gated: tuple[Rank, G
     assert len(trained.told) == 1
 
 
-def test_of_a_device_nothing_is_copied_beside() -> None:
-    assert Policy("off").refuse_device() is None
-    policy = Policy("on", tried=TRIALS)
-    assert "the CPU's memory" in (policy.refuse_device() or "")
-    assert not policy.overlaps
-    assert policy.refuse_device() is None
+def test_of_a_device_nothing_is_copied_beside(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "Pinned", lambda _memory: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(rank.tensors, "named", lambda: [("p", SimpleNamespace(is_cuda=True))])
+    trained = Trained(rank, "on")
+    assert [trained.step() for _ in range(TRIALS + 2)] == [False] * (TRIALS + 2)
+    (told,) = trained.told
+    assert "the CPU's memory" in told
+    silent = Trained(rank, "off")
+    assert not silent.step()
+    assert silent.told == []
+
+
+def test_nothing_is_copied_beside_unless_the_script_says_so(rank: Rank) -> None:
+    trained = Trained(rank, "off")
+    assert [trained.step() for _ in range(TRIALS + 2)] == [False] * (TRIALS + 2)
 
 
 def test_what_the_user_says() -> None:
-    assert overlap_policy("on").wanted == "on"
+    assert checked_overlap("on") == "on"
     with pytest.raises(UsageError, match='"on" or "off"'):
-        overlap_policy(True)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "beside"),
-    [("on", True), ("off", False)],
-)
-def test_where_copies_run_beside(wanted: Any, beside: bool) -> None:
-    policy = Policy(wanted)
-    for _ in range(TRIALS):
-        if policy.open:
-            assert policy.compared(None) is None
-    assert policy.overlaps is beside
+        checked_overlap(True)

@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks.process_groups.buckets import Buckets
-from ckptless.pytorch_hooks.process_groups.fsdp import Sharded
+from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.state.gradients import check_used, mark_used, watch_steps
 from ckptless.pytorch_hooks.torch_private.calls import HashStore

@@ -166,7 +166,6 @@ def test_gaps_are_zero_so_that_twins_agree() -> None:
     tensors.pack(one)
     tensors.pack(other)
     assert one.equal(other)
-    assert tensors.digest(one) == tensors.digest(other)
 
 
 def test_spans_are_those_of_what_each_rank_has_for_itself() -> None:

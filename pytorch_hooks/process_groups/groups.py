@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckptless.pytorch_hooks.errors import GenerationEnded
-from ckptless.pytorch_hooks.process_groups.exchange import NAME, Exchange, Way
-from ckptless.pytorch_hooks.process_groups.graveyard import Graveyard
-from ckptless.pytorch_hooks.process_groups.older.group import Older
+from ckptless.pytorch_hooks.process_groups.exchange import NAME, Exchange
+from ckptless.pytorch_hooks.process_groups.older.group import Group
 from ckptless.pytorch_hooks.process_groups.sockets import Opened
-from ckptless.pytorch_hooks.process_groups.stock import Stock
+from ckptless.pytorch_hooks.process_groups.stock import Within
 from ckptless.pytorch_hooks.process_groups.work import Scope
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
@@ -32,6 +33,57 @@ T = TypeVar("T")
 # until its timeout. New state is written into the same tensors after configure(): give it that long.
 _SETTLE_S = 0.05
 _CLOSE_S = 0.5
+# A Gloo worker needs the GIL once more, for a moment, after the last thing that we see of it.
+_GRACE_S = 1.0
+_LAST_S = 0.05  # the same at the end of the process, when nobody else wants the GIL
+
+
+@dataclass
+class _Left:
+    since: float
+    scope: Scope
+    backend: Any
+
+
+class DeferredTeardown:
+    """Keeps the backends of ended generations until taking them down cannot freeze the process.
+
+    Gloo's destructor joins its workers while it holds the GIL: a stuck one would stop everything.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: list[_Left] = []
+
+    def add(self, scope: Scope, backend: Any) -> None:
+        """Keep this backend, or the group that it is in, for now."""
+        with self._lock:
+            self._left.append(_Left(time.monotonic(), scope, backend))
+
+    def sweep(self) -> int:
+        """Take down those with no operation left in them; how many stay."""
+        with self._lock:
+            now = time.monotonic()
+            done = [one for one in self._left if now - one.since >= _GRACE_S and not one.scope.unsettled]
+            self._left = [one for one in self._left if one not in done]
+            stay = len(self._left)
+        del done  # the destructors run here, outside the lock: milliseconds each
+        return stay
+
+    def seal(self, seconds: float) -> None:
+        """The process ends: wait a little for stuck operations, then make what is left outlive Python."""
+        with self._lock:
+            left, self._left = self._left, []
+        if not left:
+            return
+        deadline = time.monotonic() + seconds
+        while any(one.scope.unsettled for one in left) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(_LAST_S)
+        for one in left:
+            if one.scope.unsettled:
+                # One reference too many, on purpose: Python's own clean-up must not join a stuck thread.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.backend))
 
 
 @dataclass(frozen=True)
@@ -54,20 +106,22 @@ class _Member:
     exchange: Exchange
 
 
-class Fabric:
+class ProcessGroups:
     """The process groups of this process, and their life over generations.
 
     `on_broken(text)` is called once in a generation, from whichever thread saw it, when a collective fails
     before anybody said that the generation is over.
     """
 
-    _current: Fabric | None = None
+    _current: ProcessGroups | None = None
 
     def __init__(
         self, timeout: timedelta, host: str | None = None, on_broken: Callable[[str], None] | None = None
     ) -> None:
         self.on_broken = on_broken
-        self._way: Way = Stock() if torch_private.takes_backends() else Older()
+        # What torch gets where it asks for a new group's backend.
+        self._exchange: type[Within | Group] = Within if torch_private.takes_backends() else Group
+        self._exchange.prepare()
         self._timeout = timeout
         self._host = host
         # Reentrant, since abort() may come in a signal handler of the thread that holds it.
@@ -78,7 +132,7 @@ class Fabric:
         self._ended = -1  # the newest generation that is known to be over
         self._members: dict[str, _Member] = {}
         self._marked: tuple[frozenset[str], int] | None = None
-        self._graveyard = Graveyard()
+        self._teardown = DeferredTeardown()
 
     # -- opening
 
@@ -94,7 +148,7 @@ class Fabric:
         self._fake = store is None
         if store is not None:
             self._connect_store(scope, store)
-        Fabric._current = self
+        ProcessGroups._current = self
         torch_private.register_backend(NAME, _create)
         atexit.register(self.close)
         # torch asks for a store. Not ours: it would be that of the first generation for good.
@@ -113,7 +167,7 @@ class Fabric:
         """What serves a group, as torch asks for it (`dist.Backend.register_backend`, extended)."""
         scope = self._scope
         if scope is None:
-            raise RuntimeError("the fabric is not open")
+            raise RuntimeError("the process groups are not open")
         default = torch_private.is_default_timeout(options.timeout)
         member = _Member(
             name=str(options.group_id),
@@ -121,17 +175,17 @@ class Fabric:
             size=options.group_size,
             # torch fills in 30 minutes where the user said nothing, for DeviceMesh's groups always.
             timeout=self._timeout if default else options.timeout,
-            exchange=self._way.make(options.group_rank, options.group_size),
+            exchange=self._exchange(options.group_rank, options.group_size),
         )
         if self._fake:
             fake = torch_private.fake_backend(member.rank, member.size)
-            inner = self._way.inner(fake, member.rank, member.size)
+            inner = self._exchange.wrap(fake, member.rank, member.size)
             member.exchange.attach(inner, scope, fake=True)
         else:
             link = self._link
             if link is None:
                 scope.check()
-                raise RuntimeError("the fabric has no store")
+                raise RuntimeError("the process groups have no store")
             self._connect(scope, [member], link)
         self._members[member.name] = member
         return member.exchange
@@ -177,7 +231,7 @@ class Fabric:
         """
         scope, link = self._scope, self._link
         if scope is None or link is None:
-            raise RuntimeError("the fabric has no store")
+            raise RuntimeError("the process groups have no store")
         try:
             with self._waiting_in(scope, link):
                 return scope.run(lambda: call(link.own))
@@ -193,7 +247,7 @@ class Fabric:
                 scope.check()
                 inner = self._backend(scope, store, member)
                 if scope.ended:
-                    self._graveyard.bury(scope, inner)
+                    self._teardown.add(scope, inner)
                 else:
                     member.exchange.attach(inner, scope, fake=False)
         except GenerationEnded:
@@ -220,7 +274,7 @@ class Fabric:
             name=member.name,
         )
         opened.freeze()
-        return self._way.inner(backend, member.rank, member.size)
+        return self._exchange.wrap(backend, member.rank, member.size)
 
     def configure(self, generation: int, store: torch_private.Store) -> None:
         """Put a new backend under every group; every rank of the world does this, in its main thread.
@@ -229,7 +283,7 @@ class Fabric:
         """
         old = self._scope
         if old is None:
-            raise RuntimeError("the fabric is not open")
+            raise RuntimeError("the process groups are not open")
         if not old.ended and generation <= old.generation and not self._fake:
             raise RuntimeError(f"generation {generation} does not come after {old.generation}")
         scope = self._enter(generation)
@@ -253,7 +307,7 @@ class Fabric:
     def _forget_unmarked(self) -> None:
         for name, member in list(self._members.items()):
             group = torch_private.group_named(name)
-            if group is None or not self._way.serves(member.exchange, group):
+            if group is None or not member.exchange.serves(group):
                 del self._members[name]  # the user has destroyed it, or its making failed
             elif self._marked is not None and name not in self._marked[0]:
                 dist.destroy_process_group(group)
@@ -266,8 +320,8 @@ class Fabric:
     def abort(self, generation: int | None = None) -> None:
         """This generation is over: free whoever waits, cut the connections. Any thread, idempotent, in ms.
 
-        With a number: only if the fabric has not gone beyond that generation; and if it has not come to it,
-        then it never will.
+        With a number: only if the groups have not gone beyond that generation; and if they have not come to
+        it, then they never will.
         """
         with self._lock:
             scope = self._scope
@@ -286,7 +340,7 @@ class Fabric:
 
     @property
     def aborted(self) -> bool:
-        """Whether the generation that the fabric stands in is over."""
+        """Whether the generation that the groups stand in is over."""
         return self._scope is not None and self._scope.ended
 
     @property
@@ -301,7 +355,7 @@ class Fabric:
 
     @property
     def generation(self) -> int | None:
-        """The generation that the fabric stands in."""
+        """The generation that the groups stand in."""
         return None if self._scope is None else self._scope.generation
 
     def _on_scope_broken(self, scope: Scope, text: str) -> None:
@@ -324,11 +378,11 @@ class Fabric:
         for member in members:
             inner = member.exchange.detach()
             if inner is not None:
-                self._graveyard.bury(scope, inner)
+                self._teardown.add(scope, inner)
 
     def sweep(self) -> int:
         """Take down old backends that nothing is stuck in (a few ms each); how many stay."""
-        return self._graveyard.sweep()
+        return self._teardown.sweep()
 
     def reset(self) -> None:
         """Destroy all groups, so that `open` can be called again in this process, also after an abort."""
@@ -341,8 +395,8 @@ class Fabric:
             self._retire(scope, self._members.values())
         self._members.clear()
         self._marked = None
-        if Fabric._current is self:
-            Fabric._current = None
+        if ProcessGroups._current is self:
+            ProcessGroups._current = None
             if dist.is_initialized():
                 dist.destroy_process_group()
             # destroy_process_group does this, but cannot be called when the default group's making failed.
@@ -354,21 +408,21 @@ class Fabric:
         atexit.unregister(self.close)
         self.reset()
         self._link = None
-        self._graveyard.seal(_CLOSE_S)
+        self._teardown.seal(_CLOSE_S)
 
 
 def _create(options: Any, _backend_options: Any = None) -> Exchange:
     """What torch calls for each new group of backend "ckptless"."""
-    fabric = Fabric._current
-    if fabric is None:
-        raise RuntimeError("no ckptless fabric is open in this process")
-    return fabric.create(options)
+    groups = ProcessGroups._current
+    if groups is None:
+        raise RuntimeError("no ckptless process groups are open in this process")
+    return groups.create(options)
 
 
-def guard_optimizers(fabric: Fabric) -> RemovableHandle:
-    """Make every optimizer's step ask `fabric.check()` first: no update with gradients of the past."""
+def guard_optimizers(groups: ProcessGroups) -> RemovableHandle:
+    """Make every optimizer's step ask `groups.check()` first: no update with gradients of the past."""
 
     def check(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        fabric.check()
+        groups.check()
 
     return register_optimizer_step_pre_hook(check)

@@ -1,4 +1,4 @@
-"""Whether ranks that take each other for twins have the same: at first, at commits, when a script asks.
+"""Compares the tensors of ranks that take each other for twins: at first, at commits, when a script asks.
 
 A model that is cut by hand has no DTensors, and its State looks as if every rank had a copy of all others';
 a process that takes a rank's place would get another rank's part.
@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.pytorch_hooks.process_groups.fabric import Fabric
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.state import TensorSet, raw
 from ckptless.pytorch_hooks.state.objects import parts_of, watch_of
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
@@ -35,7 +35,7 @@ class Digests(msgspec.Struct, frozen=True):
 
 
 def compare(
-    fabric: Fabric, rank: int, twins: tuple[int, ...], tensors: TensorSet, when: str, which: str
+    groups: ProcessGroups, rank: int, twins: tuple[int, ...], tensors: TensorSet, when: str, which: str
 ) -> None:
     """Raise UsageError where the twin before this one has something else.
 
@@ -45,16 +45,16 @@ def compare(
     mine = _digests(twins, tensors)
 
     def key(of: int) -> str:
-        return f"ckptless/{fabric.generation or 0}/rank/{of}/same/{which}"
+        return f"ckptless/{groups.generation or 0}/rank/{of}/same/{which}"
 
     data = msgspec.json.encode(mine).decode()
-    fabric.in_store(lambda store: store.set(key(rank), data))
+    groups.in_store(lambda store: store.set(key(rank), data))
     if len(twins) < 2:
         return
     before = twins[twins.index(rank) - 1]
-    found = fabric.in_store(lambda store: torch_private.store_get(store, key(before)))
+    found = groups.in_store(lambda store: torch_private.store_get(store, key(before)))
     # Nobody else reads it, and a long run makes many.
-    fabric.in_store(lambda store: store.delete_key(key(before)))
+    groups.in_store(lambda store: store.delete_key(key(before)))
     theirs = msgspec.json.decode(found, type=Digests)
     if mine.twins == theirs.twins and mine.whole == theirs.whole:
         return

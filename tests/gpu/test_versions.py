@@ -1,0 +1,67 @@
+"""Versions of tensors on a CUDA device: packed right, into memory that is pinned. `make test-gpu`."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from ckptless.daemon.api import messages as m
+from ckptless.daemon.api import version
+from ckptless.pytorch_hooks.commit.copying import Copying
+from ckptless.pytorch_hooks.commit.versions import Versions
+from ckptless.pytorch_hooks.state import State, TensorSet
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+WIDTH = 2048
+
+
+class Session:
+    """Memory of its own; reads what was sent at once."""
+
+    def __init__(self) -> None:
+        self.welcome = SimpleNamespace(job="job", run="0" * 32)
+        self.memory = -1
+        self.sent: dict[int, bytes] = {}
+
+    def allocate(self, _generation: int, slot_nbytes: int, slots: int) -> tuple[m.Allocated, int]:
+        """See Session."""
+        self.memory = os.memfd_create("ckptless-test")
+        os.ftruncate(self.memory, slot_nbytes * slots)
+        return m.Allocated(region=1), os.dup(self.memory)
+
+    def send(self, commit: m.Commit) -> None:
+        """See Session."""
+        assert commit.tensors is not None
+        data = os.pread(self.memory, commit.tensors.nbytes, commit.tensors.offset)
+        self.sent[commit.step] = data[version.verify(memoryview(data), commit.tensors.digest).header_nbytes :]
+
+
+def test_a_version_is_what_lives_on_the_device_and_its_memory_is_pinned() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tensors = TensorSet(State(model=model, optimizer=optimizer))
+    session = Session()
+    versions = Versions(cast("Any", session))
+    copying = Copying(versions, "on", lambda _text: None)
+    for step in range(1, 6):
+        model(torch.randn(64, WIDTH, device="cuda")).pow(2).mean().backward()
+        copying.before_update()
+        optimizer.step()
+        optimizer.zero_grad()
+        commit = m.Commit(generation=1, step=step, record=b"", digest="", tensors=None, loss=None)
+        versions.send(commit, copying.write(tensors, step, 1, 0, 0))
+        copying.wait()
+        wanted = torch.zeros(tensors.layout.nbytes, dtype=torch.uint8)
+        tensors.pack(wanted)
+        assert session.sent[step] == bytes(wanted.numpy())
+    assert versions._pinned is not None
+    assert versions._pinned.is_pinned
+    versions.close()
+    tensors.release()
+    os.close(session.memory)
