@@ -270,7 +270,7 @@ BAD: dict[str, Any] = {
     "one number twice": said(
         1, *[wire.Ask(1, protocol.Wait((key_of(0),))), wire.Ask(1, protocol.Wait((key_of(0),)))]
     ),
-    "a message of another edge": p.WhoHolds(generation=1, tensors=(), records=()),
+    "a message of another edge": p.SaveAsk(generation=1),
 }
 
 
