@@ -25,12 +25,12 @@ from ckptless.daemon.agent.ranks.processes import Zygote
 from ckptless.daemon.agent.ranks.seats import Seats
 from ckptless.daemon.agent.ranks.slots import Slot
 from ckptless.daemon.agent.saving.service import SaveService
-from ckptless.daemon.agent.versions.holders import Network
+from ckptless.daemon.agent.versions.connections import Network
 from ckptless.daemon.agent.versions.keeping import KeepService
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.state_service import StateService
+from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.agent.versions.twins import Twins
-from ckptless.daemon.agent.versions.vault import Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import StartError
@@ -55,7 +55,7 @@ class Agent:
     def __init__(self, config: AgentConfig, zygote: tuple[int, int] | None = None) -> None:
         """`zygote`: pid and socket of one that this process has already, see `hatch`."""
         self._config, self._own_zygote = config, zygote
-        self._vault = Vault()
+        self._versions = VersionStore()
         self._zygote = Zygote(self._event)
         self._console = ConsoleOutput(1, self._event)
         self._crew = Crew(config, self._zygote, self._console)
@@ -63,15 +63,15 @@ class Agent:
             config.node,
             Origin(config.spec.job, config.spec.run_id),
             config.copies,
-            self._vault,
+            self._versions,
             config.spec.domains,
             Network(config.copies_address, config.replication.bandwidth),
         )
-        self._twins = Twins(config.node, config.twins, self._vault, self._replicas.dial)
-        self._state = StateService(config.node, self._vault, self._replicas, self._crew, self._twins)
+        self._twins = Twins(config.node, config.twins, self._versions, self._replicas)
+        self._state = StateService(config.node, self._versions, self._replicas, self._crew, self._twins)
         self._seats = Seats(config.node, self._crew, self._state)
-        self._saving = SaveService(config, self._vault, self._zygote, self._replicas)
-        self._keeping = KeepService(config, self._vault, self._twins.holdings)
+        self._saving = SaveService(config, self._versions, self._zygote, self._replicas)
+        self._keeping = KeepService(config, self._versions, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
         self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
         self._replicas.serving.on_store = self._store.serve
@@ -98,11 +98,11 @@ class Agent:
         self._crew.on_change = self._changed
         self._crew.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
         self._store.server.refuses = StoreGuard(self._event).refuses
-        self._replicas.serving.on_compare, self._twins.check.on_doubt = self._twins.asked, self._changed
+        self._twins.check.on_doubt = self._changed
         self._saving.saver.on_event = self._keeping.on_event = self._tell_of
         self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
-        self._vault.on_dropped, self._vault.on_held = self._changed, self._held
+        self._versions.on_dropped, self._versions.on_held = self._changed, self._progressed
         daemon: asyncio.Task[None] | None = None
         lease: asyncio.Task[None] | None = None
         try:
@@ -213,7 +213,6 @@ class Agent:
         self._ranks.close()
         await self._rings.close()
         await self._state.close()
-        await self._twins.close()
         await self._replicas.close()
         await self._store.close()
         await self._nccl.close()
@@ -225,7 +224,7 @@ class Agent:
             await asyncio.gather(daemon, return_exceptions=True)
         await self._console.flush(FLUSH_DEADLINE_S)
         self._console.close()
-        self._vault.close()
+        self._versions.close()
 
     # -------------------------------------------------------------------------------- the daemon
 
@@ -242,7 +241,7 @@ class Agent:
             assigned=self._assignment.generation if self._assignment is not None else None,
             frozen=self._frozen,
             holdings=self._twins.holdings() if self._frozen is not None else None,
-            copies=replace(self._vault.copies(), rings=self._rings.told()),
+            copies=replace(self._versions.copies(), rings=self._rings.told()),
             daemon_pid=self._daemon.daemon_pid,
             doubts=self._twins.check.doubts,
             nccl_unknown=self._nccl.unknown,
@@ -262,9 +261,6 @@ class Agent:
             loop = asyncio.get_running_loop()
             due = max(0.0, self._told_at + PROGRESS_INTERVAL_S - loop.time())
             self._progress = loop.call_later(due, self._changed)
-
-    def _held(self) -> None:
-        self._progressed()
 
     def _event(self, kind: str, text: str) -> None:
         self._tell_of("warning", kind, text)
@@ -340,11 +336,11 @@ class Agent:
         if assignment.generation == 1 and assignment.places[0].node == self._config.node:
             self._mark(mark_begun)
         self._assignment, self._frozen = assignment, None
-        self._vault.drop_after(assignment.restore_step)
+        self._versions.drop_after(assignment.restore_step)
         self._keeping.follow(assignment)
-        self._vault.drop_unnamed(assignment, self._config.node)
+        self._versions.drop_unnamed(assignment, self._config.node)
         self._replicas.follow(assignment)
-        self._twins.follow(assignment)
+        self._twins.check.follow(assignment.generation)
         self._store.follow(assignment, self._nccl.follow(assignment))
         self._state.follow(assignment)
         self._saving.follow(assignment)

@@ -287,49 +287,6 @@ class ChunkVerifier:
             raise BadVersionError("a version that is cut off", self._index)
 
 
-class Verifier:
-    """Takes a version's bytes, header first, in pieces of any size, and raises at the first that is wrong.
-
-    `digest` is the one the header must have, `nbytes` those of header and payload; `header` is there once all
-    of it has come. One thread at a time.
-    """
-
-    def __init__(self, nbytes: int, digest: str) -> None:
-        self.header: Header | None = None
-        self._nbytes, self._digest = nbytes, digest
-        self._head = bytearray()
-        self._wanted = _FIXED.size
-        self._chunks: ChunkVerifier | None = None
-
-    def feed(self, data: memoryview) -> None:
-        """The next bytes. Raises BadVersionError."""
-        if self._chunks is None:
-            data = self._feed_header(data)
-        if self._chunks is not None:
-            self._chunks.feed(data)
-
-    def finish(self) -> Header:
-        """That was all of it: the header. Raises BadVersionError where something is missing."""
-        if self.header is None or self._chunks is None:
-            raise BadVersionError("a version that is cut off")
-        self._chunks.finish()
-        return self.header
-
-    def _feed_header(self, data: memoryview) -> memoryview:
-        while len(self._head) < self._wanted and len(data):
-            piece = data[: self._wanted - len(self._head)]
-            self._head += piece
-            data = data[len(piece) :]
-            if len(self._head) == _FIXED.size:
-                self._wanted = _length(self._head)
-        if len(self._head) == self._wanted:
-            self.header = decode(bytes(self._head), self._digest)
-            if self.header.total_nbytes != self._nbytes:
-                raise BadVersionError(f"{self._nbytes} bytes; the header says {self.header.total_nbytes}")
-            self._chunks = ChunkVerifier(self.header, 0, self.header.nbytes)
-        return data
-
-
 def verify(slot: memoryview, told: str) -> Header:
     """Check a version that lies in `slot`, its header and every chunk. Raises BadVersionError.
 
@@ -338,15 +295,12 @@ def verify(slot: memoryview, told: str) -> Header:
     header = decode(slot, told)
     if header.total_nbytes != len(slot):
         raise BadVersionError(f"{len(slot)} bytes; the header says {header.total_nbytes}")
-    payload = slot[header.header_nbytes :]
-    for index, (start, end) in enumerate(spans(header.nbytes, header.chunk_nbytes)):
-        if digest_of(payload[start:end]) != header.chunks[index]:
-            raise _bad_chunk(header, index)
+    check_chunks(slot, header, 0, header.nbytes)
     return header
 
 
-def bad_chunk(slot: memoryview, header: Header, start: int, end: int) -> int | None:
-    """The first chunk of bytes `start` to `end` of the payload, which are whole chunks, that does not match.
+def check_chunks(slot: memoryview, header: Header, start: int, end: int) -> None:
+    """Check bytes `start` to `end` of the payload, which are whole chunks. Raises BadVersionError.
 
     `slot` is exactly the version. The GIL is released while a chunk is read.
     """
@@ -355,8 +309,7 @@ def bad_chunk(slot: memoryview, header: Header, start: int, end: int) -> int | N
         first, last = index * size, min((index + 1) * size, header.nbytes)
         with slot[base + first : base + last] as chunk:
             if digest_of(chunk) != header.chunks[index]:
-                return index
-    return None
+                raise _bad_chunk(header, index)
 
 
 def _bad_chunk(header: Header, index: int) -> BadVersionError:

@@ -1,4 +1,9 @@
-"""Pure: who is to hold what in a generation; which copies are made again when it begins, and by whom."""
+"""Pure: who is to hold what in a generation; which replicas are made again when it begins, and by whom.
+
+And which are garbage: what a node holds and need not is given back once the watermark has passed it. It is
+never missed: whichever nodes are lost after it, up to as many as there are replicas, the newest step of which
+everything is left is what it would have been without giving anything back.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,6 +11,12 @@ from typing import Literal
 
 from ckptless.daemon.api.messages import Assignment, NodeInfo
 from ckptless.daemon.control.placement import Ring
+from ckptless.daemon.control.protection import Item
+
+# A rank commits a step when all who are to hold its commit before have that. And its update took gradients of
+# all, so all have begun to commit the step before. So when a third new step is committed anywhere, the first
+# of the three is held by all who are to hold it.
+HELD_AFTER = 3
 
 
 @dataclass(frozen=True)
@@ -15,6 +26,11 @@ class Remake:
     what: Literal["record", "tensors"]
     number: int
     takers: tuple[int, ...]
+
+    @property
+    def item(self) -> Item:
+        """What is given."""
+        return Item(self.what, self.number)
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,11 @@ class Holders:
     def of_node(self, node: int, unreachable: Collection[int] = ()) -> tuple[NodeInfo, ...]:
         """The nodes that are to hold the records of a node's ranks beside it."""
         return self._ring.holders(node, self._count, unreachable)
+
+    def targets(self, item: Item, unreachable: Collection[int] = ()) -> tuple[NodeInfo, ...]:
+        """The nodes that are to hold an item beside those whose ranks have it."""
+        of = self.of_record if item.kind == "record" else self.of_tensors
+        return of(item.number, unreachable)
 
     def of_record(self, rank: int, unreachable: Collection[int] = ()) -> tuple[NodeInfo, ...]:
         """The nodes that are to hold a rank's record beside its own."""
@@ -92,3 +113,48 @@ def _lacking(targets: Sequence[NodeInfo], have: Collection[int]) -> tuple[int, .
 
 def _giver(have: Sequence[int], home: int, number: int) -> int:
     return home if home in have else have[number % len(have)]
+
+
+def surplus(to: Holders, node: int, here: Collection[Item]) -> tuple[Item, ...]:
+    """What of all that is `here`, on `node`, has another place in this generation."""
+    if to.assignment.restore_step is None:
+        return ()
+    return tuple(item for item in sorted(here) if not _belongs(to, node, item))
+
+
+def _belongs(to: Holders, node: int, item: Item) -> bool:
+    if item.number >= len(to.assignment.places):
+        return True  # nobody knows of it, so nobody can tell that it is held elsewhere
+    own = {to.assignment.places[item.number].node}
+    if item.kind == "tensors":
+        own |= to.twins(item.number)
+    return node in own or any(info.node == node for info in to.targets(item))
+
+
+class Watermark:
+    """The newest step that all who are to hold it have, as one node knows it by the commits that it sees.
+
+    Of one generation, which goes on from `restore_step`; commits are those of its ranks, and those that other
+    nodes give it records of.
+    """
+
+    def __init__(self, restore_step: int | None) -> None:
+        self._restore_step = restore_step or 0
+        self._seen: list[int] = []
+
+    @property
+    def step(self) -> int | None:
+        """The watermark; None where none is known yet."""
+        return self._seen[0] if len(self._seen) == HELD_AFTER else None
+
+    def saw_commit(self, step: int) -> bool:
+        """Note that a rank has committed a step; whether the watermark has moved."""
+        if step <= self._restore_step or step in self._seen:
+            return False
+        before = self.step
+        self._seen = sorted([*self._seen, step])[-HELD_AFTER:]
+        return self.step != before
+
+    def passed(self, newest: int | None) -> bool:
+        """Whether what has nothing newer than `newest` is not asked for any more."""
+        return self.step is not None and (newest is None or newest < self.step)

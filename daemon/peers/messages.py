@@ -14,10 +14,8 @@ from ckptless.daemon.api.limits import (
     Key,
     Nbytes,
     NodeNumber,
-    Nodes,
     Number,
     Rank,
-    Ranks,
     RecordBytes,
     Seconds,
     Step,
@@ -145,27 +143,18 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 50)]
 MOST_STORE_NBYTES = 1 << 29
 # So many runs of chunks are left out of a transfer at most.
 MOST_RUNS = 4096
+VersionHeader: TypeAlias = Annotated[bytes, Meta(max_length=CONTROL_LIMIT)]
 
 
 class OfferTensors(Message, frozen=True, kw_only=True):
-    """Hold a shard's tensors of a step; you may have them. `header`: where there is more than one chunk."""
+    """Hold the version that this header heads (`api.version`); you may have it, or chunks of it."""
 
     generation: Generation
-    shard: Rank
-    step: Step
-    nbytes: Nbytes
-    digest: Digest
-    header: Annotated[bytes, Meta(max_length=CONTROL_LIMIT)] = b""
+    header: VersionHeader
 
 
 class PutTensors(Message, frozen=True, kw_only=True):
-    """Hold what I have offered: its bytes follow as bulk, but for what the answer said is there."""
-
-    generation: Generation
-    shard: Rank
-    step: Step
-    nbytes: Nbytes
-    digest: Digest
+    """Hold what you have said is wanted: its payload follows as bulk, but for the chunks that are there."""
 
 
 class TensorsAnswer(Message, frozen=True, kw_only=True):
@@ -175,8 +164,6 @@ class TensorsAnswer(Message, frozen=True, kw_only=True):
     "later" is no answer yet, and says that one will come: another node is giving them, or they are read.
     """
 
-    shard: Rank
-    step: Step
     answer: Literal["held", "wanted", "stale", "unsound", "later"]
     have: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MOST_RUNS)] = ()
 
@@ -233,11 +220,9 @@ class GetTensors(Message, frozen=True, kw_only=True):
 
 
 class TensorsReply(Message, frozen=True, kw_only=True):
-    """Answer to GetTensors: bytes of header and payload, and the header; `nbytes` 0 where it is not held."""
+    """Answer to GetTensors: the header of the version that is held; empty where none is."""
 
-    nbytes: Nbytes
-    digest: Digest
-    header: Annotated[bytes, Meta(max_length=CONTROL_LIMIT)] = b""
+    header: VersionHeader = b""
 
 
 class GetChunks(Message, frozen=True, kw_only=True):
@@ -272,21 +257,6 @@ class SaveReply(Message, frozen=True, kw_only=True):
 
     newest: Step | None
     steps_per_s: Seconds = 0.0
-
-
-class WhoHolds(Message, frozen=True, kw_only=True):
-    """Who has newer steps of these shards and ranks, whose home you are? Mine are wanted no more."""
-
-    generation: Generation
-    tensors: Ranks
-    records: Ranks
-
-
-class HeldBy(Message, frozen=True, kw_only=True):
-    """Answer to WhoHolds: (number, nodes) of those that older steps are not asked for any more."""
-
-    tensors: Annotated[tuple[tuple[Rank, Nodes], ...], OF_RANKS]
-    records: Annotated[tuple[tuple[Rank, Nodes], ...], OF_RANKS]
 
 
 class StoreJoin(Message, frozen=True, kw_only=True):
@@ -331,8 +301,6 @@ AgentMessage: TypeAlias = (
     | ChunksReply
     | SaveAsk
     | SaveReply
-    | WhoHolds
-    | HeldBy
     | StoreJoin
     | StoreSaid
     | StoreStale

@@ -33,13 +33,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ckptless.daemon.agent.versions.fetching import TensorsFetch, Wanted
-from ckptless.daemon.agent.versions.memory import Region
-from ckptless.daemon.agent.versions.serving import Serving, receive_tensors
-from ckptless.daemon.agent.versions.vault import Vault
-from ckptless.daemon.agent.versions.verifier import Told
+from ckptless.daemon.agent.versions.fetching import TensorsFetch
+from ckptless.daemon.agent.versions.serving import Serving, receive_payload
+from ckptless.daemon.agent.versions.store import Region, VersionStore
 from ckptless.daemon.api.messages import NodeInfo, TensorsAt
-from ckptless.daemon.api.version import Header, Origin, digest_of, header_nbytes, spans, write_header
+from ckptless.daemon.api.version import Header, Origin, decode, digest_of, header_nbytes, spans, write_header
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.credentials import KeyCredentials
@@ -90,7 +88,7 @@ def answer_bare(sock: socket.socket, view: memoryview) -> None:
 
 async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
     """Until the other process hangs up: whole versions on one port, chunks on the other."""
-    vault = Vault()
+    vault = VersionStore()
     vault._regions[region.number] = region
     with region.view(0, nbytes) as view:
         payload = nbytes - header_nbytes(nbytes)
@@ -111,8 +109,9 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
         with contextlib.suppress(ConnectionError):
             while True:
                 await link.receive()
-                link.send(p.TensorsReply(nbytes=nbytes, digest=told))
-                with region.view(0, nbytes) as view:
+                with region.view(0, header_nbytes(nbytes)) as view:
+                    link.send(p.TensorsReply(header=bytes(view)))
+                with region.view(nbytes - payload, payload) as view:
                     await link.send_bulk(view)
         link.close()
         ended.set()
@@ -134,7 +133,7 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
 class Links:
     """So many links, which all get the bytes at the same time."""
 
-    def __init__(self, vault: Vault, links: list[AgentLink]) -> None:
+    def __init__(self, vault: VersionStore, links: list[AgentLink]) -> None:
         self._vault, self._links = vault, links
         # A step of its own each time: so the region's slots are used in turn, as an agent does.
         self._steps = itertools.count(1)
@@ -147,23 +146,22 @@ class Links:
         link.send(p.GetTensors(shard=0, step=0))
         reply = await link.receive()
         assert isinstance(reply, p.TensorsReply)
-        told = Told(Origin(JOB), 0, 0, 1, reply.nbytes, reply.digest)
-        step = next(self._steps)
-        await receive_tensors(link, self._vault, told, lambda at: self._vault.put_tensors(0, step, at))
+        with self._vault.incoming(decode(reply.header)) as coming:
+            await receive_payload(link, coming)
+            self._vault.put_tensors(0, next(self._steps), coming.finish())
 
 
 class Fetches:
     """One version, from so many sources at once."""
 
-    def __init__(self, vault: Vault, port: int, sources: int) -> None:
+    def __init__(self, vault: VersionStore, port: int, sources: int) -> None:
         self._vault, self._port = vault, port
         self._infos = [NodeInfo(node=n, name=f"n{n}", address=HOST, agent_port=port) for n in range(sources)]
-        self._steps = itertools.count(1 << 20)
 
     async def get(self) -> None:
         """All of it, dialled anew."""
-        fetch = TensorsFetch(Wanted(Origin(JOB), 0, 0, 1), self._vault, self._dial, self._refuse)
-        self._vault.put_tensors(0, next(self._steps), await fetch.run(self._infos))
+        fetch = TensorsFetch((Origin(JOB), 0, 0, 1), self._dial, self._refuse)
+        await fetch.run(self._infos, self._vault)
 
     async def _dial(self, info: NodeInfo) -> AgentLink:
         vouch = KeyCredentials(JOB.encode() * 8)
@@ -233,7 +231,7 @@ def other_process(nbytes: int, streams: int) -> Iterator[tuple[int, int, int, in
 
 def measure(nbytes: int, streams: int, rounds: int) -> dict[str, Any]:
     """Both ways by turns."""
-    vault = Vault()
+    vault = VersionStore()
     with (
         other_process(nbytes, streams) as (link_port, chunks_port, bare_port, pid),
         asyncio.Runner() as runner,

@@ -25,14 +25,12 @@ from ckptless.daemon.agent.kvstore.home import Home
 from ckptless.daemon.agent.kvstore.proxy import Proxy
 from ckptless.daemon.agent.kvstore.service import StoreService
 from ckptless.daemon.agent.kvstore.wire import Ask, Told
+from ckptless.daemon.agent.versions.connections import TensorConnection
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
-from ckptless.daemon.agent.versions.holders import TensorHolder
-from ckptless.daemon.agent.versions.lost_copies import LostCopies
-from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.replicas import Replicas, ReReplication
 from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.agent.versions.state_service import StateService
-from ckptless.daemon.agent.versions.vault import Vault
-from ckptless.daemon.api.version import PAGE_NBYTES
+from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pump
 from ckptless.daemon.peers.link import Link
@@ -99,7 +97,7 @@ def doing(owner: Any, name: str, what: str, first: Point | None = None) -> None:
             DOING.reset(token)
 
 
-doing(TensorHolder, "_give", "give")
+doing(TensorConnection, "_give", "give")
 doing(Serving, "_hold_tensors", "hold")
 doing(Serving, "_consider", "", Point.OFFER_HEARD)
 doing(Serving, "_hold_record", "", Point.RECORD_CAME)
@@ -128,10 +126,10 @@ def send(original: Any, message: Any) -> None:
         reached(points[type(message)])
 
 
-@wrap(TensorHolder, "_answer_about")
-async def answer_about(original: Any, version: Any) -> Any:
+@wrap(TensorConnection, "_next_answer")
+async def next_answer(original: Any) -> Any:
     """Whether it is wanted, and that it is held."""
-    answer = await original(version)
+    answer = await original()
     if answer.answer in ("wanted", "held"):
         reached(Point.WANTED_HEARD if answer.answer == "wanted" else Point.ACK_HEARD)
     return answer
@@ -141,7 +139,11 @@ async def answer_about(original: Any, version: Any) -> Any:
 async def pump_send(original: Any, data: memoryview, pace: Any) -> None:
     """In parts, where the node may be lost between them."""
     points = {
-        "give": ((PAGE_NBYTES, Point.HEADER_SENT), (len(data) // 2, Point.HALF_SENT), (None, Point.ALL_SENT)),
+        "give": (
+            (len(data) // 4, Point.BEGIN_SENT),
+            (len(data) // 2, Point.HALF_SENT),
+            (None, Point.ALL_SENT),
+        ),
         "serve": ((len(data) // 2, Point.GIVING_HALF),),
     }
     start = 0
@@ -156,7 +158,7 @@ async def pump_send(original: Any, data: memoryview, pace: Any) -> None:
 async def receive_bulk(original: Any, into: memoryview, came: Any) -> None:
     """In parts, as above."""
     points = {
-        "hold": ((PAGE_NBYTES, Point.HEADER_CAME), (len(into) // 2, Point.HALF_CAME)),
+        "hold": ((len(into) // 4, Point.BEGIN_CAME), (len(into) // 2, Point.HALF_CAME)),
         "fetch": ((len(into) // 2, Point.FETCH_HALF),),
     }
     start = 0
@@ -173,7 +175,7 @@ async def receive_bulk(original: Any, into: memoryview, came: Any) -> None:
         reached(last)
 
 
-@wrap(Vault, "put_tensors")
+@wrap(VersionStore, "put_tensors")
 def put_tensors(original: Any, *args: Any) -> None:
     """The oldest goes when the newest comes."""
     if DOING.get() == "hold":
@@ -206,7 +208,7 @@ def remake(original: Any, *args: Any) -> None:
     reached(Point.REMAKE_BEGUN)
 
 
-@wrap(LostCopies, "end")
+@wrap(ReReplication, "end")
 def remade(original: Any, key: Any) -> None:
     """A holder has it."""
     reached(Point.REMADE)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import RANKS, Job, toy, wait_until
 
-from ckptless.daemon.agent.versions.memory import SLOTS
+from ckptless.daemon.agent.versions.store import SLOTS
 
 COPIES = 2
 # A shard of 69 MB: 96 parameters for each of the width, and two moments of each, on four ranks.

@@ -1,12 +1,12 @@
-"""What a fake agent holds, and the copies it sends: `daemon.agent.vault` and `replicas` without bytes."""
+"""What a fake agent holds, and the copies it sends: `store` and `replicas` of `agent.versions`, no bytes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.remaking import Copies, Holders, remakes
-from ckptless.daemon.control.surplus import Item, Settled, home_of, may_go, surplus
+from ckptless.daemon.control.protection import Item
+from ckptless.daemon.control.remaking import Copies, Holders, Watermark, remakes, surplus
 
 from .events import Channel
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 KEEP = 3
 COPIES = 2
 TENSORS_S = 0.4
-GIVE_BACK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class Vault:
 
     def items(self) -> list[Item]:
         """All that is here."""
-        shards: list[Item] = [("tensors", number) for number, steps in self.tensors.items() if steps]
-        return [*shards, *(("record", number) for number, steps in self.records.items() if steps)]
+        shards = [Item("tensors", number) for number, steps in self.tensors.items() if steps]
+        return [*shards, *(Item("record", number) for number, steps in self.records.items() if steps)]
 
     def newest(self, item: Item) -> int:
         """The newest step of something that is here."""
@@ -120,15 +119,14 @@ class Replicas:
         self._waiting: dict[tuple[str, int, int], tuple[set[int], Callable[[], None]]] = {}
         self._links: dict[int, Channel[Put]] = {}
         self._early: list[Put] = []
-        # What is to hold what was sent: all of those in `_waiting`, whoever has it by now.
-        self._targets: dict[tuple[str, int, int], frozenset[int]] = {}
-        self.settled = Settled()
+        self._watermark = Watermark(None)
         self.accepting = True
 
     def follow(self, assignment: m.Assignment) -> None:
         """A new generation: other holders, and nothing of the old one is waited for."""
         to = self._to = Holders(assignment, Copies(COPIES))
         self._generation = assignment.generation
+        self._watermark = Watermark(assignment.restore_step)
         self._places = assignment.places
         self._unreachable.clear()
         self._waiting.clear()
@@ -137,26 +135,16 @@ class Replicas:
         for put in early:
             self.take(put)
         self._remake(to)
-        self._targets.clear()
-        self.settled = Settled(assignment.restore_step)
-        self._agent.world.events.after(GIVE_BACK_S, lambda: self._give_back(to))
 
-    def _give_back(self, to: Holders) -> None:
-        """What this node need not hold, once its homes let it; asked again as long as there is some."""
-        agent, assignment = self._agent, to.assignment
-        items = surplus(to, agent.node, agent.vault.items())
-        if not items or not agent.alive or assignment.generation != self._generation:
+    def _saw_commit(self, step: int) -> None:
+        """Give back what this node need not hold, and the watermark has passed."""
+        agent = self._agent
+        if not (self._watermark.saw_commit(step) and self._to is not None and agent.alive and self.accepting):
             return
-        for item in items:
-            home = agent.world.agents[home_of(assignment, item)]
-            if not agent.sound or not self.accepting or not self._gives(home):
-                continue
-            same = home.replicas._generation == self._generation
-            holders = home.replicas.settled.holders(item) if same else None
-            if may_go(to, agent.node, item, agent.vault.newest(item), holders):
+        for item in surplus(self._to, agent.node, agent.vault.items()):
+            if self._watermark.passed(agent.vault.newest(item)):
                 agent.vault.give_back(item)
-                agent.world.story.tell(agent.name, f"gives back {item[0]} {item[1]}")
-        agent.world.events.after(2 * GIVE_BACK_S, lambda: self._give_back(to))
+                agent.world.story.tell(agent.name, f"gives back {item.kind} {item.number}")
 
     def _remake(self, to: Holders) -> None:
         """Copies that went with their holders are given to others without waiting for a commit."""
@@ -177,6 +165,7 @@ class Replicas:
         agent = self._agent
         assert self._to is not None
         if what == "record":
+            self._saw_commit(step)
             targets = self._to.of_node(agent.node, self._unreachable)
         else:
             ranks = range(number, min(number + agent.vault.twins, len(self._places)))
@@ -187,12 +176,11 @@ class Replicas:
             targets = self._to.of_shared(agent.node, twins, self._unreachable)
         nodes = frozenset(info.node for info in targets)
         if not targets:
-            self._settle(what, number, step, nodes)
             acked()
             return
         content = agent.vault.contents.get((number, step), (-1, 0))
         put = Put(self._generation, what, number, step, agent, content)
-        self._waiting[put.key], self._targets[put.key] = (set(nodes), acked), nodes
+        self._waiting[put.key] = set(nodes), acked
         # Tensors are many bytes.
         takes_s = agent.world.random.uniform(0.0, TENSORS_S) if what == "tensors" else 0.0
         for info in targets:
@@ -231,6 +219,8 @@ class Replicas:
             self._early.append(put)
         elif put.generation == self._generation and self.accepting:
             agent.vault.put(put.what, put.number, put.step)
+            if put.what == "record":
+                self._saw_commit(put.step)
             if put.what == "tensors":
                 agent.vault.contents[put.number, put.step] = put.content
             held = lambda: put.sender.replicas.held(agent.node, put)  # noqa: E731
@@ -245,11 +235,7 @@ class Replicas:
         missing.discard(node)
         if not missing:
             del self._waiting[put.key]
-            self._settle(*put.key, self._targets.pop(put.key))
             acked()
-
-    def _settle(self, what: str, number: int, step: int, nodes: frozenset[int]) -> None:
-        self.settled.held(("tensors" if what == "tensors" else "record", number), step, nodes)
 
     def lost(self, node: int) -> None:
         """A holder cannot be reached: the next on the ring takes its place."""
@@ -257,7 +243,6 @@ class Replicas:
         if not self._agent.alive or self._to is None or node not in self._to.assignment.members:
             return
         self._unreachable.add(node)
-        self.settled.lost(node)
         for key, (missing, acked) in list(self._waiting.items()):
             if node in missing:
                 del self._waiting[key]

@@ -20,7 +20,7 @@ from ckptless.daemon.agent.ranks.environment import AGENT_SOCKET
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.saving import plan as save_plan
-from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.api import saved
 from ckptless.daemon.api import saving as w
 from ckptless.daemon.api.codec import check_protocol
@@ -61,9 +61,9 @@ class Saver:
     `on_event(level, kind, text)` hears of what was saved, and of what was not.
     """
 
-    def __init__(self, config: AgentConfig, vault: Vault, zygote: Zygote) -> None:
+    def __init__(self, config: AgentConfig, store: VersionStore, zygote: Zygote) -> None:
         self.config = config.save
-        self._agent, self._vault, self._zygote = config, vault, zygote
+        self._agent, self._store, self._zygote = config, store, zygote
         self._assignment: Assignment | None = None
         self._wanted: set[int] = set()
         self._begun: set[tuple[int, int]] = set()
@@ -135,12 +135,12 @@ class Saver:
         me = self._agent.node
         shards: dict[int, int] = {}
         for rank in self._assignment.ranks_on(me):
-            held = self._vault.record(rank, step)
+            held = self._store.record(rank, step)
             if held is None:
                 return None
             shards[rank] = held.shard
         own = save_plan.own_shards(self._assignment, me, shards)
-        if any(self._vault.tensors(shard, step) is None for shard in own):
+        if any(self._store.tensors(shard, step) is None for shard in own):
             return None
         return save_plan.Task(
             step=step,
@@ -190,8 +190,8 @@ class Saver:
 
     def _hold(self, task: save_plan.Task) -> Hold:
         """What is to be written, as it lies here now; what is missing the writer misses, too."""
-        found = [(shard, self._vault.tensors(shard, task.step)) for shard, _ in task.shards]
-        kept = [(rank, self._vault.record(rank, task.step)) for rank, _ in task.records]
+        found = [(shard, self._store.tensors(shard, task.step)) for shard, _ in task.shards]
+        kept = [(rank, self._store.record(rank, task.step)) for rank, _ in task.records]
         return Hold(
             tuple(Taken(shard, one[0], os.dup(one[1].fd)) for shard, one in found if one is not None),
             tuple(

@@ -13,7 +13,7 @@ from ckptless.daemon.agent.saving import last as last_save
 from ckptless.daemon.agent.saving import plan as save_plan
 from ckptless.daemon.agent.saving.saver import Saver
 from ckptless.daemon.agent.versions.replicas import Replicas
-from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.api import saved
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.api.messages import Assignment, NodeInfo
@@ -32,9 +32,9 @@ ENDING = ".ending-"
 class SaveService:
     """Owned by the agent's event loop."""
 
-    def __init__(self, config: AgentConfig, vault: Vault, zygote: Zygote, replicas: Replicas) -> None:
-        self.saver = Saver(config, vault, zygote)
-        self._agent, self._vault, self._replicas = config, vault, replicas
+    def __init__(self, config: AgentConfig, store: VersionStore, zygote: Zygote, replicas: Replicas) -> None:
+        self.saver = Saver(config, store, zygote)
+        self._agent, self._store, self._replicas = config, store, replicas
         self._assignment: Assignment | None = None
         self._ending = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,7 +65,7 @@ class SaveService:
         folder = Path(config.directory) / f"{ENDING}{run}"
         nodes = [info.node for info in assignment.nodes]
         try:
-            holdings, world = self._vault.holdings(), len(assignment.places)
+            holdings, world = self._store.holdings(), len(assignment.places)
             task = await last_save.agree(folder, self._agent.node, nodes, holdings, world, GATHER_S)
             if task is None or not task.step:
                 logger.info("there is no step to save")

@@ -10,17 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptless.daemon.agent.versions.memory import Region
-from ckptless.daemon.agent.versions.soundness import header_of
-from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.agent.versions.store import Region, VersionStore, header_of
 from ckptless.daemon.api.errors import BadVersionError, ProtocolError
 from ckptless.daemon.api.messages import TensorsAt
 from ckptless.daemon.api.version import Header
-from ckptless.daemon.peers.messages import MOST_RUNS, OfferTensors
+from ckptless.daemon.peers.messages import MOST_RUNS
 
 # The first chunk, and how many.
 Run: TypeAlias = tuple[int, int]
-# Bytes of the version, header included: from, to.
+# Bytes of the payload: from, to.
 Span: TypeAlias = tuple[int, int]
 
 
@@ -45,25 +43,24 @@ def unchanged(header: Header, base: Header) -> tuple[Run, ...]:
 def spans_of(header: Header, runs: Sequence[Run]) -> list[Span]:
     """Where those chunks lie. Raises ProtocolError where they are not in order, or not chunks of it."""
     found: list[Span] = []
-    done, start = 0, header.header_nbytes
+    done, size = 0, header.chunk_nbytes
     for first, count in runs:
         if first < done or count < 1 or first + count > len(header.chunks):
             raise ProtocolError(f"chunks {first} to {first + count} of a version of {len(header.chunks)}")
         done = first + count
-        end = min(start + done * header.chunk_nbytes, header.total_nbytes)
-        found.append((start + first * header.chunk_nbytes, end))
+        found.append((first * size, min(done * size, header.nbytes)))
     return found
 
 
 def missing(header: Header, have: Sequence[Run]) -> list[Span]:
-    """All of the version but those chunks, in order; the header is always in it. Raises ProtocolError."""
+    """All of the payload but those chunks, in order. Raises ProtocolError."""
     found: list[Span] = []
     start = 0
     for first, end in spans_of(header, have):
         if first > start:
             found.append((start, first))
         start = end
-    return [*found, (start, header.total_nbytes)] if start < header.total_nbytes else found
+    return [*found, (start, header.nbytes)] if start < header.nbytes else found
 
 
 @dataclass(frozen=True)
@@ -76,14 +73,14 @@ class Base:
     header: Header
     runs: tuple[Run, ...]
 
-    async def copy(self, slot: memoryview) -> None:
-        """Put what is the same into the slot of the one that is coming, in a thread."""
+    async def copy(self, payload: memoryview) -> None:
+        """Put what is the same into the payload of the one that is coming, in a thread."""
         try:
             view = self.region.view(self.at.offset, self.at.nbytes)
         except ValueError:
             return  # its memory has been given back: what is there instead does not verify
         with view:
-            copying = asyncio.get_running_loop().run_in_executor(None, self._copy, slot)
+            copying = asyncio.get_running_loop().run_in_executor(None, self._copy, payload)
             try:
                 await asyncio.shield(copying)
             finally:
@@ -91,20 +88,21 @@ class Base:
                 # no deadline: it copies memory, and cannot be ended
                 await asyncio.wait([copying])
 
-    def _copy(self, slot: memoryview) -> None:
+    def _copy(self, payload: memoryview) -> None:
+        lies = self.at.offset + self.header.header_nbytes
         for start, end in spans_of(self.header, self.runs):
-            with slot[start:end] as into:
+            with payload[start:end] as into:
                 filled = 0
                 while filled < len(into):
                     # By the kernel, which other threads need not wait for.
-                    filled += os.preadv(self.region.fd, [into[filled:]], self.at.offset + start + filled)
+                    filled += os.preadv(self.region.fd, [into[filled:]], lies + start + filled)
 
 
-def base_of(vault: Vault, offer: OfferTensors, header: Header) -> Base | None:
-    """The newest version of that shard here, if it has something of the one that is offered."""
-    for step in sorted(vault.steps(offer.shard), reverse=True):
-        found = vault.tensors(offer.shard, step)
-        if found is None or step == offer.step:
+def base_of(store: VersionStore, header: Header) -> Base | None:
+    """The newest version of that shard here, if it has something of the one that this is the header of."""
+    for step in sorted(store.steps(header.shard), reverse=True):
+        found = store.tensors(header.shard, step)
+        if found is None or step == header.step:
             continue
         at, region = found
         try:

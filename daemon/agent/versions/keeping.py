@@ -18,9 +18,7 @@ import xxhash
 from msgspec import structs
 
 from ckptless.daemon.agent.config import AgentConfig
-from ckptless.daemon.agent.versions.memory import SIZE_SEALS, Region
-from ckptless.daemon.agent.versions.soundness import header_of
-from ckptless.daemon.agent.versions.vault import Held, Vault, digest
+from ckptless.daemon.agent.versions.store import SIZE_SEALS, Held, Region, VersionStore, digest, header_of
 from ckptless.daemon.api import keeping as k
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
@@ -56,10 +54,10 @@ class _Kept:
 
 
 class KeepService:
-    """Owned by the agent's event loop. `holdings`: what the vault holds, with what twins are compared by."""
+    """Owned by the agent's event loop. `holdings`: of the store, with what twins are compared by."""
 
-    def __init__(self, config: AgentConfig, vault: Vault, holdings: Callable[[], Holdings]) -> None:
-        self._config, self._vault, self._holdings = config, vault, holdings
+    def __init__(self, config: AgentConfig, store: VersionStore, holdings: Callable[[], Holdings]) -> None:
+        self._config, self._store, self._holdings = config, store, holdings
         self._kept: _Kept | None = None
         # What is to be told, once there is somebody to hear it.
         self._news: list[tuple[Level, str, str]] = []
@@ -176,7 +174,7 @@ class KeepService:
     # ----------------------------------------------------------------------------- the first generation
 
     def follow(self, assignment: Assignment) -> None:
-        """A generation. Of the first one: put into the vault what it goes on from, and let go of the rest."""
+        """A generation. Of the first one: put into the store what it goes on from, and let go of the rest."""
         self._generation = assignment.generation
         kept, self._kept = self._kept, None
         for level, kind, text in self._news:
@@ -194,7 +192,7 @@ class KeepService:
         kept.close()
 
     def _adopt(self, kept: _Kept, newest: int) -> None:
-        """Put all up to this step into the vault, as this run's own, of before its first generation.
+        """Put all up to this step into the version store, as this run's own, of before its first generation.
 
         Every node makes the same of the same version, so that copies stay copies.
         """
@@ -207,16 +205,16 @@ class KeepService:
             if index not in by_region:
                 region.close()
                 continue
-            self._vault.adopt(region)
+            self._store.adopt(region)
             for told in sorted(by_region[index], key=lambda told: told.step):
                 at = structs.replace(told.at, region=region.number)
                 header = replace(header_of(region, at), job=self._config.spec.job, generation=0)
                 with region.view(at.offset, at.nbytes) as view:
                     at = structs.replace(at, digest=version.write_header(view, header))
-                self._vault.put_tensors(told.shard, told.step, at)
+                self._store.put_tensors(told.shard, told.step, at)
         for one in kept.catalog.records:
             if one.step <= newest:
-                self._vault.put_record(one.rank, one.step, Held(one.record, one.digest, one.shard))
+                self._store.put_record(one.rank, one.step, Held(one.record, one.digest, one.shard))
 
     # -------------------------------------------------------------------------------- at the end
 
@@ -248,7 +246,7 @@ class KeepService:
         if self._kept is not None:
             # Nothing has become of what an earlier start had left: the next one may have it as it is.
             return [self._kept.file, *(region.fd for region in self._kept.regions)], []
-        regions, tensors, records = self._vault.contents()
+        regions, tensors, records = self._store.contents()
         if self._generation is None or not (tensors or records):
             return [], []
         places = {region.number: index for index, region in enumerate(regions)}

@@ -9,14 +9,11 @@ from typing import Any, Protocol
 from ckptless.daemon.agent.ranks.crew import Crew
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.slots import Slot
-from ckptless.daemon.agent.versions.holders import Version
-from ckptless.daemon.agent.versions.replicas import Replicas
-from ckptless.daemon.agent.versions.soundness import header_of
+from ckptless.daemon.agent.versions.replicas import Replicas, put_record
+from ckptless.daemon.agent.versions.store import Held, Version, VersionStore, header_of
 from ckptless.daemon.agent.versions.twins import Twins
-from ckptless.daemon.agent.versions.vault import Held, Vault
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
-from ckptless.daemon.peers.messages import PutRecord
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +28,8 @@ class OnStep(Protocol):
 class StateService:
     """Owned by the agent's event loop."""
 
-    def __init__(self, node: int, vault: Vault, replicas: Replicas, crew: Crew, twins: Twins) -> None:
-        self._node, self._vault, self._replicas, self._crew = node, vault, replicas, crew
+    def __init__(self, node: int, store: VersionStore, replicas: Replicas, crew: Crew, twins: Twins) -> None:
+        self._node, self._store, self._replicas, self._crew = node, store, replicas, crew
         self._twins = twins
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -103,7 +100,7 @@ class StateService:
         elif isinstance(message, m.Stepped):
             self._tell(slot, message)
         elif isinstance(message, m.Allocate):
-            region = self._vault.allocate(slot.shard[1], message.slot_nbytes, message.slots)
+            region = self._store.allocate(slot.shard[1], message.slot_nbytes, message.slots)
             link.send(m.Allocated(region=region.number), region.fd)
         else:
             task = asyncio.create_task(self._give(slot, link, message))
@@ -134,17 +131,10 @@ class StateService:
             # What was restored is held, and maybe in another place by now: a twin may have found it bad.
             if commit.step != self._assignment.restore_step:
                 self._check_version(commit, shard, rank)
-                self._vault.put_tensors(shard, commit.step, commit.tensors)
-        self._vault.put_record(rank, commit.step, Held(commit.record, commit.digest, shard))
-        record = PutRecord(
-            generation=commit.generation,
-            rank=rank,
-            shard=shard,
-            step=commit.step,
-            record=commit.record,
-            digest=commit.digest,
-        )
-        self._replicas.push(record)
+                self._store.put_tensors(shard, commit.step, commit.tensors)
+        held = Held(commit.record, commit.digest, shard)
+        self._store.put_record(rank, commit.step, held)
+        self._replicas.push(put_record(commit.generation, rank, commit.step, held))
         if commit.tensors is not None:
             self._push_tensors(shard, commit, lambda: self._acked(*key, "tensors"))
             nodes = self._twin_nodes.get(shard, frozenset())
@@ -165,7 +155,7 @@ class StateService:
         assert self._assignment is not None
         assert commit.tensors is not None
         try:
-            region = self._vault.region(commit.tensors.region)
+            region = self._store.region(commit.tensors.region)
             if region is None or not region.has_slot(commit.tensors.offset, commit.tensors.nbytes):
                 raise BadVersionError("it lies in a place that was not allocated")
             header = header_of(region, commit.tensors)
@@ -180,7 +170,7 @@ class StateService:
     def _push_tensors(self, shard: int, commit: m.Commit, acked: Callable[[], None]) -> None:
         """Of the nodes that have a shard anyway, that of its lowest rank gives it to others."""
         assert self._assignment is not None
-        found = self._vault.tensors(shard, commit.step)
+        found = self._store.tensors(shard, commit.step)
         if found is None or self._assignment.places[shard].node != self._node:
             acked()
             return
@@ -215,14 +205,14 @@ class StateService:
 
     def _fetch_record(self, rank: int, step: int) -> asyncio.Task[None] | None:
         assert self._assignment is not None
-        if self._vault.record(rank, step) is not None:
+        if self._store.record(rank, step) is not None:
             return None
         nodes = self._assignment.record_nodes[rank]
         return self._once(("record", rank), self._replicas.fetch_record(rank, step, nodes))
 
     def _fetch_tensors(self, shard: int, step: int) -> asyncio.Task[None] | None:
         assert self._assignment is not None
-        if self._replicas.soundness.seems(shard, step):
+        if self._replicas.integrity.seems(shard, step):
             return None
         nodes = self._assignment.holders_of(shard)
         return self._once(("tensors", shard), self._replicas.fetch_tensors(shard, step, nodes))
@@ -246,7 +236,7 @@ class StateService:
             return
         if request.unsound is not None:
             why = f"{request.why} (says rank {rank})"
-            self._replicas.soundness.drop(shard, request.step, request.unsound, why)
+            self._replicas.integrity.drop(shard, request.step, request.unsound, why)
         assert self._assignment is not None
         # Any other step is one that this rank has committed itself: it is here, or nowhere.
         if request.step == self._assignment.restore_step:
@@ -261,7 +251,7 @@ class StateService:
             except CkptlessError as error:
                 link.send(m.Fetched(step=request.step, error=str(error)))
                 return
-        held, found = self._vault.record(rank, request.step), self._vault.tensors(shard, request.step)
+        held, found = self._store.record(rank, request.step), self._store.tensors(shard, request.step)
         if held is None or found is None:
             link.send(m.Fetched(step=request.step, error=f"step {request.step} is not held here any more"))
             return

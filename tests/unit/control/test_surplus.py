@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from msgspec.structs import replace
 from test_remaking import STEP, assignment
 
-from ckptless.daemon.control import surplus
-from ckptless.daemon.control.remaking import Copies, Holders
-from ckptless.daemon.control.surplus import Item, Settled, home_of, may_go, targets_of
+from ckptless.daemon.control import remaking
+from ckptless.daemon.control.protection import Item
+from ckptless.daemon.control.remaking import Copies, Holders, Watermark, surplus
 
 KEEP = 3
 RANKS, SPARES = 3, 3
@@ -36,27 +36,36 @@ class Cluster:
         self.chance = chance
         nodes = list(range(RANKS + SPARES))
         places = chance.sample(nodes, RANKS)
-        self.items: list[Item] = [("tensors", n) for n in range(RANKS)]
-        self.items += [("record", n) for n in range(RANKS)]
+        self.items = [Item("tensors", n) for n in range(RANKS)] + [Item("record", n) for n in range(RANKS)]
         # Who had what before: by any placement, and not all of them have every step.
         self.held: dict[int, dict[Item, set[int]]] = {node: {} for node in nodes}
         for item in self.items:
             for node in chance.sample(nodes, 1 + copies):
                 self.held[node][item] = set(range(STEP - chance.randrange(KEEP), STEP + 1))
         have = {item: [node for node in nodes if item in self.held[node]] for item in self.items}
-        tensors = {n: have["tensors", n] for n in range(RANKS)}
-        self.now = assignment(places, nodes, tensors, [have["record", n] for n in range(RANKS)])
+        tensors = {n: have[Item("tensors", n)] for n in range(RANKS)}
+        self.now = assignment(places, nodes, tensors, [have[Item("record", n)] for n in range(RANKS)])
         self.to = Holders(self.now, Copies(copies))
         for item in self.items:
-            self.held[home_of(self.now, item)].setdefault(item, set()).add(STEP)
+            self.held[self.home(item)].setdefault(item, set()).add(STEP)
         self.kept = {n: {item: set(steps) for item, steps in of.items()} for n, of in self.held.items()}
-        self.settled = {node: Settled(STEP) for node in nodes}
+        self.marks = {node: Watermark(STEP) for node in nodes}
         self.committed = [STEP] * RANKS
-        self.missing = {(item, STEP): set(targets_of(self.to, item)) for item in self.items}
+        self.missing = {(item, STEP): self.targets(item) for item in self.items}
         self.given = 0
 
+    def home(self, item: Item) -> int:
+        """The node whose rank has it."""
+        return self.now.places[item.number].node
+
+    def targets(self, item: Item) -> set[int]:
+        """Who is to hold it beside its home."""
+        return {info.node for info in self.to.targets(item)}
+
     def put(self, node: int, item: Item, step: int) -> None:
-        """It is held there."""
+        """It is held there, and tells the node of a commit."""
+        if item.kind == "record":
+            self.marks[node].saw_commit(step)
         for held in (self.held, self.kept):
             steps = {*held[node].get(item, ()), step}
             held[node][item] = set(sorted(steps)[-KEEP:])
@@ -64,13 +73,13 @@ class Cluster:
     def commit(self, rank: int) -> None:
         """The next step, if gradients of all can be there, and the copies of the last one are."""
         step = self.committed[rank]
-        items: tuple[Item, ...] = (("tensors", rank), ("record", rank))
+        items = (Item("tensors", rank), Item("record", rank))
         if min(self.committed) < step or any(self.missing[item, step] for item in items):
             return
         self.committed[rank] = step + 1
         for item in items:
-            self.put(home_of(self.now, item), item, step + 1)
-            self.missing[item, step + 1] = set(targets_of(self.to, item))
+            self.put(self.home(item), item, step + 1)
+            self.missing[item, step + 1] = self.targets(item)
 
     def arrive(self, item: Item) -> None:
         """One of its holders has its oldest step that is on the way."""
@@ -78,17 +87,12 @@ class Cluster:
             if missing := self.missing[item, step]:
                 self.put(node := self.chance.choice(sorted(missing)), item, step)
                 missing.discard(node)
-                if not missing:
-                    targets = targets_of(self.to, item)
-                    self.settled[home_of(self.now, item)].held(item, step, targets)
                 return
 
     def give_back(self, node: int) -> None:
-        """What its homes let it."""
-        for item in surplus.surplus(self.to, node, self.held[node].keys()):
-            holders = self.settled[home_of(self.now, item)].holders(item)
-            newest = max(self.held[node][item])
-            if may_go(self.to, node, item, newest, holders):
+        """What the watermark has passed."""
+        for item in surplus(self.to, node, self.held[node].keys()):
+            if self.marks[node].passed(max(self.held[node][item])):
                 del self.held[node][item]
                 self.given += 1
 
@@ -133,7 +137,7 @@ def test_nothing_is_given_back_that_could_still_be_asked_for(seed: int, copies: 
     play(random.Random(seed), copies)
 
 
-def test_in_the_end_all_of_it_is_given_back() -> None:
+def test_in_the_end_all_of_it_is_given_back_by_all_who_hear_of_commits() -> None:
     for seed in range(20):
         cluster = play(random.Random(seed), 2)
         for _ in range(40):
@@ -143,13 +147,14 @@ def test_in_the_end_all_of_it_is_given_back() -> None:
                 cluster.arrive(item)
         for node in cluster.held:
             cluster.give_back(node)
-            assert not surplus.surplus(cluster.to, node, cluster.held[node].keys())
+            if cluster.marks[node].step is not None:
+                assert not surplus(cluster.to, node, cluster.held[node].keys())
         assert cluster.given
 
 
 def test_what_is_given_back_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the test itself."""
-    monkeypatch.setattr(Settled, "holders", lambda self, item: self._nodes.get(item, frozenset({97, 98})))
+    monkeypatch.setattr(remaking, "HELD_AFTER", 1)
 
     def play_all() -> None:
         for seed in range(200):
@@ -159,44 +164,35 @@ def test_what_is_given_back_too_early_is_found(monkeypatch: pytest.MonkeyPatch) 
         play_all()
 
 
-def test_what_its_home_gives_it_is_kept() -> None:
-    """Another holder cannot be reached, and this node is given newer steps though it is not its place."""
+def test_the_watermark_is_the_third_newest_step_that_was_committed() -> None:
+    mark = Watermark(STEP)
+    for step in (STEP - 1, STEP, STEP + 1, STEP + 1, STEP + 3):
+        assert not mark.saw_commit(step)
+        assert not mark.passed(STEP)
+    assert mark.saw_commit(STEP + 2)
+    assert mark.step == STEP + 1
+    assert not mark.saw_commit(STEP + 2)
+    assert mark.passed(STEP)
+    assert mark.passed(None)
+    # Its home gives it to this node after all, since another cannot be reached.
+    assert not mark.passed(STEP + 1)
+    assert mark.saw_commit(STEP + 7)
+    assert mark.step == STEP + 2
+
+
+def test_a_holder_that_is_not_to_be_one_any_more() -> None:
     now = assignment([0], [0, 1, 2, 3], {0: [0, 3]}, [[0, 3]])
-    item: Item = ("tensors", 0)
-    assert surplus.surplus(Holders(now, Copies(2)), 3, [item]) == (item,)
-    assert not may_go(Holders(now, Copies(2)), 3, item, STEP + 1, {1, 2})
-    assert not may_go(Holders(now, Copies(2)), 3, item, STEP, {1, 3})
-    assert not may_go(Holders(now, Copies(2)), 3, item, STEP, {1})
-    assert not may_go(Holders(now, Copies(2)), 3, item, STEP, None)
-    assert may_go(Holders(now, Copies(2)), 3, item, STEP, {1, 2})
-
-
-def test_a_home_counts_what_is_newer_and_held_by_all() -> None:
-    settled = Settled(STEP)
-    item: Item = ("tensors", 0)
-    for step in (STEP - 1, STEP, STEP + 1, STEP + 1):
-        settled.held(item, step, {1, 2})
-        assert settled.holders(item) is None
-    settled.held(item, STEP + 5, {1, 2})
-    assert settled.holders(item) == frozenset({1, 2})
-    settled.lost(2)
-    assert settled.holders(item) == frozenset({1})
+    assert surplus(Holders(now, Copies(2)), 3, [Item("tensors", 0)]) == (Item("tensors", 0),)
 
 
 def test_what_belongs_to_no_rank_is_not_given_back() -> None:
-    held: list[Item] = [("record", 7), ("tensors", 7)]
+    held = [Item("record", 7), Item("tensors", 7)]
     to = Holders(assignment([0, 1], [0, 1, 2], {}, []), Copies(1))
-    assert surplus.surplus(to, 2, held) == ()
-    assert surplus.surplus(to, 2, [*held, ("record", 0)]) == (("record", 0),)
+    assert surplus(to, 2, held) == ()
+    assert surplus(to, 2, [*held, Item("record", 0)]) == (Item("record", 0),)
 
 
-def test_in_a_first_generation_whatever_is_newer_is_kept() -> None:
+def test_in_a_first_generation_nothing_is_given_back() -> None:
     now = replace(assignment([0, 1], [0, 1, 2], {}, []), restore_step=None)
-    to = Holders(now, Copies(1))
-    assert not may_go(to, 2, ("record", 0), 3, {1})
-    assert may_go(to, 2, ("record", 0), None, {1})
-
-
-def test_what_is_of_no_rank_is_kept() -> None:
-    now = assignment([0, 1], [0, 1, 2], {0: [0], 1: [1]}, [[0], [1]])
-    assert surplus.surplus(Holders(now, Copies(1)), 2, [("record", 2), ("record", 0)]) == (("record", 0),)
+    assert surplus(Holders(now, Copies(1)), 2, [Item("record", 0)]) == ()
+    assert not Watermark(None).passed(None)

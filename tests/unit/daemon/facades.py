@@ -9,7 +9,7 @@ from typing import Self
 
 from ckptless.daemon.agent.kvstore.service import StoreService
 from ckptless.daemon.agent.versions.replicas import Replicas
-from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 from ckptless.daemon.api.version import Origin
 from ckptless.daemon.peers.credentials import KeyCredentials
@@ -23,7 +23,7 @@ class Facade:
 
     def __init__(self, number: int, silence_s: float) -> None:
         self.number = number
-        self.vault = Vault()
+        self.vault = VersionStore()
         self.replicas = Replicas(number, Origin("job"), 0, self.vault)
         self.replicas.vouch = KeyCredentials(KEY)
         self.store = StoreService(number, self.replicas.dial, silence_s)

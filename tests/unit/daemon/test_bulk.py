@@ -17,13 +17,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.versions.memory import PAGE_NBYTES, Region
-from ckptless.daemon.agent.versions.serving import receive_tensors
-from ckptless.daemon.agent.versions.vault import Vault
-from ckptless.daemon.agent.versions.verifier import STEP_NBYTES, Told, Verifier, WholeVersion
+from ckptless.daemon.agent.versions.integrity import STEP_NBYTES, ArrivalCheck
+from ckptless.daemon.agent.versions.serving import receive_payload
+from ckptless.daemon.agent.versions.store import PAGE_NBYTES, Region, VersionStore
 from ckptless.daemon.api.errors import BadVersionError
-from ckptless.daemon.api.messages import TensorsAt
-from ckptless.daemon.api.version import Header, Origin, digest_of, header_nbytes, spans, write_header
+from ckptless.daemon.api.version import (
+    CHUNK_NBYTES,
+    Header,
+    decode,
+    digest_of,
+    header_nbytes,
+    spans,
+    verify,
+    write_header,
+)
 from ckptless.daemon.peers import link
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bucket import TokenBucket
@@ -341,50 +348,58 @@ def test_where_no_thread_is_to_be_had_the_transfer_fails(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------------------- what it checks
 
 
-def version(slot: memoryview, nbytes: int) -> Told:
-    """Make a version of what lies in a slot behind its header."""
+def version(slot: memoryview, nbytes: int) -> Header:
+    """Make a version of what lies in a slot behind its header, which it returns."""
     data = slot[-nbytes:]
     chunks = tuple(digest_of(data[start:end]) for start, end in spans(nbytes))
-    digest = write_header(slot, Header(JOB, 5, 0, 7, 1, "0" * 32, nbytes, chunks))
-    return Told(Origin(JOB), 5, 7, 1, len(slot), digest)
+    write_header(slot, Header(JOB, 5, 0, 7, 1, "0" * 32, nbytes, chunks))
+    return decode(slot)
 
 
 @pytest.mark.parametrize("at", [0, STEP_NBYTES - 1, 3 * STEP_NBYTES, None])
 def test_a_changed_byte_is_found(at: int | None) -> None:
     nbytes = 3 * STEP_NBYTES + 1
     data = bytearray(os.urandom(header_nbytes(nbytes) + nbytes))
-    told = version(memoryview(data), nbytes)
+    header = version(memoryview(data), nbytes)
+    payload = memoryview(data)[-nbytes:]
     if at is not None:
-        data[at] ^= 1
+        payload[at] ^= 1
 
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
-        vault, put = Vault(), list[TensorsAt]()
-        sending = asyncio.create_task(sender.send_bulk(memoryview(data)))
-        taking = receive_tensors(receiver, vault, told, put.append)
-        if at is None:
-            await taking
-        else:
-            with pytest.raises(BadVersionError):
+        store = VersionStore()
+        sending = asyncio.create_task(sender.send_bulk(payload))
+        with store.incoming(header) as coming:
+            taking = receive_payload(receiver, coming)
+            if at is None:
                 await taking
+                assert coming.finish().digest == header.digest
+                assert verify(coming.slot, header.digest) == header
+            else:
+                with pytest.raises(BadVersionError):
+                    await taking
         await sending
-        assert [found.digest for found in put] == ([told.digest] if at is None else [])
-        vault.close()
+        store.close()
 
     run(scenario)
 
 
 def test_a_region_that_is_received_into_can_be_given_back_after_a_cancellation() -> None:
     async def scenario(sender: AgentLink, receiver: AgentLink) -> None:
-        vault = Vault()
+        store = VersionStore()
         data = bytes(LARGE)
         sending = asyncio.create_task(sender.send_bulk(memoryview(data)))
-        told = Told(Origin(JOB), 5, 7, 1, LARGE + 1, "")
-        taking = asyncio.create_task(receive_tensors(receiver, vault, told, lambda _at: None))
+        header = Header(JOB, 5, 0, 7, 1, "0" * 32, LARGE + 1, (0,) * (LARGE // CHUNK_NBYTES + 1))
+
+        async def take() -> None:
+            with store.incoming(header) as coming:
+                await receive_payload(receiver, coming)
+
+        taking = asyncio.create_task(take())
         await sending
         taking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await taking
-        vault.close()  # nothing, not even a thread, looks at it any more
+        store.close()  # nothing, not even a thread, looks at it any more
 
     run(scenario)
 
@@ -429,13 +444,14 @@ def test_others_get_their_turns_meanwhile() -> None:
                 await asyncio.sleep(0)
 
         source, view = (memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
-        told = version(source, nbytes - header_nbytes(nbytes))
+        header = version(source, nbytes - header_nbytes(nbytes))
         ticking = asyncio.create_task(ticker())
-        verifier = Verifier(view, WholeVersion(told))
+        payload = view[header.header_nbytes :]
+        check = ArrivalCheck(payload, header, 0, header.nbytes)
         async with asyncio.TaskGroup() as group:
-            group.create_task(sender.send_bulk(source))
-            await receiver.receive_bulk(view, verifier.feed)
-            assert await verifier.fault() is None
+            group.create_task(sender.send_bulk(source[header.header_nbytes :]))
+            await receiver.receive_bulk(payload, check.feed)
+            assert await check.fault() is None
         ticking.cancel()
         assert len(turns) >= 250
         longest = max(later - earlier for earlier, later in itertools.pairwise(turns))

@@ -17,12 +17,10 @@ from typing import Any, TypeVar, cast
 import pytest
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.versions.holders import Version
-from ckptless.daemon.agent.versions.memory import SLOTS, round_up
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.state_service import StateService
+from ckptless.daemon.agent.versions.store import SLOTS, Held, Version, VersionStore, digest, round_up
 from ckptless.daemon.agent.versions.twins import Twins
-from ckptless.daemon.agent.versions.vault import Held, Vault, digest
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
@@ -45,7 +43,7 @@ class Node:
     """A vault, and what serves it to others."""
 
     def __init__(self, number: int) -> None:
-        self.vault = Vault()
+        self.vault = VersionStore()
         self.replicas = Replicas(number, version.Origin(JOB, RUN), NODES - 1, self.vault)
         self.replicas.vouch = KeyCredentials(b"key")
         self.events: list[tuple[str, str]] = []
@@ -131,7 +129,7 @@ class World:
         )
         crew: Any = SimpleNamespace(slots=[self.slot])
         vault, replicas = self.nodes[0].vault, self.nodes[0].replicas
-        self.state = StateService(0, vault, replicas, crew, Twins(0, "act", vault, replicas.dial))
+        self.state = StateService(0, vault, replicas, crew, Twins(0, "act", vault, replicas))
         for node in self.nodes:
             node.replicas.follow(self.assignment)
 
@@ -363,7 +361,7 @@ def test_what_was_found_bad_does_not_come_back_with_a_twins_commit(world: World)
     """A twin on the same node has restored nothing, so has not read it, and commits the step again."""
     world.begin()
     at = world.nodes[0].hold(b"payload")
-    world.nodes[0].replicas.soundness.drop(SHARD, STEP, at, "as a rank said")
+    world.nodes[0].replicas.integrity.drop(SHARD, STEP, at, "as a rank said")
 
     async def go() -> None:
         world.state._commit(world.slot, commit(at))
@@ -459,17 +457,12 @@ def test_a_stale_push_is_not_taken(world: World) -> None:
         link: Link[p.AgentMessage] = await Link.dial(
             (info.address, info.agent_port), (JOB, 0), vouch, p.AgentMessage, 5.0
         )
-        with found[1].view(at.offset, at.nbytes) as view:
-            link.send(
-                p.PutTensors(
-                    generation=GENERATION - 1, shard=SHARD, step=STEP, nbytes=at.nbytes, digest=at.digest
-                )
-            )
-            await link.send_bulk(view)
+        with found[1].view(at.offset, version.PAGE_NBYTES) as view:
+            link.send(p.OfferTensors(generation=GENERATION - 1, header=bytes(view)))
         answer = await link.receive()
         link.close()
         await link.closed()
         return answer
 
-    assert world.run(go()) == p.TensorsAnswer(shard=SHARD, step=STEP, answer="stale")
+    assert world.run(go()) == p.TensorsAnswer(answer="stale")
     assert world.nodes[1].steps == ()

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from vaults import Nodes, payload_of, until
 
-from ckptless.daemon.agent.versions.holders import Network, Version
+from ckptless.daemon.agent.versions.connections import Network
+from ckptless.daemon.agent.versions.store import Version
 from ckptless.daemon.peers.bulk import CHUNK_S
 
 STEP, NBYTES = 7, 4_000_000

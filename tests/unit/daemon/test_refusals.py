@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from msgspec import structs
 
 from ckptless.daemon.agent.versions.serving import Serving
-from ckptless.daemon.agent.versions.vault import Vault, digest
+from ckptless.daemon.agent.versions.store import VersionStore, digest
 from ckptless.daemon.api.records import REFUSALS, EventRecord, JobRecord
 from ckptless.daemon.api.version import Origin
 from ckptless.daemon.ckptctl.main import ckptctl
@@ -92,7 +92,7 @@ class Connected:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
-        self.vault = Vault()
+        self.vault = VersionStore()
         self.serving = Serving(1, Origin("7"), self.vault, Pace())
         self.serving.on_event = lambda kind, text: self.events.append((kind, text))
 

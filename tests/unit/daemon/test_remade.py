@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from vaults import DEADLINE_S, Node, Nodes, payload_of, until
 
-from ckptless.daemon.agent.versions.holders import Version
+from ckptless.daemon.agent.versions.store import Version
 from ckptless.daemon.api import version
 from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.peers import messages as p
@@ -128,31 +127,19 @@ def test_who_waits_for_the_same_tensors_does_not_wait_for_their_givers_next_word
             found = nodes[0].vault.tensors(0, STEP)
             assert found is not None
             at, region = found
-            fields: dict[str, Any] = {
-                "generation": 1,
-                "shard": 0,
-                "step": STEP,
-                "nbytes": at.nbytes,
-                "digest": at.digest,
-            }
-            waits, claims = asyncio.Event(), nodes[2].replicas.serving._claims
-            turn = claims.turn
-
-            async def noticed(what: tuple[int, int, str]) -> None:
-                waits.set()
-                await turn(what)
-
-            claims.turn = noticed  # type: ignore[method-assign]
-            links[0].send(p.OfferTensors(**fields))
-            assert await links[0].receive() == p.TensorsAnswer(shard=0, step=STEP, answer="wanted")
-            links[1].send(p.OfferTensors(**fields))
-            await waits.wait()
-            links[0].send(p.PutTensors(**fields))
-            with region.view(at.offset, at.nbytes) as view:
+            with region.view(at.offset, version.PAGE_NBYTES) as view:
+                offer = p.OfferTensors(generation=1, header=bytes(view))
+            digest, transfers = at.digest, nodes[2].replicas.serving._transfers
+            links[0].send(offer)
+            assert await links[0].receive() == p.TensorsAnswer(answer="wanted")
+            links[1].send(offer)
+            await until(lambda: transfers[digest]._waiters)
+            links[0].send(p.PutTensors())
+            with region.view(at.offset + version.PAGE_NBYTES, NBYTES) as view:
                 await links[0].send_bulk(view)
             async with asyncio.timeout(DEADLINE_S):
                 answers = [await link.receive() for link in links]
-            assert answers == [p.TensorsAnswer(shard=0, step=STEP, answer="held")] * 2
+            assert answers == [p.TensorsAnswer(answer="held")] * 2
             for link in links:
                 link.close()
 

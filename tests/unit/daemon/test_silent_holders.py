@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from vaults import DEADLINE_S, HOST, JOB, Nodes, payload_of, until
 
-from ckptless.daemon.agent.versions import claims, holders, serving
-from ckptless.daemon.agent.versions.holders import Peer, Version
-from ckptless.daemon.agent.versions.vault import digest
+from ckptless.daemon.agent.versions import connections, serving
+from ckptless.daemon.agent.versions.connections import Peer
+from ckptless.daemon.agent.versions.store import Version, digest
 from ckptless.daemon.api import version
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.credentials import KeyCredentials
@@ -27,12 +27,12 @@ from ckptless.daemon.peers.link import Link, serve
 STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
 # Of the tests' own; what is shipped is in seconds.
 SHORT_S = 0.3
-SHIPPED_S, SHIPPED_LATER_S = holders.ANSWER_DEADLINE_S, serving.LATER_S
+SHIPPED_S, SHIPPED_LATER_S = connections.ANSWER_DEADLINE_S, serving.LATER_S
 
 
 @pytest.fixture(autouse=True)
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "ANSWER_DEADLINE_S", SHORT_S)
+    monkeypatch.setattr(connections, "ANSWER_DEADLINE_S", SHORT_S)
     monkeypatch.setattr(serving, "LATER_S", SHORT_S / 6)
 
 
@@ -52,7 +52,7 @@ async def silent(nodes: Nodes, number: int, heard: Callable[[Peer, Any], None]) 
             while True:
                 heard(link, message := await link.receive())
                 if isinstance(message, p.PutTensors):
-                    await link.receive_bulk(memoryview(bytearray(message.nbytes)))
+                    await link.receive_bulk(memoryview(bytearray(NBYTES)))
         except ConnectionError:
             """The other end is done with it."""
         finally:
@@ -84,7 +84,7 @@ def nothing(_link: Peer, _message: Any) -> None:
 def wants(link: Peer, message: Any) -> None:
     """It wants what it is offered, and does not say what has become of it."""
     if isinstance(message, p.OfferTensors):
-        link.send(p.TensorsAnswer(shard=message.shard, step=message.step, answer="wanted"))
+        link.send(p.TensorsAnswer(answer="wanted"))
 
 
 @pytest.mark.parametrize("heard", [nothing, wants], ids=["to an offer", "to the tensors"])
@@ -149,10 +149,11 @@ def test_a_holder_with_nothing_to_answer_may_be_silent_for_long() -> None:
     asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
 
 
-def offer(generation: int = 1) -> p.OfferTensors:
-    return p.OfferTensors(
-        generation=generation, shard=0, step=STEP, nbytes=NBYTES + version.PAGE_NBYTES, digest="00" * 16
-    )
+def offer(nodes: Nodes) -> p.OfferTensors:
+    """Of what node 0 holds."""
+    one = held(nodes)
+    with one.region.view(one.at.offset, version.PAGE_NBYTES) as view:
+        return p.OfferTensors(generation=1, header=bytes(view))
 
 
 async def connect(nodes: Nodes, me: int) -> Peer:
@@ -173,15 +174,16 @@ async def answers(link: Peer) -> list[str]:
 
 def test_who_has_to_wait_for_another_hears_so_and_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has said that it gives them, and does not."""
-    monkeypatch.setattr(claims, "CLAIM_DEADLINE_S", 4 * SHORT_S)
+    monkeypatch.setattr(serving, "PUT_DEADLINE_S", 4 * SHORT_S)
 
     async def play() -> None:
         async with Nodes(3) as nodes:
+            nodes[0].hold(0, STEP, payload_of(0, STEP, NBYTES))
             nodes.follow(nodes.assignment([0], None, generation=1))
             first, second = await connect(nodes, 0), await connect(nodes, 2)
-            first.send(offer())
+            first.send(offer(nodes))
             assert await answers(first) == ["wanted"]
-            second.send(offer())
+            second.send(offer(nodes))
             *before, last = await answers(second)
             assert last == "wanted"
             assert len(before) > 1
@@ -201,14 +203,12 @@ def test_who_waits_is_told_when_the_other_is_done() -> None:
                 nodes[number].hold(0, STEP, payload_of(0, STEP, NBYTES))
             nodes.follow(nodes.assignment([0], None, generation=1))
             at = held(nodes).at
-            both = p.OfferTensors(generation=1, shard=0, step=STEP, nbytes=at.nbytes, digest=at.digest)
-            put = p.PutTensors(generation=1, shard=0, step=STEP, nbytes=at.nbytes, digest=at.digest)
             first, second = await connect(nodes, 0), await connect(nodes, 2)
-            first.send(both)
+            first.send(offer(nodes))
             assert await answers(first) == ["wanted"]
-            second.send(both)
-            with held(nodes).region.view(at.offset, at.nbytes) as view:
-                first.send(put)
+            second.send(offer(nodes))
+            with held(nodes).region.view(at.offset + version.PAGE_NBYTES, NBYTES) as view:
+                first.send(p.PutTensors())
                 await first.send_bulk(view)
             assert (await answers(first))[-1] == "held"
             assert (await answers(second))[-1] == "held"

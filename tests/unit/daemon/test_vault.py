@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.versions.vault import KEEP, Held, Vault, digest
+from ckptless.daemon.agent.versions.store import KEEP, Held, VersionStore, digest
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.messages import Assignment, TensorsAt
 
@@ -20,13 +20,13 @@ SLOTS = 3
 
 
 @pytest.fixture
-def vault() -> Iterator[Vault]:
-    made = Vault()
+def vault() -> Iterator[VersionStore]:
+    made = VersionStore()
     yield made
     made.close()
 
 
-def put(vault: Vault, rank: int, *steps: int) -> None:
+def put(vault: VersionStore, rank: int, *steps: int) -> None:
     for step in steps:
         data = f"{rank}/{step}".encode()
         vault.put_record(rank, step, Held(data, digest(data)))
@@ -36,7 +36,7 @@ def at(region: int, slot: int, nbytes: int = 10) -> TensorsAt:
     return TensorsAt(region=region, offset=slot * PAGE, nbytes=nbytes, digest="any")
 
 
-def test_records(vault: Vault) -> None:
+def test_records(vault: VersionStore) -> None:
     put(vault, 0, 1, 2)
     put(vault, 3, 2)
     held = vault.record(0, 1)
@@ -48,7 +48,7 @@ def test_records(vault: Vault) -> None:
     assert vault.nbytes == 9
 
 
-def test_copies_say_how_many_bytes_and_each_change_is_told(vault: Vault) -> None:
+def test_copies_say_how_many_bytes_and_each_change_is_told(vault: VersionStore) -> None:
     told: list[int] = []
     vault.on_held = lambda: told.append(1)
     put(vault, 0, 1, 2)
@@ -64,7 +64,7 @@ def test_copies_say_how_many_bytes_and_each_change_is_told(vault: Vault) -> None
     assert (vault.copies().records, vault.copies().tensors) == ((), ())
 
 
-def test_a_record_that_does_not_match_is_refused(vault: Vault) -> None:
+def test_a_record_that_does_not_match_is_refused(vault: VersionStore) -> None:
     put(vault, 0, 1)
     with pytest.raises(ProtocolError, match="rank 0, step 1"):
         vault.put_record(0, 1, Held(b"something else", digest(b"0/1")))
@@ -73,7 +73,7 @@ def test_a_record_that_does_not_match_is_refused(vault: Vault) -> None:
     assert held.record == b"0/1"
 
 
-def test_a_record_that_rots_is_not_given(vault: Vault) -> None:
+def test_a_record_that_rots_is_not_given(vault: VersionStore) -> None:
     put(vault, 0, 1)
     vault._records[0][1] = Held(b"0/!", digest(b"0/1"))
     assert vault.record(0, 1) is None
@@ -81,7 +81,7 @@ def test_a_record_that_rots_is_not_given(vault: Vault) -> None:
 
 @given(st.lists(st.integers(0, 12), max_size=30))
 def test_the_newest_steps_are_kept(steps: list[int]) -> None:
-    vault = Vault()
+    vault = VersionStore()
     region = vault.allocate(0, PAGE, SLOTS)
     for number, step in enumerate(steps):
         put(vault, 0, step)
@@ -97,7 +97,7 @@ def test_the_newest_steps_are_kept(steps: list[int]) -> None:
     vault.close()
 
 
-def test_writing_a_slot_again_forgets_what_was_there(vault: Vault) -> None:
+def test_writing_a_slot_again_forgets_what_was_there(vault: VersionStore) -> None:
     region = vault.allocate(0, PAGE, SLOTS)
     for step in (1, 2, 3):
         vault.put_tensors(0, step, at(region.number, step % SLOTS))
@@ -121,20 +121,22 @@ def test_writing_a_slot_again_forgets_what_was_there(vault: Vault) -> None:
         pytest.param(0, -1, 1, id="a negative length"),
     ],
 )
-def test_tensors_in_a_wrong_place_are_refused(vault: Vault, slot: int, nbytes: int, region: int) -> None:
+def test_tensors_in_a_wrong_place_are_refused(
+    vault: VersionStore, slot: int, nbytes: int, region: int
+) -> None:
     vault.allocate(0, PAGE, SLOTS)
     with pytest.raises(ProtocolError, match="step 1"):
         vault.put_tensors(0, 1, at(region, slot, nbytes))
     assert all(not steps for _, steps in vault.holdings().tensors)
 
 
-def test_tensors_between_two_slots_are_refused(vault: Vault) -> None:
+def test_tensors_between_two_slots_are_refused(vault: VersionStore) -> None:
     region = vault.allocate(0, PAGE, SLOTS)
     with pytest.raises(ProtocolError):
         vault.put_tensors(0, 1, TensorsAt(region=region.number, offset=100, nbytes=10, digest="any"))
 
 
-def test_a_new_generation_drops_what_never_happened(vault: Vault) -> None:
+def test_a_new_generation_drops_what_never_happened(vault: VersionStore) -> None:
     region = vault.allocate(0, PAGE, SLOTS)
     for step in (5, 6, 7):
         put(vault, 0, step)
@@ -154,7 +156,7 @@ def open_files() -> int:
 
 def test_regions_that_hold_nothing_are_given_back() -> None:
     before = open_files()
-    vault = Vault()
+    vault = VersionStore()
     step = 0
     for _ in range(10):
         # As when a new process takes the writing over, again and again.
@@ -171,7 +173,7 @@ def test_regions_that_hold_nothing_are_given_back() -> None:
 def test_a_region_never_written_to_is_given_back() -> None:
     """A writer that dies between asking for memory and its first commit, many times over."""
     before = open_files()
-    vault = Vault()
+    vault = VersionStore()
     for step in range(1, 11):
         vault.allocate(0, PAGE, SLOTS)
         region = vault.allocate(0, PAGE, SLOTS)
@@ -181,7 +183,7 @@ def test_a_region_never_written_to_is_given_back() -> None:
     vault.close()
 
 
-def test_regions_are_sealed_and_readable(vault: Vault) -> None:
+def test_regions_are_sealed_and_readable(vault: VersionStore) -> None:
     region = vault.allocate(0, PAGE, SLOTS)
     with pytest.raises(PermissionError):
         os.ftruncate(region.fd, 10 * PAGE)
@@ -196,7 +198,7 @@ def test_regions_are_sealed_and_readable(vault: Vault) -> None:
 # ------------------------------------------------------------------------------- several shards, and others'
 
 
-def test_a_shard_of_another_node_gets_a_place_of_its_own(vault: Vault) -> None:
+def test_a_shard_of_another_node_gets_a_place_of_its_own(vault: VersionStore) -> None:
     own = vault.allocate(0, PAGE, SLOTS)
     vault.put_tensors(0, 1, at(own.number, 0))
     for step in range(1, 6):
@@ -212,13 +214,13 @@ def test_a_shard_of_another_node_gets_a_place_of_its_own(vault: Vault) -> None:
     assert vault.holdings().tensors == ((0, (1,)), (7, (3, 4, 5)))
 
 
-def test_two_that_come_at_once_are_not_written_to_one_place(vault: Vault) -> None:
+def test_two_that_come_at_once_are_not_written_to_one_place(vault: VersionStore) -> None:
     with ExitStack() as under_way:
         rooms = [under_way.enter_context(vault.room(7, 100)) for _ in range(SLOTS + 1)]
         assert len({(region.number, offset) for region, offset in rooms}) == SLOTS + 1
 
 
-def test_larger_tensors_get_a_larger_region_and_the_old_one_is_given_back(vault: Vault) -> None:
+def test_larger_tensors_get_a_larger_region_and_the_old_one_is_given_back(vault: VersionStore) -> None:
     before = open_files()
     for step, nbytes in ((1, PAGE), (2, 3 * PAGE), (3, 3 * PAGE), (4, 3 * PAGE), (5, 3 * PAGE)):
         with vault.room(7, nbytes) as (region, offset):
@@ -229,7 +231,7 @@ def test_larger_tensors_get_a_larger_region_and_the_old_one_is_given_back(vault:
     assert open_files() == before + 2
 
 
-def test_a_region_that_is_being_sent_is_closed_later(vault: Vault) -> None:
+def test_a_region_that_is_being_sent_is_closed_later(vault: VersionStore) -> None:
     small = vault.allocate(0, PAGE, SLOTS)
     vault.put_tensors(0, 1, at(small.number, 0))
     view = small.view(0, 10)
@@ -245,13 +247,13 @@ def test_a_region_that_is_being_sent_is_closed_later(vault: Vault) -> None:
     assert vault.region(small.number) is None
 
 
-def test_tensors_of_another_shard_cannot_lie_in_a_region(vault: Vault) -> None:
+def test_tensors_of_another_shard_cannot_lie_in_a_region(vault: VersionStore) -> None:
     region = vault.allocate(3, PAGE, SLOTS)
     with pytest.raises(ProtocolError):
         vault.put_tensors(0, 1, at(region.number, 0))
 
 
-def test_what_others_are_not_to_have_from_here_is_not_used_here(vault: Vault) -> None:
+def test_what_others_are_not_to_have_from_here_is_not_used_here(vault: VersionStore) -> None:
     """The restored step of a shard whose version here was not named as sound; older ones stay."""
     region = vault.allocate(0, PAGE, SLOTS)
     for step in (6, 7):

@@ -7,10 +7,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptless.daemon.agent.versions.holders import ANY_NETWORK, Network
-from ckptless.daemon.agent.versions.memory import SLOTS, round_up
+from ckptless.daemon.agent.versions.connections import ANY_NETWORK, Network
 from ckptless.daemon.agent.versions.replicas import Replicas
-from ckptless.daemon.agent.versions.vault import Held, Vault, digest
+from ckptless.daemon.agent.versions.store import SLOTS, Held, VersionStore, digest, round_up
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
 from ckptless.daemon.peers.credentials import KeyCredentials
@@ -36,7 +35,7 @@ class Node:
 
     def __init__(self, number: int, copies: int, host: str = HOST, network: Network = ANY_NETWORK) -> None:
         self.number, self.host = number, host
-        self.vault = Vault()
+        self.vault = VersionStore()
         self.replicas = Replicas(number, version.Origin(JOB), copies, self.vault, network=network)
         self.replicas.vouch = KeyCredentials(b"key")
         self.events: list[tuple[str, str]] = []

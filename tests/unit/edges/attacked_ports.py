@@ -20,7 +20,7 @@ from ckptless.daemon.agent.kvstore.guard import StoreGuard
 from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.agent.nccl.server import NcclServer
 from ckptless.daemon.agent.versions.replicas import Replicas
-from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.api import log
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.model import NO_RUN
@@ -42,7 +42,7 @@ async def main(folder: Path) -> None:
         events.append((kind, text))
 
     site = Site(folder)
-    replicas = Replicas(1, Origin(LINK), 1, Vault())
+    replicas = Replicas(1, Origin(LINK), 1, VersionStore())
     store, nccl = StoreServer(StoreGuard(note, root=os.getppid()).refuses), NcclServer()
     replicas.vouch, replicas.on_event, nccl.on_event = KeyCredentials(KEY), note, note
     async with site.running():

@@ -24,9 +24,15 @@ from test_service import DEADLINE_S, Site, hello
 
 from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.versions.keeping import KeepService
-from ckptless.daemon.agent.versions.memory import SIZE_SEALS, SLOTS, round_up
-from ckptless.daemon.agent.versions.soundness import header_of
-from ckptless.daemon.agent.versions.vault import Held, Vault, digest
+from ckptless.daemon.agent.versions.store import (
+    SIZE_SEALS,
+    SLOTS,
+    Held,
+    VersionStore,
+    digest,
+    header_of,
+    round_up,
+)
 from ckptless.daemon.api import keeping as k
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api import version
@@ -93,7 +99,7 @@ class Start:
             rank_socket="",
             restarts=restarts,
         )
-        self.vault = Vault()
+        self.vault = VersionStore()
         self.events: list[tuple[str, str]] = []
         self.keeping = KeepService(self.config, self.vault, self.vault.holdings)
         self.keeping.on_event = lambda _level, kind, text: self.events.append((kind, text))

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from ckptless.daemon.agent.versions.replicas import Replicas
-from ckptless.daemon.agent.versions.vault import Vault
+from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.api.model import NO_RUN
@@ -97,7 +97,7 @@ def test_an_agent_that_is_gone_does_not_answer_by_another(answers: int) -> None:
     """
 
     async def work() -> None:
-        agents = {node: Replicas(node, Origin(JOB), 1, Vault()) for node in (1, 3)}
+        agents = {node: Replicas(node, Origin(JOB), 1, VersionStore()) for node in (1, 3)}
         ports = {}
         for node, agent in agents.items():
             agent.vouch = KeyCredentials(KEY)

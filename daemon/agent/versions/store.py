@@ -1,11 +1,15 @@
-"""What an agent holds: its node's tensors, records of its own ranks, and both of other nodes' ranks.
+"""The version store of an agent: tensors of its node, records of its ranks, and both of other nodes' ranks.
 
-A record is given out only if it matches its digest; tensors are verified by whoever gets them (soundness.py,
-for what lies here). The vault keeps the newest `KEEP` steps of each rank and
-shard; an older one is never asked for: a rank commits step s only after its copies of s-1 are held elsewhere.
+Tensors lie in memfds, which ranks map and which vanish with the last process that holds them. A record is
+given out only if it matches its digest; tensors are verified by whoever gets them (integrity.py, for what
+lies here). The newest `KEEP` steps of each rank and shard are kept; an older one is never asked for: a rank
+commits step s only after its replicas of s-1 are held elsewhere.
 """
 
 import contextlib
+import fcntl
+import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +17,76 @@ from typing import Any
 
 import xxhash
 
-from ckptless.daemon.agent.versions.memory import SLOTS, Region, round_up
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.api import version
+from ckptless.daemon.api.errors import BadVersionError, ProtocolError
 from ckptless.daemon.api.messages import Assignment, Copies, Holdings, TensorsAt
-from ckptless.daemon.control.surplus import Item
+from ckptless.daemon.control.protection import Item
 
 KEEP = 3
+# Versions of the tensors that a node keeps: the one being written, the newest committed one, and one more,
+# since a rank may be a step behind when another has gone on (see docs/architecture.md, "Which step").
+SLOTS = 3
+PAGE_NBYTES = 4096
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def round_up(nbytes: int) -> int:
+    """To whole pages, at least one."""
+    return max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3_128 of the bytes, hex."""
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+class Region:
+    """A memfd of `slots` slots of `slot_nbytes` bytes for one shard; its size is sealed.
+
+    `fd` is one that was made like this before, and is the region's from here on. Raises ValueError where it
+    is of another size.
+    """
+
+    def __init__(self, number: int, shard: int, slot_nbytes: int, slots: int, fd: int | None = None) -> None:
+        self.number, self.shard = number, shard
+        self.slot_nbytes, self.slots = slot_nbytes, slots
+        self.nbytes = slot_nbytes * slots
+        if fd is None:
+            self.fd = os.memfd_create(f"ckptless-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, self.nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
+        elif (nbytes := os.fstat(fd).st_size) == self.nbytes:
+            self.fd = fd
+        else:
+            raise ValueError(f"a memfd of {nbytes} bytes for {slots} slots of {slot_nbytes}")
+        self._map = mmap.mmap(self.fd, self.nbytes)
+        self._view = memoryview(self._map)
+
+    def has_slot(self, offset: int, nbytes: int) -> bool:
+        """Whether so many bytes lie at the begin of one of the slots."""
+        slot, inside = divmod(offset, self.slot_nbytes)
+        return inside == 0 and 0 <= slot < self.slots and 0 <= nbytes <= self.slot_nbytes
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the region; the caller releases the view. Raises ValueError outside it, or once closed."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > len(self._view):
+            raise ValueError(f"bytes {offset} to {offset + nbytes} of a region of {len(self._view)}")
+        return self._view[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Unmap and close; ranks keep their own mappings. Raises BufferError while it is read."""
+        self._view.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+def header_of(region: Region, at: TensorsAt) -> version.Header:
+    """The header of a version that lies here; its chunks are not read. Raises BadVersionError."""
+    with region.view(at.offset, at.nbytes) as view:
+        header = version.decode(view, at.digest)
+    if header.total_nbytes != at.nbytes:
+        raise BadVersionError(f"{at.nbytes} bytes; the header says {header.total_nbytes}")
+    return header
 
 
 @dataclass(frozen=True)
@@ -30,12 +98,40 @@ class Held:
     shard: int = 0
 
 
-def digest(data: bytes | memoryview) -> str:
-    """xxh3_128 of the bytes, hex."""
-    return xxhash.xxh3_128(data).hexdigest()
+@dataclass(frozen=True)
+class Version:
+    """A step of a shard's tensors in generation `generation`, and where they lie."""
+
+    generation: int
+    shard: int
+    step: int
+    at: TensorsAt
+    region: Region
 
 
-class Vault:
+class Incoming:
+    """A slot that a version from elsewhere is written to; no version lies there before `finish`."""
+
+    def __init__(self, header: version.Header, region: Region, offset: int) -> None:
+        self.header, self._region, self._offset = header, region, offset
+        self.slot = region.view(offset, header.total_nbytes)
+        self.complete = False
+        version.invalidate(self.slot)
+
+    def payload(self, start: int, end: int) -> memoryview:
+        """Bytes of the payload; the caller releases the view."""
+        base = self.header.header_nbytes
+        return self.slot[base + start : base + end]
+
+    def finish(self) -> TensorsAt:
+        """All chunks are there and verified: write the header."""
+        told = version.write_header(self.slot, self.header)
+        self.complete = True
+        nbytes = self.header.total_nbytes
+        return TensorsAt(region=self._region.number, offset=self._offset, nbytes=nbytes, digest=told)
+
+
+class VersionStore:
     """Owned by the agent's event loop."""
 
     def __init__(self) -> None:
@@ -57,8 +153,7 @@ class Vault:
             raise ProtocolError(f"the record of rank {rank}, step {step}, does not match its digest")
         steps = self._records.setdefault(rank, {})
         steps[step] = held
-        for old in sorted(steps)[:-KEEP]:
-            del steps[old]
+        _keep_newest(steps)
         self.on_held()
 
     def record(self, rank: int, step: int) -> Held | None:
@@ -75,7 +170,7 @@ class Vault:
         return region
 
     def adopt(self, region: Region) -> None:
-        """Take over a region that was made before, under a number of this vault's."""
+        """Take over a region that was made before, under a number of this store's."""
         self._count += 1
         region.number = self._count
         self._regions[region.number] = region
@@ -83,6 +178,18 @@ class Vault:
     def region(self, number: int) -> Region | None:
         """A region by its number."""
         return self._regions.get(number)
+
+    @contextmanager
+    def incoming(self, header: version.Header) -> Iterator[Incoming]:
+        """A place to write this version to; what is not finished is no version. Raises OSError as `room`."""
+        with self.room(header.shard, header.total_nbytes) as (region, offset):
+            coming = Incoming(header, region, offset)
+            try:
+                yield coming
+            finally:
+                if not coming.complete:
+                    version.invalidate(coming.slot)
+                coming.slot.release()
 
     @contextmanager
     def room(self, shard: int, nbytes: int) -> Iterator[tuple[Region, int]]:
@@ -94,7 +201,7 @@ class Vault:
         fitting = [r for r in self._regions.values() if r.shard == shard and r.slot_nbytes >= nbytes]
         region = fitting[-1] if fitting else self.allocate(shard, round_up(nbytes), SLOTS)
         lies = {at.offset: step for step, at in steps.items() if at.region == region.number}
-        offsets = [slot * region.slot_nbytes for slot in range(region.slots)]
+        offsets = range(0, region.nbytes, region.slot_nbytes)
         free = [offset for offset in offsets if (region.number, offset) not in self._writing]
         if not free:
             region, lies, free = self.allocate(shard, round_up(nbytes), SLOTS), {}, [0]
@@ -114,17 +221,12 @@ class Vault:
         if region is None or region.shard != shard or not region.has_slot(at.offset, at.nbytes):
             raise ProtocolError(f"tensors of step {step} in a place that was not allocated")
         steps = self._tensors.setdefault(shard, {})
-        overwritten = [
-            old
-            for old, place in steps.items()
-            if (place.region, place.offset) == (at.region, at.offset) or old == step
-        ]
-        for old in overwritten:
-            del steps[old]
+        for old, place in list(steps.items()):
+            if (place.region, place.offset) == (at.region, at.offset):
+                del steps[old]
         steps[step] = at
-        for old in sorted(steps)[:-KEEP]:
-            del steps[old]
-        self._free_regions(region)
+        _keep_newest(steps)
+        self._free_older_regions(region)
         self.on_held()
 
     def tensors(self, shard: int, step: int) -> tuple[TensorsAt, Region] | None:
@@ -145,8 +247,8 @@ class Vault:
         self.on_dropped()
         return True
 
-    def _free_regions(self, newest: Region) -> None:
-        """Older regions of that shard that no step lies in: nobody writes to them any more."""
+    def _free_older_regions(self, newest: Region) -> None:
+        """Of that shard those that no step lies in: nobody writes to them any more."""
         used = {at.region for at in self._tensors[newest.shard].values()}
         older = [r for r in self._regions.values() if r.shard == newest.shard and r.number < newest.number]
         self._close_regions([region for region in older if region.number not in used])
@@ -162,47 +264,55 @@ class Vault:
                 continue  # somebody is still being sent what lay in it: it is closed after that
             del self._regions[region.number]
 
-    # ----------------------------------------------------------------------------------- surplus
+    # -------------------------------------------------------------------------------- garbage collection
 
     def items(self) -> frozenset[Item]:
         """All that takes memory."""
         shards = {shard for shard, steps in self._tensors.items() if steps}
         shards |= {region.shard for region in self._regions.values()}
         ranks = {rank for rank, steps in self._records.items() if steps}
-        return frozenset([*(("tensors", n) for n in shards), *(("record", n) for n in ranks)])
+        return frozenset([*(Item("tensors", n) for n in shards), *(Item("record", n) for n in ranks)])
 
     def newest(self, item: Item) -> int | None:
         """The newest step of it."""
-        what, number = item
-        known: Mapping[int, Iterable[int]] = self._records if what == "record" else self._tensors
-        return max(known.get(number, ()), default=None)
+        known: Mapping[int, Iterable[int]] = self._records if item.kind == "record" else self._tensors
+        return max(known.get(item.number, ()), default=None)
 
-    def give_back(self, item: Item) -> None:
+    def discard(self, item: Item) -> None:
         """Hold nothing of it any more. Memory that is just being read is given back when asked again."""
-        what, number = item
-        if what == "record":
-            self._records.pop(number, None)
+        if item.kind == "record":
+            self._records.pop(item.number, None)
         else:
-            self._tensors.pop(number, None)
-            self._close_regions([region for region in self._regions.values() if region.shard == number])
+            self._tensors.pop(item.number, None)
+            self._close_regions([r for r in self._regions.values() if r.shard == item.number])
         self.on_held()
+
+    def drop_after(self, step: int | None) -> None:
+        """A new generation goes on from `step` (None: from nothing): what is newer never happened."""
+        limit = -1 if step is None else step
+        known: list[dict[int, Any]] = [*self._records.values(), *self._tensors.values()]
+        for steps in known:
+            for newer in [s for s in steps if s > limit]:
+                del steps[newer]
+
+    def drop_unnamed(self, assignment: Assignment, node: int) -> None:
+        """Of the restored step a version that others are not to have from here is not used here either."""
+        for shard, steps in self._tensors.items():
+            if assignment.restore_step in steps and node not in assignment.holders_of(shard):
+                del steps[assignment.restore_step]
 
     # --------------------------------------------------------------------------------------- all
 
     def holdings(self) -> Holdings:
         """What could be given."""
-        records = tuple(
-            (rank, next(iter(steps.values())).shard, tuple(sorted(steps)))
-            for rank, steps in sorted(self._records.items())
-            if steps
-        )
+        held = self.copies()
         tensors = tuple((shard, tuple(sorted(steps))) for shard, steps in sorted(self._tensors.items()))
-        return Holdings(tensors=tensors, records=records)
+        return Holdings(tensors=tensors, records=tuple(one[:3] for one in held.records))
 
     def copies(self) -> Copies:
         """What is held, and in how much memory."""
         records = tuple(
-            (rank, next(iter(steps.values())).shard, tuple(sorted(steps)), _sum(steps))
+            (rank, next(iter(steps.values())).shard, tuple(sorted(steps)), _nbytes_of(steps))
             for rank, steps in sorted(self._records.items())
             if steps
         )
@@ -222,25 +332,11 @@ class Vault:
         used = {at.region for _, _, at in tensors}
         return [self._regions[number] for number in sorted(used)], tensors, records
 
-    def drop_after(self, step: int | None) -> None:
-        """A new generation goes on from `step` (None: from nothing): what is newer never happened."""
-        limit = -1 if step is None else step
-        known: list[dict[int, Any]] = [*self._records.values(), *self._tensors.values()]
-        for steps in known:
-            for newer in [s for s in steps if s > limit]:
-                del steps[newer]
-
-    def drop_unnamed(self, assignment: Assignment, node: int) -> None:
-        """Of the restored step a version that others are not to have from here is not used here either."""
-        for shard, steps in self._tensors.items():
-            if assignment.restore_step in steps and node not in assignment.holders_of(shard):
-                del steps[assignment.restore_step]
-
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        records = sum(_sum(steps) for steps in self._records.values())
-        return records + sum(region.slot_nbytes * region.slots for region in self._regions.values())
+        records = sum(map(_nbytes_of, self._records.values()))
+        return records + sum(region.nbytes for region in self._regions.values())
 
     def close(self) -> None:
         """Give everything back."""
@@ -251,5 +347,10 @@ class Vault:
         self._regions.clear()
 
 
-def _sum(steps: dict[int, Held]) -> int:
+def _keep_newest(steps: dict[int, Any]) -> None:
+    for old in sorted(steps)[:-KEEP]:
+        del steps[old]
+
+
+def _nbytes_of(steps: dict[int, Held]) -> int:
     return sum(len(held.record) for held in steps.values())

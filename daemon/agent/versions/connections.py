@@ -1,28 +1,26 @@
-"""Connections over which other agents are given what they are to hold: records, and tensors."""
+"""Connections over which other agents are given records and tensors, and asked what their twins have."""
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptless.daemon.agent.versions.deltas import Span, missing
-from ckptless.daemon.agent.versions.memory import Region
-from ckptless.daemon.agent.versions.soundness import header_of
+from ckptless.daemon.agent.versions.deltas import missing
+from ckptless.daemon.agent.versions.store import Version
+from ckptless.daemon.api import version as v
 from ckptless.daemon.api.errors import BadVersionError, CkptlessError, ProtocolError
-from ckptless.daemon.api.messages import NodeInfo, TensorsAt
-from ckptless.daemon.api.version import Header
+from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.link import Link
 
-# A longer one than fits into a message: a terabyte of tensors and more.
-MOST_HEAD_NBYTES = 1 << 20
 # So long a holder is waited for that says nothing; one that takes its time says so every few seconds.
 ANSWER_DEADLINE_S = 15.0
 
 Peer: TypeAlias = Link[p.AgentMessage]
 Dial: TypeAlias = Callable[[NodeInfo], Awaitable[Peer]]
+OnLost: TypeAlias = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,10 @@ class Network:
 ANY_NETWORK = Network()
 
 
-class Holder(ABC):
-    """One connection to one holder, dialled once; `on_lost(node, why)` when it is gone, or never came."""
+class Connection(ABC):
+    """One connection to another agent, dialled once; `on_lost(node, why)` when it is gone, or never came."""
 
-    def __init__(self, info: NodeInfo, on_lost: Callable[[int, str], None]) -> None:
+    def __init__(self, info: NodeInfo, on_lost: OnLost) -> None:
         self._info, self._on_lost = info, on_lost
         self._link: Peer | None = None
         self._closed = False
@@ -72,24 +70,28 @@ class Holder(ABC):
             self._link.close()
 
 
-class RecordHolder(Holder):
-    """Gets records; what is sent before the connection stands is kept."""
+class SmallConnection(Connection):
+    """For what is small: records to hold, and questions to a twin; answers go to `on_answer(node, answer)`.
+
+    Records are answered at once, or the other end is given up. A twin answers when it has got that far.
+    """
 
     def __init__(
-        self, info: NodeInfo, on_held: Callable[[int, p.Held], None], on_lost: Callable[[int, str], None]
+        self, info: NodeInfo, on_answer: Callable[[int, p.Held | p.TwinsCompared], None], on_lost: OnLost
     ) -> None:
         super().__init__(info, on_lost)
-        self._on_held = on_held
-        self._early: list[p.PutRecord] | None = []
+        self._on_answer = on_answer
+        self._early: list[p.PutRecord | p.CompareTwins] = []
         self._unanswered = 0
         self._limit: asyncio.Timeout | None = None
 
-    def send(self, record: p.PutRecord) -> None:
-        """Soon."""
-        if self._early is not None:
-            self._early.append(record)
-        elif self._link is not None:
-            self._link.send(record)
+    def send(self, message: p.PutRecord | p.CompareTwins) -> None:
+        """Soon: what is sent before the connection stands is kept."""
+        if self._limit is None or self._link is None:
+            self._early.append(message)
+            return
+        self._link.send(message)
+        if isinstance(message, p.PutRecord):
             self._unanswered += 1
             if self._unanswered == 1:
                 self._wait_anew()
@@ -103,45 +105,31 @@ class RecordHolder(Holder):
     async def _talk(self, link: Peer) -> None:
         try:
             async with asyncio.timeout(None) as self._limit:
-                early, self._early = self._early or (), None
-                for record in early:
-                    self.send(record)
+                for message in self._early:
+                    self.send(message)
                 await self._hear(link)
         except TimeoutError:
             raise _silent() from None
-        finally:
-            self._limit = None
 
     async def _hear(self, link: Peer) -> None:
         while True:
             message = await link.receive()
-            if not isinstance(message, p.Held):
-                raise ProtocolError(f"{type(message).__name__} is no answer to a record")
-            self._unanswered = max(0, self._unanswered - 1)
-            self._wait_anew()
-            if message.held:
-                self._on_held(self._info.node, message)
+            if not isinstance(message, p.Held | p.TwinsCompared):
+                raise ProtocolError(f"{type(message).__name__} is no answer to a record or a twin")
+            if isinstance(message, p.Held):
+                self._unanswered = max(0, self._unanswered - 1)
+                self._wait_anew()
+            self._on_answer(self._info.node, message)
 
 
-@dataclass(frozen=True)
-class Version:
-    """A step of a shard's tensors, and where they lie."""
-
-    generation: int
-    shard: int
-    step: int
-    at: TensorsAt
-    region: Region
-
-
-class TensorHolder(Holder):
-    """Gets tensors, one version after the other; each is offered first, since the holder may have it."""
+class TensorConnection(Connection):
+    """Gives tensors, one version after the other; each is offered first, since the holder may have it."""
 
     def __init__(
         self,
         info: NodeInfo,
         on_held: Callable[[int, Version], None],
-        on_lost: Callable[[int, str], None],
+        on_lost: OnLost,
         is_sound: Callable[[Version], Awaitable[bool]],
         pace: Pace,
     ) -> None:
@@ -188,83 +176,43 @@ class TensorHolder(Holder):
                     raise ProtocolError("what it is sent does not verify there, again and again")
 
     async def _give(self, link: Peer, version: Version) -> str:
-        at = version.at
+        """Offer a version, and send what is wanted of it; the last answer."""
         try:
-            head = _head_of(version)
+            view = version.region.view(version.at.offset, version.at.nbytes)
         except ValueError:
             return "stale"  # its memory has been given back, as nobody will restore that step any more
-        offer = p.OfferTensors(
-            generation=version.generation,
-            shard=version.shard,
-            step=version.step,
-            nbytes=at.nbytes,
-            digest=at.digest,
-            header=head[0] if head is not None else b"",
-        )
-        link.send(offer)
-        answer = await self._answer_about(version)
-        if answer.answer == "wanted":
-            spans = missing(head[1], answer.have) if head is not None else [(0, at.nbytes)]
-            if not await self._send(link, version, spans):
-                return "stale"
-            answer = await self._answer_about(version)
+        with view:
+            try:
+                header = v.decode(view, version.at.digest)
+            except BadVersionError:
+                return "unsound"
+            head = bytes(view[: header.header_nbytes])
+            link.send(p.OfferTensors(generation=version.generation, header=head))
+            answer = await self._next_answer()
+            if answer.answer == "wanted":
+                link.send(p.PutTensors())
+                for start, end in missing(header, answer.have):
+                    with view[header.header_nbytes + start : header.header_nbytes + end] as part:
+                        await link.send_bulk(part, self._pace)
+                answer = await self._next_answer()
         if answer.answer == "held":
             self._on_held(self._info.node, version)
         elif answer.answer == "wanted":
             raise ProtocolError("it wants what it has been sent")
         return answer.answer
 
-    async def _send(self, link: Peer, version: Version, spans: Sequence[Span]) -> bool:
-        """Those bytes of it; False where it is not there any more."""
-        at = version.at
-        try:
-            view = version.region.view(at.offset, at.nbytes)
-        except ValueError:
-            return False
-        with view:
-            put = p.PutTensors(
-                generation=version.generation,
-                shard=version.shard,
-                step=version.step,
-                nbytes=at.nbytes,
-                digest=at.digest,
-            )
-            link.send(put)
-            for start, end in spans:
-                with view[start:end] as part:
-                    await link.send_bulk(part, self._pace)
-        return True
-
-    async def _answer_about(self, version: Version) -> p.TensorsAnswer:
-        """Raises TimeoutError where none comes, ProtocolError."""
-        while (answer := await self._next_about(version)).answer == "later":
-            pass
-        return answer
-
-    async def _next_about(self, version: Version) -> p.TensorsAnswer:
-        try:
-            async with asyncio.timeout(ANSWER_DEADLINE_S):
-                answer = await self._answers.get()
-        except TimeoutError:
-            raise _silent() from None
-        if not isinstance(answer, p.TensorsAnswer):
-            raise ProtocolError(f"{type(answer).__name__} is no answer to tensors")
-        if (answer.shard, answer.step) != (version.shard, version.step):
-            raise ProtocolError("an answer about other tensors than those that were sent")
-        return answer
-
-
-def _head_of(version: Version) -> tuple[bytes, Header] | None:
-    """The header, packed and not, where there are chunks to choose from. Raises ValueError: it is gone."""
-    region, at = version.region, version.at
-    try:
-        header = header_of(region, at)
-    except BadVersionError:
-        return None  # whoever is sent it says so
-    if len(header.chunks) < 2 or header.header_nbytes > MOST_HEAD_NBYTES:
-        return None
-    with region.view(at.offset, header.header_nbytes) as view:
-        return bytes(view), header
+    async def _next_answer(self) -> p.TensorsAnswer:
+        """The next one that is not "later". Raises TimeoutError where none comes, ProtocolError."""
+        while True:
+            try:
+                async with asyncio.timeout(ANSWER_DEADLINE_S):
+                    answer = await self._answers.get()
+            except TimeoutError:
+                raise _silent() from None
+            if not isinstance(answer, p.TensorsAnswer):
+                raise ProtocolError(f"{type(answer).__name__} is no answer to tensors")
+            if answer.answer != "later":
+                return answer
 
 
 def _silent() -> TimeoutError:
