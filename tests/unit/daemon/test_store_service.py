@@ -374,7 +374,7 @@ BAD: dict[str, p.AgentMessage] = {
     "one number twice": said(
         *[wire.Ask(1, protocol.Wait((b"not there",))), wire.Ask(1, protocol.Wait((b"not there",)))]
     ),
-    "a message of another edge": p.WhoHolds(generation=1, tensors=(), records=()),
+    "a message of another edge": p.SaveReply(newest=None),
 }
 
 
