@@ -29,11 +29,11 @@ from ckptless.daemon.api.saving import Save, SaveDone
 from ckptless.daemon.clock import Clock
 from ckptless.daemon.cluster import Cluster
 from ckptless.daemon.config import DaemonConfig, Timers
-from ckptless.daemon.control import eviction, story
+from ckptless.daemon.control import eviction, ledger_rows
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
 from ckptless.daemon.control.edges import DarkState
+from ckptless.daemon.control.event_lines import Line
 from ckptless.daemon.control.keeping import Entry
-from ckptless.daemon.control.telling import Line
 from ckptless.daemon.evict import evict
 from ckptless.daemon.jobs import LIFE_BITS, Memory, is_as_new
 from ckptless.daemon.keeper import Keeper
@@ -331,7 +331,7 @@ class Service:
         logger.info("job %s: %s: %s", entry.run, kind, text)
         event_id = f"{entry.node}.{secrets.token_hex(5)}.{kind}"
         said = Line(level, kind, text)
-        self.write((story.event(event_id, entry.run, entry.node, said, (self.now(), None)),))
+        self.write((ledger_rows.event(event_id, entry.run, entry.node, said, (self.now(), None)),))
 
     def _set_aside(self, text: str) -> None:
         for job in self._jobs.values():

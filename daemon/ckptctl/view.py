@@ -23,8 +23,8 @@ from ckptless.daemon.api.records import (
 )
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.ckptctl.source import Source, sources
+from ckptless.daemon.control.event_lines import returned_text
 from ckptless.daemon.control.faults import SECONDARY
-from ckptless.daemon.control.telling import returned_text
 from ckptless.daemon.ledger.merge import Snapshot
 
 

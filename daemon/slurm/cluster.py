@@ -15,8 +15,8 @@ from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.cluster import EXPLAIN_S
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState, NodeLost
+from ckptless.daemon.control.job_state import NOBODY
 from ckptless.daemon.control.keeping import Entry
-from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.roster import Roster
