@@ -21,8 +21,8 @@ from ckptless.daemon.api.records import (
 from ckptless.daemon.ckptctl.ask import NoSuchJobError
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.ckptctl.source import Source, sources
+from ckptless.daemon.control.event_lines import returned_text
 from ckptless.daemon.control.faults import SECONDARY
-from ckptless.daemon.control.telling import returned_text
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 

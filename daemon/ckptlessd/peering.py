@@ -18,7 +18,7 @@ from ckptless.daemon.control.agreement import Agreement
 from ckptless.daemon.control.decree import Decided, Decree, Propose
 from ckptless.daemon.control.packing import MissingBaseError, digest_of, pack, unpack
 from ckptless.daemon.membership import watch as w
-from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
+from ckptless.daemon.membership.messages import Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.membership.offers import Offers
 from ckptless.daemon.membership.overlay import overlay
 from ckptless.daemon.membership.pulses import Pulses
@@ -144,7 +144,7 @@ class Peering:
             case p.JobKey():
                 raise TypeError("a key is the runtime's business")
             case _:
-                self._said(node, message, direct=True)
+                self._said(node, message)
         self._carry()
 
     def tick(self) -> None:
@@ -174,7 +174,7 @@ class Peering:
         fresh = self._pulses.fresh(now, self._times.dark_s + PULSE_HOPS * self._times.beat_s)
         if fresh != self._fresh:
             self._fresh = fresh
-            self._session.feed(e.Pulsing(fresh))
+            self._session.feed(e.Heartbeats(fresh))
 
     def flush(self) -> None:
         """Send what was kept for a moment, to go together."""
@@ -274,9 +274,6 @@ class Peering:
             if one.to != self._me and 0 < one.hops <= MOST_HOPS:
                 self._forward(sender, one)
         self._session.hear_all(self._unpacked(batch))
-        for origin, said in batch:
-            if isinstance(said, Alive):
-                self._said(origin, said, direct=False)
 
     def _forward(self, sender: int, message: p.Relayed) -> None:
         onward = msgspec.structs.replace(message, hops=message.hops - 1)
@@ -298,18 +295,15 @@ class Peering:
             elif (whole := self._decrees.unpack(message)) is not None:
                 found.append((node, whole))
             else:
-                standing = self._session.control.short_standing
+                standing = self._session.control.standing
                 self._to_daemon(node, p.Meeting(job=self._session.job, standing=standing, reports=()))
         return found
 
-    def _said(self, node: int, message: p.Said, *, direct: bool) -> None:
+    def _said(self, node: int, message: p.Said) -> None:
         if isinstance(message, p.Packed):
             self._session.hear_all(self._unpacked([(node, message)]))
-        elif isinstance(message, Alive):
-            if message.node == node:
-                self._member.hear(node, message, self._now())
         else:
-            self._session.hear(node, message, direct=direct)
+            self._session.hear(node, message)
 
     # --------------------------------------------------------------------------------- membership
 
@@ -359,16 +353,12 @@ class Peering:
                 self._links.hang_up(output.node, output.why)
             case w.Say():
                 self._links.send(output.node, output.message)
-            case w.Spread():
-                # Also past connections that are broken: that may be why it is suspected.
-                self._spread(self._relayed(None, output.message))
-            case w.Answers():
-                self._session.feed(e.AgentAnswers(output.node, output.answers))
+            case e.AgentAnswers():
+                self._session.feed(output)
             case w.Withdrawn():
                 self._note(f"node-{output.node} is not suspected any more: {output.why}")
-            case w.Gone():
-                reason, age_s = output.reason, output.age_s
-                self._session.lose(e.NodeLost(output.node, reason, age_s, output.dark, source="membership"))
+            case e.NodeLost():
+                self._session.lose(output)
 
     def _look(self, node: int) -> None:
         agent = self._session.agent_address(node)

@@ -35,10 +35,10 @@ from ckptless.daemon.ckptlessd.session import LIFE_BITS, Memory, is_as_new
 from ckptless.daemon.ckptlessd.state_dir import open_state_dir
 from ckptless.daemon.ckptlessd.unix_server import Client, UnixServer, listen
 from ckptless.daemon.config import DaemonConfig, Timers
-from ckptless.daemon.control import eviction, story
+from ckptless.daemon.control import eviction, ledger_rows
 from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.control.event_lines import Line
 from ckptless.daemon.control.keeping import Entry
-from ckptless.daemon.control.telling import Line
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.reader import LedgerReader
 from ckptless.daemon.ledger.store import Owner
@@ -329,7 +329,7 @@ class Service:
         logger.info("job %s: %s: %s", entry.run, kind, text)
         event_id = f"{entry.node}.{secrets.token_hex(5)}.{kind}"
         said = Line(level, kind, text)
-        row = story.event(event_id, entry.run, entry.node, said, (self.now(), None))
+        row = ledger_rows.event(event_id, entry.run, entry.node, said, (self.now(), None))
         self.ledger.write([printable(row)])
 
     def _set_aside(self, text: str) -> None:

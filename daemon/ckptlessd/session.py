@@ -16,7 +16,6 @@ from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Durable, Say
 from ckptless.daemon.control.faults import NodeViews
-from ckptless.daemon.membership.messages import Alive
 from ckptless.daemon.membership.watch import Times
 from ckptless.daemon.peers import messages as p
 
@@ -103,13 +102,15 @@ class JobSession:
         self.job, self.life, self.now = job, memory.life, outlets.now
         self._outlets = outlets
         self._explaining = False
-        self.control = Controller(
+        self._controller = Controller(
             me=roster.me,
             session=f"{memory.life:x}",
             nodes=NodeViews(roster.nodes),
             durable=memory.durable,
             may_vote=not memory.lost,
         )
+        # How the job is, for all others to read.
+        self.control = self._controller.job
         self.peering = Peering(self, roster, outlets.peer_links, outlets.times)
 
     def tick(self) -> None:
@@ -140,7 +141,7 @@ class JobSession:
         """Inputs, and everything that follows from them."""
         before = self._ends
         events = tuple(event for event in events if not self._is_to_be_explained(event))
-        for output in self.control.handle_all(events, self.now()):
+        for output in self._controller.handle_all(events, self.now()):
             self._carry(output)
         if self._ends != before and self.control.outcome is not None:
             self._outlets.ended(self.control.outcome)
@@ -160,9 +161,9 @@ class JobSession:
             self._outlets.explain(event.node, event.message)
         return True
 
-    def hear(self, node: int, message: p.Said, *, direct: bool = True) -> None:
-        """What another daemon says of this job, over a connection to it or by way of others."""
-        events = self._heard(node, message, direct=direct)
+    def hear(self, node: int, message: p.Said) -> None:
+        """What another daemon says of this job, over a connection to it."""
+        events = self._heard(node, message, direct=True)
         if events:
             self.feed(*events)
 
@@ -190,7 +191,7 @@ class JobSession:
                 )
             case p.Rows():
                 self._outlets.write(message.records)
-            case p.Gone() | Alive() | p.Packed():
+            case p.Gone() | p.Packed():
                 pass  # of a node that is lost itself, or not the control plane's business
         return ()
 

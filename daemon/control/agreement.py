@@ -79,7 +79,7 @@ class Agreement:
     @property
     def ready(self) -> bool:
         """Whether it may propose: elected, by the voters of the newest decree, and nothing is open."""
-        return self.elected and self.prepared and self.proposal is None
+        return self.prepared and self.proposal is None
 
     @property
     def campaigns(self) -> bool:

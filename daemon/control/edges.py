@@ -15,7 +15,7 @@ from ckptless.daemon.api.limits import (
     Text,
 )
 from ckptless.daemon.api.records import FaultSource, Record
-from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decree, Durable, Say
+from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Durable, Say
 
 DarkState = Literal["dark", "gone", "back"]
 Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
@@ -28,8 +28,8 @@ Stage = Literal["forming", "joining", "restoring", "running", "stopping", "relea
 class Standing:
     """What a daemon tells another when they meet: who leads, how far the job is, which nodes are lost.
 
-    `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `promised` is
-    the one below which it accepts nothing. What is said often leaves the decree out, and has its `index`.
+    `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `index` is the
+    number of the newest decree that it knows; `promised` the ballot below which it accepts nothing.
     `lost` has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
     nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
     `dead`: voters that are dead by the witness's word, whoever asked it.
@@ -38,18 +38,12 @@ class Standing:
     term: Number
     leader: NodeOrNone
     stage: Stage
-    known: Decree | None
+    index: Number
     promised: Ballot = NO_BALLOT
     lost: Annotated[tuple[tuple[NodeNumber, Text, FaultSource], ...], OF_NODES] = ()
-    index: Number = 0
     able: bool = True
     apart: Nodes = ()
     dead: Nodes = ()
-
-    @property
-    def newest(self) -> int:
-        """The number of the newest decree that the sender knows."""
-        return self.index if self.known is None else self.known.index
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ class AgentAnswers:
 
 
 @dataclass(frozen=True)
-class Pulsing:
+class Heartbeats:
     """The voters that have given a new sign of life lately, however it came here."""
 
     nodes: frozenset[int]
@@ -177,7 +171,7 @@ Input: TypeAlias = (
     | PeerDown
     | NodeLost
     | AgentAnswers
-    | Pulsing
+    | Heartbeats
     | Apart
     | OrderFrom
     | Said

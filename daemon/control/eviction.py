@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from ckptless.daemon.api.eviction import EvictionSource
 from ckptless.daemon.api.messages import Assignment, Place
 from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.knowledge import Knowledge
+from ckptless.daemon.control.job_state import JobState
 
 
 def may_say(source: EvictionSource, uid: int, owner: int, daemon: int) -> bool:
@@ -26,30 +26,30 @@ def find_node(word: str, names: Sequence[str]) -> int | None:
     return number if 0 <= number < len(names) else None
 
 
-def cannot_say(knowledge: Knowledge) -> str | None:
+def cannot_say(job: JobState) -> str | None:
     """Why this daemon is the wrong one to ask, or None."""
-    if knowledge.nodes[knowledge.me].lost is not None:
+    if job.nodes[job.me].lost is not None:
         return "this node is out of the job itself: ask on another one"
-    if not knowledge.decides:
+    if not job.decides:
         return "this node hears too few of the job's others: ask on another one"
     return None
 
 
-def refusal(knowledge: Knowledge, node: int, *, force: bool) -> str | None:
+def refusal(job: JobState, node: int, *, force: bool) -> str | None:
     """Why the node stays in the job, or None; `force` where its ranks would have no place to go."""
-    assignment, spec = knowledge.assignment, knowledge.spec
-    if knowledge.outcome is not None:
-        return f"the job is over: {knowledge.outcome.reason}"
+    assignment, spec = job.assignment, job.spec
+    if job.outcome is not None:
+        return f"the job is over: {job.outcome.reason}"
     if assignment is None or spec is None:
         return "the job has not begun yet"
-    if knowledge.stage == "releasing":
+    if job.stage == "releasing":
         return "training is over, and the job about to end"
     if force:
         return None
     ranks = len(assignment.ranks_on(node))
     if not ranks:
         return None  # a spare
-    short = homeless_after(assignment, knowledge.nodes, spec.slots_per_node, node)
+    short = homeless_after(assignment, job.nodes, spec.slots_per_node, node)
     if short <= 0:
         return None
     words = "its rank has" if ranks == 1 else f"its {ranks} ranks have"

@@ -19,11 +19,11 @@ from ckptless.daemon.api.messages import (
     Tries,
     Why,
 )
+from ckptless.daemon.control.event_lines import cause_text, one_line
 from ckptless.daemon.control.faults import SECONDARY, Fault, Finding, NodeView
 from ckptless.daemon.control.seats import Seats, remove
 from ckptless.daemon.control.sources import NoCommonStepError, state_sources
 from ckptless.daemon.control.start import start_from
-from ckptless.daemon.control.telling import cause_text, one_line
 
 RUNGS = ("start", "in-process", "process", "spare")
 

@@ -16,7 +16,7 @@ from ckptless.daemon.api.records import HoldingRecord
 KEPT_STEPS = 3
 # ... or as what it holds is told and written once in a while, in seconds behind who was heard of last.
 LAG_S = 5.0
-# Of more nodes, what each holds is told more seldom: see control/follower.py.
+# Of more nodes, what each holds is told more seldom: see control/snapshots.py.
 FEW_NODES = 64
 
 

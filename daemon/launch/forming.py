@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckptless.daemon.api.forming import clear, has_begun, nodes_up
 from ckptless.daemon.api.messages import JobSpec
-from ckptless.daemon.control.elector import FORMING_DEADLINE_S
+from ckptless.daemon.control.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.slurm.hostlist import compress
 
 logger = logging.getLogger(__name__)

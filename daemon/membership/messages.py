@@ -20,10 +20,9 @@ class Beat(Message, frozen=True, kw_only=True):
 
 
 class Suspect(Message, frozen=True, kw_only=True):
-    """The sender does not hear `node`, of which `incarnation` is the newest that it knows. Do you?"""
+    """The sender does not hear `node`. Do you?"""
 
     node: NodeNumber
-    incarnation: Number
 
 
 class Saw(Message, frozen=True, kw_only=True):
@@ -31,13 +30,6 @@ class Saw(Message, frozen=True, kw_only=True):
 
     node: NodeNumber
     lives: bool
-
-
-class Alive(Message, frozen=True, kw_only=True):
-    """The node itself says, to all: I am suspected, and live. A higher incarnation than the suspicion's."""
-
-    node: NodeNumber
-    incarnation: Number
 
 
 class Have(Message, frozen=True, kw_only=True):

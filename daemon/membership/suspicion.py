@@ -54,7 +54,6 @@ class Suspicion:
     `since`: when somebody was asked first.
     """
 
-    incarnation: int
     asked: frozenset[int]
     asked_at: float
     confirmed: set[int] = field(default_factory=set)

@@ -2,7 +2,7 @@
 
 A node is watched by its neighbours. Silent for half of `dark_s`, it is suspected: the watcher looks whether
 anything on the node answers (a connection to its agent, which its kernel takes even where every process is
-stopped or starved), and asks three others to look as well. Whoever is suspected hears of it and objects.
+stopped or starved), and asks three others to look as well.
 The verdict takes `dark_s` without a sign of life where all who were asked say the same, up to three times as
 long where they do not, each times what this daemon's own health is (`suspicion.LocalHealth`).
 
@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
-from ckptless.daemon.membership.messages import Alive, Saw, Suspect
+from ckptless.daemon.control.edges import AgentAnswers, NodeLost
+from ckptless.daemon.membership.messages import Saw, Suspect
 from ckptless.daemon.membership.suspicion import LocalHealth, Suspicion, suspicion_s
 
 # What came of looking at a node, at its agent: "open", "refused" (the machine lives, the agent does not) or
@@ -67,31 +68,6 @@ class Say:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """To all daemons."""
-
-    message: Alive
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Whether the agent of a node whose daemon is away has answered just now."""
-
-    node: int
-    answers: bool
-
-
-@dataclass(frozen=True)
-class Gone:
-    """The verdict. `age_s`: since the last sign of life; `dark`: nothing on it answers."""
-
-    node: int
-    reason: str
-    age_s: float
-    dark: bool
-
-
-@dataclass(frozen=True)
 class Withdrawn:
     """Nothing on a node had answered this daemon, and yet it lives."""
 
@@ -99,24 +75,22 @@ class Withdrawn:
     why: str
 
 
-Output: TypeAlias = Look | HangUp | Say | Spread | Answers | Gone | Withdrawn
+Output: TypeAlias = Look | HangUp | Say | AgentAnswers | NodeLost | Withdrawn
 
 
 @dataclass
 class _Watched:
     """`heard`: the last word of its daemon; `lived`: the last sign of life of the node. Or the beginning.
 
-    `seen`: the last sign of life that this daemon has seen itself; what others say comes late.
-    `met`: there was a connection to its daemon; `why` the last one ended. `dark`: at the last look nothing
-    answered. `blind`: since when nothing there has answered this daemon; `vouched`: when another one that was
-    asked saw it last.
+    `seen`: the last sign of life that this daemon has seen itself; what others say comes late. `why` the last
+    connection to its daemon has ended. `dark`: at the last look nothing answered. `blind`: since when nothing
+    there has answered this daemon; `vouched`: when another one that was asked saw it last.
     """
 
     heard: float
     lived: float
     seen: float = 0.0
     linked: bool = False
-    met: bool = False
     why: str | None = None
     blind: float | None = None
     vouched: float = 0.0
@@ -137,7 +111,6 @@ class Membership:
     _watched: dict[int, _Watched] = field(default_factory=dict)
     _looking: set[int] = field(default_factory=set)
     _askers: dict[int, set[int]] = field(default_factory=dict)
-    _incarnations: dict[int, int] = field(default_factory=dict)
     _due: float = 0.0
     _seldom: frozenset[int] = frozenset()
     _out: list[Output] = field(default_factory=list)
@@ -199,16 +172,15 @@ class Membership:
         for node in self._watched.keys() - wanted:
             if not self._watched.pop(node).linked:
                 # Nobody looks any more: that it answered once must not stand for ever.
-                self._out.append(Answers(node, answers=False))
+                self._out.append(AgentAnswers(node, answers=False))
         for node in sorted(wanted):
             if node not in self._watched:
-                here = node in links
-                self._watched[node] = _Watched(heard=now, lived=now, linked=here, met=here)
+                self._watched[node] = _Watched(heard=now, lived=now, linked=node in links)
 
     def linked(self, node: int, now: float) -> None:
         """There is a connection to its daemon."""
         one = self._watched.setdefault(node, _Watched(heard=now, lived=now))
-        one.linked, one.met, one.gone, one.heard, one.seen = True, True, False, now, now
+        one.linked, one.gone, one.heard, one.seen = True, False, now, now
         one.blind = None
         self._lives(node, one, now, "its daemon has connected")
 
@@ -269,22 +241,20 @@ class Membership:
         if answer == "open":
             self._lives(node, one, now, "its agent answers")
         if answer in ("open", "silent") and not one.linked:
-            self._out.append(Answers(node, answer == "open"))
+            self._out.append(AgentAnswers(node, answer == "open"))
         if answer == "lives":
             self._lives(node, one, now, "its machine answers")
         one.dark = answer == "silent"
         if answer == "refused" and not one.linked:
             self._lose(node, one, "its agent is gone", now, dark=False)
 
-    def hear(self, sender: int, message: Suspect | Saw | Alive, now: float) -> None:
+    def hear(self, sender: int, message: Suspect | Saw, now: float) -> None:
         """What another daemon says of who lives."""
         match message:
             case Suspect():
                 self._asked(sender, message, now)
             case Saw():
                 self._answered(sender, message, now)
-            case Alive():
-                self._objected(message, now)
 
     # ---------------------------------------------------------------------------------- judging
 
@@ -329,14 +299,10 @@ class Membership:
         if old is not None and now - old.asked_at < self.times.dark_s / 2:
             return
         asked = self._whom_to_ask(node, one)
-        known = self._incarnations.get(node, 0)
         confirmed = old.confirmed & asked if old is not None else set()
         since = old.since if old is not None and old.asked else now
-        one.suspicion = Suspicion(known, asked, now, confirmed, since)
-        question = Suspect(node=node, incarnation=known)
-        self._out += [Say(other, question) for other in sorted(asked - one.suspicion.confirmed)]
-        if one.linked:
-            self._out.append(Say(node, question))
+        one.suspicion = Suspicion(asked, now, confirmed, since)
+        self._out += [Say(other, Suspect(node=node)) for other in sorted(asked - confirmed)]
 
     def _whom_to_ask(self, node: int, one: _Watched) -> frozenset[int]:
         sound = [other for other, its in self._watched.items() if its.linked and its.lived > one.lived]
@@ -360,24 +326,18 @@ class Membership:
     def _lose(self, node: int, one: _Watched, what: str, now: float, *, dark: bool) -> None:
         one.gone = True
         age_s = now - one.lived
-        before = (one.why,) if one.why is not None else () if one.met else ("its daemon was never met",)
+        before = (one.why,) if one.why is not None else () if one.linked else ("its daemon was never met",)
         heard = (f"node-{self.me} has heard nothing of it for {age_s:.1f} s",) if dark else ()
-        self._out.append(Gone(node, "; ".join((*before, *heard, what)), age_s, dark))
+        reason = "; ".join((*before, *heard, what))
+        self._out.append(NodeLost(node, reason, age_s, dark, source="membership"))
 
     # ----------------------------------------------------------------------------------- others
 
     def _asked(self, sender: int, message: Suspect, now: float) -> None:
         node = message.node
-        if node == self.me:
-            self._incarnations[node] = max(message.incarnation, self._incarnations.get(node, 0)) + 1
-            self.health.worse(now)
-            self._out.append(Spread(Alive(node=node, incarnation=self._incarnations[node])))
-            return
         one = self._watched.get(node)
         if one is not None and one.linked and now - one.heard < self.times.dark_s / 2:
-            # It can say so itself, too, which whoever else suspects it hears.
             self._out.append(Say(sender, Saw(node=node, lives=True)))
-            self._out.append(Say(node, message))
         else:
             self._askers.setdefault(node, set()).add(sender)
             if node not in self._looking:
@@ -393,19 +353,6 @@ class Membership:
             one.vouched = now
             self._lives(message.node, one, now, f"node-{sender} sees it")
             if not one.linked:
-                self._out.append(Answers(message.node, answers=True))
+                self._out.append(AgentAnswers(message.node, answers=True))
         else:
             one.suspicion.confirmed.add(sender)
-
-    def _objected(self, message: Alive, now: float) -> None:
-        node = message.node
-        if message.incarnation <= self._incarnations.get(node, 0):
-            return
-        self._incarnations[node] = message.incarnation
-        one = self._watched.get(node)
-        if one is None:
-            return
-        one.vouched = now
-        if not one.gone and one.suspicion is not None:
-            self.health.worse(now)
-            self._lives(node, one, now, "it objects")

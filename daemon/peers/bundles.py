@@ -11,7 +11,7 @@ import msgspec
 
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.control.decree import Decided, Decree, Promise, Propose
-from ckptless.daemon.membership.messages import Alive, Beat, Saw, Suspect
+from ckptless.daemon.membership.messages import Beat, Saw, Suspect
 from ckptless.daemon.peers import messages as p
 
 # Of what one bundle holds: heartbeats come between two of them.
@@ -66,7 +66,7 @@ def check_nodes(message: p.DaemonMessage, nodes: Collection[int]) -> None:
 
 def _named(message: p.DaemonMessage) -> Iterator[int]:
     match message:
-        case Suspect() | Saw() | Alive() | p.Gone():
+        case Suspect() | Saw() | p.Gone():
             yield message.node
         case Beat():
             yield from (node for node, _, _ in message.pulses)
@@ -76,7 +76,6 @@ def _named(message: p.DaemonMessage) -> Iterator[int]:
             yield from (report.node for report in message.reports)
             yield from (lost[0] for lost in message.standing.lost)
             yield from message.standing.apart
-            yield from _of_decree(message.standing.known)
         case p.Agree(say=Decided() | Propose() as say):
             yield from _of_decree(say.decree)
         case p.Agree(say=Promise() as promise) if promise.vote is not None:
@@ -88,9 +87,7 @@ def _named(message: p.DaemonMessage) -> Iterator[int]:
             return
 
 
-def _of_decree(decree: Decree | None) -> Iterator[int]:
-    if decree is None:
-        return
+def _of_decree(decree: Decree) -> Iterator[int]:
     yield from decree.voters
     if decree.assignment is not None:
         yield from {place.node for place in decree.assignment.places}

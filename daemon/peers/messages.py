@@ -27,7 +27,7 @@ from ckptless.daemon.api.messages import Message, Order
 from ckptless.daemon.api.records import FaultSource, Record
 from ckptless.daemon.control.decree import Ballot, Say
 from ckptless.daemon.control.edges import Report, Standing
-from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
+from ckptless.daemon.membership.messages import Beat, Have, Saw, Suspect, Want
 
 
 class PeerMessage(Message, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class JobKey(PeerMessage, frozen=True, kw_only=True):
     masked: Key
 
 
-Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Packed | Rows | Gone | Alive
+Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Packed | Rows | Gone
 
 
 class Relayed(PeerMessage, frozen=True, kw_only=True):

@@ -16,8 +16,8 @@ from ckptless.daemon.ckptlessd.cluster import EXPLAIN_S
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.config import Peer
 from ckptless.daemon.control.edges import DarkState, NodeLost
+from ckptless.daemon.control.job_state import NOBODY
 from ckptless.daemon.control.keeping import Entry
-from ckptless.daemon.control.knowledge import NOBODY
 from ckptless.daemon.keeper import Keeper
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.settings_bind import interfaces

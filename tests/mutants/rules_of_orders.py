@@ -6,71 +6,81 @@ from .rule import CONTROL, Named, of
 
 ORDERS: tuple[Named, ...] = (
     *of(
-        f"{CONTROL}/follower.py",
+        f"{CONTROL}/following.py",
         "unit/control/test_orders.py",
         (
             "an older report replaces a newer one",
-            "if view.state is not None and message.seq <= view.state.seq:",
+            "if view.state is not None and state.seq <= view.state.seq:",
             "if False:",
             "test_a_report_that_is_no_newer_changes_nothing",
         ),
         (
             "orders are not fenced by ballot",
-            "if reign < self._reign or self.outcome is not None:",
-            "if self.outcome is not None:",
+            "if reign < job.reign or job.outcome is not None:",
+            "if job.outcome is not None:",
             "test_an_order_of_an_older_ballot_is_refused",
         ),
         (
             "orders are not fenced by generation",
-            "if order.generation != self._generation:",
+            "if order.generation != job.generation:",
             "if False:",
             "test_an_order_of_another_generation_is_not_obeyed",
         ),
         (
             "orders are obeyed after the end",
-            "if reign < self._reign or self.outcome is not None:",
-            "if reign < self._reign:",
+            "if reign < job.reign or job.outcome is not None:",
+            "if reign < job.reign:",
             "test_no_order_is_obeyed_once_the_job_is_over",
         ),
         (
-            "who is cut off drives the job",
-            "        if self._lease.held:\n            self._campaign_if_due(now)\n",
-            "        if True:\n            self._campaign_if_due(now)\n",
-            "test_a_leader_without_its_lease_gives_no_orders",
-        ),
-        (
-            "the word of whoever is out counts",
-            "if self.has_a_say(event.node):",
-            "if True:",
-            "test_the_word_of_a_lost_node_does_not_count",
-        ),
-        (
-            "a lost node's answer counts",
-            "answers = event.answers and self.nodes[event.node].lost is None",
-            "answers = event.answers",
-            "test_an_answer_of_a_lost_node_is_none",
-        ),
-        (
             "an order that comes again is not answered",
-            "if type(order) is self._obeyed and self.leader not in (NOBODY, self.me):",
+            "if kind is self._obeyed and job.follows:",
             "if False:",
             "test_an_order_that_is_said_again_is_answered_by_how_far_it_is",
         ),
         (
             "the leader is not told what the own agent says",
-            "            self._pass_on(report, now)\n",
+            "            self._pass_on(message, now)\n",
             "            pass\n",
             "test_the_leader_is_passed_every_report_of_the_own_agent_and_no_other",
         ),
+    ),
+    *of(
+        f"{CONTROL}/controller.py",
+        "unit/control/test_orders.py",
+        (
+            "who is cut off drives the job",
+            "        if job.lease.held:\n            self._election.campaign_if_due(now)\n",
+            "        if True:\n            self._election.campaign_if_due(now)\n",
+            "test_a_leader_without_its_lease_gives_no_orders",
+        ),
+        (
+            "the word of whoever is out counts",
+            "if job.has_a_say(node):",
+            "if True:",
+            "test_the_word_of_a_lost_node_does_not_count",
+        ),
+        (
+            "a lost node's answer counts",
+            "answers = event.answers and job.nodes[event.node].lost is None",
+            "answers = event.answers",
+            "test_an_answer_of_a_lost_node_is_none",
+        ),
         (
             "the word for the dead is not taken",
-            "        self._hear_of_dead(event.node, set(theirs.dead))\n",
+            "        self._fencing.hear_of_dead(node, set(theirs.dead))\n",
             "",
             "test_who_hears_of_the_dead_passes_it_on_and_counts_on_it",
         ),
+        (
+            "a voter change re-enters joining",
+            "elif assignment is not None and assignment.generation > job.generation:",
+            "elif assignment is not None:",
+            "test_a_change_of_voters_begins_nothing_again",
+        ),
     ),
     *of(
-        f"{CONTROL}/follower.py",
+        f"{CONTROL}/following.py",
         "unit/control/test_missed.py",
         (
             "an agent is not told of what it has missed",
@@ -80,7 +90,7 @@ ORDERS: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/knowledge.py",
+        f"{CONTROL}/job_state.py",
         "unit/control/test_orders.py",
         (
             "the word of a lost node counts",
@@ -108,8 +118,8 @@ ORDERS: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/tally.py",
-        "unit/control/test_tally.py",
+        f"{CONTROL}/generation_progress.py",
+        "unit/control/test_generation_progress.py",
         (
             "frozen in an older generation counts: who is waited for",
             "frozen = state is not None and state.frozen == self.assignment.generation",
@@ -148,29 +158,29 @@ ORDERS: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/controller.py",
+        f"{CONTROL}/leading.py",
         "unit/control/test_stopping.py",
         (
             "a new leader does not begin half a recovery again",
-            'if self.stage not in ("forming", "running", "releasing") and self.assignment is not None:',
+            'if job.assignment is not None and job.stage not in ("running", "releasing", "ended"):',
             "if False:",
             "test_a_new_leader_begins_half_a_recovery_again",
         ),
         (
             "a rival's Stop is unnoticed",
-            "and self._tally.disputed:",
-            "and False:",
+            "elif progress.disputed and",
+            "elif False and",
             "test_what_another_leader_has_stopped_stops_here",
         ),
         (
             "no grace at kill",
-            "        self._since = now\n        self._killed.update(places)\n",
+            "        self.job.since = now\n        self._killed.update(places)\n",
             "        self._killed.update(places)\n",
             "test_a_rank_that_stays_inside_is_ended_after_a_while_and_has_time_to_end",
         ),
         (
             "no grace at release",
-            'if self.stage == "releasing" and now - self._since < ENDING_S:',
+            'if self.job.stage == "releasing" and now - self.job.since < ENDING_S:',
             "if False:",
             "test_a_node_that_goes_with_the_release_fails_nothing_for_a_while",
         ),
@@ -188,13 +198,13 @@ ORDERS: tuple[Named, ...] = (
         ),
         (
             "orders are not repeated",
-            "if self.stage in orders:",
+            "if self.job.stage in orders:",
             "if False:",
             "test_orders_are_said_again_to_whoever_missed_them",
         ),
         (
             "a recovery is over before every rank has made a step",
-            'if tally.all_have("stepped"):',
+            'if progress.all_have("stepped"):',
             "if True:",
             "test_the_next_generation_needs_the_next_fault",
         ),

@@ -56,6 +56,8 @@ def with_tests(paths: Sequence[str], work: Callable[[list[pytest.Item]], None]) 
     """Load the tests of these files and folders and do `work` with them. SystemExit if one is broken."""
     session = _Session(work)
     code = pytest.main([*OPTIONS, *paths], plugins=[session])
+    if session.stopped is not None:
+        raise session.stopped
     if not session.done:
         raise SystemExit(f"the tests cannot be loaded: pytest ends with {code}")
 
@@ -64,6 +66,8 @@ def with_tests(paths: Sequence[str], work: Callable[[list[pytest.Item]], None]) 
 class _Session:
     work: Callable[[list[pytest.Item]], None]
     done: bool = False
+    # What has ended the work: pytest would only print it.
+    stopped: BaseException | None = None
 
     def pytest_collection(self) -> None:
         # After the conftest's. A mistake that was found need not be found in its simplest form.
@@ -84,7 +88,10 @@ class _Session:
             return False
         gc.freeze()
         self.done = True
-        self.work(session.items)
+        try:
+            self.work(session.items)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # it goes on in `with_tests`
+            self.stopped = error
         return True
 
 

@@ -15,7 +15,7 @@ from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control.decree import Ballot, Decided, Decree, Durable, Prepare
 from ckptless.daemon.control.edges import Report, Standing
-from ckptless.daemon.membership.messages import Alive, Beat, Have, Saw, Suspect, Want
+from ckptless.daemon.membership.messages import Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.membership.router import LIVES, WINDOW
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bundles import bundles, unbundle
@@ -106,7 +106,6 @@ standings = st.builds(
     term=st.integers(0, 9),
     leader=st.integers(-1, NODES - 1),
     stage=st.sampled_from(["forming", "joining", "running", "stopping", "ended"]),
-    known=st.none() | decrees,
     lost=st.lists(st.tuples(nodes, st.just("gone"), st.just("membership")), max_size=2).map(tuple),
     index=st.integers(0, 9),
 )
@@ -132,7 +131,6 @@ said = st.one_of(
         job=st.just(JOB),
         say=st.builds(Prepare, ballot=st.builds(Ballot, number=st.integers(0, 9), node=nodes), index=numbers),
     ),
-    st.builds(Alive, node=nodes, incarnation=numbers),
 )
 relayed = st.builds(
     p.Relayed,
@@ -165,7 +163,7 @@ messages = st.one_of(
     relayed,
     st.lists(relayed, min_size=2, max_size=4).map(bundle).filter(is_wire),
     st.builds(Beat, pulses=st.lists(st.tuples(nodes, numbers, numbers), max_size=50).map(tuple)),
-    st.builds(Suspect, node=nodes, incarnation=numbers),
+    st.builds(Suspect, node=nodes),
     st.builds(Saw, node=nodes, lives=st.booleans()),
     st.builds(Have, origin=numbers, serial=numbers),
     st.builds(Want, origin=numbers, serial=numbers),
@@ -196,21 +194,22 @@ def test_nothing_that_is_said_breaks_it(
     assert len(router._ways.keys() | router._newest_ms.keys()) <= NODES
 
 
+def gone(node: int) -> p.Gone:
+    return p.Gone(job=JOB, node=node, reason="x", age_s=0.0, source="membership")
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        Suspect(node=NODES, incarnation=0),
-        Alive(node=-1, incarnation=1),
+        Suspect(node=NODES),
         p.Forwarded(job=JOB, report=Report(99, m.AgentState(seq=1, slots=()))),
-        p.Gone(job=JOB, node=99, reason="x", age_s=0.0, source="membership"),
+        gone(99),
         p.Agree(job=JOB, say=Decided(decree=Decree(index=1, voters=(99,)))),
-        p.Relayed(
-            job=JOB, origin=99, to=None, serial=1, clock_ms=1, hops=1, said=Alive(node=1, incarnation=1)
-        ),
+        p.Relayed(job=JOB, origin=99, to=None, serial=1, clock_ms=1, hops=1, said=gone(1)),
         bundle(
             [
                 p.Relayed(job=JOB, origin=1, to=None, serial=serial, clock_ms=1, hops=1, said=said)
-                for serial, said in enumerate((Alive(node=1, incarnation=1), Alive(node=77, incarnation=1)))
+                for serial, said in enumerate((gone(1), gone(77)))
             ]
         ),
     ],

@@ -14,8 +14,8 @@ from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Ballot, Durable, Prepare, Propose
+from ckptless.daemon.control.job_state import JobState
 from ckptless.daemon.membership.watch import Answer
 from ckptless.daemon.peers import messages as p
 
@@ -67,8 +67,8 @@ class Daemon:
         self._tick()
 
     @property
-    def control(self) -> Controller | None:
-        """The control plane, once anybody has spoken of the job."""
+    def control(self) -> JobState | None:
+        """The state of its control plane, once anybody has spoken of the job."""
         return self._session.control if self._session is not None else None
 
     @property

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.control.decree import is_quorum
-from ckptless.daemon.control.elector import FORMING_DEADLINE_S
+from ckptless.daemon.control.fencing import FORMING_DEADLINE_S
 
 from .network import DARK_S
 from .story import Violation

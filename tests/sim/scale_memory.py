@@ -20,9 +20,9 @@ from ckptless.daemon.control import edges as e
 from ckptless.daemon.control import plan
 from ckptless.daemon.control.decree import Decree, first_decree
 from ckptless.daemon.control.faults import Fault, NodeView, observe
+from ckptless.daemon.control.generation_progress import GenerationProgress
 from ckptless.daemon.control.packing import digest_of, pack, unpack
 from ckptless.daemon.control.sources import Same, once
-from ckptless.daemon.control.tally import Tally
 
 from . import scale_parts as parts
 
@@ -59,7 +59,7 @@ def lead(nodes: int) -> None:
         view.state = msgspec.structs.replace(state, holdings=once(state.holdings, same))
     views[nodes // 2 + 1].lost = "its agent is gone"
     faults = [Fault("g1.t1.1", finding) for finding in observe(first, views)[:1]]
-    Tally.of(first, views)
+    GenerationProgress.of(first, views)
     same.clear()
     following = plan.next_assignment(plan.Situation(spec, views, first, faults, parts.STEP, 1, 0))
     old, new = (

@@ -22,9 +22,9 @@ from ckptless.daemon.control import plan
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Ballot, Decree, Durable, Vote, first_decree
 from ckptless.daemon.control.faults import Fault, NodeView, NodeViews, observe
+from ckptless.daemon.control.generation_progress import GenerationProgress
 from ckptless.daemon.control.packing import digest_of, pack, unpack
 from ckptless.daemon.control.remaking import Copies, Holders, remakes
-from ckptless.daemon.control.tally import Tally
 from ckptless.daemon.peers import messages as p
 
 SLOTS = 8
@@ -130,12 +130,11 @@ def leader_of(nodes: int) -> Controller:
         me=0, session="x", nodes=NodeViews(tuple(range(nodes))),
         durable=Durable(promised=Ballot(number=1, node=0), vote=None, known=known),
     )  # fmt: skip
-    control.spec, control.leader = spec, 0
-    control.agreement.elected = control.agreement.prepared = True
-    control.agreement.ballot = control._reign = Ballot(number=1, node=0)
-    control._led = control._continues = True
+    control.job.spec, control.job.leader = spec, 0
+    control.job.agreement.elected = control.job.agreement.prepared = True
+    control.job.agreement.ballot = control.job.reign = control._election._leads_by = Ballot(number=1, node=0)
     control.handle_all([e.PeerUp(v, standing()) for v in known.voters if v], 1e6)
-    control.stage = "running"
+    control.job.stage = "running"
     hellos = [e.Report(n, m.Introduction(info=info_of(n), pid=4711)) for n in range(nodes)]
     control.handle_all(hellos, 1e6)
     return control
@@ -143,7 +142,7 @@ def leader_of(nodes: int) -> Controller:
 
 def standing() -> e.Standing:
     """Of a daemon that follows node 0."""
-    return e.Standing(1, 0, "running", None, index=1)
+    return e.Standing(1, 0, "running", index=1)
 
 
 def took(work: Callable[[], T], tries: int = 3) -> tuple[float, T]:
@@ -163,7 +162,7 @@ def training(control: Controller, nodes: int) -> tuple[float, float]:
     for step in (2, 3, 4):
         reports = [e.Report(node, state_of(node, nodes, step)) for node in range(nodes)]
         told.append(took(lambda: control.handle_all(reports, 1e6 + step), 1)[0] / nodes)  # noqa: B023
-        control._reminded = 1e6 + step  # what it says to others is not its own work
+        control._following._reminded = 1e6 + step  # what it says to others is not its own work
         ticked.append(took(lambda: control.handle(e.Tick(), 1e6 + step), 1)[0])  # noqa: B023
     return min(told), min(ticked)
 
@@ -172,7 +171,7 @@ def measure(nodes: int) -> Parts:
     """All of one size."""
     encode = msgspec.msgpack.encode
     now, views = after_a_loss(nodes)
-    tally_s, _ = took(lambda: Tally.of(now.current, views))
+    tally_s, _ = took(lambda: GenerationProgress.of(now.current, views))
     plan_s, following = took(lambda: plan.next_assignment(now))
     decree = Decree(index=2, voters=(0,), assignment=following)
     base = Decree(index=1, voters=(0,), assignment=now.current)

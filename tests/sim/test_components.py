@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from ckptless.daemon.control.elector import Elector
+from ckptless.daemon.control.election import Election
+from ckptless.daemon.control.job_state import JobState
 from ckptless.daemon.peers import handshake
 
 from .components import COMPONENTS, WEIGHTS, Broken, happen
@@ -86,7 +87,7 @@ def test_an_open_seal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_node_that_ends_itself_beside_a_quorum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def deafen(_world: World) -> None:
-        monkeypatch.setattr(Elector, "heard_voters", property(lambda elector: {elector.me}))
+        monkeypatch.setattr(JobState, "heard_voters", property(lambda job: {job.me}))
 
     with pytest.raises(Violation, match="can hear a quorum of"):
         play_world(calm(5), (5.0, deafen))
@@ -104,7 +105,7 @@ def test_a_job_that_nobody_leads_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     world = calm(5)
 
     def forbid(world: World) -> None:
-        monkeypatch.setattr(Elector, "_campaign_if_due", lambda *_: None)
+        monkeypatch.setattr(Election, "campaign_if_due", lambda *_: None)
         dies(0)(world)
 
     with pytest.raises(Violation, match="nothing moves"):

@@ -14,8 +14,10 @@ from ckptless.daemon.ckptlessd.session import JobSession
 from ckptless.daemon.control import agreement, plan, sources
 from ckptless.daemon.control.agreement import Agreement
 from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.elector import Elector
-from ckptless.daemon.control.follower import Follower
+from ckptless.daemon.control.fencing import Fencing
+from ckptless.daemon.control.leading import Leading
+from ckptless.daemon.control.recovery_log import RecoveryLog
+from ckptless.daemon.control.stalls import Stalls
 from ckptless.daemon.membership.watch import Membership
 
 from .agreeing import quarrel
@@ -53,9 +55,9 @@ class Bug:
 
 
 BUGS = (
-    Bug("frozen agents are not waited for", Controller, "_replan", "if moving:", "if False:"),
-    Bug("ranks inside are not waited for", Controller, "_replan", "if inside:", "if False:"),
-    Bug("nobody is killed", Controller, "_replan", "self._kill(", "(lambda *_: None)("),
+    Bug("frozen agents are not waited for", Leading, "_replan", "if moving:", "if False:"),
+    Bug("ranks inside are not waited for", Leading, "_replan", "if inside:", "if False:"),
+    Bug("nobody is killed", Leading, "_replan", "self._kill(", "(lambda *_: None)("),
     Bug(
         "a step of any rank is enough",
         sources._Held,
@@ -73,13 +75,13 @@ BUGS = (
     ),
     Bug(
         "decrees are not passed on",
-        Follower,
-        "_on_peer_up",
-        "if theirs.newest < self.known.index:",
+        Controller,
+        "_meet",
+        "if theirs.index < job.known.index:",
         "if False:",
     ),
-    Bug("the cut off live on", Elector, "_hold_lease", "<= limit_s", "<= 1e9"),
-    Bug("the cut off decide", Elector, "_hold_lease", "self._lease.renew(", "(lambda *_: None)("),
+    Bug("the cut off live on", Fencing, "hold_lease", "> limit_s", "> 1e9"),
+    Bug("the cut off decide", Fencing, "hold_lease", "job.lease.renew(", "(lambda *_: None)("),
     Bug("promises are not kept", Agreement, "_answer", "say.ballot < promised", "False"),
     Bug("a vote of before is not proposed", Agreement, "_count", "if newest is not None:", "if False:"),
     Bug(
@@ -107,18 +109,16 @@ BUGS = (
         "if self._has(self._accepted):",
         "if self._accepted:",
     ),
-    Bug("orders are not repeated", Controller, "_repeat", "if self.stage in orders:", "if False:"),
+    Bug("orders are not repeated", Leading, "_repeat", "if self.job.stage in orders:", "if False:"),
     Bug("budgets are not counted", plan, "_count", "count = 1 +", "count = 1 + 0 *"),
-    Bug(
-        "the log outlives its generation", Controller, "_decided_generation", "self._log = FaultLog()", "pass"
-    ),
+    Bug("the log outlives its generation", RecoveryLog, "agreed", "self._log = FaultLog()", "pass"),
     Bug("ranks stay on a lost node", plan, "_answer", "answers.bad.update(", "list("),
-    Bug("a new leader believes old reports", Controller, "_elected", "view.state = None", "pass", rare=True),
+    Bug("a new leader believes old reports", Leading, "begin", "view.state = None", "pass", rare=True),
     Bug(
         "the news are not counted",
-        Controller,
+        Leading,
         "_count",
-        "self._tally.look(self.nodes, self._touched)",
+        "progress.look(job.nodes, job.touched)",
         "pass",
     ),
     Bug("the word of others is ignored", Membership, "_answered", "if message.lives:", "if False:"),
@@ -143,7 +143,7 @@ BUGS = (
         "return control.is_quorum(",
         "return True or control.is_quorum(",
     ),
-    Bug("pairs stay together", Controller, "_part", "if not found or (", "if True or ("),
+    Bug("pairs stay together", Stalls, "in_the_way", "if not found or (", "if True or ("),
     Bug(
         "said though the disk has not taken it",
         JobSession,

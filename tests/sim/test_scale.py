@@ -1,12 +1,13 @@
 """A job of some hundred nodes of 8 ranks keeps what docs/membership.md says of those of thousands."""
 
 import math
+from collections.abc import Iterable
 
 import pytest
 
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control import follower, plan
+from ckptless.daemon.control import following, plan, snapshots
 from ckptless.daemon.control.remaking import Copies, Holders, remakes
 
 from . import scale_memory
@@ -37,23 +38,26 @@ def test_a_recovery_takes_no_longer_and_says_no_more_in_a_larger_job(nodes: int)
 def test_the_leader_hears_of_steps_by_so_many_reports_a_second_and_writes_so_many_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follower, "NODES_A_SECOND", 64)
+    for module in (following, snapshots):
+        monkeypatch.setattr(module, "NODES_A_SECOND", 64)
     nodes, seconds = 256, 4
     cluster = Cluster(nodes)
     cluster.start()
     cluster.count(lambda: False, 2.0)
-    leader = next(node.session.control for node in cluster.nodes if node.session.control.leads)
+    session = next(node.session for node in cluster.nodes if node.session.control.leads)
+    leader, controller = session.control, session._controller
     before = [leader.nodes[node].state for node in range(nodes)]
     heard, rows = [0], [0]
-    handle_all = leader.handle_all
+    handle_all = controller.handle_all
 
-    def count(events: list[e.Input], now: float) -> list[e.Output]:
+    def count(events: Iterable[e.Input], now: float) -> list[e.Output]:
+        events = tuple(events)
         heard[0] += sum(isinstance(event, e.Report) and event.node != leader.me for event in events)
         out = handle_all(events, now)
         rows[0] += sum(len(one.records) for one in out if isinstance(one, e.Write) and not one.share)
         return out
 
-    monkeypatch.setattr(leader, "handle_all", count)
+    monkeypatch.setattr(controller, "handle_all", count)
     cluster.count(lambda: False, seconds)
     # Each agent tells of its steps four times a second. Beside its turn each daemon says all once in a while.
     assert nodes / 2 < heard[0] < 4 * nodes

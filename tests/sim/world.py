@@ -10,7 +10,7 @@ from ckptless.daemon.agent.versions.twin_check import TwinsMode
 from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.ckptlessd.session import LIFE_BITS
 from ckptless.daemon.control.decree import Durable
-from ckptless.daemon.control.elector import FORMING_DEADLINE_S
+from ckptless.daemon.control.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.membership.overlay import overlay
 from ckptless.daemon.peers import messages as p
 

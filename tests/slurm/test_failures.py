@@ -19,7 +19,7 @@ from cluster.api import Cluster
 from conftest import require_slurm
 from training import DEADLINE_S, USER, Training, make_site
 
-from ckptless.daemon.control.controller import DARK_FOR_GOOD_S
+from ckptless.daemon.control.losses import DARK_FOR_GOOD_S
 
 NODES = 6
 

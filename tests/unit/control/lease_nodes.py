@@ -21,10 +21,9 @@ from ckptless.daemon.control.decree import (
     Promise,
     Propose,
     Support,
-    first_decree,
 )
 from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.knowledge import NOBODY
+from ckptless.daemon.control.job_state import NOBODY
 
 LEASE_S = 3.0
 LIMITS = m.Limits(pong_s=30, leave_s=30, join_s=600, stall_s=600, lease_s=LEASE_S)
@@ -144,16 +143,16 @@ class Node:
             self._lead()
         else:
             self._follow()
-        assert self.control.stage == "running"
-        assert self.control.assignment == first_generation(self.nodes, self.leader)
-        assert self.control.leads is (self.me == self.leader)
+        assert self.control.job.stage == "running"
+        assert self.control.job.assignment == first_generation(self.nodes, self.leader)
+        assert self.control.job.leads is (self.me == self.leader)
         self.forget()
 
     def _follow(self) -> None:
         assignment = first_generation(self.nodes, self.leader)
         mine = (hello(self.me, self.nodes), trains(self.me, assignment))
         self.feed(*(e.Report(self.me, message) for message in mine))
-        standing = e.Standing(1, self.leader, "running", agreed(self.nodes, self.leader))
+        standing = e.Standing(1, self.leader, "running", index=1)
         self.feed(*(e.PeerUp(node, standing) for node in self.others))
 
     @classmethod
@@ -166,13 +165,13 @@ class Node:
         return node
 
     def _form(self) -> None:
-        nothing = first_decree(tuple(range(self.nodes)))
-        self.feed(*(e.PeerUp(node, e.Standing(0, NOBODY, "forming", nothing)) for node in self.others))
+        nothing = e.Standing(0, NOBODY, "forming", index=0)
+        self.feed(*(e.PeerUp(node, nothing) for node in self.others))
         self.feed(*(e.Report(node, hello(node, self.nodes)) for node in range(self.nodes)))
 
     def _lead(self) -> None:
         self._form()
-        assignment = self.control.assignment
+        assignment = self.control.job.assignment
         assert assignment is not None
         phases: tuple[m.Phase, ...] = ("joined", "restored")
         for seq, phase in enumerate(phases, 1):
@@ -193,11 +192,11 @@ class Node:
 
     @property
     def outcome(self) -> m.Outcome | None:
-        return self.control.outcome
+        return self.control.job.outcome
 
     @property
     def held(self) -> bool:
-        return self.control.decides
+        return self.control.job.decides
 
     def feed(self, *events: e.Input) -> Heard:
         """What it puts out for these inputs."""
@@ -216,7 +215,7 @@ class Node:
             return e.Said(self.me, output.say)
         if not isinstance(output, e.Tell) or output.node is None:
             return None
-        if output.node not in self.control.reachable - self.quiet:
+        if output.node not in self.control.job.reachable - self.quiet:
             return None
         match output.say:
             case Canvass():
@@ -250,7 +249,7 @@ class Node:
         found = Heard()
         for node in sorted(self.quiet):
             found.outputs += self.feed(e.AgentAnswers(node, False)).outputs
-            if self.control.decides and self.control.nodes[node].lost is None:
+            if self.control.job.decides and self.control.job.nodes[node].lost is None:
                 found.outputs += self.feed(lost_by(node, "silent", 2.0, dark=True)).outputs
         return found
 
@@ -258,7 +257,7 @@ class Node:
         """They are there again, and know of nothing."""
         nodes = list(nodes)
         self.quiet -= set(nodes)
-        standing = e.Standing(1, self.leader, "running", agreed(self.nodes, self.leader))
+        standing = e.Standing(1, self.leader, "running", index=1)
         return self.feed(*(e.PeerUp(node, standing) for node in nodes))
 
     def refused(self, nodes: Iterable[int]) -> Heard:

@@ -31,7 +31,7 @@ class Job:
         hooked: bool = True,
     ) -> Heard:
         self.seq += 1
-        assignment = self.node.control.assignment
+        assignment = self.node.control.job.assignment
         assert assignment is not None
         generation = assignment.generation
         slot = m.SlotState(
@@ -55,7 +55,7 @@ class Job:
         return self.node.feed(e.Report(node, state))
 
     def stage(self) -> str:
-        return self.node.control.stage
+        return self.node.control.job.stage
 
     def outcome(self) -> m.Outcome | None:
         return self.node.outcome
@@ -72,12 +72,12 @@ class Job:
 
     @property
     def generation(self) -> int:
-        assert self.node.control.assignment is not None
-        return self.node.control.assignment.generation
+        assert self.node.control.job.assignment is not None
+        return self.node.control.job.assignment.generation
 
     @property
     def lost(self) -> list[int]:
-        return [node for node, view in self.node.control.nodes.items() if view.lost is not None]
+        return [node for node, view in self.node.control.job.nodes.items() if view.lost is not None]
 
 
 def kinds(found: Heard) -> list[type]:

@@ -81,6 +81,6 @@ def test_where_it_goes_on_it_does() -> None:
     )
     frozen = [m.AgentState(seq=9, assigned=1, frozen=1, slots=(slot,), holdings=held) for slot in slots]
     heard = node.feed(*(e.Report(number, state) for number, state in enumerate(frozen)))
-    assert node.control.assignment is not None
-    assert node.control.assignment.generation == 2
+    assert node.control.job.assignment is not None
+    assert node.control.job.assignment.generation == 2
     assert announced(heard) == ["rank 1 on n1 (slot 0, pid 7) was ended by SIGTERM"]

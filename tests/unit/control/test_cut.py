@@ -29,8 +29,8 @@ class Job:
 
     @property
     def assignment(self) -> m.Assignment:
-        assert self.node.control.assignment is not None
-        return self.node.control.assignment
+        assert self.node.control.job.assignment is not None
+        return self.node.control.job.assignment
 
     def say(
         self, node: int, phase: m.Phase, *, stepped: bool, raised: bool = False, frozen: bool = False
@@ -85,7 +85,7 @@ def test_a_fault_right_after_a_recovery(stepped: set[int], outcome: str) -> None
     for phase in ("joined", "restored"):
         for node in range(NODES):
             job.node.feed(job.say(node, phase, stepped=False))
-    assert job.node.control.stage == "restoring"
+    assert job.node.control.job.stage == "restoring"
     # Before the leader has heard of every rank's first step one of them raises again.
     job.at_once(job.say(1, "left", stepped=1 in stepped, raised=True))
     job.freeze(stepped=frozenset(stepped), raised=1)

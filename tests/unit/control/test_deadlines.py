@@ -12,8 +12,9 @@ from msgspec import structs
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import EventRecord, GenerationRecord, JobRecord, Record, RecoveryRecord
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import APART_S, REPEAT_S, SETTLED_S
-from ckptless.daemon.control.telling import EARLY_S
+from ckptless.daemon.control.event_lines import EARLY_S
+from ckptless.daemon.control.leading import REPEAT_S
+from ckptless.daemon.control.stalls import APART_S, SETTLED_S
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -160,10 +161,10 @@ def test_who_was_to_end_in_the_recovery_before_is_told_again_first() -> None:
 
 def test_a_new_leader_gives_up_an_agent_that_never_says_anything() -> None:
     job = Job(me=0)
-    job.node.control.nodes[2].state = None
+    job.node.control.job.nodes[2].state = None
     job.node.wait(STALL_S + 10.0, 5.0)
     assert job.lost == [2]
-    assert "has said nothing for 600 s" in str(job.node.control.nodes[2].lost)
+    assert "has said nothing for 600 s" in str(job.node.control.job.nodes[2].lost)
 
 
 def test_pairs_that_still_change_are_not_settled() -> None:
@@ -173,7 +174,7 @@ def test_pairs_that_still_change_are_not_settled() -> None:
     def apart(*pairs: tuple[int, int]) -> None:
         for node in range(1, NODES):
             others = tuple(b if a == node else a for a, b in pairs if node in (a, b))
-            job.node.feed(e.PeerUp(node, e.Standing(1, 0, "running", None, index=1, apart=others)))
+            job.node.feed(e.PeerUp(node, e.Standing(1, 0, "running", index=1, apart=others)))
 
     apart((1, 2))
     job.node.wait(SETTLED_S - 0.25, 0.25)
@@ -265,5 +266,5 @@ def test_a_loss_is_announced_once_and_stops_the_generation() -> None:
     job.freeze(0, 1, 3)
     assert job.generation == 2
     assert recoveries(job)[-1].started_s == pytest.approx(job.node.now - 3.0 - 1.5, abs=0.01)
-    assert job.node.control.assignment is not None
-    assert job.node.control.assignment.restore_step == STEP
+    assert job.node.control.job.assignment is not None
+    assert job.node.control.job.assignment.restore_step == STEP

@@ -51,7 +51,7 @@ class Run:
 
     @property
     def session(self) -> SimpleNamespace:
-        return SimpleNamespace(control=self.node.control, lose=self.lose)
+        return SimpleNamespace(control=self.node.control.job, lose=self.lose)
 
     def note(self, level: str, kind: str, text: str) -> None:
         self.notes.append((level, kind, text))
@@ -199,7 +199,7 @@ def test_a_daemon_that_is_out_itself_or_hears_nobody_sends_on(run: Run) -> None:
     run.node.silent((0, 2, 3))
     run.node.now += 0.1
     run.node.feed(e.Tick())
-    assert not run.node.control.decides
+    assert not run.node.control.job.decides
     assert run.asked() == ("elsewhere", "this node hears too few of the job's others: ask on another one")
     out = Run(Node(1, NODES))
     out.node.feed(lost_by(1, "x"))

@@ -9,8 +9,8 @@ from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import NO_BALLOT, Decided, Decree, Durable, first_decree
-from ckptless.daemon.control.elector import AGREEING_S, FORMING_DEADLINE_S
 from ckptless.daemon.control.faults import NodeViews
+from ckptless.daemon.control.fencing import AGREEING_S, FORMING_DEADLINE_S
 
 NODES = (0, 1, 2)
 SPEC = m.JobSpec(
@@ -38,7 +38,7 @@ def hello(node: int) -> e.Report:
 
 
 def meets(node: int) -> e.PeerUp:
-    return e.PeerUp(node, e.Standing(0, -1, "forming", first_decree(NODES)))
+    return e.PeerUp(node, e.Standing(0, -1, "forming", index=0))
 
 
 def rows(outputs: Iterable[e.Output]) -> list[tuple[str, str | None]]:

@@ -12,8 +12,8 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import HoldingRecord
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.decree import Decided
-from ckptless.daemon.control.follower import REPORT_INTERVAL_S
 from ckptless.daemon.control.protection import FEW_NODES
+from ckptless.daemon.control.snapshots import REPORT_INTERVAL_S
 
 sys.path.insert(0, str(Path(__file__).parent))
 

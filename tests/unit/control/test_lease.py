@@ -14,11 +14,12 @@ from msgspec import structs
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import FaultSource
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import DARK_FOR_GOOD_S, Controller
+from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Decided, Decree
-from ckptless.daemon.control.elector import TURN_S
+from ckptless.daemon.control.election import TURN_S
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.control.lease import Lease
+from ckptless.daemon.control.losses import DARK_FOR_GOOD_S
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -115,7 +116,7 @@ def test_a_minority_decides_nothing_and_ends_its_ranks(group: tuple[int, ...]) -
     for me in group:
         node = Node(me, NODES)
         heard = node.silent(other for other in range(NODES) if other not in group)
-        term = node.control.term
+        term = node.control.job.term
         before = node.wait(LEASE_S - 0.6)
         assert heard.ends + before.ends == []
         after = node.wait(LONG_S)
@@ -124,9 +125,9 @@ def test_a_minority_decides_nothing_and_ends_its_ranks(group: tuple[int, ...]) -
         assert "counts as lost" in after.ends[0].outcome.reason
         for part in (heard, before, after):
             _decides_nothing(part)
-        assert node.control.term == term
-        assert not node.control.leads
-        assert node.control.assignment == first_generation(NODES)
+        assert node.control.job.term == term
+        assert not node.control.job.leads
+        assert node.control.job.assignment == first_generation(NODES)
         assert after.events.count("fenced") == 1
 
 
@@ -153,8 +154,12 @@ def test_a_daemon_that_has_forgotten_its_generation_gives_no_lease() -> None:
     found = Heard(control.handle(e.Report(3, trains(3, first_generation(NODES))), 100.1))
     found.outputs += [output for tick in range(200) for output in control.handle(e.Tick(), 100.2 + tick / 10)]
     assert (found.renewals, found.ends) == (0, [])
-    standing = e.Standing(1, 0, "running", agreed(NODES))
-    found = Heard(control.handle_all((e.PeerUp(1, standing), e.PeerUp(2, standing)), 121.0))
+    standing = e.Standing(1, 0, "running", index=1)
+    found = Heard(
+        control.handle_all(
+            (e.Said(1, Decided(decree=agreed(NODES))), e.PeerUp(1, standing), e.PeerUp(2, standing)), 121.0
+        )
+    )
     assert found.renewals == 1
 
 
@@ -175,7 +180,7 @@ def test_a_majority_goes_on(group: tuple[int, ...]) -> None:
     leader = Node(min(group), NODES)
     lost = [other for other in range(NODES) if other not in group]
     heard = Heard(leader.silent(lost).outputs + leader.wait(LONG_S).outputs)
-    assert leader.control.leads
+    assert leader.control.job.leads
     assert heard.ends == []
     assert sorted(heard.dark) == lost
     if set(lost) & set(range(NODES - 1)):
@@ -186,7 +191,7 @@ def test_a_majority_goes_on(group: tuple[int, ...]) -> None:
         assert heard.ends == []
         _decides_nothing(heard)
         assert node.wait(LONG_S).ends == []
-        assert node.control.leads is (0 in lost)
+        assert node.control.job.leads is (0 in lost)
 
 
 def test_exactly_half_goes_on_by_the_word_of_a_witness() -> None:
@@ -245,7 +250,7 @@ def test_a_silence_shorter_than_the_lease_changes_nothing(me: int) -> None:
     node.wait(LONG_S)
     assert node.told.ends == []
     _decides_nothing(node.told)
-    assert (node.control.term, node.control.leader, node.control.stage) == (1, 0, "running")
+    assert (node.control.job.term, node.control.job.leader, node.control.job.stage) == (1, 0, "running")
     assert node.held
 
 
@@ -261,26 +266,26 @@ def test_it_ends_its_ranks_only_once_the_lease_is_over() -> None:
     node.heals(node.others)
     node.wait(LONG_S)
     assert len(node.told.ends) == 1
-    assert not node.control.leads
+    assert not node.control.job.leads
 
 
 def test_a_node_that_comes_back_is_told_of_once_and_gets_nothing() -> None:
     node = Node(0, NODES)
     node.feed(lost_by(2, "dark", dark=True), e.PeerDown(2))
     node.wait(1.0)
-    back = e.PeerUp(2, e.Standing(1, 0, "running", agreed(NODES)))
+    back = e.PeerUp(2, e.Standing(1, 0, "running", index=1))
     heard = [node.feed(back).events, node.feed(e.PeerDown(2), back).events]
     assert [events.count("node-returned") for events in heard] == [1, 0]
-    assert node.control.nodes[2].lost is not None
+    assert node.control.job.nodes[2].lost is not None
 
 
 def test_no_lease_before_the_job_and_none_after_it() -> None:
     node = Node(0, NODES)
     node.feed(e.Report(0, m.Cancel(exit_code=143, reason="by the user")))
-    assert node.control.outcome is not None
+    assert node.control.job.outcome is not None
     node.silent(node.others)
     node.wait(LONG_S)
-    assert {order.outcome for order in node.told.ends} == {node.control.outcome}
+    assert {order.outcome for order in node.told.ends} == {node.control.job.outcome}
     assert "fenced" not in node.told.events
 
 
@@ -301,7 +306,7 @@ def test_without_the_lease_nothing_is_decided_in_any_order_of_events(
 ) -> None:
     """Losses may come from another daemon, too, which hears more."""
     node = Node(me, NODES)
-    standing = e.Standing(1, 0, "running", agreed(NODES))
+    standing = e.Standing(1, 0, "running", index=1)
     for what, other, later_s in steps:
         if other == me:
             continue
@@ -316,17 +321,17 @@ def test_without_the_lease_nothing_is_decided_in_any_order_of_events(
         }
         before = node.held
         node.now += later_s
-        lost = node.control.nodes[me].lost
+        lost = node.control.job.nodes[me].lost
         heard = node.feed(events[what])
         if not node.held:
             _decides_nothing(heard)
-        if not node.control.leads:
+        if not node.control.job.leads:
             assert heard.dark == []
-        if heard.ends and node.control.outcome is None:
+        if heard.ends and node.control.job.outcome is None:
             # Its own end, for want of others and for nothing else, and only after the whole lease.
             assert lost is None
             assert not before
-            assert node.control._lease.away_s(node.now) > LEASE_S
+            assert node.control.job.lease.away_s(node.now) > LEASE_S
 
 
 # --------------------------------------------------------------------------- what Slurm is told of a loss
@@ -352,7 +357,7 @@ def test_a_node_that_stays_dark_is_gone_after_a_while() -> None:
 def test_of_a_node_that_was_not_dark_nobody_says_that_it_is_back() -> None:
     node = Node(0, NODES)
     node.feed(lost_by(2, "its agent is gone"), e.PeerDown(2))
-    node.feed(e.PeerUp(2, e.Standing(1, 0, "running", agreed(NODES))))
+    node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1)))
     assert node.told.events.count("node-returned") == 1
     assert node.told.dark_states == []
 
@@ -362,7 +367,7 @@ def test_a_dark_node_that_is_heard_again_is_back_and_never_gone() -> None:
     node = Node(0, NODES)
     node.silent((4,))
     node.wait(20.0)
-    node.feed(e.PeerUp(4, e.Standing(0, 0, "running", None)))
+    node.feed(e.PeerUp(4, e.Standing(0, 0, "running", index=0)))
     node.wait(2 * DARK_FOR_GOOD_S)
     assert node.told.dark_states == [(4, "dark"), (4, "back")]
 
@@ -372,7 +377,7 @@ def test_one_that_is_dead_by_the_cluster_s_word_is_not_told_of_again() -> None:
     node = Node(0, NODES)
     node.silent((4,))
     node.feed(e.Witnessed((4,)))
-    node.feed(e.PeerUp(4, e.Standing(0, 0, "running", None)))
+    node.feed(e.PeerUp(4, e.Standing(0, 0, "running", index=0)))
     assert node.told.dark_states == [(4, "dark")]
 
 
@@ -393,7 +398,7 @@ def test_the_next_leader_says_it_of_the_leader() -> None:
     node.wait(2.5)
     node.silent((0,))
     node.wait(1.0)
-    assert node.control.leads
+    assert node.control.job.leads
     assert node.told.dark == [0]
 
 
@@ -425,7 +430,7 @@ def test_a_loss_of_long_ago_is_not_told_again_by_the_next_leader() -> None:
     node.wait(60.0, tick_s=1.0)
     node.silent((0,))
     node.wait(1.0)
-    assert node.control.leads
+    assert node.control.job.leads
     assert node.told.dark == [0]
 
 
@@ -447,8 +452,8 @@ def test_a_cut_off_node_that_is_back_does_the_others_no_harm(waits_s: float) -> 
         meet(cut, other)
         other.wait(LONG_S)
         assert other.told.ends == []
-        assert other.control.nodes[1].lost is None
-        assert other.control.decides
+        assert other.control.job.nodes[1].lost is None
+        assert other.control.job.decides
         _decides_nothing(cut.told)
 
 
@@ -461,7 +466,7 @@ def test_nobody_is_lost_when_it_heals_in_time() -> None:
         node.heals([other])
     node.wait(LONG_S)
     assert node.told.ends == []
-    assert [n for n, view in node.control.nodes.items() if view.lost is not None] == []
+    assert [n for n, view in node.control.job.nodes.items() if view.lost is not None] == []
 
 
 def test_whom_the_majority_has_given_up_ends_its_ranks_when_it_is_back() -> None:
@@ -469,7 +474,7 @@ def test_whom_the_majority_has_given_up_ends_its_ranks_when_it_is_back() -> None
     node.feed(*(e.PeerDown(other) for other in node.others))
     node.wait(1.0)
     lost: tuple[tuple[int, str, FaultSource], ...] = ((3, "silent", "membership"),)
-    heard = node.feed(e.PeerUp(0, e.Standing(1, 0, "running", agreed(NODES), lost=lost)))
+    heard = node.feed(e.PeerUp(0, e.Standing(1, 0, "running", index=1, lost=lost)))
     assert len(heard.ends) == 1
     node.wait(LONG_S)
     assert len(node.told.ends) == 1
@@ -488,7 +493,7 @@ def test_a_cut_that_is_noticed_node_by_node_is_still_a_cut(nodes: int) -> None:
         node.feed(e.PeerDown(other), e.AgentAnswers(other, False), lost_by(other, "silent", 1.5, dark=True))
         node.now += 0.1
     node.wait(LONG_S)
-    assert not node.control.leads
+    assert not node.control.job.leads
     assert len(node.told.ends) == 1
 
 
@@ -531,4 +536,4 @@ def test_a_cancel_where_all_agents_are_gone_and_all_daemons_live_ends_the_job() 
         node.feed(e.Report(node.me, m.Cancel(exit_code=143, reason="Slurm has ended the job")))
     for node in nodes:
         node.wait(LONG_S)
-        assert node.control.outcome is not None
+        assert node.control.job.outcome is not None

@@ -30,11 +30,11 @@ def raised(node: int) -> m.AgentState:
 def test_a_stop_is_repeated_within_the_time_that_agents_have(leave_s: float, times: int) -> None:
     """The shortest `max_stall` gives agents 1 s: one lost message must not cost a sound node."""
     node = Node(me=0, nodes=NODES)
-    spec = node.control.spec
+    spec = node.control.job.spec
     assert spec is not None
-    node.control.spec = structs.replace(spec, limits=structs.replace(spec.limits, leave_s=leave_s))
+    node.control.job.spec = structs.replace(spec, limits=structs.replace(spec.limits, leave_s=leave_s))
     stops = [order for order in node.feed(e.Report(1, raised(1))).orders if isinstance(order, m.Stop)]
     stops += [order for order in node.wait(leave_s - 0.1).orders if isinstance(order, m.Stop)]
     assert {stop.generation for stop in stops} == {1}
     assert len(stops) >= times
-    assert not node.control.losses
+    assert not node.control.job.losses

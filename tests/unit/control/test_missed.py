@@ -59,7 +59,7 @@ def test_the_agent_of_a_node_that_was_given_up_is_told_to_end_when_it_is_heard_a
 
 def test_the_agent_of_a_job_that_ended_before_its_first_generation_is_told_so() -> None:
     node = Node(me=1, nodes=NODES, fresh=True)
-    node.control.agreement.durable = ended_early(NODES)
+    node.control.job.agreement.durable = ended_early(NODES)
     node.feed(e.Report(1, hello(1, NODES)))
     (end,) = node.feed(e.Report(1, m.AgentState(seq=1, slots=()))).ends[-1:]
     assert end.outcome.state == "stopped"

@@ -13,9 +13,9 @@ from ckptless.daemon.control import edges as e
 from ckptless.daemon.control.controller import Controller
 from ckptless.daemon.control.decree import Decided, Decree
 from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.follower import NODES_A_SECOND, REPORT_INTERVAL_S
-from ckptless.daemon.control.knowledge import NOBODY
+from ckptless.daemon.control.job_state import NOBODY
 from ckptless.daemon.control.protection import FEW_NODES
+from ckptless.daemon.control.snapshots import NODES_A_SECOND, REPORT_INTERVAL_S
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -72,12 +72,12 @@ def test_a_leader_that_is_heard_hears_it_and_no_lower_node() -> None:
 
 def test_before_its_agent_has_come_a_daemon_says_nothing() -> None:
     node = Node(1, NODES, fresh=True)
-    node.feed(e.PeerUp(2, e.Standing(1, NOBODY, "forming", None)))
+    node.feed(e.PeerUp(2, e.Standing(1, NOBODY, "forming", index=0)))
     assert meets(node.wait(3 * REPORT_INTERVAL_S, 0.25)) == []
     introduced = m.Introduction(info=info(2), pid=1)
     node.feed(e.Report(2, introduced))
-    assert node.control.nodes[2].hello == introduced
-    assert node.control.spec is None
+    assert node.control.job.nodes[2].hello == introduced
+    assert node.control.job.spec is None
 
 
 def test_an_agent_s_words_are_a_line_of_the_story_once() -> None:
@@ -90,7 +90,7 @@ def test_an_agent_s_words_are_a_line_of_the_story_once() -> None:
 def test_an_agent_that_comes_again_is_not_up_again() -> None:
     node = Node.started_again(1, NODES, 0, START_S)
     assert node.told.events.count("agent-up") == 1
-    hello = node.control.nodes[1].hello
+    hello = node.control.job.nodes[1].hello
     assert isinstance(hello, m.AgentHello)
     assert node.feed(e.Report(1, structs.replace(hello, pid=999))).events == []
     assert node.feed(e.Report(2, structs.replace(hello, pid=999))).events == []
@@ -98,7 +98,7 @@ def test_an_agent_that_comes_again_is_not_up_again() -> None:
 
 def test_the_leader_needs_no_more_of_an_agent_than_who_it_is() -> None:
     node = Node(1, NODES)
-    hello = node.control.nodes[1].hello
+    hello = node.control.job.nodes[1].hello
     assert isinstance(hello, m.AgentHello)
     (forward,) = forwards(node.feed(e.Report(1, hello)))
     introduction = m.Introduction(info=hello.info, pid=hello.pid, brought=hello.brought)
@@ -107,20 +107,20 @@ def test_the_leader_needs_no_more_of_an_agent_than_who_it_is() -> None:
 
 def test_who_lacks_a_decree_is_sent_it_and_who_has_a_newer_one_is_asked() -> None:
     node = Node(1, NODES)
-    found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=0)))
+    found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=0)))
     assert e.Tell(2, Decided(decree=agreed(NODES))) in found.outputs
-    found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=1)))
+    found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1)))
     assert (meets(found), [out for out in found.outputs if isinstance(out, e.Tell)]) == ([], [])
-    found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=2)))
+    found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=2)))
     assert meets(found) == [2]
 
 
 def test_who_was_only_heard_of_is_not_reached() -> None:
     node = Node(1, NODES)
-    node.feed(e.PeerDown(2), e.PeerUp(2, e.Standing(1, 0, "running", None, index=1), direct=False))
-    assert node.control.reachable == {0, 1}
-    node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=1)))
-    assert node.control.reachable == {0, 1, 2}
+    node.feed(e.PeerDown(2), e.PeerUp(2, e.Standing(1, 0, "running", index=1), direct=False))
+    assert node.control.job.reachable == {0, 1}
+    node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1)))
+    assert node.control.job.reachable == {0, 1, 2}
 
 
 def test_whom_it_cannot_reach_the_leader_hears() -> None:
@@ -168,7 +168,7 @@ def test_of_many_nodes_what_is_held_is_not_told_with_every_step() -> None:
     (forward,) = forwards(node.feed(e.Report(1, state(1, 10, STEP + 1, copies=held))))
     assert isinstance(forward.report.message, m.AgentState)
     assert forward.report.message.copies is None
-    assert node.control.nodes[1].copies is not None
+    assert node.control.job.nodes[1].copies is not None
 
 
 def test_of_many_nodes_each_writes_its_own_row_and_the_leader_those_with_news() -> None:
@@ -202,21 +202,21 @@ def test_what_is_held_is_written_where_it_has_changed() -> None:
 
 def test_how_long_the_own_ranks_have_made_no_step() -> None:
     node = Node(1, NODES)
-    assert node.control.still_s(START_S + 4.0) == 4.0
+    assert node.control.job.still_s(START_S + 4.0) == 4.0
     node.now = START_S + 2.0
     node.feed(e.Report(1, state(1, 10)))
-    assert node.control.still_s(START_S + 4.0) == 4.0, "it was no new step"
+    assert node.control.job.still_s(START_S + 4.0) == 4.0, "it was no new step"
     node.feed(e.Report(1, state(1, 11, STEP + 1)), e.Report(0, state(0, 11, STEP + 2)))
-    assert node.control.still_s(START_S + 4.0) == 2.0
+    assert node.control.job.still_s(START_S + 4.0) == 2.0
     node.feed(e.OrderFrom(0, 1, m.Stop(generation=1, reason="x")))
-    assert node.control.still_s(START_S + 4.0) == 0.0
+    assert node.control.job.still_s(START_S + 4.0) == 0.0
     first = Node.begun(NODES)
-    assert first.control.progress == 0
+    assert first.control._leading.step == 0
     first.now = START_S + 3.0
     first.feed(e.Report(0, state(0, 10, 1)))
-    assert first.control.still_s(START_S + 4.0) == 1.0, "a step is a step, the first one too"
+    assert first.control.job.still_s(START_S + 4.0) == 1.0, "a step is a step, the first one too"
     spare = Node(2, NODES)
-    assert spare.control.still_s(START_S + 4.0) == 0.0
+    assert spare.control.job.still_s(START_S + 4.0) == 0.0
 
 
 # -------------------------------------------------------------------------------------------- the disk
@@ -228,23 +228,23 @@ def test_a_bad_disk_is_said_once_and_so_is_its_end() -> None:
         node.feed(e.NotSaved("it is full"))
     assert node.told.events == ["vote-lost"]
     assert [told.able for told in node.told.meetings] == [False]
-    assert node.control.unable == {1}
+    assert node.control.job.unable == {1}
     node.forget()
     for _ in range(2):
         node.feed(e.Saved())
     assert node.told.events == ["vote-again"]
     assert [told.able for told in node.told.meetings] == [True]
-    assert node.control.unable == set()
+    assert node.control.job.unable == set()
 
 
 def test_who_has_forgotten_what_it_promised_cannot_vote_again() -> None:
     views = {node: NodeView(node) for node in range(NODES)}
     node = Node(1, NODES)
-    node.control = Controller(1, "s", views, node.control.agreement.durable, may_vote=False)
+    node.control = Controller(1, "s", views, node.control.job.agreement.durable, may_vote=False)
     found = Heard(node.control.handle(e.NotSaved("it is full"), START_S))
     found.outputs += node.control.handle(e.Saved(), START_S)
     assert found.events == []
-    assert node.control.unable == {1}
+    assert node.control.job.unable == {1}
 
 
 # ------------------------------------------------------------------------------------------ lost nodes
@@ -256,18 +256,18 @@ def test_a_lost_node_that_is_heard_again_is_told_of_once_by_the_leader() -> None
         node.feed(lost_by(2, "silent"))
         node.forget()
         for _ in range(2):
-            node.feed(e.PeerUp(2, e.Standing(1, 0, "running", None, index=1)))
+            node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1)))
         assert [kind for kind in node.told.events if kind == "node-returned"] == told
 
 
 def test_whom_a_daemon_waits_for_at_the_beginning() -> None:
     node = Node(1, NODES, fresh=True)
     node.control = Controller(1, "s", {number: NodeView(number) for number in range(NODES)})
-    assert node.control._waits_for == [0, 2]
-    node.feed(e.PeerUp(2, e.Standing(0, NOBODY, "forming", None)))
-    assert node.control._waits_for == [0], "its daemon knows whether its agent is up"
+    assert node.control._snapshots.waits_for == [0, 2]
+    node.feed(e.PeerUp(2, e.Standing(0, NOBODY, "forming", index=0)))
+    assert node.control._snapshots.waits_for == [0], "its daemon knows whether its agent is up"
     node.feed(lost_by(0, "gone"))
-    assert node.control._waits_for == []
+    assert node.control._snapshots.waits_for == []
 
 
 def test_what_the_own_node_had_at_last_is_written_with_the_end() -> None:
@@ -286,7 +286,7 @@ def test_an_end_before_any_agent_has_come_is_learned_too() -> None:
     outcome = m.Outcome(state="failed", exit_code=4, reason="x")
     decree = Decree(index=1, voters=(0, 1, 2), outcome=outcome)
     control.handle(e.Said(0, Decided(decree=decree)), START_S)
-    assert control.outcome == outcome
+    assert control.job.outcome == outcome
 
 
 def test_a_leader_tells_itself_nothing_again() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import APART_S, ENDING_S, REPEAT_S, SETTLED_S
+from ckptless.daemon.control.leading import ENDING_S, REPEAT_S
+from ckptless.daemon.control.stalls import APART_S, SETTLED_S
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -33,10 +34,10 @@ def test_new_voters_are_not_asked_for_in_the_middle_of_a_recovery() -> None:
     job.raises()
     job.node.feed(lost_by(2, "its agent is gone"))
     job.node.wait(1.0, 0.25)
-    assert job.node.control.known.index == 1
+    assert job.node.control.job.known.index == 1
     job.freeze(0, 1, 3)
-    assert (job.generation, job.node.control.known.index) == (2, 2)
-    assert 2 not in job.node.control.known.voters
+    assert (job.generation, job.node.control.job.known.index) == (2, 2)
+    assert 2 not in job.node.control.job.known.voters
 
 
 def test_every_agent_is_waited_for_also_a_spare_s() -> None:
@@ -57,11 +58,11 @@ def test_an_agent_that_does_not_stop_is_given_up_after_a_while() -> None:
     assert job.lost == []
     job.node.wait(1.5, 0.5)
     assert job.lost == [2]
-    assert f"did not stop in {LEAVE_S:.0f} s" in str(job.node.control.nodes[2].lost)
+    assert f"did not stop in {LEAVE_S:.0f} s" in str(job.node.control.job.nodes[2].lost)
     # The others hear it from here.
     assert [told[0] for told in job.node.told.meetings[-1].lost] == [2]
     assert job.generation == 2
-    assert [place.node for place in job.node.control.assignment.places] == [0, 1, 3]  # type: ignore[union-attr]
+    assert [place.node for place in job.node.control.job.assignment.places] == [0, 1, 3]  # type: ignore[union-attr]
 
 
 def test_a_rank_that_stays_inside_is_ended_after_a_while_and_has_time_to_end() -> None:
@@ -91,7 +92,7 @@ def test_a_rank_that_is_ended_is_a_process_to_replace_and_no_lost_node() -> None
     job.say(2, "exited", cause=m.Cause(kind="hung", text="did not leave"), frozen=True, code=-9)
     assert job.generation == 2
     assert job.lost == []
-    assert [place.node for place in job.node.control.assignment.renew] == [2]  # type: ignore[union-attr]
+    assert [place.node for place in job.node.control.job.assignment.renew] == [2]  # type: ignore[union-attr]
 
 
 def test_the_next_generation_needs_the_next_fault() -> None:
@@ -180,7 +181,7 @@ def taken_over(stage: m.Order | None) -> Heard:
     reports = [e.Report(other, hello(other, NODES)) for other in node.others]
     node.feed(*reports, e.AgentAnswers(0, True), e.PeerDown(0))
     node.wait(2.0)
-    assert node.control.leads
+    assert node.control.job.leads
     node.feed(*(e.Report(other, trains(other, assignment, 50)) for other in range(NODES)))
     return node.told
 
@@ -191,6 +192,18 @@ def test_a_new_leader_begins_half_a_recovery_again(order: m.Order) -> None:
     stops = [one for one in found.orders if isinstance(one, m.Stop)]
     assert stops
     assert stops[0].reason == "the leader was lost during a recovery"
+
+
+def test_a_new_leader_gives_agents_as_long_to_stop_as_any_other() -> None:
+    node = Node(1, NODES)
+    node.feed(e.OrderFrom(0, 1, m.Stop(generation=1, reason="x")))
+    node.wait(LEAVE_S - 1.0, 0.5)
+    node.silent((0,))
+    node.wait(LEAVE_S - 5.0, 0.5)
+    assert node.control.job.leads
+    assert [n for n, view in node.control.job.nodes.items() if view.lost is not None] == [0]
+    node.wait(10.0, 0.5)
+    assert all(node.control.job.nodes[n].lost is not None for n in (2, 3))
 
 
 @pytest.mark.parametrize("order", [None, m.Release(generation=1)])
@@ -238,9 +251,9 @@ def test_a_new_leader_has_the_same_patience_with_nodes_that_go() -> None:
     node.feed(e.OrderFrom(0, 1, m.Release(generation=1)))
     node.now += 10 * ENDING_S
     node.feed(lost_by(0, "its agent is gone"))
-    assert node.control.leads
+    assert node.control.job.leads
     node.wait(ENDING_S - 0.5)
-    assert node.control.stage == "releasing"
+    assert node.control.job.stage == "releasing"
     node.wait(1.0)
     outcome = node.outcome
     assert outcome is not None
@@ -299,7 +312,7 @@ def test_a_new_step_is_a_sign_that_all_is_well() -> None:
 
 def test_of_two_nodes_that_cannot_reach_each_other_one_gives_way() -> None:
     job = Job()
-    told = {node: e.Standing(1, 0, "running", None, index=1, apart=(3 - node,)) for node in (1, 2)}
+    told = {node: e.Standing(1, 0, "running", index=1, apart=(3 - node,)) for node in (1, 2)}
     job.node.wait(APART_S, 0.25)
     job.node.feed(*(e.PeerUp(node, standing) for node, standing in told.items()))
     job.node.wait(SETTLED_S - 0.5, 0.25)
@@ -316,7 +329,7 @@ def apart_for(job: Job, seconds: float, steps: bool) -> Job:
     """Nodes 1 and 2 do not reach each other, and say so again each second."""
     for second in range(round(seconds)):
         for node in (1, 2):
-            standing = e.Standing(1, 0, job.node.control.stage, None, index=1, apart=(3 - node,))
+            standing = e.Standing(1, 0, job.node.control.job.stage, index=1, apart=(3 - node,))
             job.node.feed(e.PeerUp(node, standing))
         if steps:
             slot = m.SlotState(
@@ -339,7 +352,7 @@ def test_after_training_nobody_needs_to_reach_another() -> None:
 def test_a_spare_that_gives_way_is_stopped_for_too() -> None:
     """It holds copies of others' state."""
     job = Job()
-    told = {node: e.Standing(1, 0, "running", None, index=1, apart=(4 - node,)) for node in (1, 3)}
+    told = {node: e.Standing(1, 0, "running", index=1, apart=(4 - node,)) for node in (1, 3)}
     job.node.wait(APART_S, 0.25)
     job.node.feed(*(e.PeerUp(node, standing) for node, standing in told.items()))
     job.node.wait(SETTLED_S - 0.5, 0.25)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import VOTER_AWAY_S
 from ckptless.daemon.control.decree import MAX_VOTERS, choose_voters, first_decree
 from ckptless.daemon.control.domains import by_members, check_name, domain_of
+from ckptless.daemon.control.voters import VOTER_AWAY_S
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -125,7 +125,7 @@ def test_most_of_the_new_voters_can_be_reached_or_nothing_changes() -> None:
 def test_a_leader_replaces_a_voter_whose_daemon_stays_away() -> None:
     """Of eight nodes seven vote; the daemon of node 2 goes away, and its agent goes on to answer."""
     node = Node(0, 8)
-    before = node.control.known
+    before = node.control.job.known
     voters = first_decree(range(8)).voters
     assert before.voters == voters
     gone, spare = 2, next(iter(set(range(8)) - set(voters)))
@@ -133,17 +133,17 @@ def test_a_leader_replaces_a_voter_whose_daemon_stays_away() -> None:
     node.feed(e.PeerDown(gone), e.AgentAnswers(gone, True))
     node.now += VOTER_AWAY_S - 1
     node.feed(e.Tick())
-    assert node.control.known == before
+    assert node.control.job.known == before
     # One that comes back in between begins anew.
-    standing = e.Standing(1, 0, "running", before)
+    standing = e.Standing(1, 0, "running", index=before.index)
     node.feed(e.PeerUp(gone, standing), e.PeerDown(gone), e.AgentAnswers(gone, True))
     node.now += VOTER_AWAY_S - 1
     node.feed(e.Tick())
-    assert node.control.known == before
+    assert node.control.job.known == before
     node.now += 1
     node.feed(e.Tick())
-    assert node.control.known.voters == tuple(sorted({*voters, spare} - {gone}))
-    assert node.control.known.assignment == before.assignment
+    assert node.control.job.known.voters == tuple(sorted({*voters, spare} - {gone}))
+    assert node.control.job.known.assignment == before.assignment
     assert node.outcome is None
 
 
@@ -152,8 +152,8 @@ def test_who_cannot_vote_is_left_out_while_two_others_can(
     unable: tuple[int, ...], voters: tuple[int, ...]
 ) -> None:
     node = Node(0, 3)
-    node.feed(*(e.PeerUp(one, e.Standing(1, 0, "running", None, index=1, able=False)) for one in unable))
-    assert node.control.known.voters == voters
+    node.feed(*(e.PeerUp(one, e.Standing(1, 0, "running", index=1, able=False)) for one in unable))
+    assert node.control.job.known.voters == voters
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 65, "tab\t", 7, None])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import plan, story
+from ckptless.daemon.control import ledger_rows, plan
 from ckptless.daemon.control.faults import Fault, Finding, NodeView
 
 LIMITS = m.Limits(pong_s=1, leave_s=1, join_s=10, stall_s=10)
@@ -317,7 +317,7 @@ def test_a_slot_that_dies_again_and_again_loses_its_rank() -> None:
     assert (moved.rung, moved.flapping) == ("spare", (m.Place(node=0, slot=0),))
     assert moved.places == (m.Place(node=2, slot=0), *line[0].places[1:])
     assert moved.renew == moved.bad == ()
-    assert "; flapping: node-0/0" in story.describe(moved)
+    assert "; flapping: node-0/0" in ledger_rows.describe(moved)
 
 
 def test_a_flapping_slot_without_a_spare_goes_on() -> None:

@@ -44,19 +44,19 @@ class _Work:
 
 
 @dataclass
-class Tally:
+class GenerationProgress:
     """Of the generation of `assignment`, by what the agents have told so far.
 
     `counts`: of how many ranks the slot is of this generation ("here"), and has come as far as "joined",
     "restored", "stepped" (a step since then), "exited" or "ended" (for good). `moving`: nodes that have not
-    stopped this generation, or not said who they are. `progress`: the newest step that any rank of it has
+    stopped this generation, or not said who they are. `step`: the newest step that any rank of it has
     committed; `newest`: that anybody has, in whatever generation.
     """
 
     assignment: Assignment
     counts: Counter[str] = field(default_factory=Counter)
     moving: set[int] = field(default_factory=set)
-    progress: int = 0
+    step: int = 0
     newest: int = 0
     _works: dict[int, _Work] = field(default_factory=dict)
     _findings: dict[int, list[Finding]] = field(default_factory=dict)
@@ -64,11 +64,11 @@ class Tally:
     _news: list[Finding] = field(default_factory=list)
 
     @classmethod
-    def of(cls, assignment: Assignment, nodes: Mapping[int, NodeView]) -> "Tally":
+    def of(cls, assignment: Assignment, nodes: Mapping[int, NodeView]) -> "GenerationProgress":
         """All nodes are looked at, once."""
-        tally = cls(assignment)
-        tally.look(nodes, nodes)
-        return tally
+        progress = cls(assignment)
+        progress.look(nodes, nodes)
+        return progress
 
     @property
     def inside(self) -> list[Place]:
@@ -130,8 +130,8 @@ class Tally:
             if slot.generation == generation:
                 key = slot.phase, slot.stepped, slot.cause is None
                 alike[key] = alike.get(key, 0) + 1
-                if slot.step is not None and slot.step > self.progress:
-                    self.progress = slot.step
+                if slot.step is not None and slot.step > self.step:
+                    self.step = slot.step
             if usable and slot.hooked and slot.phase in INSIDE:
                 work.inside.append((rank, place))
         for key, count in alike.items():

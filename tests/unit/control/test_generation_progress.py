@@ -8,7 +8,7 @@ import pytest
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.tally import Tally
+from ckptless.daemon.control.generation_progress import GenerationProgress
 
 NODES, GENERATION = 3, 2
 
@@ -41,22 +41,22 @@ def view(node: int, *slots: m.SlotState, frozen: int | None = None, known: bool 
     return NodeView(node, hello=hello, state=state)
 
 
-def tally(*views: NodeView) -> Tally:
-    return Tally.of(assignment(), {one.node: one for one in views})
+def progress(*views: NodeView) -> GenerationProgress:
+    return GenerationProgress.of(assignment(), {one.node: one for one in views})
 
 
 def test_a_phase_of_an_older_generation_does_not_count() -> None:
     old = slot("finished", generation=GENERATION - 1, stepped=True, step=9)
-    found = tally(view(0, old), view(1, slot()), view(2))
+    found = progress(view(0, old), view(1, slot()), view(2))
     assert not found.all_have("here")
     assert found.counts["here"] == 1
     assert found.counts["ended"] == 0
-    assert found.progress == 5
+    assert found.step == 5
     assert found.newest == 9
 
 
 def test_the_newest_step_of_all_is_how_far_they_are() -> None:
-    assert tally(view(0, slot(step=9)), view(1, slot(step=7)), view(2)).progress == 9
+    assert progress(view(0, slot(step=9)), view(1, slot(step=7)), view(2)).step == 9
 
 
 @pytest.mark.parametrize(
@@ -72,35 +72,35 @@ def test_the_newest_step_of_all_is_how_far_they_are() -> None:
     ],
 )
 def test_how_far_a_phase_is(phase: m.Phase, reached: list[str]) -> None:
-    found = tally(view(0, slot(phase)), view(1, slot(phase)), view(2))
+    found = progress(view(0, slot(phase)), view(1, slot(phase)), view(2))
     assert [name for name, count in found.counts.items() if count] == reached
     assert all(found.all_have(name) for name in reached)
 
 
 def test_a_step_that_was_restored_is_not_a_new_one() -> None:
     restored, stepped = slot(stepped=False), slot(stepped=True, step=6)
-    found = tally(view(0, restored), view(1, stepped), view(2))
+    found = progress(view(0, restored), view(1, stepped), view(2))
     assert found.counts["stepped"] == 1
     assert not found.all_have("stepped")
 
 
 def test_a_process_that_failed_has_not_ended_well() -> None:
     failed = slot("exited", cause=m.Cause(kind="died", text="x"), exit_code=1)
-    found = tally(view(0, failed), view(1, slot("exited")), view(2))
+    found = progress(view(0, failed), view(1, slot("exited")), view(2))
     assert (found.counts["exited"], found.counts["ended"]) == (2, 1)
     assert [finding.rank for finding in found.findings] == [0]
 
 
 def test_who_has_stopped_an_older_generation_has_not_stopped_this_one() -> None:
-    found = tally(view(0, slot(), frozen=GENERATION - 1), view(1, slot(), frozen=GENERATION), view(2))
+    found = progress(view(0, slot(), frozen=GENERATION - 1), view(1, slot(), frozen=GENERATION), view(2))
     assert found.moving == {0, 2}
     assert found.disputed
-    nobody = tally(view(0, slot(), frozen=GENERATION - 1), view(1, slot()), view(2))
+    nobody = progress(view(0, slot(), frozen=GENERATION - 1), view(1, slot()), view(2))
     assert not nobody.disputed
 
 
 def test_what_an_unknown_agent_has_stopped_is_waited_for() -> None:
-    found = tally(view(0, slot(), frozen=GENERATION, known=False), view(1), view(2))
+    found = progress(view(0, slot(), frozen=GENERATION, known=False), view(1), view(2))
     assert found.moving == {0, 1, 2}
     assert not found.disputed
 
@@ -109,7 +109,7 @@ def test_a_lost_node_is_not_waited_for_and_disputes_nothing() -> None:
     for frozen in (None, GENERATION):
         lost = view(0, slot(), frozen=frozen)
         lost.lost = "silent"
-        found = tally(lost, view(1, slot("joined")), view(2))
+        found = progress(lost, view(1, slot("joined")), view(2))
         assert found.moving == {1, 2}
         assert not found.disputed
         assert [place.node for place in found.inside] == [1]
@@ -129,13 +129,13 @@ def test_a_lost_node_is_not_waited_for_and_disputes_nothing() -> None:
     ],
 )
 def test_who_is_inside(phase: m.Phase, inside: int) -> None:
-    found = tally(view(0, slot(phase, hooked=False)), view(1, slot(phase)), view(2))
+    found = progress(view(0, slot(phase, hooked=False)), view(1, slot(phase)), view(2))
     assert found.inside == [m.Place(node=1, slot=0)] * inside
 
 
 def test_a_node_that_is_looked_at_again_counts_once() -> None:
     nodes = {0: view(0, slot("joined")), 1: view(1, slot("joined")), 2: view(2)}
-    found = Tally.of(assignment(), nodes)
+    found = GenerationProgress.of(assignment(), nodes)
     nodes[0].state = m.AgentState(seq=2, slots=(slot("restored"),), assigned=GENERATION)
     found.look(nodes, [0])
     assert (found.counts["joined"], found.counts["restored"]) == (2, 1)
@@ -148,7 +148,7 @@ def test_a_node_that_is_looked_at_again_counts_once() -> None:
 
 def test_findings_are_news_once_and_stay_as_long_as_they_are_true() -> None:
     nodes = {0: view(0, slot("left", cause=m.Cause(kind="raised", text="x"))), 1: view(1, slot()), 2: view(2)}
-    found = Tally.of(assignment(), nodes)
+    found = GenerationProgress.of(assignment(), nodes)
     assert [finding.kind for finding in found.take_news()] == ["raised"]
     assert found.take_news() == []
     assert [finding.kind for finding in found.findings] == ["raised"]
@@ -161,5 +161,5 @@ def test_lost_nodes_come_first_then_the_others_by_rank() -> None:
     raised = m.Cause(kind="raised", text="x")
     lost = view(1)
     lost.lost = "silent"
-    found = tally(view(0, slot("left", cause=raised)), lost, view(2))
+    found = progress(view(0, slot("left", cause=raised)), lost, view(2))
     assert [finding.kind for finding in found.findings] == ["node-lost", "raised"]

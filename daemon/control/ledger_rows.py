@@ -18,8 +18,8 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
+from ckptless.daemon.control.event_lines import Line
 from ckptless.daemon.control.faults import Fault, NodeView
-from ckptless.daemon.control.telling import Line
 from ckptless.daemon.control.timeline import Timeline
 
 # So many nodes are called by their names in a row.

@@ -9,7 +9,7 @@ import pytest
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import FaultSource, Subject
-from ckptless.daemon.control import telling
+from ckptless.daemon.control import event_lines
 from ckptless.daemon.control.edges import NodeLost
 from ckptless.daemon.control.faults import Fault, Finding, NodeView
 
@@ -70,25 +70,25 @@ def test_who_it_was_and_why(
     kind: str, detail: str, exit_code: int | None, says: str, event: str, more: dict[str, Any]
 ) -> None:
     finding = Finding(kind, 1, 0, 3, detail, exit_code=exit_code, pid=4711, source="process")
-    line = telling.fault_line(finding, NODES)
+    line = event_lines.fault_line(finding, NODES)
     assert (line.level, line.kind) == ("warning", event)
     assert line.text == f"rank 3 on n01 (slot 0, pid 4711) {says}"
     assert line.about == Subject(**{"node": 1, "name": "n01", "slot": 0, "rank": 3, "pid": 4711, **more})
 
 
 def test_signals_have_their_names() -> None:
-    assert {number: signal.Signals(number).name for number in telling.SIGNALS} == telling.SIGNALS
-    assert telling.SIGNALS.keys() == {*range(1, 16), 24, 25, 31}
+    assert {number: signal.Signals(number).name for number in event_lines.SIGNALS} == event_lines.SIGNALS
+    assert event_lines.SIGNALS.keys() == {*range(1, 16), 24, 25, 31}
 
 
 def test_consequences_are_told_where_there_is_no_cause() -> None:
     broken = Fault("a", Finding("broken", 0, 0, 0, "gloo: a pair", source="process"))
     died = Fault("b", Finding("died", 1, 0, 1, "was ended by SIGKILL", source="process"))
-    assert telling.only_consequences([]) is None
-    assert telling.only_consequences([broken, died]) is None
-    alone = telling.only_consequences([broken, broken])
+    assert event_lines.only_consequences([]) is None
+    assert event_lines.only_consequences([broken, died]) is None
+    alone = event_lines.only_consequences([broken, broken])
     assert alone is broken.finding
-    assert "no rank is known to be the cause" in telling.fault_line(alone, NODES).text
+    assert "no rank is known to be the cause" in event_lines.fault_line(alone, NODES).text
 
 
 @pytest.mark.parametrize(
@@ -100,23 +100,23 @@ def test_consequences_are_told_where_there_is_no_cause() -> None:
     ],
 )
 def test_nodes_that_are_gone(source: FaultSource, reason: str, kind: str, text: str) -> None:
-    line = telling.loss_line(NodeLost(1, reason, 0.0, source=source), NODES[1], assignment(2))
+    line = event_lines.loss_line(NodeLost(1, reason, 0.0, source=source), NODES[1], assignment(2))
     assert (line.kind, line.text) == (kind, text)
     assert line.about == Subject(node=1, name="n01", error=reason)
 
 
 def test_a_node_without_a_rank_is_gone() -> None:
-    line = telling.loss_line(NodeLost(1, "silent", 0.0, source="membership"), NODES[1], assignment(1))
+    line = event_lines.loss_line(NodeLost(1, "silent", 0.0, source="membership"), NODES[1], assignment(1))
     assert line.text == "node-1 (n01, no rank) is lost: silent (membership)"
 
 
 def test_causes_are_parts_of_a_sentence() -> None:
     died = Finding("died", 1, 0, 2, "was ended by SIGKILL", pid=9, exit_code=-9, source="process")
-    assert telling.cause_text(died, NODES) == "rank 2 on n01 (slot 0, pid 9) was ended by SIGKILL"
+    assert event_lines.cause_text(died, NODES) == "rank 2 on n01 (slot 0, pid 9) was ended by SIGKILL"
     lost = Finding("node-lost", 1, None, None, "dark", source="membership")
-    assert telling.cause_text(lost, NODES) == "n01 is lost: dark"
+    assert event_lines.cause_text(lost, NODES) == "n01 is lost: dark"
     stall = Finding("stall", 0, None, None, "no step in 10 s", source="leader")
-    assert telling.cause_text(stall, NODES) == "no step in 10 s"
+    assert event_lines.cause_text(stall, NODES) == "no step in 10 s"
 
 
 def test_ranks_that_return_before_others() -> None:
@@ -127,7 +127,7 @@ def test_ranks_that_return_before_others() -> None:
         2: view(2, slot("restored", 12)),
         3: view(3, slot("exited", 10)),
     }
-    line = telling.returned_early(plan, nodes)
+    line = event_lines.returned_early(plan, nodes)
     assert line is not None
     assert (line.kind, line.about) == (
         "returned-early",
@@ -139,15 +139,15 @@ def test_ranks_that_return_before_others() -> None:
     )
     nodes[3] = view(3, slot("exited", 10, cause=m.Cause(kind="died")))
     nodes[1] = view(1, slot("finished", 9, generation=1))
-    assert telling.returned_early(plan, nodes) is None
+    assert event_lines.returned_early(plan, nodes) is None
     every = {node: view(node, slot("finished")) for node in range(4)}
-    assert telling.returned_early(plan, every) is None
+    assert event_lines.returned_early(plan, every) is None
 
 
 def test_a_line_stays_one() -> None:
-    assert telling.one_line("\n  a \nb") == "a"
-    assert telling.one_line("") == ""
-    assert telling.one_line("\x1b[2Jforged") == "\\x1b[2Jforged"
-    assert len(telling.one_line("x" * 9999)) == telling.TEXT_LIMIT
-    longest = "x" * telling.TEXT_LIMIT
-    assert telling.one_line(longest) == longest
+    assert event_lines.one_line("\n  a \nb") == "a"
+    assert event_lines.one_line("") == ""
+    assert event_lines.one_line("\x1b[2Jforged") == "\\x1b[2Jforged"
+    assert len(event_lines.one_line("x" * 9999)) == event_lines.TEXT_LIMIT
+    longest = "x" * event_lines.TEXT_LIMIT
+    assert event_lines.one_line(longest) == longest

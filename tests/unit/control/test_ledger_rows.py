@@ -11,7 +11,7 @@ from msgspec import structs
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import NodeRecord, Record, SlotRecord
 from ckptless.daemon.control import edges as e
-from ckptless.daemon.control import story
+from ckptless.daemon.control import ledger_rows
 from ckptless.daemon.control.faults import NodeView
 from ckptless.daemon.ledger.merge import merge
 
@@ -36,16 +36,16 @@ TRAINS = m.SlotState(slot=0, phase="restored", generation=1, pid=77)
 
 
 def test_a_daemon_that_was_told_long_ago_does_not_cover_what_is_so() -> None:
-    own = story.snapshot(("j", 0), {0: _view(0, TRAINS, told_s=5.0)}, None, [0, 1], now=20.0)
+    own = ledger_rows.snapshot(("j", 0), {0: _view(0, TRAINS, told_s=5.0)}, None, [0, 1], now=20.0)
     # Written later, of what was said before: nobody tells a daemon that does not lead any more.
-    other = story.snapshot(("j", 1), {0: _view(0, EMPTY, told_s=2.0)}, None, [0, 1], now=20.5)
+    other = ledger_rows.snapshot(("j", 1), {0: _view(0, EMPTY, told_s=2.0)}, None, [0, 1], now=20.5)
     for ledgers in ((own, other), (other, own)):
         assert [slot.pid for slot in merge(ledgers).slots] == [77]
 
 
 def test_of_a_daemon_that_is_gone_the_leader_knows_better() -> None:
-    own = story.snapshot(("j", 0), {0: _view(0, EMPTY, told_s=1.0)}, None, [0, 1], now=3.0)
-    leader = story.snapshot(("j", 1), {0: _view(0, TRAINS, told_s=4.0)}, None, [1], now=9.0)
+    own = ledger_rows.snapshot(("j", 0), {0: _view(0, EMPTY, told_s=1.0)}, None, [0, 1], now=3.0)
+    leader = ledger_rows.snapshot(("j", 1), {0: _view(0, TRAINS, told_s=4.0)}, None, [1], now=9.0)
     found = merge((own, leader))
     assert [(type(slot), slot.pid) for slot in found.slots] == [(SlotRecord, 77)]
     assert [node.state for node in found.nodes] == ["daemon-away"]
@@ -100,6 +100,6 @@ def test_a_generation_in_one_line() -> None:
     first = m.Assignment(
         job="j", generation=1, term=1, leader=0, places=(place,), nodes=(), restore_step=None, rung="start"
     )
-    assert story.describe(first) == "generation 1 (start), from the start: rank 0 on node-0/1"
+    assert ledger_rows.describe(first) == "generation 1 (start), from the start: rank 0 on node-0/1"
     again = structs.replace(first, generation=2, restore_step=0, rung="process")
-    assert story.describe(again) == "generation 2 (process), from step 0: rank 0 on node-0/1"
+    assert ledger_rows.describe(again) == "generation 2 (process), from step 0: rank 0 on node-0/1"
