@@ -83,8 +83,8 @@ class Election:
     def _turn(self) -> int | None:
         """How many others it lets try before it; None where it cannot be elected.
 
-        Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where the
-        voters' nodes are lost, whose daemons may vote on, any node.
+        Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where each
+        voter's node is lost, whose daemon may vote on, or cannot vote, any node.
         """
         job = self.job
         there = job.reachable - job.unable - job.losses.keys()
