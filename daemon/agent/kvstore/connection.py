@@ -45,7 +45,9 @@ class Connection(Generic[Heard]):
         decoder: "msgspec.msgpack.Decoder[tuple[Heard, ...]]",
         silence_s: float,
     ) -> None:
-        self._hear, self._expects, self._decoder, self._silence_s = hear, expects, decoder, silence_s
+        self._hear: Callable[[Heard], None] = hear
+        self._decoder: msgspec.msgpack.Decoder[tuple[Heard, ...]] = decoder
+        self._expects, self._silence_s = expects, silence_s
         self.messages = 0
         self._unsaid: list[wire.Item] = []
         self._link: Peer | None = None

@@ -106,7 +106,6 @@ class _Client(asyncio.Protocol):
         self._pending: deque[Request] = deque()
         # Of the wait that goes on, and whether another request is being answered.
         self._cancel_wait: Cancel | None = None
-        self._wait_number = 0
         self._busy = False
         self._writable = True
 
@@ -210,15 +209,13 @@ class _Client(asyncio.Protocol):
     def _wait(self, request: protocol.Wait | protocol.Barrier) -> None:
         if self._cancel_wait is not None:
             raise ProtocolError("a second wait while the first goes on")
-        number = self._wait_number = self._wait_number + 1
         over = False
 
         def done(answer: bytes | Refusal) -> None:
             nonlocal over
-            over = True
-            if number != self._wait_number or self._transport.is_closing():
-                return  # canceled
-            self._cancel_wait = None
+            over, self._cancel_wait = True, None
+            if self._transport.is_closing():
+                return
             if isinstance(answer, Refusal):
                 self._refuse(answer)
             else:
@@ -230,7 +227,6 @@ class _Client(asyncio.Protocol):
 
     def _stop_waiting(self) -> None:
         if self._cancel_wait is not None:
-            self._wait_number += 1
             cancel, self._cancel_wait = self._cancel_wait, None
             cancel()
 
