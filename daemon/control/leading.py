@@ -123,7 +123,8 @@ class Leading:
 
     def _mend_voters(self, now: float) -> None:
         """A voter lost, unable, or away for long is replaced before the next one is, if there are nodes."""
-        if self.voters.following(now) != self.job.known.voters:
+        ready = self.job.agreement.ready and self.voters.may_change(now)
+        if ready and self.voters.following(now) != self.job.known.voters:
             self._propose(self.job.assignment, None, now)
 
     def _form(self, spec: m.JobSpec, now: float) -> None:

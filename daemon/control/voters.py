@@ -18,6 +18,7 @@ class Voters:
     job: JobState
     # Since when the leader has not reached a voter's daemon, whose node lives.
     _away: dict[int, float] = field(default_factory=dict)
+    _seen: tuple[object, ...] = ()
 
     def look(self, now: float) -> None:
         """Note which voters are away. Only what a leader sees counts: others may be away themselves."""
@@ -35,5 +36,14 @@ class Voters:
             # Fewer votes are easier to come by than those of all others beside one that never comes.
             living -= job.unable
         domains = job.spec.domains if job.spec is not None else ()
-        away = {node for node, since in self._away.items() if now - since >= VOTER_AWAY_S}
-        return choose_voters(job.known.voters, living, sound, domains, away)
+        return choose_voters(job.known.voters, living, sound, domains, self._away_long(now))
+
+    def may_change(self, now: float) -> bool:
+        """Whether anything that voters are chosen by has changed since this was asked last."""
+        job, seen = self.job, self._seen
+        there, unable = frozenset(job.reachable), frozenset(job.unable)
+        self._seen = job.known.index, len(job.losses), there, unable, self._away_long(now)
+        return self._seen != seen
+
+    def _away_long(self, now: float) -> frozenset[int]:
+        return frozenset(node for node, since in self._away.items() if now - since >= VOTER_AWAY_S)

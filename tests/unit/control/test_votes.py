@@ -378,3 +378,13 @@ def test_who_cannot_write_refuses_everything() -> None:
     no = Refusal(ballot=HIGHER, promised=NO_BALLOT, index=0)
     assert daemon.hear(2, Canvass(ballot=HIGHER, index=0)) == [(2, no)]
     assert daemon.hear(2, Prepare(ballot=HIGHER, index=0)) == [(2, no)]
+
+
+def test_who_votes_no_more_for_its_disk_tries_it_again_to_be_taken_again() -> None:
+    daemon = Daemon(fresh((1, 2, 3)))
+    daemon.it.repeat(0.0)
+    daemon.it.repeat(a.PROBE_S + 1.0)
+    assert daemon.it.out == [], "it has no vote, and its disk no trouble"
+    daemon.it.not_saved("it is full", a.PROBE_S + 1.0)
+    daemon.it.repeat(a.PROBE_S + 1.0 + a.RETRY_S)
+    assert [type(output) for output in daemon.it.out] == [Save]

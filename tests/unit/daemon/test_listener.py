@@ -30,10 +30,15 @@ class Listening:
         )
         self.at = (HOST, self.door.open(HOST))
 
+    async def _dial(self) -> Link[p.AgentMessage]:
+        link: Link[p.AgentMessage] = await Link.dial(
+            self.at, ("job", 0), KeyCredentials(KEY), p.AgentMessage, 20.0
+        )
+        return link
+
     async def connect(self) -> tuple[Link[p.AgentMessage], Link[p.AgentMessage]]:
         """Both ends of a connection by the key."""
-        dial = Link.dial(self.at, ("job", 0), KeyCredentials(KEY), p.AgentMessage, 20.0)
-        dialling: asyncio.Task[Link[p.AgentMessage]] = asyncio.create_task(dial)
+        dialling: asyncio.Task[Link[p.AgentMessage]] = asyncio.create_task(self._dial())
         theirs: Link[p.AgentMessage] = await Link.accept(
             await self.came.get(), lambda _job: 1, KeyCredentials(KEY), p.AgentMessage
         )

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +33,7 @@ from ckptless.daemon.slurm import cluster as module
 from ckptless.daemon.slurm.adapter import Job, Node, check_text
 from ckptless.daemon.slurm.cached import CachedSlurm, Reading
 from ckptless.daemon.slurm.cluster import SlurmCluster, reason_text
+from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
 from ckptless.daemon.slurm.run_name import slurm_job_id
@@ -626,7 +627,7 @@ def test_a_job_that_is_younger_than_the_last_answer_is_not_cut_short() -> None:
 
     async def work() -> None:
         backend = OneAnswer()
-        slurm = CachedSlurm(backend, Clock())
+        slurm = CachedSlurm(cast(Commands, backend), Clock())
         edge = cluster(slurm)
         runs = [FakeRuntime(job="4711", age_s=0.1), FakeRuntime(job="4712")]
         task = asyncio.create_task(edge.watch(lambda: [one.it for one in runs], 0.5))
@@ -719,7 +720,7 @@ def test_the_cache_asks_for_nodes_once_a_look() -> None:
     async def work() -> None:
         backend = OneAnswer()
         backend.running, backend.have = (job(1), job(2)), FAN
-        edge = cluster(CachedSlurm(backend, Clock()))
+        edge = cluster(CachedSlurm(cast(Commands, backend), Clock()))
         runs = [FakeRuntime(job="1"), FakeRuntime(job="2")]
         task = asyncio.create_task(edge.watch(lambda: [one.it for one in runs], 0.2))
         await until(lambda: all(one.losses for one in runs))
