@@ -467,13 +467,13 @@ HEADER = _header(Random(1), PAYLOAD)
 
 def _receive(data: bytes) -> None:
     """What comes over a bulk transfer, in pieces: only the very bytes are taken."""
-    verifier = version.ChunkVerifier(HEADER, 0, len(PAYLOAD))
-    view = memoryview(data[: len(PAYLOAD)])
-    for start in range(0, len(view), 1000):
-        verifier.feed(view[start : start + 1000])
-    if len(view) == len(PAYLOAD):
-        verifier.finish()
-        assert bytes(view) == PAYLOAD, "other bytes were taken"
+    view = memoryview(data[: len(PAYLOAD)].ljust(len(PAYLOAD), b"\0"))
+    digests = version.ChunkDigests(view, HEADER.chunk_nbytes)
+    for upto in range(0, len(view), 1000):
+        digests.came(upto)
+    for index, digest in enumerate(digests.finish()):
+        HEADER.check_chunk(index, digest)
+    assert bytes(view) == PAYLOAD, "other bytes were taken"
 
 
 # -------------------------------------------------------------------------------- files of training data

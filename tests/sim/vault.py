@@ -152,8 +152,8 @@ class Replicas:
         if step is None:
             return
         for lost in remakes(to, agent.node):
-            content = agent.vault.contents.get((lost.number, step), (-1, 0))
-            put = Put(self._generation, lost.what, lost.number, step, agent, content)
+            content = agent.vault.contents.get((lost.item.number, step), (-1, 0))
+            put = Put(self._generation, *lost.item, step, agent, content)
             if not agent.vault.has(*put.key):
                 continue
             takes_s = agent.world.random.uniform(0.0, TENSORS_S)
