@@ -36,7 +36,7 @@ from ckptless.daemon.agent.kvstore import wire as store_wire
 from ckptless.daemon.agent.nccl import wire as nccl_wire
 from ckptless.daemon.agent.ranks import zygote_messages
 from ckptless.daemon.agent.ranks.link import Heard
-from ckptless.daemon.agent.versions import keeping as agent_keeping
+from ckptless.daemon.agent.versions import requeue_memory
 from ckptless.daemon.api import (
     eviction,
     keeping,
@@ -438,7 +438,7 @@ def files() -> list[Target]:
         Target(
             "catalog of kept memory",
             lambda c: _mend_digest_before(bytes(16) + msgspec.msgpack.encode(build(keeping.Catalog, c))),
-            _in_memfd(agent_keeping._read_catalog),
+            _in_memfd(requeue_memory._read_catalog),
             _mend_digest_before,
         ),
         Target("saved manifest", json_of(saved.Manifest), _read_manifest),

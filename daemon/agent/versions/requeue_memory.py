@@ -53,7 +53,7 @@ class _Kept:
             region.close()
 
 
-class KeepService:
+class RequeueMemory:
     """Owned by the agent's event loop. `holdings`: of the store, with what twins are compared by."""
 
     def __init__(self, config: AgentConfig, store: VersionStore, holdings: Callable[[], Holdings]) -> None:
