@@ -31,20 +31,15 @@ class Remake:
     takers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Copies:
-    """How many there are to be, besides a shard's or a rank's own nodes; `domains` as in JobSpec."""
-
-    count: int
-    domains: tuple[str, ...] = ()
-
-
 class Holders:
-    """Who is to hold what in the generation of `assignment`; made once for it."""
+    """Who is to hold what in the generation of `assignment`; made once for it.
 
-    def __init__(self, assignment: Assignment, copies: Copies) -> None:
-        self.assignment, self._count = assignment, copies.count
-        self._ring = Ring(assignment.nodes, copies.domains)
+    `copies`: how many there are to be, besides a shard's or a rank's own nodes; `domains` as in JobSpec.
+    """
+
+    def __init__(self, assignment: Assignment, copies: int, domains: tuple[str, ...] = ()) -> None:
+        self.assignment, self._copies = assignment, copies
+        self._ring = Ring(assignment.nodes, domains)
         self._ranked = assignment.ranks_by_node.keys()
         # Of each shard the nodes of those ranks that it is not named after: none where there are no twins.
         self._twins: dict[int, set[int]] = {}
@@ -60,7 +55,7 @@ class Holders:
 
     def of_node(self, node: int, unreachable: Collection[int] = ()) -> tuple[NodeInfo, ...]:
         """The nodes that are to hold the records of a node's ranks beside it."""
-        return self._ring.holders(node, self._count, unreachable)
+        return self._ring.holders(node, self._copies, unreachable)
 
     def targets(self, item: Item, unreachable: Collection[int] = ()) -> tuple[NodeInfo, ...]:
         """The nodes that are to hold an item beside those whose ranks have it."""
@@ -81,7 +76,7 @@ class Holders:
         """The same of the shard that node `home` gives, which `twins` have."""
         # Where every node with ranks has a shard, copies beside them could only outlive the whole job.
         everywhere = len(twins) > 1 and self._ranked == set(twins)
-        return self._ring.shard_holders(home, 0 if everywhere else self._count, twins, unreachable)
+        return self._ring.shard_holders(home, 0 if everywhere else self._copies, twins, unreachable)
 
 
 def remakes(of: Holders, me: int) -> tuple[Remake, ...]:

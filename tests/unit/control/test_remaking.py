@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 from ckptless.daemon.control.placement import Ring
 from ckptless.daemon.control.protection import Item
-from ckptless.daemon.control.remaking import Copies, Holders, Remake, remakes
+from ckptless.daemon.control.remaking import Holders, Remake, remakes
 
 STEP = 7
 BOTH: tuple[Literal["tensors"], Literal["record"]] = ("tensors", "record")
@@ -41,7 +41,7 @@ def assignment(
 
 def shares(now: Assignment, copies: int) -> dict[int, tuple[Remake, ...]]:
     """What each node gives, as each finds out for itself."""
-    of = Holders(now, Copies(copies))
+    of = Holders(now, copies)
     found = {info.node: remakes(of, info.node) for info in now.nodes}
     return {node: given for node, given in found.items() if given}
 
@@ -107,7 +107,7 @@ def test_then_it_is_held_as_a_new_step_would_be(
         assert not known & set(remake.takers)
         known |= set(remake.takers)
     for (what, number), known in have.items():
-        wanted = Holders(now, Copies(copies))
+        wanted = Holders(now, copies)
         found = wanted.of_tensors(number) if what == "tensors" else wanted.of_record(number)
         assert {info.node for info in found} <= known
         assert len(known) >= min(copies + 1, len(nodes))
@@ -115,7 +115,7 @@ def test_then_it_is_held_as_a_new_step_would_be(
 
 def test_twins_of_a_shard_are_all_nodes_that_have_ranks_of_it() -> None:
     hsdp = assignment([5, 6, 7, 8], [5, 6, 7, 8], {}, [], shards=[0, 1, 0, 1])
-    of = Holders(hsdp, Copies(1))
+    of = Holders(hsdp, 1)
     assert [of.twins(shard) for shard in range(4)] == [{5, 7}, {6, 8}, set(), set()]
 
 
