@@ -17,7 +17,7 @@ from ckptless.daemon.agent.dataloader.service import RingService
 from ckptless.daemon.agent.kvstore.guard import StoreGuard
 from ckptless.daemon.agent.kvstore.service import StoreService
 from ckptless.daemon.agent.nccl.service import NcclService
-from ckptless.daemon.agent.orphan import AgentLease, Orphan
+from ckptless.daemon.agent.orphan import AgentLease, lease_over
 from ckptless.daemon.agent.ranks.console import ConsoleOutput
 from ckptless.daemon.agent.ranks.crew import Crew
 from ckptless.daemon.agent.ranks.link import RankLink, RankServer
@@ -162,8 +162,8 @@ class Agent:
         """While the daemon is silent: see `orphan`. Who is cut off ends, and the others go on without it."""
         me = self._config.node
         nodes = lambda: self._assignment.nodes if self._assignment is not None else ()  # noqa: E731
-        orphan = Orphan(me, self._lease, nodes, self._replicas.knock)
-        reason = f"node-{me} ends its ranks: {await orphan.over()}"
+        why = await lease_over(me, self._lease, nodes, self._replicas.knock)
+        reason = f"node-{me} ends its ranks: {why}"
         logger.error("fenced: %s", reason)
         if not self._outcome.done():
             outcome = m.Outcome(state="failed", exit_code=4, reason=reason, why="no-quorum")
