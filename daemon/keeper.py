@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptless.daemon.api import keeping as k
+from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.ckptlessd.unix_server import Client
 from ckptless.daemon.config import KeepConfig
 from ckptless.daemon.control.keeping import Entry, NotKeptError, Shelf, allocation_of, is_short
@@ -63,7 +63,7 @@ class Keeper:
             since_s=self.now(),
         )
         try:
-            _check_protocol(asked.protocol)
+            check_protocol(asked.protocol, "the agent")
             if _node_is_short():
                 raise NotKeptError("the node is short of memory")
             gone = self.shelf.put(entry)
@@ -93,7 +93,7 @@ class Keeper:
 
     async def give(self, asked: k.Claim, uid: int, link: Client) -> None:
         """Give an agent of user `uid` what its job has left here. Raises OSError, CkptlessError."""
-        _check_protocol(asked.protocol)
+        check_protocol(asked.protocol, "the agent")
         owner = (allocation_of(asked.run), uid, asked.program)
         entry = self.shelf.lend(owner, asked.restarts)
         if entry is None:
@@ -173,11 +173,6 @@ class Keeper:
             if uid in (0, os.getuid(), entry.uid)
         )
         return k.KeptList(kept=kept, limit_nbytes=self.shelf.limit_nbytes)
-
-
-def _check_protocol(protocol: int) -> None:
-    if protocol != PROTOCOL:
-        raise ProtocolError(f"the other end speaks protocol {protocol}, the daemon {PROTOCOL}")
 
 
 def _check(fd: int, nbytes: int) -> None:

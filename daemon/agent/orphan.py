@@ -9,12 +9,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.control.decree import is_quorum
 
 logger = logging.getLogger(__name__)
+
+Knock: TypeAlias = Callable[[NodeInfo], Awaitable[None]]
 
 # As many as there are voters: an agent does not know who these are.
 ASKED = 7
@@ -72,47 +75,38 @@ class AgentLease:
         return now - max(self.daemon_at, self.agents_at)
 
 
-class Orphan:
-    """Keeps `lease`; `nodes` (of the newest assignment) is asked each time, `knock` talks to an agent."""
+async def lease_over(
+    me: int, lease: AgentLease, nodes: Callable[[], Sequence[NodeInfo]], knock: Knock
+) -> str:
+    """Keep a lease; return once this node must end its ranks, with the reason.
 
-    def __init__(
-        self,
-        me: int,
-        lease: AgentLease,
-        nodes: Callable[[], Sequence[NodeInfo]],
-        knock: Callable[[NodeInfo], Awaitable[None]],
-    ) -> None:
-        self._me, self._lease, self._nodes, self._knock = me, lease, nodes, knock
+    `nodes`, of the newest assignment, are asked each time; `knock` talks to an agent.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        began = loop.time()
+        if lease.must_ask(began):
+            infos = {info.node: info for info in nodes()}
+            asked = to_ask(tuple(infos))
+            others = [node for node in asked if node != me]
+            # no deadline: each has its own
+            answers = await asyncio.gather(*(_answers(infos[node], lease.lease_s, knock) for node in others))
+            silent = {node for node, answer in zip(others, answers, strict=True) if not answer}
+            heard = set(asked) - silent
+            lease.asked(asked, heard, began)
+            if lease.over(loop.time()):
+                return (
+                    f"its daemon does not say that it hears the others, and of {len(asked)} agents of"
+                    f" the job it heard {len(heard)} for {lease.lease_s:.1f} s"
+                )
+        await asyncio.sleep(min(INTERVAL_S, lease.lease_s / 8))
 
-    async def over(self) -> str:
-        """Returns once this node must end its ranks, with the reason."""
-        lease, loop = self._lease, asyncio.get_running_loop()
-        while True:
-            began = loop.time()
-            if lease.must_ask(began):
-                infos = {info.node: info for info in self._nodes()}
-                asked = to_ask(tuple(infos))
-                heard = await self._heard([infos[node] for node in asked])
-                lease.asked(asked, heard, began)
-                if lease.over(loop.time()):
-                    return (
-                        f"its daemon does not say that it hears the others, and of {len(asked)} agents of"
-                        f" the job it heard {len(heard)} for {lease.lease_s:.1f} s"
-                    )
-            await asyncio.sleep(min(INTERVAL_S, lease.lease_s / 8))
 
-    async def _heard(self, infos: Sequence[NodeInfo]) -> set[int]:
-        # no deadline: each has its own
-        answers = await asyncio.gather(*map(self._answers, infos))
-        return {info.node for info, answer in zip(infos, answers, strict=True) if answer}
-
-    async def _answers(self, info: NodeInfo) -> bool:
-        if info.node == self._me:
-            return True
-        try:
-            async with asyncio.timeout(ROUND * self._lease.lease_s):
-                await self._knock(info)
-        except (OSError, TimeoutError, CkptlessError) as error:
-            logger.debug("node-%d does not answer: %s", info.node, error)
-            return False
-        return True
+async def _answers(info: NodeInfo, lease_s: float, knock: Knock) -> bool:
+    try:
+        async with asyncio.timeout(ROUND * lease_s):
+            await knock(info)
+    except (OSError, TimeoutError, CkptlessError) as error:
+        logger.debug("node-%d does not answer: %s", info.node, error)
+        return False
+    return True

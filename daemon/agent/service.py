@@ -17,7 +17,7 @@ from ckptless.daemon.agent.dataloader.service import RingService
 from ckptless.daemon.agent.kvstore.guard import StoreGuard
 from ckptless.daemon.agent.kvstore.service import StoreService
 from ckptless.daemon.agent.nccl.service import NcclService
-from ckptless.daemon.agent.orphan import AgentLease, Orphan
+from ckptless.daemon.agent.orphan import AgentLease, lease_over
 from ckptless.daemon.agent.ranks.console import ConsoleOutput
 from ckptless.daemon.agent.ranks.crew import Crew
 from ckptless.daemon.agent.ranks.link import RankLink, RankServer
@@ -26,8 +26,8 @@ from ckptless.daemon.agent.ranks.seats import Seats
 from ckptless.daemon.agent.ranks.slots import Slot
 from ckptless.daemon.agent.saving.service import SaveService
 from ckptless.daemon.agent.versions.connections import Network
-from ckptless.daemon.agent.versions.keeping import KeepService
 from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.requeue_memory import RequeueMemory
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.agent.versions.twins import Twins
@@ -71,7 +71,7 @@ class Agent:
         self._state = StateService(config.node, self._versions, self._replicas, self._crew, self._twins)
         self._seats = Seats(config.node, self._crew, self._state)
         self._saving = SaveService(config, self._versions, self._zygote, self._replicas)
-        self._keeping = KeepService(config, self._versions, self._twins.holdings)
+        self._requeue_memory = RequeueMemory(config, self._versions, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
         self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
         self._replicas.serving.on_store = self._store.serve
@@ -99,7 +99,7 @@ class Agent:
         self._crew.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
         self._store.server.refuses = StoreGuard(self._event).refuses
         self._twins.check.on_doubt = self._changed
-        self._saving.saver.on_event = self._keeping.on_event = self._tell_of
+        self._saving.saver.on_event = self._requeue_memory.on_event = self._tell_of
         self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
         self._versions.on_dropped, self._versions.on_held = self._changed, self._progressed
@@ -111,7 +111,7 @@ class Agent:
             self._crew.store = await self._store.start(self._event)
             nccl_port = await self._nccl.start(config.address, config.env)
             self._ranks.start()
-            brought = await self._keeping.claim()
+            brought = await self._requeue_memory.claim()
             logger.info("importing %s", ", ".join(config.preload) or "nothing ahead")
             await self._zygote.start(config.preload, config.env, config.zygote_deadline_s, self._own_zygote)
             info = m.NodeInfo(
@@ -163,8 +163,8 @@ class Agent:
         """While the daemon is silent: see `orphan`. Who is cut off ends, and the others go on without it."""
         me = self._config.node
         nodes = lambda: self._assignment.nodes if self._assignment is not None else ()  # noqa: E731
-        orphan = Orphan(me, self._lease, nodes, self._replicas.knock)
-        reason = f"node-{me} ends its ranks: {await orphan.over()}"
+        why = await lease_over(me, self._lease, nodes, self._replicas.knock)
+        reason = f"node-{me} ends its ranks: {why}"
         logger.error("fenced: %s", reason)
         if not self._outcome.done():
             outcome = m.Outcome(state="failed", exit_code=4, reason=reason, why="no-quorum")
@@ -208,7 +208,7 @@ class Agent:
         await self._crew.close()
         if not self._here_only:
             self._replicas.serving.accepting = False
-            await self._keeping.at_end(self._outcome.result() if self._outcome.done() else None)
+            await self._requeue_memory.at_end(self._outcome.result() if self._outcome.done() else None)
             await self._saving.at_end()
         self._ranks.close()
         await self._rings.close()
@@ -337,7 +337,7 @@ class Agent:
             self._mark(mark_begun)
         self._assignment, self._frozen = assignment, None
         self._versions.drop_after(assignment.restore_step)
-        self._keeping.follow(assignment)
+        self._requeue_memory.follow(assignment)
         self._versions.drop_unnamed(assignment, self._config.node)
         self._replicas.follow(assignment)
         self._twins.check.follow(assignment.generation)

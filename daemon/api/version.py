@@ -90,6 +90,14 @@ class Header:
         theirs = (other.origin, other.shard, other.step, other.layout, other.nbytes, other.twins)
         return self.twins != "" and mine == theirs
 
+    def check_chunk(self, index: int, digest: int) -> None:
+        """Raise BadVersionError unless that is the digest of this chunk."""
+        if digest != self.chunks[index]:
+            text = (
+                f"chunk {index} of {len(self.chunks)} of step {self.step}, shard {self.shard}, does not match"
+            )
+            raise BadVersionError(text, index)
+
     def check(self, origin: Origin, shard: int, step: int, newest: int) -> None:
         """Raise BadVersionError unless it is this step of this shard, of generation `newest` at most."""
         if (self.origin, self.shard, self.step) != (origin, shard, step):
@@ -246,47 +254,6 @@ class ChunkDigests:
         return tuple(self._found)
 
 
-class ChunkVerifier:
-    """Takes whole chunks, bytes `start` to `end` of a payload, in pieces of any size, in their order.
-
-    Raises at the first chunk that is wrong. One thread at a time.
-    """
-
-    def __init__(self, header: Header, start: int, end: int) -> None:
-        self._header, self._at, self._end = header, start, end
-        self._chunk = xxhash.xxh3_64()
-        self._left = 0
-        self._next_chunk()
-
-    @property
-    def _index(self) -> int:
-        return self._at // self._header.chunk_nbytes
-
-    def _next_chunk(self) -> None:
-        self._chunk.reset()
-        self._left = min((self._index + 1) * self._header.chunk_nbytes, self._end) - self._at
-
-    def feed(self, data: memoryview) -> None:
-        """The next bytes. Raises BadVersionError."""
-        while len(data):
-            if not self._left:
-                raise BadVersionError("more bytes than the header says")
-            piece = data[: self._left]
-            self._chunk.update(piece)
-            self._left -= len(piece)
-            data = data[len(piece) :]
-            if not self._left:
-                if self._chunk.intdigest() != self._header.chunks[self._index]:
-                    raise _bad_chunk(self._header, self._index)
-                self._at = min((self._index + 1) * self._header.chunk_nbytes, self._end)
-                self._next_chunk()
-
-    def finish(self) -> None:
-        """That was all of it. Raises BadVersionError where something is missing."""
-        if self._at < self._end:
-            raise BadVersionError("a version that is cut off", self._index)
-
-
 def verify(slot: memoryview, told: str) -> Header:
     """Check a version that lies in `slot`, its header and every chunk. Raises BadVersionError.
 
@@ -308,12 +275,4 @@ def check_chunks(slot: memoryview, header: Header, start: int, end: int) -> None
     for index in range(start // size, -(-end // size)):
         first, last = index * size, min((index + 1) * size, header.nbytes)
         with slot[base + first : base + last] as chunk:
-            if digest_of(chunk) != header.chunks[index]:
-                raise _bad_chunk(header, index)
-
-
-def _bad_chunk(header: Header, index: int) -> BadVersionError:
-    text = (
-        f"chunk {index} of {len(header.chunks)} of step {header.step}, shard {header.shard}, does not match"
-    )
-    return BadVersionError(text, index)
+            header.check_chunk(index, digest_of(chunk))

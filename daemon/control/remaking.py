@@ -5,9 +5,10 @@ never missed: whichever nodes are lost after it, up to as many as there are repl
 everything is left is what it would have been without giving anything back.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ckptless.daemon.api.messages import Assignment, NodeInfo
 from ckptless.daemon.control.placement import Ring
@@ -18,35 +19,27 @@ from ckptless.daemon.control.protection import Item
 # of the three is held by all who are to hold it.
 HELD_AFTER = 3
 
+# What of, its number, and the nodes that have it.
+Had: TypeAlias = tuple[Literal["tensors", "record"], int, Sequence[int]]
+
 
 @dataclass(frozen=True)
 class Remake:
-    """A node gives the tensors of shard `number`, or the record of rank `number`, to nodes `takers`."""
+    """A node gives the tensors of a shard, or the record of a rank, to nodes `takers`."""
 
-    what: Literal["record", "tensors"]
-    number: int
+    item: Item
     takers: tuple[int, ...]
-
-    @property
-    def item(self) -> Item:
-        """What is given."""
-        return Item(self.what, self.number)
-
-
-@dataclass(frozen=True)
-class Copies:
-    """How many there are to be, besides a shard's or a rank's own nodes; `domains` as in JobSpec."""
-
-    count: int
-    domains: tuple[str, ...] = ()
 
 
 class Holders:
-    """Who is to hold what in the generation of `assignment`; made once for it."""
+    """Who is to hold what in the generation of `assignment`; made once for it.
 
-    def __init__(self, assignment: Assignment, copies: Copies) -> None:
-        self.assignment, self._count = assignment, copies.count
-        self._ring = Ring(assignment.nodes, copies.domains)
+    `copies`: how many there are to be, besides a shard's or a rank's own nodes; `domains` as in JobSpec.
+    """
+
+    def __init__(self, assignment: Assignment, copies: int, domains: tuple[str, ...] = ()) -> None:
+        self.assignment, self._copies = assignment, copies
+        self._ring = Ring(assignment.nodes, domains)
         self._ranked = assignment.ranks_by_node.keys()
         # Of each shard the nodes of those ranks that it is not named after: none where there are no twins.
         self._twins: dict[int, set[int]] = {}
@@ -62,7 +55,7 @@ class Holders:
 
     def of_node(self, node: int, unreachable: Collection[int] = ()) -> tuple[NodeInfo, ...]:
         """The nodes that are to hold the records of a node's ranks beside it."""
-        return self._ring.holders(node, self._count, unreachable)
+        return self._ring.holders(node, self._copies, unreachable)
 
     def targets(self, item: Item, unreachable: Collection[int] = ()) -> tuple[NodeInfo, ...]:
         """The nodes that are to hold an item beside those whose ranks have it."""
@@ -83,7 +76,7 @@ class Holders:
         """The same of the shard that node `home` gives, which `twins` have."""
         # Where every node with ranks has a shard, copies beside them could only outlive the whole job.
         everywhere = len(twins) > 1 and self._ranked == set(twins)
-        return self._ring.shard_holders(home, 0 if everywhere else self._count, twins, unreachable)
+        return self._ring.shard_holders(home, 0 if everywhere else self._copies, twins, unreachable)
 
 
 def remakes(of: Holders, me: int) -> tuple[Remake, ...]:
@@ -92,23 +85,17 @@ def remakes(of: Holders, me: int) -> tuple[Remake, ...]:
     A node with ranks of a shard gets it for them anyway. The home of a shard or rank gives it where it has
     it, and otherwise one of those that have it, in turn. Every node finds out its own part alone.
     """
-    return tuple(_remakes(of, me))
-
-
-def _remakes(of: Holders, me: int) -> Iterator[Remake]:
-    places = of.assignment.places
-    for shard, have in of.assignment.tensor_nodes:
-        gives = me in have and _giver(have, places[shard].node, shard) == me
-        if gives and (takers := _lacking(of.of_tensors(shard), have)):
-            yield Remake("tensors", shard, takers)
-    for rank, have in enumerate(of.assignment.record_nodes):
-        gives = me in have and _giver(have, places[rank].node, rank) == me
-        if gives and (takers := _lacking(of.of_record(rank), have)):
-            yield Remake("record", rank, takers)
-
-
-def _lacking(targets: Sequence[NodeInfo], have: Collection[int]) -> tuple[int, ...]:
-    return tuple(info.node for info in targets if info.node not in have)
+    held: Iterable[Had] = itertools.chain(
+        (("tensors", shard, have) for shard, have in of.assignment.tensor_nodes),
+        (("record", rank, have) for rank, have in enumerate(of.assignment.record_nodes)),
+    )
+    found: list[Remake] = []
+    for what, number, have in held:
+        if me in have and _giver(have, of.assignment.places[number].node, number) == me:
+            item = Item(what, number)
+            if takers := tuple(info.node for info in of.targets(item) if info.node not in have):
+                found.append(Remake(item, takers))
+    return tuple(found)
 
 
 def _giver(have: Sequence[int], home: int, number: int) -> int:

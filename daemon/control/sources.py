@@ -66,18 +66,11 @@ class _Common:
     tensors: Mapping[int, tuple[int, ...]]
 
 
-def recovery_step(nodes: Iterable[NodeView], world_size: int) -> int | None:
-    """The newest step of which every rank's record and tensors are held by some usable node.
-
-    One at which twins differ only where there is no other.
-    """
-    _, common = _newest_held(_told(nodes), world_size)
-    return common.step if common is not None else None
-
-
 def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progress: int) -> Sources:
     """Where the state of ranks in these places comes from. Raises NoCommonStepError.
 
+    The step is the newest of which every rank's record and tensors are held by some usable node; one at which
+    twins differ only where there is no other.
     `progress` is the newest step that any rank is known to have committed.
     """
     return sources_of(_told(nodes.values()), places, progress)

@@ -36,7 +36,7 @@ from ckptless.daemon.agent.kvstore import wire as store_wire
 from ckptless.daemon.agent.nccl import wire as nccl_wire
 from ckptless.daemon.agent.ranks import zygote_messages
 from ckptless.daemon.agent.ranks.link import Heard
-from ckptless.daemon.agent.versions import keeping as agent_keeping
+from ckptless.daemon.agent.versions import requeue_memory
 from ckptless.daemon.api import (
     eviction,
     keeping,
@@ -448,7 +448,7 @@ def files() -> list[Target]:
         Target(
             "catalog of kept memory",
             lambda c: _mend_digest_before(bytes(16) + msgspec.msgpack.encode(build(keeping.Catalog, c))),
-            _in_memfd(agent_keeping._read_catalog),
+            _in_memfd(requeue_memory._read_catalog),
             _mend_digest_before,
         ),
         Target("saved manifest", json_of(saved.Manifest), _read_manifest),
@@ -477,13 +477,13 @@ HEADER = _header(Random(1), PAYLOAD)
 
 def _receive(data: bytes) -> None:
     """What comes over a bulk transfer, in pieces: only the very bytes are taken."""
-    verifier = version.ChunkVerifier(HEADER, 0, len(PAYLOAD))
-    view = memoryview(data[: len(PAYLOAD)])
-    for start in range(0, len(view), 1000):
-        verifier.feed(view[start : start + 1000])
-    if len(view) == len(PAYLOAD):
-        verifier.finish()
-        assert bytes(view) == PAYLOAD, "other bytes were taken"
+    view = memoryview(data[: len(PAYLOAD)].ljust(len(PAYLOAD), b"\0"))
+    digests = version.ChunkDigests(view, HEADER.chunk_nbytes)
+    for upto in range(0, len(view), 1000):
+        digests.came(upto)
+    for index, digest in enumerate(digests.finish()):
+        HEADER.check_chunk(index, digest)
+    assert bytes(view) == PAYLOAD, "other bytes were taken"
 
 
 # -------------------------------------------------------------------------------- files of training data

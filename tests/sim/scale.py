@@ -31,7 +31,7 @@ from ckptless.daemon.config import Peer, Timers
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control import packing
 from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
-from ckptless.daemon.control.remaking import Copies, Holders
+from ckptless.daemon.control.remaking import Holders
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.handshake import HEAD_BYTES
 
@@ -314,7 +314,7 @@ class Cluster:
         """The ranks whose state each node has in a generation: its own, and what it holds for others."""
         if self._held[0] != assignment.generation:
             found: dict[int, list[int]] = {}
-            to = Holders(assignment, Copies(COPIES))
+            to = Holders(assignment, COPIES)
             for home, ranks in assignment.ranks_by_node.items():
                 for node in (home, *(info.node for info in to.of_node(home))):
                     found.setdefault(node, []).extend(ranks)

@@ -24,7 +24,7 @@ from ckptless.daemon.control.decree import Ballot, Decree, Durable, Vote, first_
 from ckptless.daemon.control.faults import Fault, NodeView, NodeViews, observe
 from ckptless.daemon.control.generation_progress import GenerationProgress
 from ckptless.daemon.control.packing import digest_of, pack, unpack
-from ckptless.daemon.control.remaking import Copies, Holders, remakes
+from ckptless.daemon.control.remaking import Holders, remakes
 from ckptless.daemon.peers import messages as p
 
 SLOTS = 8
@@ -177,7 +177,7 @@ def measure(nodes: int) -> Parts:
     base = Decree(index=1, voters=(0,), assignment=now.current)
     vote = Vote(ballot=Ballot(number=1, node=0), decree=decree)
     row = Durable(promised=vote.ballot, vote=vote, known=base)
-    remakes_s, _ = took(lambda: remakes(Holders(following, Copies(COPIES)), nodes // 2))
+    remakes_s, _ = took(lambda: remakes(Holders(following, COPIES), nodes // 2))
     report_s, tick_s = training(leader_of(nodes), nodes)
     pack_s, body = took(lambda: pack(decree, base))
     assert body is not None

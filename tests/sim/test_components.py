@@ -108,7 +108,7 @@ def test_a_job_that_nobody_leads_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(Election, "campaign_if_due", lambda *_: None)
         dies(0)(world)
 
-    with pytest.raises(Violation, match="nothing moves"):
+    with pytest.raises(Violation, match="nobody was elected leader"):
         play_world(world, (2.0, forbid))
 
 

@@ -8,7 +8,7 @@ import pytest
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.control import edges as e
 from ckptless.daemon.control import following, plan, snapshots
-from ckptless.daemon.control.remaking import Copies, Holders, remakes
+from ckptless.daemon.control.remaking import Holders, remakes
 
 from . import scale_memory
 from . import scale_parts as parts
@@ -82,7 +82,7 @@ def test_what_a_node_remakes_it_finds_out_without_looking_at_the_others_nodes() 
             asked.append(shard)
             return super().of_tensors(shard)
 
-    remakes(Counted(following, Copies(parts.COPIES)), 100)
+    remakes(Counted(following, parts.COPIES), 100)
     # A record and the tensors of each rank of its own.
     assert len(asked) == 2 * parts.SLOTS
 

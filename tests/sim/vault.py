@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.control.protection import Item
-from ckptless.daemon.control.remaking import Copies, Holders, Watermark, remakes, surplus
+from ckptless.daemon.control.remaking import Holders, Watermark, remakes, surplus
 
 from .events import Channel
 
@@ -124,7 +124,7 @@ class Replicas:
 
     def follow(self, assignment: m.Assignment) -> None:
         """A new generation: other holders, and nothing of the old one is waited for."""
-        to = self._to = Holders(assignment, Copies(COPIES))
+        to = self._to = Holders(assignment, COPIES)
         self._generation = assignment.generation
         self._watermark = Watermark(assignment.restore_step)
         self._places = assignment.places
@@ -152,8 +152,8 @@ class Replicas:
         if step is None:
             return
         for lost in remakes(to, agent.node):
-            content = agent.vault.contents.get((lost.number, step), (-1, 0))
-            put = Put(self._generation, lost.what, lost.number, step, agent, content)
+            content = agent.vault.contents.get((lost.item.number, step), (-1, 0))
+            put = Put(self._generation, *lost.item, step, agent, content)
             if not agent.vault.has(*put.key):
                 continue
             takes_s = agent.world.random.uniform(0.0, TENSORS_S)

@@ -49,40 +49,37 @@ def own_shards(assignment: Assignment, node: int, shards: Mapping[int, int]) -> 
 
 
 def last_step(held: Mapping[int, Holdings], world_size: int) -> Task | None:
-    """The newest step that these nodes (by number) have everything of, and who writes it; else None.
+    """The newest step that these nodes (by number) have everything of, and who writes it; else None."""
+    steps = {step for holdings in held.values() for _, _, some in holdings.records for step in some}
+    tasks = (_task_of(step, held, world_size) for step in sorted(steps, reverse=True))
+    return next((task for task in tasks if task is not None), None)
+
+
+def _task_of(step: int, held: Mapping[int, Holdings], world_size: int) -> Task | None:
+    """Who writes what of this step, if these nodes have all of it.
 
     A shard is written by a node that has a record of one of its ranks, too: that describes the tensors.
     """
-    records: dict[int, dict[int, list[int]]] = {}
-    tensors: dict[int, dict[int, list[int]]] = {}
-    described: dict[tuple[int, int], set[int]] = {}
-    shards: dict[int, int] = {}
+    records: dict[int, int] = {}
+    shards: set[int] = set()
+    writers: dict[int, int] = {}
     for node, holdings in sorted(held.items()):
-        for rank, shard, steps in holdings.records:
-            if rank < world_size and steps:
-                shards[rank] = shard
-            for step in steps:
-                records.setdefault(step, {}).setdefault(rank, []).append(node)
-                described.setdefault((shard, step), set()).add(node)
+        here = [(rank, shard) for rank, shard, steps in holdings.records if step in steps]
+        for rank, shard in here:
+            if rank < world_size:
+                records.setdefault(rank, node)
+                shards.add(shard)
+        described = {shard for _, shard in here}
         for shard, steps in holdings.tensors:
-            for step in steps:
-                tensors.setdefault(step, {}).setdefault(shard, []).append(node)
-    for step in sorted(records, reverse=True):
-        ranks = records[step]
-        if any(rank not in ranks for rank in range(world_size)):
-            continue
-        writers = {
-            shard: [n for n in tensors.get(step, {}).get(shard, ()) if n in described[shard, step]]
-            for shard in sorted({shards[rank] for rank in range(world_size)})
-            if (shard, step) in described
-        }
-        if len(writers) == len({shards[rank] for rank in range(world_size)}) and all(writers.values()):
-            return Task(
-                step=step,
-                shards=tuple((shard, nodes[0]) for shard, nodes in writers.items()),
-                records=tuple((rank, ranks[rank][0]) for rank in range(world_size)),
-            )
-    return None
+            if step in steps and shard in described:
+                writers.setdefault(shard, node)
+    if len(records) < world_size or not shards <= writers.keys():
+        return None
+    return Task(
+        step=step,
+        shards=tuple((shard, writers[shard]) for shard in sorted(shards)),
+        records=tuple(sorted(records.items())),
+    )
 
 
 def step_ahead(newest: Sequence[int], steps_per_s: float) -> int:

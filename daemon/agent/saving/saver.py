@@ -24,7 +24,7 @@ from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.api import saved
 from ckptless.daemon.api import saving as w
 from ckptless.daemon.api.codec import check_protocol
-from ckptless.daemon.api.errors import CkptlessError, PeerError
+from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import Assignment, TensorsAt
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,8 @@ class Saver:
         self._wanted: set[int] = set()
         self._begun: set[tuple[int, int]] = set()
         self._writer: Process | None = None
-        self._hellos: dict[int, asyncio.Future[RankLink]] = {}
-        self._early: dict[int, RankLink] = {}
-        self._done: dict[RankLink, asyncio.Future[w.Written]] = {}
+        # What writers say; the one of now may be faster than our own bookkeeping of its birth.
+        self._said: asyncio.Queue[tuple[RankLink, w.FromWriter]] = asyncio.Queue()
         # Of this run alone: a folder that an earlier one of the same name left is not this one's.
         self.tag = ""
         self._paced: deque[tuple[int, float]] = deque(maxlen=PACED_STEPS)
@@ -224,30 +223,26 @@ class Saver:
             raise PeerError("an older step is still being written")
         loop = asyncio.get_running_loop()
         begun = loop.time()
+        self._said = asyncio.Queue()
         log = Path(self._agent.log_dir) / f"save-{self._agent.name}.log"
         with log.open("ab") as output:
             process = self._writer = await self._zygote.spawn(self._spec(), output.fileno())
         try:
             async with asyncio.timeout(part.deadline_s):
                 link = await self._hello(process)
-                done = self._done[link] = loop.create_future()
                 for one in held.shards:
                     link.send(w.WriteShard(shard=one.shard, at=one.at), one.fd)
                 for record in held.records:
                     link.send(record)
                 link.send(part)
-                dead = asyncio.create_task(process.wait())
-                await asyncio.wait({done, dead}, return_when=asyncio.FIRST_COMPLETED)
-                dead.cancel()
-                if not done.done():
-                    raise PeerError(f"its writer has ended with {process.returncode}")
-                said: w.Written = done.result()
+                _, said = await self._next_word(process)
         except TimeoutError as error:
             raise PeerError(f"it was not written in {part.deadline_s:.0f} s") from error
         finally:
             self._writer = None
-            self._done = {link: done for link, done in self._done.items() if not done.done()}
             process.kill()
+        if not isinstance(said, w.Written):
+            raise ProtocolError(f"its writer says {type(said).__name__} in place of what became of it")
         if said.error:
             raise PeerError(said.error)
         if said.left and not self._left:
@@ -268,33 +263,36 @@ class Saver:
     # --------------------------------------------------------------------------- the writer
 
     async def _hello(self, process: Process) -> RankLink:
-        link = self._early.pop(process.pid, None)
-        if link is not None:
-            return link
-        hello = self._hellos[process.pid] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(HELLO_DEADLINE_S):
+                link, _ = await self._next_word(process)
+        except TimeoutError:
+            raise PeerError("its writer did not come up") from None
+        return link
+
+    async def _next_word(self, process: Process) -> tuple[RankLink, w.FromWriter]:
+        """What this writer says next. Raises PeerError where it has ended."""
         dead = asyncio.create_task(process.wait())
         try:
-            either: set[asyncio.Future[Any]] = {hello, dead}
-            await asyncio.wait(either, timeout=HELLO_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-            if not hello.done():
-                raise PeerError(f"its writer did not come up ({process.returncode})")
-            came: RankLink = hello.result()
-            return came
+            while True:
+                word = asyncio.create_task(self._said.get())
+                try:
+                    # no deadline: the caller's
+                    await asyncio.wait({word, dead}, return_when=asyncio.FIRST_COMPLETED)
+                    if not word.done():
+                        raise PeerError(f"its writer has ended with {process.returncode}")
+                    if word.result()[0].pid == process.pid:
+                        return word.result()
+                finally:
+                    word.cancel()
         finally:
             dead.cancel()
-            del self._hellos[process.pid]
 
     def says(self, link: RankLink, message: w.FromWriter) -> None:
-        """A writer's message."""
+        """A writer's message. Raises ProtocolError."""
         if isinstance(message, w.WriterHello):
-            hello = self._hellos.get(link.pid)
             check_protocol(message.protocol, "the writer")
-            if hello is None:
-                self._early = {link.pid: link}  # it was faster than our own bookkeeping of its birth
-            elif not hello.done():
-                hello.set_result(link)
-        elif (done := self._done.get(link)) is not None and not done.done():
-            done.set_result(message)
+        self._said.put_nowait((link, message))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

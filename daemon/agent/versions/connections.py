@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptless.daemon.agent.versions.deltas import missing
-from ckptless.daemon.agent.versions.store import Version
-from ckptless.daemon.api import version as v
+from ckptless.daemon.agent.versions.store import Version, header_of
 from ckptless.daemon.api.errors import BadVersionError, CkptlessError, ProtocolError
 from ckptless.daemon.api.messages import NodeInfo
 from ckptless.daemon.peers import messages as p
@@ -183,7 +182,7 @@ class TensorConnection(Connection):
             return "stale"  # its memory has been given back, as nobody will restore that step any more
         with view:
             try:
-                header = v.decode(view, version.at.digest)
+                header = header_of(version.region, version.at)
             except BadVersionError:
                 return "unsound"
             head = bytes(view[: header.header_nbytes])

@@ -154,7 +154,7 @@ class TensorsFetch:
         if not isinstance(reply, p.ChunksReply) or reply.nbytes != piece.nbytes:
             raise PeerError("it does not hold them any more")
         with coming.place.payload(piece.start, piece.end) as view:
-            check = ArrivalCheck(view, coming.header, piece.start, piece.end)
+            check = ArrivalCheck(view, coming.header, piece.start)
             await link.receive_bulk(view, check.feed)
             fault = await check.fault()
         coming.shares.came(node, piece, _now(), began)

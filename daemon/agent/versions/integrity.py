@@ -66,39 +66,32 @@ class IntegrityCheck:
 
 
 class ArrivalCheck:
-    """Of the chunks that fill a view: verified while the rest comes, by the thread that receives them."""
+    """Of the chunks that fill a view: digested while the rest comes, by the thread that receives them."""
 
-    def __init__(self, view: memoryview, header: version.Header, start: int, end: int) -> None:
-        """`view`: bytes `start` to `end` of the payload."""
-        self._view, self._chunks = view, version.ChunkVerifier(header, start, end)
-        self._found: BadVersionError | None = None
+    def __init__(self, view: memoryview, header: version.Header, start: int = 0) -> None:
+        """`view`: whole chunks of the payload, from byte `start` on."""
+        self._view, self._header = view, header
+        self._first = start // header.chunk_nbytes
+        self._digests = version.ChunkDigests(view, header.chunk_nbytes)
         self._upto = 0
         self._given_up = False
 
     def feed(self, nbytes: int) -> None:
         """So many bytes of the view, from its begin, are there by now."""
-        end = min(nbytes, self._upto + STEP_NBYTES)
-        with self._view[self._upto : end] as part:
-            self._upto = end
-            if self._found is not None:
-                return
-            try:
-                self._chunks.feed(part)
-            except BadVersionError as error:
-                # Its frames have views of the memory, which could not be given back as long as it is kept.
-                self._found = error.with_traceback(None)
+        self._upto = min(nbytes, self._upto + STEP_NBYTES)
+        self._digests.came(self._upto)
 
     async def fault(self) -> BadVersionError | None:
-        """What is wrong with it, if something is: all of it is there by now."""
+        """The first chunk that is wrong, if one is: all of it is there by now."""
         if len(self._view) - self._upto > LITTLE_NBYTES:
             await in_thread(self._feed_rest, self._give_up)
         self._feed_rest()
-        if self._found is None:
-            try:
-                self._chunks.finish()
-            except BadVersionError as error:
-                return error
-        return self._found
+        try:
+            for index, digest in enumerate(self._digests.finish(), self._first):
+                self._header.check_chunk(index, digest)
+        except BadVersionError as error:
+            return error
+        return None
 
     def _feed_rest(self) -> None:
         while self._upto < len(self._view) and not self._given_up:

@@ -20,7 +20,7 @@ from ckptless.daemon.api.errors import CkptlessError, PeerError
 from ckptless.daemon.api.messages import Assignment, NodeInfo
 from ckptless.daemon.api.version import Origin
 from ckptless.daemon.control.protection import Item
-from ckptless.daemon.control.remaking import Copies, Holders, Remake, Watermark, remakes, surplus
+from ckptless.daemon.control.remaking import Holders, Remake, Watermark, remakes, surplus
 from ckptless.daemon.peers import messages as p
 from ckptless.daemon.peers.bulk import Pace
 from ckptless.daemon.peers.credentials import KeyCredentials
@@ -107,7 +107,7 @@ class Replicas:
         network: Network = ANY_NETWORK,
     ) -> None:
         self._me, self.origin, self._store = node, origin, store
-        self._copies = Copies(copies, domains)
+        self._copies, self._domains = copies, domains
         self._to: Holders | None = None
         self.vouch: KeyCredentials | None = None
         self._source, self._pace = network.source, Pace(network.send_rate)
@@ -157,7 +157,7 @@ class Replicas:
         self._generation = assignment.generation
         self._unreachable.clear()
         self._forget_tasks()
-        to = self._to = Holders(assignment, self._copies)
+        to = self._to = Holders(assignment, self._copies, self._domains)
         self._watermark = Watermark(assignment.restore_step)
         self._has_surplus = bool(surplus(to, self._me, self._store.items()))
         self._spawn(self.serving.follow(assignment.generation))

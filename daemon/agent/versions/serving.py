@@ -39,7 +39,7 @@ async def receive_payload(link: Peer, coming: Incoming, base: Base | None = None
     """
     header = coming.header
     with coming.payload(0, header.nbytes) as payload:
-        check = ArrivalCheck(payload, header, 0, header.nbytes)
+        check = ArrivalCheck(payload, header)
         if base is not None:
             await base.copy(payload)
         for start, end in missing(header, base.runs if base is not None else ()):

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from ckptless.daemon.agent.ranks.crew import Crew
 from ckptless.daemon.agent.ranks.link import RankLink
@@ -18,13 +18,6 @@ from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError
 logger = logging.getLogger(__name__)
 
 
-class OnStep(Protocol):
-    """Told of every step and commit; `first`: the slot's first in its generation."""
-
-    def __call__(self, slot: Slot, step: m.Commit | m.Stepped, *, first: bool) -> None:
-        """See the class."""
-
-
 class StateService:
     """Owned by the agent's event loop."""
 
@@ -35,14 +28,14 @@ class StateService:
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._cache_key = b""
-        # Fetches of records, of which somebody waits to hear where the rank stands in its batches.
+        # Slots that have made a step in this generation.
         self._moved: set[int] = set()
         self._twin_nodes: dict[int, frozenset[int]] = {}
         self._writers: dict[int, int] = {}
         # What a rank's newest commit still waits for: it counts once all of it is there.
         self._waiting: dict[tuple[int, int], set[str]] = {}
+        # Told of every step and commit, and whether it is the slot's `first` in its generation.
         self.on_step: Callable[..., None] = lambda *_args, **_kw: None
-        # A new process will go on with these batches.
         replicas.on_acked = lambda rank, step: self._acked(rank, step, "record")
 
     def learn_key(self, key: bytes) -> None:

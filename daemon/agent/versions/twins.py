@@ -9,11 +9,8 @@ from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore, header_of
 from ckptless.daemon.agent.versions.twin_check import TwinCheck, TwinsMode
 from ckptless.daemon.api.errors import BadVersionError
-from ckptless.daemon.api.messages import Holdings, TensorsAt
+from ckptless.daemon.api.messages import Holdings
 from ckptless.daemon.peers import messages as p
-
-# So many versions that were looked at are remembered.
-KNOWN = 64
 
 
 class Twins:
@@ -24,8 +21,6 @@ class Twins:
         replicas.on_compared, replicas.on_unreachable = self.check.answered, self.check.lost
         replicas.serving.on_compare = self._asked
         self._store = store
-        # Digests of what lies in the store, as long as it does.
-        self._known: dict[TensorsAt, tuple[int, str]] = {}
 
     def committed(
         self, key: tuple[int, int], rank: int, nodes: Collection[int], acked: Callable[[], None]
@@ -46,15 +41,11 @@ class Twins:
         if found is None:
             return -1, ""
         at, region = found
-        if at not in self._known:
-            try:
-                header = header_of(region, at)
-            except BadVersionError:
-                return -1, ""  # whoever uses it finds out, and drops it
-            while len(self._known) >= KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[at] = header.rank, header.twins
-        return self._known[at]
+        try:
+            header = header_of(region, at)
+        except BadVersionError:
+            return -1, ""  # whoever uses it finds out, and drops it
+        return header.rank, header.twins
 
     def _asked(self, link: Peer, message: p.CompareTwins) -> None:
         self.check.asked(message, link.send)

@@ -112,7 +112,7 @@ def test_who_does_not_vote_leads_where_each_voter_is_lost_or_cannot_vote() -> No
     node = Node(4, NODES)
     named = Decree(index=2, voters=(0, 1, 2), assignment=first_generation(NODES))
     node.feed(e.Said(0, Decided(decree=named)), lost_by(0, "gone"), lost_by(1, "gone"), e.PeerDown(0))
-    unable = e.Standing(1, NOBODY, "running", None, index=2, able=False)
+    unable = e.Standing(1, NOBODY, "running", index=2, able=False)
     assert tries_after(node, 10.0) is None, "node 2 can"
     node.feed(e.PeerUp(2, unable))
     assert tries_after(node, 10.0) is not None

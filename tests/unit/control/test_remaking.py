@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
 from ckptless.daemon.control.placement import Ring
-from ckptless.daemon.control.remaking import Copies, Holders, Remake, remakes
+from ckptless.daemon.control.protection import Item
+from ckptless.daemon.control.remaking import Holders, Remake, remakes
 
 STEP = 7
 BOTH: tuple[Literal["tensors"], Literal["record"]] = ("tensors", "record")
@@ -40,7 +41,7 @@ def assignment(
 
 def shares(now: Assignment, copies: int) -> dict[int, tuple[Remake, ...]]:
     """What each node gives, as each finds out for itself."""
-    of = Holders(now, Copies(copies))
+    of = Holders(now, copies)
     found = {info.node: remakes(of, info.node) for info in now.nodes}
     return {node: given for node, given in found.items() if given}
 
@@ -50,10 +51,10 @@ def test_a_node_is_lost_and_a_spare_has_its_rank() -> None:
     held = [[0, 2], [2, 3], [2, 3, 0], [3, 0]]
     now = assignment([0, 4, 2, 3], [0, 2, 3, 4], dict(enumerate(held)), held)
     assert shares(now, 2) == {
-        0: (Remake("tensors", 0, (3,)), Remake("record", 0, (3,))),
+        0: (Remake(Item("tensors", 0), (3,)), Remake(Item("record", 0), (3,))),
         # The home of rank 1 has not got it yet: one of those gives it that hold it.
-        2: (Remake("tensors", 2, (4,)), Remake("record", 2, (4,))),
-        3: tuple(Remake(what, n, (to,)) for what in BOTH for n, to in ((1, 0), (3, 4))),
+        2: (Remake(Item("tensors", 2), (4,)), Remake(Item("record", 2), (4,))),
+        3: tuple(Remake(Item(what, n), (to,)) for what in BOTH for n, to in ((1, 0), (3, 4))),
     }
 
 
@@ -79,12 +80,12 @@ def test_twins_are_copies_of_the_tensors_and_not_of_the_record() -> None:
     hsdp = assignment(
         [0, 1, 2, 3], [0, 1, 2, 3], {0: [0, 2], 1: [1, 3, 2]}, records=records, shards=[0, 1, 0, 1]
     )
-    assert shares(hsdp, 2) == {0: (Remake("tensors", 0, (1,)),)}
+    assert shares(hsdp, 2) == {0: (Remake(Item("tensors", 0), (1,)),)}
     ddp = assignment([0, 1, 2, 3], [0, 1, 2, 3], {0: [0, 1, 2, 3]}, records=records, shards=[0] * 4)
     assert shares(ddp, 2) == {}
     # The spare would have all that every node with ranks has.
     spare = replace(ddp, nodes=(*ddp.nodes, NodeInfo(node=4, name="n4", address="a", agent_port=1)))
-    assert [one.what for given in shares(spare, 4).values() for one in given if 4 in one.takers] == [
+    assert [one.item.kind for given in shares(spare, 4).values() for one in given if 4 in one.takers] == [
         "record"
     ] * 4
 
@@ -101,12 +102,12 @@ def test_then_it_is_held_as_a_new_step_would_be(
     have = {("tensors", n): {places[n], *held[n]} for n in range(ranks)}
     have |= {("record", n): {places[n], *held[n]} for n in range(ranks)}
     for giver, remake in [(node, one) for node, some in shares(now, copies).items() for one in some]:
-        known = have[remake.what, remake.number]
-        assert giver in held[remake.number]
+        known = have[remake.item]
+        assert giver in held[remake.item.number]
         assert not known & set(remake.takers)
         known |= set(remake.takers)
     for (what, number), known in have.items():
-        wanted = Holders(now, Copies(copies))
+        wanted = Holders(now, copies)
         found = wanted.of_tensors(number) if what == "tensors" else wanted.of_record(number)
         assert {info.node for info in found} <= known
         assert len(known) >= min(copies + 1, len(nodes))
@@ -114,7 +115,7 @@ def test_then_it_is_held_as_a_new_step_would_be(
 
 def test_twins_of_a_shard_are_all_nodes_that_have_ranks_of_it() -> None:
     hsdp = assignment([5, 6, 7, 8], [5, 6, 7, 8], {}, [], shards=[0, 1, 0, 1])
-    of = Holders(hsdp, Copies(1))
+    of = Holders(hsdp, 1)
     assert [of.twins(shard) for shard in range(4)] == [{5, 7}, {6, 8}, set(), set()]
 
 

@@ -19,7 +19,7 @@ from test_remaking import STEP, assignment
 
 from ckptless.daemon.control import remaking
 from ckptless.daemon.control.protection import Item
-from ckptless.daemon.control.remaking import Copies, Holders, Watermark, surplus
+from ckptless.daemon.control.remaking import Holders, Watermark, surplus
 
 KEEP = 3
 RANKS, SPARES = 3, 3
@@ -45,7 +45,7 @@ class Cluster:
         have = {item: [node for node in nodes if item in self.held[node]] for item in self.items}
         tensors = {n: have[Item("tensors", n)] for n in range(RANKS)}
         self.now = assignment(places, nodes, tensors, [have[Item("record", n)] for n in range(RANKS)])
-        self.to = Holders(self.now, Copies(copies))
+        self.to = Holders(self.now, copies)
         for item in self.items:
             self.held[self.home(item)].setdefault(item, set()).add(STEP)
         self.kept = {n: {item: set(steps) for item, steps in of.items()} for n, of in self.held.items()}
@@ -182,17 +182,17 @@ def test_the_watermark_is_the_third_newest_step_that_was_committed() -> None:
 
 def test_a_holder_that_is_not_to_be_one_any_more() -> None:
     now = assignment([0], [0, 1, 2, 3], {0: [0, 3]}, [[0, 3]])
-    assert surplus(Holders(now, Copies(2)), 3, [Item("tensors", 0)]) == (Item("tensors", 0),)
+    assert surplus(Holders(now, 2), 3, [Item("tensors", 0)]) == (Item("tensors", 0),)
 
 
 def test_what_belongs_to_no_rank_is_not_given_back() -> None:
     held = [Item("record", 7), Item("tensors", 7)]
-    to = Holders(assignment([0, 1], [0, 1, 2], {}, []), Copies(1))
+    to = Holders(assignment([0, 1], [0, 1, 2], {}, []), 1)
     assert surplus(to, 2, held) == ()
     assert surplus(to, 2, [*held, Item("record", 0)]) == (Item("record", 0),)
 
 
 def test_in_a_first_generation_nothing_is_given_back() -> None:
     now = replace(assignment([0, 1], [0, 1, 2], {}, []), restore_step=None)
-    assert surplus(Holders(now, Copies(1)), 2, [Item("record", 0)]) == ()
+    assert surplus(Holders(now, 1), 2, [Item("record", 0)]) == ()
     assert not Watermark(None).passed(None)

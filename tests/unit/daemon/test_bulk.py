@@ -447,7 +447,7 @@ def test_others_get_their_turns_meanwhile() -> None:
         header = version(source, nbytes - header_nbytes(nbytes))
         ticking = asyncio.create_task(ticker())
         payload = view[header.header_nbytes :]
-        check = ArrivalCheck(payload, header, 0, header.nbytes)
+        check = ArrivalCheck(payload, header)
         async with asyncio.TaskGroup() as group:
             group.create_task(sender.send_bulk(source[header.header_nbytes :]))
             await receiver.receive_bulk(payload, check.feed)

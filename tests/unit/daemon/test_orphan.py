@@ -3,11 +3,13 @@
 import asyncio
 import itertools
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from ckptless.daemon.agent.orphan import ASKED, ROUND, SILENT, AgentLease, Orphan, to_ask
+from ckptless.daemon.agent.orphan import ASKED, ROUND, SILENT, AgentLease, lease_over, to_ask
 from ckptless.daemon.api.messages import NodeInfo
 
 LEASE_S = 0.4
@@ -35,11 +37,11 @@ class Site:
             await asyncio.sleep(DEADLINE_S)
         raise ConnectionRefusedError
 
-    def orphan(self) -> Orphan:
+    def over(self) -> Coroutine[Any, Any, str]:
         """Whose daemon is heard now, and then no more."""
         self.lease = AgentLease(LEASE_S, asyncio.get_running_loop().time())
         nodes = [info(node) for node in range(self.nodes)]
-        return Orphan(0, self.lease, lambda: nodes, self.knock)
+        return lease_over(0, self.lease, lambda: nodes, self.knock)
 
 
 @pytest.mark.parametrize("mute", [False, True])
@@ -47,7 +49,7 @@ class Site:
 def test_it_takes_more_than_half(nodes: int, answer: set[int], ends: bool, mute: bool) -> None:
     async def main() -> None:
         site = Site(nodes, answer, mute=mute)
-        task = asyncio.create_task(site.orphan().over())
+        task = asyncio.create_task(site.over())
         began = time.monotonic()
         done, _ = await asyncio.wait({task}, timeout=DEADLINE_S if ends else 5 * LEASE_S)
         assert bool(done) is ends
@@ -69,7 +71,7 @@ async def _says_so(lease: AgentLease) -> None:
 def test_with_a_daemon_nobody_is_asked_and_its_return_ends_the_matter() -> None:
     async def main() -> None:
         site = Site(3)
-        task = asyncio.create_task(site.orphan().over())
+        task = asyncio.create_task(site.over())
         daemon = asyncio.create_task(_says_so(site.lease))
         await asyncio.wait({task}, timeout=3 * LEASE_S)
         assert site.knocks == 0
@@ -130,7 +132,7 @@ def test_mute_agents_take_less_than_two_leases() -> None:
 
 def test_no_job_yet_no_lease() -> None:
     async def main() -> None:
-        task = asyncio.create_task(Site(0).orphan().over())
+        task = asyncio.create_task(Site(0).over())
         done, _ = await asyncio.wait({task}, timeout=3 * LEASE_S)
         assert not done
         task.cancel()

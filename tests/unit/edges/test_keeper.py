@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_service import DEADLINE_S, Site, hello
 
 from ckptless.daemon.agent.config import AgentConfig
-from ckptless.daemon.agent.versions.keeping import KeepService
+from ckptless.daemon.agent.versions.requeue_memory import RequeueMemory
 from ckptless.daemon.agent.versions.store import (
     SIZE_SEALS,
     SLOTS,
@@ -101,7 +101,7 @@ class Start:
         )
         self.vault = VersionStore()
         self.events: list[tuple[str, str]] = []
-        self.keeping = KeepService(self.config, self.vault, self.vault.holdings)
+        self.keeping = RequeueMemory(self.config, self.vault, self.vault.holdings)
         self.keeping.on_event = lambda _level, kind, text: self.events.append((kind, text))
 
     def holds(self, *steps: int, generation: int = 3) -> Start:

@@ -53,7 +53,7 @@ class _Kept:
             region.close()
 
 
-class KeepService:
+class RequeueMemory:
     """Owned by the agent's event loop. `holdings`: of the store, with what twins are compared by."""
 
     def __init__(self, config: AgentConfig, store: VersionStore, holdings: Callable[[], Holdings]) -> None:
@@ -128,22 +128,20 @@ class KeepService:
 
     def _opened(self, fds: Sequence[int]) -> _Kept:
         """In a thread. Raises ProtocolError, ValueError, OSError, and has closed all of it then."""
-        left, regions = list(fds), []
+        regions: list[Region] = []
         try:
             catalog = _read_catalog(fds[0])
             if len(catalog.regions) != len(fds) - 1:
                 raise ProtocolError(f"{len(fds) - 1} memfds for {len(catalog.regions)} regions")
             for told, fd in zip(catalog.regions, fds[1:], strict=True):
                 regions.append(Region(0, told.shard, told.slot_nbytes, told.slots, fd))
-                left.remove(fd)
-            left.remove(fds[0])
-            kept = _Kept(fds[0], catalog, regions)
         except BaseException:
-            for fd in left:
-                os.close(fd)
             for region in regions:
                 region.close()
+            for fd in (fds[0], *fds[1 + len(regions) :]):
+                os.close(fd)
             raise
+        kept = _Kept(fds[0], catalog, regions)
         kept.catalog = self._sound_part(kept)
         return kept
 
