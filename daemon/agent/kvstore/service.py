@@ -58,9 +58,7 @@ class StoreService:
 
     def follow(self, assignment: Assignment, ids: NcclIds | None) -> None:
         """Begin a new generation: no key of the old one, and nobody who waits for one, is left."""
-        for connection in self._joined.values():
-            connection.leave(assignment.generation)
-        self._leave()
+        self._leave(assignment.generation)
         self._generation = assignment.generation
         infos = {info.node: info for info in assignment.nodes}
         self._nodes = frozenset(infos)
@@ -69,7 +67,9 @@ class StoreService:
         self._followed.set()
         self._followed = asyncio.Event()
 
-    def _leave(self) -> None:
+    def _leave(self, generation: int) -> None:
+        for connection in self._joined.values():
+            connection.leave(generation)
         if self._task is not None:
             self._task.cancel()
         self.home = self.way = self._task = None
@@ -177,5 +177,6 @@ class StoreService:
     async def close(self) -> None:
         """Hang up on everybody."""
         await self.server.close()
-        self._leave()
+        for task in list(self._tasks):
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
