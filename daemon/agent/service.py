@@ -211,7 +211,7 @@ class Agent:
             await self._requeue_memory.at_end(self._outcome.result() if self._outcome.done() else None)
             await self._saving.at_end()
         self._ranks.close()
-        await self._rings.close()
+        self._rings.close()
         await self._state.close()
         await self._replicas.close()
         await self._store.close()

@@ -6,7 +6,6 @@ CkptlessError
  +- ProtocolError       a message or file that breaks its format, version or limits
  |   +- MismatchError          the other end is a ckptless that speaks another protocol
  |   +- BadVersionError        a version of the state that does not verify
- |   +- BadEntryError          a batch in shared memory that does not verify
  +- DataError           a batch could not be made: what the loader's code raised, or its process's end
  +- LedgerError         the ledger cannot be opened or written: as a rule the disk's doing, and tried again
  |   +- DamagedLedgerError     the file is no database, or contradicts itself
@@ -51,10 +50,6 @@ class BadVersionError(ProtocolError):
     def __init__(self, text: str, chunk: int | None = None) -> None:
         super().__init__(text)
         self.chunk = chunk
-
-
-class BadEntryError(ProtocolError):
-    """An entry of a ring that does not verify, or is another one than was said."""
 
 
 class LedgerError(CkptlessError):

@@ -3,19 +3,22 @@
 A connection is a reader's or a producer's, as its first message says. Batches go by number: number `seq` of
 `stream`, where a stream is what one data-parallel replica trains on, or one epoch of that. A position is
 bytes that only the loader understands; with it the batches from a number on can be made again.
+
+Each batch lies in a memfd of its own, which the agent makes, the producer fills and seals, and readers map.
 """
 
+import fcntl
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from ckptless.daemon.api.limits import (
-    Nbytes,
-    Protocol,
-)
+from ckptless.daemon.api.limits import Nbytes, Protocol
 from ckptless.daemon.api.messages import Message
-from ckptless.daemon.api.ring_entry import POSITION_LIMIT, SEQ_LIMIT
 
+ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+"""With these the kernel refuses every change of a batch, for good."""
+POSITION_LIMIT = 1 << 20
+SEQ_LIMIT = 1 << 62
 WINDOW_LIMIT = 256
 # Sent to a reader beyond what it has said it took: it neither waits for the agent nor tells it each time.
 AHEAD = 8
@@ -77,7 +80,7 @@ class RingDone(Message, frozen=True, kw_only=True):
 
 
 class RingEntry(Message, frozen=True, kw_only=True):
-    """Batch `seq`: its memfd, sealed and verified, comes with it (SCM_RIGHTS)."""
+    """Batch `seq`: its memfd, sealed, comes with it (SCM_RIGHTS)."""
 
     number: Seq
     seq: Seq
@@ -130,7 +133,7 @@ class RingMake(Message, frozen=True, kw_only=True):
 
 
 class RingMade(Message, frozen=True, kw_only=True):
-    """The batch lies in its memfd, and nobody here writes to it any more. `position` is the one after it."""
+    """The batch lies in its memfd, which is sealed. `position` is the one after it."""
 
     stream: Seq
     seq: Seq

@@ -1,24 +1,29 @@
-"""Arrow and Parquet files as a source, through pyarrow: memory-mapped, columns of numbers without a copy."""
+"""Arrow and Parquet files as a source, through pyarrow: memory-mapped, columns of numbers without a copy.
+
+What is encrypted cannot be mapped: its record batches are read when they are wanted, and a few of them kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+import io
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from ckptless.daemon.api.errors import BadRecordError, DataError, UsageError
-from ckptless.pytorch_hooks.data.arrow_sealed import ROWS as SEALED_ROWS
-from ckptless.pytorch_hooks.data.arrow_sealed import SealedBatch, SealedBatches
 from ckptless.pytorch_hooks.data.cache import Cache, key
-from ckptless.pytorch_hooks.data.file_source import FileSource, Paths
-from ckptless.pytorch_hooks.data.files import DataFile
-from ckptless.pytorch_hooks.data.sealed import SealedFile
+from ckptless.pytorch_hooks.data.files import DataFile, SealedFile
+from ckptless.pytorch_hooks.data.sources import FileSource, Paths
 
 PARQUET = b"PAR1"
 FILE = b"ARROW1"
-ROWS = 4096
+# Of a record batch that Parquet is decoded to. Whoever wants one row decrypts so many.
+ROWS, SEALED_ROWS = 4096, 256
+KEPT_BATCHES = 8
+
+_Load = Callable[[int], Any]
 
 
 def _pyarrow() -> Any:
@@ -32,7 +37,16 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-class Arrow(FileSource[tuple[DataFile, Any]]):
+class _Rows(NamedTuple):
+    """A record batch of a file, and the number of its first row there; `is_own`: it was written by us."""
+
+    given: DataFile
+    first: int
+    load: Callable[[], Any]
+    is_own: bool
+
+
+class Arrow(FileSource[_Rows]):
     """Files of Arrow (IPC file or stream format) or Parquet, all with the same columns.
 
     A sample is a dict of the columns' values: a list of numbers as a read-only numpy array that lies in the
@@ -47,50 +61,65 @@ class Arrow(FileSource[tuple[DataFile, Any]]):
         self._columns = list(columns) if columns is not None else None
         self._checked: set[int] = set()
 
-    def _open(self, given: DataFile) -> Iterator[tuple[tuple[DataFile, Any], int]]:
+    def _open(self, given: DataFile) -> Iterator[tuple[_Rows, int]]:
         arrow = _pyarrow()
         head = given.read(0, min(len(FILE), given.stamp.nbytes))
         try:
-            mapped = given
+            file = given
             if head.startswith(PARQUET):
-                mapped, head = self._hold(self._as_arrow(given)), FILE
-            batches = self._batches_of(mapped, stream=head != FILE)
+                file, head = self._hold(self._as_arrow(given)), FILE
+            is_own = isinstance(file, SealedFile)
+            load, counts = (
+                self._sealed(given, file) if is_own else self._mapped(given, file, stream=head != FILE)
+            )
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{given.path} is no sound Arrow or Parquet file: {error}") from error
-        for batch in batches:
-            if batch.num_rows:
-                if not isinstance(batch, SealedBatch):
-                    _check(given, batch)
-                yield (given, self._chosen(given.path, batch)), batch.num_rows
+        first = 0
+        for number, count in enumerate(counts):
+            if count:
+                yield _Rows(given, first, partial(load, number), is_own), count
+                first += count
 
-    def _batches_of(self, file: DataFile, *, stream: bool) -> list[Any]:
+    def _mapped(self, given: DataFile, file: DataFile, *, stream: bool) -> tuple[_Load, list[int]]:
+        """What gives the record batches of a file by number, and how many rows each has."""
         arrow = _pyarrow()
-        if isinstance(file, SealedFile):
-            batches = SealedBatches(file, arrow)
-            counts = self._counts(file, batches)
-            return [SealedBatch(batches, n, count) for n, count in enumerate(counts)]
         source = arrow.memory_map(str(file.path))
         if stream:
-            return list(arrow.ipc.open_stream(source))
-        reader = arrow.ipc.open_file(source)
-        return [reader.get_batch(n) for n in range(reader.num_record_batches)]
+            batches = list(arrow.ipc.open_stream(source))
+        else:
+            reader = arrow.ipc.open_file(source)
+            batches = [reader.get_batch(n) for n in range(reader.num_record_batches)]
+        for batch in batches:
+            # Arrow believes a file's numbers; one that is damaged would end the process, or give other bytes.
+            batch.validate()
+            self._check_columns(given, batch.schema)
+        batches = [self._chosen(batch) for batch in batches]
+        return batches.__getitem__, [batch.num_rows for batch in batches]
 
-    def _counts(self, file: DataFile, batches: SealedBatches) -> list[int]:
-        """How many rows each has: found out once, since each would have to be decrypted."""
+    def _sealed(self, given: DataFile, file: DataFile) -> tuple[_Load, list[int]]:
+        """The same of an encrypted file. How many rows each has is kept: it would have to be decrypted."""
+        arrow = _pyarrow()
+        # No threads: this process may fork.
+        options = arrow.ipc.IpcReadOptions(use_threads=False)
+        reader = arrow.ipc.open_file(arrow.PythonFile(_Reading(file), mode="r"), options=options)
+        self._check_columns(given, reader.schema)
 
-        def count(out: BinaryIO) -> None:
-            out.write(np.array([batches.get(n).num_rows for n in range(len(batches))], dtype="<u8").tobytes())
+        def count() -> Any:
+            return np.array(
+                [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)], np.int64
+            )
 
         name = f"{key('rows', file.path.name, file.stamp.nbytes, file.stamp.changed_ns)}.rows"
-        return [int(rows) for rows in np.frombuffer(self._cache.read(name, count), dtype="<u8")]
+        load = lru_cache(KEPT_BATCHES)(lambda number: self._chosen(reader.get_batch(number)))
+        return load, self._cache.numbers(name, count).tolist()
 
-    def _chosen(self, path: Path, batch: Any) -> Any:
-        if self._columns is None:
-            return batch
-        missing = [name for name in self._columns if name not in batch.schema.names]
+    def _check_columns(self, given: DataFile, schema: Any) -> None:
+        missing = [name for name in self._columns or () if name not in schema.names]
         if missing:
-            raise UsageError(f"{path} has no column {missing[0]!r}; it has {', '.join(batch.schema.names)}")
-        return batch.select(self._columns)
+            raise UsageError(f"{given.path} has no column {missing[0]!r}; it has {', '.join(schema.names)}")
+
+    def _chosen(self, batch: Any) -> Any:
+        return batch if self._columns is None else batch.select(self._columns)
 
     def _as_arrow(self, given: DataFile) -> DataFile:
         arrow = _pyarrow()
@@ -114,12 +143,13 @@ class Arrow(FileSource[tuple[DataFile, Any]]):
 
     def get(self, index: int) -> dict[str, Any]:
         """See Source."""
-        (file, batch), row = self._find(index)
+        rows, row = self._find(index)
         # What is cut off a mapped file is a SIGBUS away.
-        file.check()
+        rows.given.check()
         arrow = _pyarrow()
         try:
-            if not isinstance(batch, SealedBatch):  # what was encrypted here nobody has changed
+            batch = rows.load()
+            if not rows.is_own:  # what was encrypted here nobody has changed
                 batch, row = self._sound(batch, row)
             return {
                 name: _value(column, row)
@@ -149,21 +179,40 @@ class Arrow(FileSource[tuple[DataFile, Any]]):
 
     def where(self, index: int) -> str:
         """See Source."""
-        (file, _batch), _row = self._find(index)
-        first = next(at for at, (of, _batch) in enumerate(self._parts) if of is file)
-        return f"{file.path}, row {index - int(self._firsts[first])}"
+        rows, row = self._find(index)
+        return f"{rows.given.path}, row {rows.first + row}"
 
     def describe(self, *, strict: bool) -> list[object]:
         """See Source."""
         return [*super().describe(strict=strict), self._columns]
 
 
-def _check(file: DataFile, batch: Any) -> None:
-    """Arrow believes a file's numbers; one that is damaged would end the process, or give other bytes."""
-    try:
-        batch.validate()
-    except (_pyarrow().ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{file.path} is no sound Arrow or Parquet file: {error}") from error
+class _Reading(io.RawIOBase):
+    """The decrypted bytes of a file as pyarrow wants them. Each process has a position of its own."""
+
+    def __init__(self, file: DataFile) -> None:
+        super().__init__()
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.stamp.nbytes}[whence]
+        self._at = begin + offset
+        return self._at
+
+    def read(self, size: int = -1, /) -> bytes:
+        end = self._file.stamp.nbytes if size < 0 else min(self._at + size, self._file.stamp.nbytes)
+        data = self._file.read(self._at, end) if end > self._at else b""
+        self._at += len(data)
+        return data
 
 
 def _value(column: Any, row: int) -> Any:

@@ -11,17 +11,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from ckptless.daemon.api.errors import DataError, ProtocolError
-from ckptless.pytorch_hooks.data import sealed
-from ckptless.pytorch_hooks.data.files import DataFile
-from ckptless.pytorch_hooks.data.sealed import SealedFile
+from ckptless.pytorch_hooks.data.files import (
+    HEADER_NBYTES,
+    DataFile,
+    SealedFile,
+    SealingWriter,
+    check_header,
+)
 from ckptless.pytorch_hooks.running import job_key
 
 VARIABLE = "CKPTLESS_DATA_CACHE"
@@ -30,6 +37,11 @@ LOCK_DEADLINE_S = 3600.0
 LOCK_POLL_S = 0.05
 SEALED = ".sealed"
 REMADE = "data-cache-remade"
+
+Numbers = npt.NDArray[np.int64]
+# Magic "CKNR", version u16, zero u16, how many numbers u64, xxh3_64 of them u64; then the numbers, i64 each.
+_NUMBERS = struct.Struct("<4sHHQQ")
+_NUMBERS_MAGIC, _NUMBERS_VERSION = b"CKNR", 1
 
 
 def default_folder() -> Path:
@@ -76,6 +88,16 @@ class Cache:
         finally:
             file.close()
 
+    def numbers(self, name: str, make: Callable[[], Numbers]) -> Numbers:
+        """An entry that is a row of numbers; made again where it is damaged. Raises DataError."""
+        for _ in range(2):
+            data = self.read(name, lambda out: put(out, pack_numbers(make())))
+            try:
+                return unpack_numbers(data)
+            except ProtocolError:
+                self.drop(name)
+        raise DataError(f"{self.folder / name} cannot be read back after it was written: is the disk sound?")
+
     def _path(self, name: str) -> Path:
         return self.folder / (name + SEALED if self.encrypts else name)
 
@@ -116,7 +138,7 @@ class Cache:
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             if self.encrypts:
                 with path.open("rb") as file:
-                    sealed.check_header(file.read(sealed.HEADER_NBYTES), job_key.get())
+                    check_header(file.read(HEADER_NBYTES), job_key.get())
         except FileNotFoundError:
             return ""
         except ProtocolError as error:
@@ -147,7 +169,7 @@ class Cache:
         try:
             with scratch.open("wb") as file:
                 if self.encrypts:
-                    writer = sealed.SealingWriter(file, job_key.get(), path.name)
+                    writer = SealingWriter(file, job_key.get(), path.name)
                     make(cast(BinaryIO, writer))
                     writer.finish()
                 else:
@@ -178,6 +200,31 @@ class Cache:
             taken -= size
 
 
+def put(out: BinaryIO, data: bytes) -> None:
+    """Write a small entry."""
+    out.write(data)
+
+
 def key(*words: object) -> str:
     """A name for what is made of these."""
     return xxhash.xxh3_128_hexdigest("\0".join(map(str, words)).encode("utf-8", "surrogatepass"))
+
+
+def pack_numbers(numbers: Numbers) -> bytes:
+    """Encode a row of numbers."""
+    content = numbers.astype("<i8").tobytes()
+    digest = xxhash.xxh3_64_intdigest(content)
+    return _NUMBERS.pack(_NUMBERS_MAGIC, _NUMBERS_VERSION, 0, len(numbers), digest) + content
+
+
+def unpack_numbers(data: bytes) -> Numbers:
+    """Decode what `pack_numbers` made. Raises ProtocolError for anything else."""
+    if len(data) < _NUMBERS.size:
+        raise ProtocolError("a row of numbers is cut off")
+    magic, version, zero, count, digest = _NUMBERS.unpack_from(data)
+    content = memoryview(data)[_NUMBERS.size :]
+    if (magic, version, zero) != (_NUMBERS_MAGIC, _NUMBERS_VERSION, 0) or len(content) != 8 * count:
+        raise ProtocolError(f"no row of numbers of version {_NUMBERS_VERSION}")
+    if xxhash.xxh3_64_intdigest(content) != digest:
+        raise ProtocolError("a row of numbers is damaged")
+    return np.frombuffer(content, dtype="<i8").astype(np.int64)

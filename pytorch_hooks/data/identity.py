@@ -16,8 +16,6 @@ from typing import Any
 import msgspec
 import xxhash
 
-from ckptless.daemon.api.errors import ProtocolError
-
 FORMAT = 1
 DEPTH = 8
 MANY = 1000
@@ -36,38 +34,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
         """Of the order, as hex."""
         return digest(sorted(self.order.items()))
 
-    @property
-    def whole_digest(self) -> bytes:
-        """Of all of it: 16 bytes."""
-        return bytes.fromhex(digest([self.format, sorted(self.order.items()), sorted(self.made.items())]))
-
     def digest_of_all(self, replicas: int) -> str:
         """Of all of it but which of the `replicas` it is, as hex."""
         made = sorted(item for item in self.made.items() if item[0] != "replica")
         return digest([self.format, sorted(self.order.items()), made, replicas])
-
-    def differences(self, other: Manifest) -> list[str]:
-        """What is different in another one, by name; empty only where nothing is."""
-        if self.format != other.format:
-            return ["format"]
-        mine, its = {**self.order, **self.made}, {**other.order, **other.made}
-        return sorted(name for name in mine.keys() | its.keys() if mine.get(name) != its.get(name))
-
-
-def encode(manifest: Manifest) -> bytes:
-    """As bytes, for who keeps batches."""
-    return msgspec.msgpack.encode(manifest)
-
-
-def decode(data: bytes | memoryview) -> Manifest:
-    """Read what `encode` made. Raises ProtocolError."""
-    try:
-        found = msgspec.msgpack.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a manifest of training data: {error}") from error
-    if found.format != FORMAT:
-        raise ProtocolError(f"a manifest of training data of format {found.format}, not {FORMAT}")
-    return found
 
 
 def digest(value: object) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypedDict, Unpack
 
 import msgspec
+import numpy as np
 
 from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError, RecoveryError, UsageError
 from ckptless.daemon.api.ring import WINDOW_LIMIT
@@ -20,13 +21,11 @@ from ckptless.pytorch_hooks.data.identity import Manifest, identify
 from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
 from ckptless.pytorch_hooks.data.pack import Pack
 from ckptless.pytorch_hooks.data.pinning import Pinning
-from ckptless.pytorch_hooks.data.pool import Pool
-from ckptless.pytorch_hooks.data.production import Function, Production, Recipe
-from ckptless.pytorch_hooks.data.ring_feed import Numbered, RingFeed
-from ckptless.pytorch_hooks.data.ring_reader import BUDGET_NBYTES, PREFETCH, Limits
-from ckptless.pytorch_hooks.data.seeding import untouched
+from ckptless.pytorch_hooks.data.producer import Numbered
+from ckptless.pytorch_hooks.data.production import Function, Production, Recipe, untouched
+from ckptless.pytorch_hooks.data.ring_reader import BUDGET_NBYTES, PREFETCH, Limits, RingFeed
 from ckptless.pytorch_hooks.data.streams import Stream, as_source
-from ckptless.pytorch_hooks.data.workers import Worker, WorkerDied
+from ckptless.pytorch_hooks.data.workers import Pool, Worker, WorkerDied
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +112,8 @@ class MappedLoader:
         self._resumed = False
         self._turn = 0
         self._feed: RingFeed | None = None
-        self._in_rings: Numbered | None = None
+        # The batches as a ring has them.
+        self._numbered: Numbered | None = None
         self._pool = Pool(self._workers, self._timeout_s, _telling(weakref.ref(self)))
         weakref.finalize(self, self._pool.close)
 
@@ -150,18 +150,6 @@ class MappedLoader:
         """What the batches depend on."""
         made = self.production
         return self._manifest or made.manifest()
-
-    @property
-    def _numbered(self) -> Numbered | None:
-        """The batches as a ring has them; None where they are made in this process."""
-        made = self.production
-        if not self._workers:
-            return None
-        if self._in_rings is None or self._in_rings.production is not made:
-            self._in_rings = Numbered(
-                made, self.manifest, made.batches, self._workers, self._timeout_s, self._limits
-            )
-        return self._in_rings
 
     def __len__(self) -> int:
         batches = self.production.batches
@@ -215,8 +203,8 @@ class MappedLoader:
 
     def committed(self, state: dict[str, Any]) -> None:
         """No recovery goes back behind the position of this `state_dict`."""
-        if self._feed is not None and self._in_rings is not None:
-            self._feed.committed(self._in_rings, state["position"])
+        if self._feed is not None and self._numbered is not None:
+            self._feed.committed(self._numbered, position_of(state["position"]))
 
     # ----------------------------------------------------------------------------------------- iteration
 
@@ -247,9 +235,8 @@ class MappedLoader:
         """The rest of an epoch: batch, the position after it, and of each record left out of it why."""
         if not self._workers:
             return self._in_process(position)
-        numbered = self._numbered
-        if self._feed is not None and numbered is not None:
-            return self._in_ring(self._feed, numbered, position)
+        if self._feed is not None:
+            return self._in_ring(self._feed, position)
         return self._pool.epoch(self.production, position)
 
     def _in_process(self, position: Position) -> Iterator[tuple[Any, Position, Any]]:
@@ -261,19 +248,21 @@ class MappedLoader:
                 return
             yield made.batch, made.after, made.skipped
 
-    def _in_ring(
-        self, feed: RingFeed, numbered: Numbered, position: Position
-    ) -> Iterator[tuple[Any, Position, Any]]:
+    def _in_ring(self, feed: RingFeed, position: Position) -> Iterator[tuple[Any, Position, Any]]:
+        production, numbered = self.production, self._numbered
+        if numbered is None or numbered.production is not production:
+            numbered = Numbered(production, self.manifest, self._workers, self._timeout_s)
+            self._numbered = numbered
         while not numbered.is_end(position):
             try:
-                batch = feed.take(numbered, position)
+                batch = feed.take(numbered, self._limits, position)
             except PeerError as error:
                 self._feed = None
                 feed.abandon()
                 text = f"this rank makes its own batches from here on: no ring of the node's ({error})"
                 logger.warning("%s", text)
                 self.on_event("ring-off", text)
-                yield from self._pool.epoch(numbered.production, position)
+                yield from self._pool.epoch(production, position)
                 return
             if batch is None:
                 return
@@ -300,16 +289,11 @@ class MappedLoader:
             recipe.on_error,
             recipe.version,
         )
-        name = f"{key('blocks', packing.VERSION, repr(parts), identify(recipe.transform))}.table"
-        for _ in range(2):
-            data = cache.read(name, lambda out: packing.write_table(out, self._counts(production, count)))
-            try:
-                return packing.read_table(data, count)
-            except ProtocolError:
-                cache.drop(name)
-        raise DataError(
-            f"the table {cache.folder / name} cannot be read back after it was written: is the disk sound?"
-        )
+        name = f"{key('blocks', repr(parts), identify(recipe.transform))}.table"
+        counts = cache.numbers(name, lambda: np.array(self._counts(production, count), dtype=np.int64))
+        if len(counts) != count:
+            raise DataError(f"{cache.folder / name} is the table of {len(counts)} blocks, not of {count}")
+        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
     def _counts(self, production: Production, count: int) -> list[int]:
         if not self._workers:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -32,8 +31,8 @@ FEW = 1 << 12
 LIMIT = 1 << 62
 """Samples that an order can have at most."""
 
-EPOCH_SHIFT = 40
-"""A sequence number is the epoch shifted by so many bits, plus the batch: it grows along the order."""
+BATCHES_LIMIT = 1 << 40
+"""Batches that an epoch can have at most."""
 
 _MULTIPLY = np.uint64(0xFF51AFD7ED558CCD)
 _AGAIN = np.uint64(0xC4CEB9FE1A85EC53)
@@ -123,17 +122,6 @@ class Layout:
         return count * self.replica // self.replicas, count * (self.replica + 1) // self.replicas
 
 
-class Order(Protocol):
-    """Which sample stands at which place of an epoch."""
-
-    @property
-    def count(self) -> int:
-        """How many places an epoch has."""
-
-    def at(self, epoch: int, places: Indices) -> Indices:
-        """The samples at these places."""
-
-
 @dataclass(frozen=True)
 class Plain:
     """`count` samples, one by one, in their own order or shuffled anew in each epoch."""
@@ -197,11 +185,6 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skipped: int = 0
     stream: object = None
 
-    @property
-    def sequence(self) -> int:
-        """The number of the batch that comes next; it only grows, also over epochs."""
-        return (self.epoch << EPOCH_SHIFT) + self.batch
-
 
 def position_of(saved: object) -> Position:
     """Read a position strictly. Raises ProtocolError."""
@@ -209,6 +192,6 @@ def position_of(saved: object) -> Position:
         found = msgspec.convert(saved, Position)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"a position in the data: {error}") from error
-    if min(found.epoch, found.batch, found.skipped) < 0 or found.batch >= 1 << EPOCH_SHIFT:
+    if min(found.epoch, found.batch, found.skipped) < 0 or found.batch >= BATCHES_LIMIT:
         raise ProtocolError(f"a position in the data is out of range: {found}")
     return found

@@ -10,25 +10,18 @@ no remainder has to be carried in the position. In each epoch the blocks come in
 
 from __future__ import annotations
 
-import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from ckptless.daemon.api.errors import BadRecordError, DataError, ProtocolError, UsageError
+from ckptless.daemon.api.errors import BadRecordError, UsageError
 from ckptless.pytorch_hooks.data.order import Indices, permutation
 
-MAGIC = b"CKPB"
-VERSION = 1
-KEPT_BLOCKS = 8
 # Keys of permutations, so that none is another's.
 _DOCUMENTS, _BLOCKS = -1, -2
-_HEADER = struct.Struct("<4sHHQQ")
 
 Rows = npt.NDArray[np.int64]
 
@@ -139,61 +132,3 @@ def documents_of(block: int, count: int, how: Pack, seed: int, *, shuffle: bool)
 def blocks(count: int, how: Pack) -> int:
     """How many blocks so many documents make."""
     return -(-count // how.block)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A packed block: its sequences, and of each document that was skipped why."""
-
-    rows: list[dict[str, Indices]]
-    skipped: list[str]
-
-
-class BlockCache:
-    """The last few blocks, as a batch takes several sequences of each."""
-
-    def __init__(self, make: Callable[[int], Block]) -> None:
-        self._make = make
-        self._kept: OrderedDict[int, Block] = OrderedDict()
-
-    def get(self, number: int, count: int) -> Block:
-        """A block, which must have `count` sequences. Raises DataError, and what making it raises."""
-        if number not in self._kept:
-            self._kept[number] = self._make(number)
-            while len(self._kept) > KEPT_BLOCKS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(number)
-        block = self._kept[number]
-        if len(block.rows) != count:
-            raise DataError(
-                f"block {number} makes {len(block.rows)} sequences and made {count} when they were counted: "
-                f"the "
-                "transform depends on something that the loader does not see; give it another version="
-            )
-        return block
-
-
-# ------------------------------------------------------------------------------------------- the table
-
-
-def write_table(out: BinaryIO, counts: Sequence[int]) -> None:
-    """Write how many sequences each block makes: magic "CKPB", version u16, zero u16, blocks u64, xxh3_64 of
-    the rest u64, u32 for each; little-endian.
-    """
-    content = np.asarray(counts, dtype="<u4").tobytes()
-    out.write(_HEADER.pack(MAGIC, VERSION, 0, len(counts), xxhash.xxh3_64_intdigest(content)))
-    out.write(content)
-
-
-def read_table(data: bytes, count: int) -> Rows:
-    """Read a table of `count` blocks, as `Packed.firsts`. Raises ProtocolError."""
-    if len(data) < _HEADER.size:
-        raise ProtocolError("a table of blocks is cut off")
-    magic, version, zero, found, digest = _HEADER.unpack_from(data)
-    content = memoryview(data)[_HEADER.size :]
-    if (magic, version, zero, found) != (MAGIC, VERSION, 0, count) or len(content) != 4 * count:
-        raise ProtocolError(f"no table of {count} blocks of version {VERSION}")
-    if xxhash.xxh3_64_intdigest(content) != digest:
-        raise ProtocolError("a table of blocks is damaged")
-    counts = np.frombuffer(content, dtype="<u4").astype(np.int64)
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -1,34 +1,35 @@
 """The producer: a process, forked from a rank as a DataLoader's workers are, that makes a node's batches.
 
 It has the data set because the rank has it: nothing is pickled. It is forked in the rank's main thread,
-between two steps. In the child there is that thread only, and what other threads held stays locked; so the
-child runs nothing but the loader's code and this file, and leaves by os._exit. It ends with its rank, and
-with its agent.
+between two steps, and ends with its rank, and with its agent.
+
+Of a source that knows its length, a ring's stream is one replica's batches of all epochs, one after the
+other, without an end: batch b of epoch e, of n in each, is number e n + b. Of any other source each epoch of
+a replica is a stream of its own, and only its end tells how many batches it has. Ranks of one replica share
+their batches, and one producer makes those of all replicas on its node, with as many workers for each as the
+loader has. A DataLoader has one replica's part only: of each there is a ring.
 """
 
-import contextlib
-import ctypes
-import gc
-import mmap
+from __future__ import annotations
+
+import fcntl
 import os
-import signal
-import stat
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
+import msgspec
 
 from ckptless.daemon.api import ring as m
-from ckptless.daemon.api import ring_entry as entry
 from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.pytorch_hooks.data import batch_codec
-from ckptless.pytorch_hooks.data.idle import Replicas
+from ckptless.pytorch_hooks.data.identity import Manifest
+from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
+from ckptless.pytorch_hooks.data.production import Production
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
-from ckptless.pytorch_hooks.data.workers import BATCH_MEMORY
+from ckptless.pytorch_hooks.data.streams import Stream
+from ckptless.pytorch_hooks.data.workers import Child, Pool
 from ckptless.pytorch_hooks.state import codec
 
 Made: TypeAlias = tuple[int, Any, Any]
@@ -36,130 +37,140 @@ Made: TypeAlias = tuple[int, Any, Any]
 Produce: TypeAlias = Callable[[int, Any], Iterator[Made]]
 """Of a stream, from a position on, to the stream's end."""
 
+STATE_LIMIT = m.POSITION_LIMIT - 1024
 PROCESS_NAME = "ckptless-data"
 NICE = 5
-PR_SET_PDEATHSIG = 1
-# Bound once, at import: a freshly forked child must not be the first to look up a symbol.
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
-_mmap = ctypes.CDLL(None, use_errno=True).mmap
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_mmap.restype = ctypes.c_void_p
-MAP_FIXED = 0x10
 
 
-class ProducerProcess:
-    """A child that makes batches; `close` it. The thread that makes this must live as long as the process."""
+class Place(NamedTuple):
+    """Number `seq` of `stream`."""
+
+    stream: int
+    seq: int
+
+
+class Numbered:
+    """A loader's batches as a ring has them: which number each of them has, and who makes it."""
+
+    def __init__(self, production: Production, manifest: Manifest, workers: int, timeout_s: float) -> None:
+        self.production, self.timeout_s = production, timeout_s
+        self._workers = workers
+        source, layout = production.source, production.layout
+        batched = isinstance(source, Stream) and source.batched
+        # Whose the ring is, where it is not that of all replicas.
+        self.owner = f" of replica {layout.replica}" if batched else ""
+        # Of all that makes batches different but for the replica, which the stream tells: 32 hex digits.
+        self.digest = manifest.digest_of_all(layout.replicas)
+        # In the producer: of each replica the workers, and what they have told since the last batch.
+        self._pools: dict[int, tuple[Pool, list[list[str]]]] = {}
+
+    def place(self, position: Position) -> Place:
+        """Of the batch of this replica that follows a position."""
+        replica, batches = self.production.layout.replica, self.production.batches
+        if batches is None:
+            return Place(position.epoch * m.STREAMS + replica, position.batch)
+        return Place(replica, position.epoch * batches + position.batch)
+
+    def is_end(self, position: Position) -> bool:
+        """Whether it is known that the epoch has no batch after it."""
+        return self.production.batches is not None and position.batch >= self.production.batches
+
+    def before(self, position: Position) -> dict[str, Any]:
+        """The position as a ring compares it: the end of an epoch is the begin of the next one."""
+        return msgspec.structs.asdict(Position(position.epoch + 1) if self.is_end(position) else position)
+
+    def produce(self, stream: int, saved: Any) -> Iterator[Made]:
+        """In the producer: a stream's batches, with what goes with each. See Produce."""
+        position, replica = position_of(saved), stream % m.STREAMS
+        while True:
+            for batch, after, skipped, events in self._epoch(replica, position):
+                seq = self.place(msgspec.structs.replace(after, batch=after.batch - 1)).seq
+                content = [batch, msgspec.structs.asdict(after), list(skipped), events]
+                yield seq, content, self.before(after)
+            if self.production.batches is None:
+                return
+            position = Position(epoch=position.epoch + 1)
+
+    def _epoch(
+        self, replica: int, position: Position
+    ) -> Iterator[tuple[Any, Position, Any, list[list[str]]]]:
+        """The rest of an epoch: batch, the position after it, what was skipped, what workers have told."""
+        if replica not in self._pools:
+            told: list[list[str]] = []
+            pool = Pool(self._workers, self.timeout_s, lambda kind, text: told.append([kind, text]))
+            self._pools[replica] = (pool, told)
+        pool, told = self._pools[replica]
+        own = self.production.of(Layout(replica, self.production.layout.replicas))
+        for batch, after, skipped in pool.epoch(own, position):
+            after = _storable(after, told)
+            events, told[:] = list(told), []
+            yield batch, after, skipped, events
+
+
+def _storable(position: Position, events: list[list[str]]) -> Position:
+    """With the source's state, where a ring has room for it."""
+    if position.stream is None:
+        return position
+    nbytes = len(codec.pack(msgspec.structs.asdict(position)))
+    if nbytes <= STATE_LIMIT:
+        return position
+    text = (
+        f"the source's state takes {nbytes} bytes, of {STATE_LIMIT} that a ring has room for: after "
+        "a fault it is read from the epoch's begin"
+    )
+    events.append(["data-state", text])
+    return msgspec.structs.replace(position, stream=None)
+
+
+class _Standing(NamedTuple):
+    """Where the maker of a replica's batches stands: it makes number `seq` of a stream's history next."""
+
+    stream: int
+    history: int
+    seq: int
+    batches: Iterator[Made]
+
+
+class Producer(Child):
+    """A child that makes batches; `close` it."""
 
     def __init__(self, agent_socket: str, lease: int, manifest: str, produce: Produce) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            # What is still in there must not be written twice.
-            stream.flush()
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _run(parent, agent_socket, lease, manifest, produce)
-        self.pidfd = os.pidfd_open(self.pid)
+        def work() -> None:
+            Path("/proc/self/comm").write_text(PROCESS_NAME)
+            os.nice(NICE)
+            _Maker(manifest, produce).work(agent_socket, lease)
 
-    def close(self) -> None:
-        """End it, and wait until it has ended: it is killed, which nothing can delay for long."""
-        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        # Suppressed: somebody in this process waits for every child.
-        with contextlib.suppress(ChildProcessError):
-            # no deadline: it was killed just now
-            os.waitpid(self.pid, 0)
-        os.close(self.pidfd)
+        super().__init__(work)
 
 
-def _run(parent: int, agent_socket: str, lease: int, manifest: str, produce: Produce) -> None:
-    """The child's whole life."""
-    status = 1
-    try:
-        _settle(parent)
-        _Worker(agent_socket, lease, manifest, produce).work()
-        status = 0
-    except PeerError:
-        status = 0  # the agent does not want it any more, or is gone
-    except BaseException:  # noqa: BLE001 - nothing of the parent's may run in here, its handlers included
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
-
-
-def _settle(parent: int) -> None:
-    """Become a process of its own."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise PeerError("the rank has ended")
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    # A Ctrl-C, and what Slurm sends to all there is, are the rank's to answer: this ends with it.
-    for word in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
-        signal.signal(signal.Signals[f"SIG{word}"], signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _let_go_of_sockets()
-    _let_go_of_batches()
-    # The collector's writes would copy the pages that are shared with the rank.
-    gc.freeze()
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
-    os.nice(NICE)
-    # OpenMP's threads have not come along.
-    torch.set_num_threads(1)
-
-
-def _let_go_of_sockets() -> None:
-    """The rank's connections must end when it does, and not when this one has ended, too."""
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - the names are all that is wanted
-        fd = int(name)
-        try:
-            is_socket = stat.S_ISSOCK(os.fstat(fd).st_mode)
-        except OSError:
-            continue  # that of the listing
-        if is_socket and fd > 2:
-            # Not closed: somebody's object would close the number once more, when it is another's.
-            os.dup2(nothing, fd, inheritable=False)
-    os.close(nothing)
-
-
-def _let_go_of_batches() -> None:
-    """What the rank has mapped would be kept for as long as this process lives."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if BATCH_MEMORY in line:
-            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
-            # Something else in its place, and not nothing: its owner's copy here may unmap it once more.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-            _mmap(begin, end - begin, mmap.PROT_READ, flags, -1, 0)
-
-
-class _Worker:
+class _Maker:
     """Makes what it is asked for, one after the other."""
 
-    def __init__(self, agent_socket: str, lease: int, manifest: str, produce: Produce) -> None:
+    def __init__(self, manifest: str, produce: Produce) -> None:
         self._manifest, self._produce = manifest, produce
-        self._socket: RingSocket[m.ToProducer] = RingSocket(agent_socket, m.ToProducer)
-        self._socket.send(m.ProducerHello(protocol=PROTOCOL, lease=lease))
-        # For each stream: of which history, which number comes next, and whoever makes it.
-        self._at: dict[int, tuple[int, int, Iterator[Made]]] = {}
-        self._replicas = Replicas()
+        # By replica. Who was in the middle of another epoch is not asked for the rest of it any more.
+        self._standing: dict[int, _Standing] = {}
 
-    def work(self) -> None:
-        """Until the agent hangs up: PeerError."""
-        while True:
-            found = self._socket.next()
-            if found is None:
-                # no deadline: to wait is what a producer does; the agent's end is its own
-                self._socket.wait(None)
-                continue
-            job, fd = found
-            assert fd is not None
-            try:
-                answer = self._make(job, fd)
-            finally:
-                os.close(fd)
-            self._socket.send(answer)
+    def work(self, agent_socket: str, lease: int) -> None:
+        """Until the agent hangs up: it does not want this producer any more, or is gone."""
+        try:
+            connection: RingSocket[m.ToProducer] = RingSocket(agent_socket, m.ToProducer)
+            connection.send(m.ProducerHello(protocol=PROTOCOL, lease=lease))
+            while True:
+                found = connection.next()
+                if found is None:
+                    # no deadline: to wait is what a producer does; the agent's end is its own
+                    connection.wait(None)
+                    continue
+                job, fd = found
+                assert fd is not None
+                try:
+                    answer = self._make(job, fd)
+                finally:
+                    os.close(fd)
+                connection.send(answer)
+        except PeerError:
+            return
 
     def _make(self, job: m.RingMake, fd: int) -> m.FromProducer:
         try:
@@ -167,54 +178,46 @@ class _Worker:
             if made is None:
                 return m.RingAtEnd(stream=job.stream, seq=job.seq)
             batch, after = made
-            position = codec.encode(after, name="position", limit=entry.POSITION_LIMIT)
-            nbytes = write(fd, self._manifest, job.stream, job.seq, (batch, position))
+            position = encode_position(after)
+            nbytes = _write(fd, [[self._manifest, job.stream, job.seq], batch])
             return m.RingMade(stream=job.stream, seq=job.seq, nbytes=nbytes, position=position)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything; the rank raises it
-            self._at.pop(job.stream, None)
+            self._standing.pop(job.stream % m.STREAMS, None)
             return m.RingFailed(stream=job.stream, seq=job.seq, text=_text_of(error))
-
-    def _let_go_of(self, replica: int) -> None:
-        """Of whoever makes a replica's batches, of any epoch."""
-        for stream in [one for one in self._at if one % m.STREAMS == replica]:
-            del self._at[stream]
 
     def _next(self, job: m.RingMake) -> tuple[Any, Any] | None:
         """The batch, and the position after it; None at the stream's end."""
-        for idle in self._replicas.ask(job.stream % m.STREAMS):
-            self._let_go_of(idle)
-        history, seq, batches = self._at.pop(job.stream, (-1, -1, iter(())))
-        if (history, seq) != (job.history, job.seq):
-            # Who was in the middle of another epoch is not asked for the rest of it any more.
-            self._let_go_of(job.stream % m.STREAMS)
-            seq, batches = job.base, self._produce(job.stream, codec.decode(job.position))
-        for number, batch, after in batches:
-            if number != seq:
-                raise ProtocolError(f"the loader made batch {number} in place of batch {seq}")
-            seq += 1
+        replica = job.stream % m.STREAMS
+        found = self._standing.pop(replica, None)
+        if found is None or found[:3] != (job.stream, job.history, job.seq):
+            batches = self._produce(job.stream, codec.decode(job.position))
+            found = _Standing(job.stream, job.history, job.base, batches)
+        for expected, (number, batch, after) in enumerate(found.batches, found.seq):
+            if number != expected:
+                raise ProtocolError(f"the loader made batch {number} in place of batch {expected}")
             if number == job.seq:
-                self._at[job.stream] = (job.history, seq, batches)
+                self._standing[replica] = found._replace(seq=number + 1)
                 return batch, after
+        # What was asked for behind the end is not there either.
+        self._standing[replica] = found._replace(seq=job.seq + 1, batches=iter(()))
         return None
 
 
-def write(fd: int, manifest: str, stream: int, seq: int, made: tuple[object, bytes]) -> int:
-    """Write an entry of (batch, position after it) to an empty memfd: its bytes. UsageError, OSError."""
-    batch, position = made
-    encoded = batch_codec.encode(batch)
-    digest = entry.body_digest(position, encoded.nbytes, encoded.parts)
-    header = entry.EntryHeader(manifest, stream, seq, len(position), encoded.nbytes, digest)
-    os.ftruncate(fd, header.nbytes)
-    _write_all(fd, memoryview(entry.encode(header) + position), 0)
+def encode_position(position: object) -> bytes:
+    """As rings compare and keep it."""
+    return codec.encode(position, name="position", limit=m.POSITION_LIMIT)
+
+
+def _write(fd: int, content: object) -> int:
+    """Fill an empty memfd for good: its bytes. Raises UsageError, OSError."""
+    encoded = codec.encode_apart(content)
+    os.ftruncate(fd, encoded.nbytes)
     for offset, part in encoded.parts:
-        _write_all(fd, part, header.batch_at + offset)
-    return header.nbytes
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
+        done = 0
+        while done < len(part):
+            done += os.pwrite(fd, part[done:], offset + done)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, m.ALL_SEALS)
+    return encoded.nbytes
 
 
 def _text_of(error: Exception) -> str:

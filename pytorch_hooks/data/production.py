@@ -6,30 +6,35 @@ the process, how many there are, or what was made before. So any process can go 
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-import msgspec
+import numpy as np
+import torch
 from torch.utils.data import default_collate
 
 from ckptless.daemon.api.errors import BadRecordError, CkptlessError, DataError, UsageError
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache
 from ckptless.pytorch_hooks.data.identity import FORMAT, Manifest, digest, identify, versions
-from ckptless.pytorch_hooks.data.order import Batches, Indices, Layout, Order, Plain, Position, mixed
-from ckptless.pytorch_hooks.data.pack import Block, BlockCache, Pack, Packed
-from ckptless.pytorch_hooks.data.seeding import seed_all
+from ckptless.pytorch_hooks.data.order import Batches, Indices, Layout, Plain, Position, mixed
+from ckptless.pytorch_hooks.data.pack import Pack, Packed
 from ckptless.pytorch_hooks.data.sources import Source
 from ckptless.pytorch_hooks.data.streams import Stream
+from ckptless.pytorch_hooks.state import rng
 
 # What a seed is for.
 _SAMPLE, _COLLATE, _STREAM, _DOCUMENT = range(1, 5)
 
 Function = Callable[[Any], Any]
+
+KEPT_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,8 @@ class Recipe:
 
 
 class Produced(NamedTuple):
-    """A batch, its number, the position after it, and of each record left out of it why."""
+    """A batch, the position after it, and of each record left out of it why."""
 
-    sequence: int
     batch: Any
     after: Position
     skipped: Sequence[str]
@@ -80,9 +84,10 @@ class Production:
     def __init__(self, source: Source | Stream, recipe: Recipe, layout: Layout) -> None:
         recipe.check(source)
         self.source, self.recipe, self.layout = source, recipe, layout
-        self._order: Order | None = None
+        self._order: Plain | Packed | None = None
         self._packed: Packed | None = None
-        self._blocks = BlockCache(self._block)
+        # A batch takes several sequences of each.
+        self._blocks = lru_cache(KEPT_BLOCKS)(self._block)
         self._batches: Batches | None = None
 
     # ---------------------------------------------------------------------------------------- opening
@@ -150,7 +155,7 @@ class Production:
         for batch, state, value, why in makes(position, turn, turns):
             skipped += len(why)
             after = Position(position.epoch, batch + 1, skipped, state)
-            yield Produced(msgspec.structs.replace(after, batch=batch).sequence, value, after, why)
+            yield Produced(value, after, why)
 
     def _of_order(
         self, position: Position, turn: int, turns: int
@@ -212,12 +217,18 @@ class Production:
 
     def _packed_sample(self, sample: int) -> tuple[Any, list[str]]:
         assert self._packed is not None
-        number, row, rows = self._packed.find(sample)
-        block = self._blocks.get(number, rows)
+        number, row, count = self._packed.find(sample)
+        rows, skipped = self._blocks(number)
+        if len(rows) != count:
+            raise DataError(
+                f"block {number} makes {len(rows)} sequences and made {count} when they were counted: the "
+                "transform depends on something that the loader does not see; give it another version="
+            )
         # What was left out of a block counts once, where it begins.
-        return block.rows[row], block.skipped if row == 0 else []
+        return rows[row], skipped if row == 0 else []
 
-    def _block(self, number: int) -> Block:
+    def _block(self, number: int) -> tuple[list[dict[str, Indices]], list[str]]:
+        """The sequences of a packed block, and of each document that was skipped why."""
         how, recipe = self.recipe.pack, self.recipe
         assert how is not None
         assert not isinstance(self.source, Stream)
@@ -229,7 +240,7 @@ class Production:
                 documents.append(self._tokens(document))
             except BadRecordError as error:
                 skipped.append(self._skip(error))
-        return Block(packing.pack(documents, how), skipped)
+        return packing.pack(documents, how), skipped
 
     def _tokens(self, document: int) -> Indices:
         assert not isinstance(self.source, Stream)
@@ -248,7 +259,7 @@ class Production:
         assert not isinstance(self.source, Stream)
         assert self.recipe.pack
         for number in range(turn, packing.blocks(len(self.source), self.recipe.pack), turns):
-            yield number, len(self._block(number).rows)
+            yield number, len(self._block(number)[0])
 
     # --------------------------------------------------------------------------------------- streams
 
@@ -332,3 +343,26 @@ def _named(items: Iterator[Any], name: str) -> Iterator[Any]:
             raise
         except Exception as error:  # the user's iterator: its failure is told with its place
             raise _told(DataError, f"{name} failed after {number} samples: {error!r}", error) from error
+
+
+# ------------------------------------------------------------------------------------------- random numbers
+
+
+def seed_all(*numbers: int) -> None:
+    """Seed Python's, torch's CPU and numpy's global generator: what a transform draws depends on these
+    only.
+    """
+    seed = mixed(*numbers)
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Put this process's generators back afterwards."""
+    before = rng.capture()
+    try:
+        yield
+    finally:
+        rng.restore(before)

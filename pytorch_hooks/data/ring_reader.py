@@ -4,20 +4,24 @@ A batch's memory is mapped privately: a script may write to its tensors, as to a
 process sees that. It goes when the last tensor of the batch does.
 """
 
+from __future__ import annotations
+
+import contextlib
 import mmap
 import os
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptless.daemon.api import ring as m
-from ckptless.daemon.api import ring_entry as entry
-from ckptless.daemon.api.errors import DataError, ProtocolError
+from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.pytorch_hooks.data import batch_codec
-from ckptless.pytorch_hooks.data.producer import Produce, ProducerProcess
+from ckptless.pytorch_hooks.data.order import Position, position_of
+from ckptless.pytorch_hooks.data.producer import Numbered, Place, Produce, Producer, encode_position
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
+from ckptless.pytorch_hooks.errors import GenerationEnded
 from ckptless.pytorch_hooks.state import codec
 
 PREFETCH = 8
@@ -25,8 +29,9 @@ BUDGET_NBYTES = 1 << 30
 TAKE_DEADLINE_S = 1800.0
 # So long the agent may take to hear that a reader is done.
 DONE_DEADLINE_S = 10.0
-# So often the agent is heard at least: it may want a producer.
-HEAR_S = 1.0
+# Where fewer lie here the agent is told of each that is taken: it may have no room for more, and has to hear
+# of it before it has the next one made.
+FEW = 2
 
 
 @dataclass(frozen=True)
@@ -45,23 +50,11 @@ class Limits:
     budget_nbytes: int = BUDGET_NBYTES
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Batch `seq`, and the position after it, as it was encoded."""
+class Taken(NamedTuple):
+    """Batch `seq`."""
 
     seq: int
     batch: Any
-    encoded_position: bytes
-
-    @property
-    def position(self) -> Any:
-        """The position after the batch, from which the next one can be made again."""
-        return codec.decode(self.encoded_position)
-
-
-def encode_position(position: object) -> bytes:
-    """As rings compare and keep it."""
-    return codec.encode(position, name="position", limit=entry.POSITION_LIMIT)
 
 
 class Reader:
@@ -78,21 +71,14 @@ class Reader:
         limits = limits or Limits()
         self._agent_socket, self._name, self._produce = agent_socket, name, produce
         self._socket: RingSocket[m.ToReader] = RingSocket(agent_socket, m.ToReader)
-        self._producer: ProducerProcess | None = None
-        # What was sent ahead.
+        self._producer: Producer | None = None
+        # What was sent ahead, and what there is behind it.
         self._ahead: deque[Taken] = deque()
-        # The agent is heard and told of several batches at once, and what it sent is mapped then: right after
-        # a step of training anything takes ten times as long as when it is done again.
-        self._untold, self._told_every = 0, max(1, min(limits.window, m.AHEAD) // 2)
-        # What it has not told of yet: batches from before it was sent elsewhere, waits, their seconds.
-        self._unsaid, self._waits, self._waited_s = 0, 0, 0.0
-        self._heard_s = 0.0
-        # The agent is told when fewer lie here: 2 where they ran out, as it may have no room for more, and
-        # has to hear of each that is taken before it has the next one made.
-        self._few = 1
-        # What was mapped, by number: let go of together, too, where the agent gives it back.
-        self._mappings: deque[tuple[int, mmap.mmap]] = deque()
         self._verdict: m.RingEnd | m.RingBroken | None = None
+        # Batches that the agent has not been told of, how often one was waited for, and for how long. It is
+        # heard and told of several at once: right after a step of training either takes long.
+        self._untold, self._told_every = 0, max(1, min(limits.window, m.AHEAD) // 2)
+        self._waits, self._waited_s = 0, 0.0
         # Granted, and no producer started yet.
         self._lease: int | None = None
         self._number = 0
@@ -110,30 +96,24 @@ class Reader:
 
     def seek(self, stream: int, seq: int, position: object) -> None:
         """From here on `take` gives the batches of `stream` from `seq` on, which follow `position`."""
-        self._interrupted = None
+        encoded = encode_position(position)
+        self._tell()
         self._forget_ahead()
         self._number += 1
         self._stream, self._next, self._done = stream, seq, seq
-        encoded = encode_position(position)
         self._socket.send(m.RingSeek(number=self._number, stream=stream, seq=seq, position=encoded))
 
     def take(self, deadline_s: float = TAKE_DEADLINE_S) -> Taken | None:
         """The next batch; None at the stream's end. Its tensors are valid for as long as somebody has them.
 
-        Raises DataError where it could not be made, with what was raised, TimeoutError, and what `interrupt`
-        was told.
+        Raises DataError where it could not be made, with what was raised, or does not come in time, and what
+        `interrupt` was told.
         """
-        now_s = time.monotonic()
-        self._act_on_lease()
-        due = self._untold >= self._told_every or now_s - self._heard_s >= HEAR_S
-        if due or len(self._ahead) < self._few:
-            self._heard_s = now_s
+        self._start_producer()
+        if self._untold >= self._told_every or len(self._ahead) < FEW:
             self._hear()
-            if due or len(self._ahead) < self._few:
-                self._tell()
-            if len(self._ahead) >= self._told_every:
-                self._few = 1
-        if not self._ahead and not self._came(now_s, deadline_s):
+            self._tell()
+        if not self._ahead and not self._comes(deadline_s):
             return None
         taken = self._ahead.popleft()
         if taken.seq != self._next:
@@ -142,49 +122,36 @@ class Reader:
         self._untold += 1
         return taken
 
-    def _came(self, now_s: float, deadline_s: float) -> bool:
+    def _comes(self, deadline_s: float) -> bool:
         """Wait for the next batch; False where there is none. Raises as `take` does."""
         begin_s = time.monotonic()
         while not self._ahead:
             if self._interrupted is not None:
                 raise self._interrupted
+            if isinstance(self._verdict, m.RingBroken):
+                raise DataError(
+                    f"batch {self._verdict.seq} of loader {self._name.loader!r} could not be made:\n"
+                    f"{self._verdict.text}"
+                )
             if self._verdict is not None:
-                self._raise_if_broken(self._verdict)
                 return False
-            self._act_on_lease()
-            self._few = 2
-            if not self._socket.wait(now_s + deadline_s - time.monotonic()):
-                raise TimeoutError(f"no batch {self._next} of {self._name.loader!r} in {deadline_s:g} s")
+            self._start_producer()
+            if not self._socket.wait(begin_s + deadline_s - time.monotonic()):
+                raise DataError(
+                    f"no batch {self._next} of {self._name.loader!r} in {deadline_s:g} s: look at what the "
+                    "transform does, or give the loader a larger timeout_s"
+                )
             self._hear()
         self._waits += 1
         self._waited_s += time.monotonic() - begin_s
         return True
-
-    def _tell(self) -> None:
-        """What was taken, and is not needed again."""
-        if self._untold:
-            took = m.RingTook(
-                number=self._number,
-                seq=self._next - 1,
-                done=self._done,
-                count=self._unsaid + self._untold,
-                waits=self._waits,
-                waited_s=self._waited_s,
-            )
-            self._socket.send(took)
-            self._untold = self._unsaid = self._waits = 0
-            self._waited_s = 0.0
-            # A script that never commits does not keep all it has seen.
-            few = 2 * self._told_every
-            while self._mappings and (self._mappings[0][0] < self._done or len(self._mappings) > few):
-                self._mappings.popleft()
 
     def committed(self, seq: int) -> None:
         """No recovery will ask for a batch before number `seq`: the agent hears it with one of the next."""
         self._done = max(self._done, min(seq, self._next))
 
     def interrupt(self, error: BaseException) -> None:
-        """Have `take` raise `error`, also one that waits, until the next `seek` or `resume`. Any thread."""
+        """Have a `take` that waits raise `error`, until `resume`. Any thread."""
         self._interrupted = error
         self._socket.wake()
 
@@ -208,7 +175,20 @@ class Reader:
         self._forget_ahead()
         self._socket.close()
 
-    # ------------------------------------------------------------------------------------- hear
+    def _tell(self) -> None:
+        """What was taken, and is not needed again."""
+        if not self._untold:
+            return
+        took = m.RingTook(
+            number=self._number,
+            seq=self._next - 1,
+            done=self._done,
+            count=self._untold,
+            waits=self._waits,
+            waited_s=self._waited_s,
+        )
+        self._socket.send(took)
+        self._untold, self._waits, self._waited_s = 0, 0, 0.0
 
     def _hear(self) -> None:
         while (found := self._socket.next()) is not None:
@@ -225,36 +205,128 @@ class Reader:
                     if message.number == self._number:
                         self._verdict = message
 
-    def _act_on_lease(self) -> None:
-        """Start the producer: after a batch that is there was given out, since to fork takes long."""
+    def _start_producer(self) -> None:
+        """Act on a lease: after a batch that is there was given out, since to fork takes long."""
         if self._lease is None:
             return
         lease, self._lease = self._lease, None
         if self._producer is not None:
             # Its end is why there is another one.
             self._producer.close()
-        self._producer = ProducerProcess(self._agent_socket, lease, self._name.manifest, self._produce)
-
-    def _raise_if_broken(self, verdict: m.RingEnd | m.RingBroken) -> None:
-        if isinstance(verdict, m.RingBroken):
-            raise DataError(
-                f"batch {verdict.seq} of loader {self._name.loader!r} could not be made:\n{verdict.text}"
-            )
+        self._producer = Producer(self._agent_socket, lease, self._name.manifest, self._produce)
 
     def _mapped(self, seq: int, nbytes: int, fd: int) -> Taken:
         try:
             mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(fd)
-        with memoryview(mapping) as view:
-            header = entry.decode(view)
-            header.check(self._name.manifest, self._stream, seq)
-            position = entry.position_of(view, header)
-        self._mappings.append((seq, mapping))
-        return Taken(seq, batch_codec.decode(mapping, header.batch_at, header.batch_nbytes), position)
+        found = codec.decode_apart(mapping, 0, nbytes)
+        wanted = [self._name.manifest, self._stream, seq]
+        if type(found) is not list or len(found) != 2 or found[0] != wanted:
+            raise ProtocolError(f"another batch came in place of {wanted}")
+        return Taken(seq, found[1])
 
     def _forget_ahead(self) -> None:
         self._verdict = None
-        self._unsaid, self._untold = self._unsaid + self._untold, 0
         self._ahead.clear()
-        self._mappings.clear()
+
+
+class Batch(NamedTuple):
+    """A batch, the position after it, of each record left out of it why, and (kind, text) of what went wrong
+    on the way.
+    """
+
+    value: Any
+    after: Position
+    skipped: list[str]
+    events: list[tuple[str, str]]
+
+
+class RingFeed:
+    """One process's end of one loader's ring, over all generations. Main thread only, but for `stop`.
+
+    `slot` is the process's number on its node, `name` the loader's in the script.
+    """
+
+    def __init__(self, agent_socket: str, slot: int, name: str) -> None:
+        self._agent_socket, self._slot = agent_socket, slot
+        self._name = f"batches {name}" if name else "batches"
+        self._reader: Reader | None = None
+        self._digest = ""
+        # Which batch the reader gives next; None where it has to be told.
+        self._at: Place | None = None
+        self._stream = -1
+        # `stop` wakes a reader, which must not be closed meanwhile.
+        self._lock = threading.Lock()
+        self._generation = self._stopped = 0
+
+    def enter(self, generation: int) -> None:
+        """What is taken from here on is for this generation."""
+        with self._lock:
+            self._generation = generation
+            if self._reader is not None and self._stopped < generation:
+                self._reader.resume()
+
+    def stop(self, generation: int) -> None:
+        """A generation is over: who waits for one of its batches is woken. Any thread."""
+        with self._lock:
+            self._stopped = max(self._stopped, generation)
+            if self._reader is not None and self._stopped >= self._generation:
+                self._reader.interrupt(GenerationEnded(self._ended()))
+
+    def _ended(self) -> str:
+        return f"generation {self._generation} ended while waiting for a batch"
+
+    def take(self, numbered: Numbered, limits: Limits, position: Position) -> Batch | None:
+        """The batch after `position`; None where the epoch has none.
+
+        Raises GenerationEnded, DataError, PeerError where there is no ring.
+        """
+        place, reader = numbered.place(position), self._opened(numbered, limits)
+        if self._at != place:
+            reader.seek(place.stream, place.seq, numbered.before(position))
+            self._stream = place.stream
+        self._at = None
+        if self._stopped >= self._generation:
+            raise GenerationEnded(self._ended())
+        taken = reader.take(numbered.timeout_s)
+        if taken is None:
+            return None
+        self._at = Place(place.stream, place.seq + 1)
+        value, after, skipped, events = taken.batch
+        return Batch(value, position_of(after), skipped, [(kind, text) for kind, text in events])
+
+    def _opened(self, numbered: Numbered, limits: Limits) -> Reader:
+        if self._reader is not None and self._digest == numbered.digest:
+            return self._reader
+        self.close()
+        name = RingName(self._name + numbered.owner, numbered.digest)
+        reader = Reader(self._agent_socket, name, self._slot, numbered.produce, limits)
+        with self._lock:
+            self._reader, self._digest = reader, numbered.digest
+        return reader
+
+    def committed(self, numbered: Numbered, position: Position) -> None:
+        """No recovery goes back behind this position: the batches before it may go."""
+        place = numbered.place(position)
+        if self._reader is not None and self._digest == numbered.digest and place.stream == self._stream:
+            self._reader.committed(place.seq)
+
+    def close(self) -> None:
+        """The batches are not needed any more, nor will a process in this one's place need them."""
+        reader = self._let_go()
+        if reader is not None:
+            # Suppressed: the agent may have ended first, and its batches with it.
+            with contextlib.suppress(PeerError):
+                reader.close()
+
+    def abandon(self) -> None:
+        """Let go, and leave the batches for whoever takes this process's place."""
+        reader = self._let_go()
+        if reader is not None:
+            reader.abandon()
+
+    def _let_go(self) -> Reader | None:
+        with self._lock:
+            reader, self._reader, self._at = self._reader, None, None
+        return reader

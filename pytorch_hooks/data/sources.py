@@ -1,22 +1,33 @@
-"""What a loader takes its samples from: the protocol of sources, and files of JSON."""
+"""What a loader takes its samples from: the protocol of sources, sources of files, and files of JSON.
+
+Where the records of a file of JSON lines begin is found once, and kept in the cache. A line of white space is
+no record.
+"""
 
 from __future__ import annotations
 
 import gzip
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from ckptless.daemon.api.errors import BadRecordError, DataError, ProtocolError
-from ckptless.pytorch_hooks.data import records
-from ckptless.pytorch_hooks.data.cache import Cache, key
-from ckptless.pytorch_hooks.data.file_source import FileSource, Paths
+from ckptless.daemon.api.errors import BadRecordError, DataError, UsageError
+from ckptless.pytorch_hooks.data.cache import Cache, Numbers, key, put
 from ckptless.pytorch_hooks.data.files import DataFile
 
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Part = TypeVar("Part")
+
+READ_NBYTES = 8 << 20
+BOM = b"\xef\xbb\xbf"
+_NEWLINE = 10
+_SPACE = np.frombuffer(b" \t\r\n\v\f", dtype=np.uint8)
 COPY_NBYTES = 1 << 20
 GZIP = b"\x1f\x8b"
 # How much larger a file is unpacked: only a guess of the room that is wanted.
@@ -48,10 +59,87 @@ class Source(Protocol):
         """Give back what `open` took."""
 
 
+def path_list(paths: Paths) -> list[Path]:
+    """Read `paths`: one path or several. Raises UsageError for none."""
+    found = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    if not found:
+        raise UsageError("a data source needs at least one file")
+    return found
+
+
+class FileSource(Generic[Part]):
+    """The half of a Source that does not depend on the format. A file has parts, a part has samples."""
+
+    def __init__(self, paths: Paths, cache: Cache | None) -> None:
+        self._paths = path_list(paths)
+        self._cache = cache or Cache()
+        self._parts: list[Part] = []
+        self._firsts = np.zeros(1, dtype=np.int64)
+        # What was given, and what it was turned into.
+        self._given: list[DataFile] = []
+        self._held: list[DataFile] = []
+
+    @property
+    def cache(self) -> Cache:
+        """Where its entries are."""
+        return self._cache
+
+    def open(self) -> None:
+        """See Source."""
+        if self._given:
+            return
+        counts = [0]
+        try:
+            for path in self._paths:
+                given = self._hold(DataFile(path))
+                self._given.append(given)
+                for part, count in self._open(given):
+                    self._parts.append(part)
+                    counts.append(count)
+        except BaseException:
+            self.close()
+            raise
+        self._firsts = np.cumsum(counts, dtype=np.int64)
+
+    def _open(self, given: DataFile) -> Iterator[tuple[Part, int]]:
+        """The parts of one file, and how many samples each has. Raises DataError, UsageError."""
+        raise NotImplementedError
+
+    def _hold(self, file: DataFile) -> DataFile:
+        """Have `close` close it."""
+        self._held.append(file)
+        return file
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def _find(self, index: int) -> tuple[Part, int]:
+        """The part that has a sample, and the sample's number in it."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        at = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return self._parts[at], index - int(self._firsts[at])
+
+    def describe(self, *, strict: bool) -> list[object]:
+        """See Source."""
+        stamps = [file.stamp for file in self._given]
+        files = [msgspec.structs.astuple(s) if strict else s.same_content() for s in stamps]
+        return [type(self).__name__, len(self), files]
+
+    def close(self) -> None:
+        """See Source."""
+        for file in self._held:
+            file.close()
+        self._parts, self._given, self._held = [], [], []
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
 class _Lines:
     """One file of JSON lines, unpacked, with its index."""
 
-    def __init__(self, given: Path, file: DataFile, offsets: records.Offsets, damage: str) -> None:
+    def __init__(self, given: Path, file: DataFile, offsets: Numbers, damage: str) -> None:
         self.given, self.file, self.offsets, self.damage = given, file, offsets, damage
         self.count = len(offsets) - 1
 
@@ -140,18 +228,36 @@ class Json(JsonLines):
         return self._hold(self._cache.open(name, make, nbytes=found.stamp.nbytes)), ""
 
 
-def _index(file: DataFile, cache: Cache) -> records.Offsets:
+def _index(file: DataFile, cache: Cache) -> Numbers:
     stamp = file.stamp
-    name = f"{key('lines', records.VERSION, file.path.resolve(), stamp.nbytes, stamp.changed_ns)}.index"
-    for _ in range(2):
-        data = cache.read(name, lambda out: records.write(out, stamp, records.offsets_of(file)))
-        try:
-            return records.parse(data, name, stamp)
-        except ProtocolError:
-            cache.drop(name)
-    raise DataError(
-        f"the index {cache.folder / name} cannot be read back after it was written: is the disk sound?"
-    )
+    name = f"{key('lines', file.path.resolve(), stamp.nbytes, stamp.changed_ns)}.index"
+    offsets = cache.numbers(name, lambda: offsets_of(file))
+    if not len(offsets) or offsets[0] < 0 or offsets[-1] != stamp.nbytes or (np.diff(offsets) <= 0).any():
+        raise DataError(f"{cache.folder / name} is no index of {file.path}: remove it, and it is made again")
+    return offsets
+
+
+def offsets_of(file: DataFile, read_nbytes: int = READ_NBYTES) -> Numbers:
+    """Find the records: (records + 1) offsets. Raises DataError."""
+    size = file.stamp.nbytes
+    first = len(BOM) if file.read(0, min(size, len(BOM))) == BOM else 0
+    begins: list[Numbers] = [np.empty(0, dtype=np.int64)]
+    doubtful: list[npt.NDArray[np.bool_]] = [np.empty(0, dtype=bool)]
+    at_start = True
+    for begin in range(first, size, read_nbytes):
+        data = np.frombuffer(file.read(begin, min(begin + read_nbytes, size)), dtype=np.uint8)
+        lines = np.flatnonzero(data == _NEWLINE) + 1
+        if at_start:
+            lines = np.concatenate([[0], lines])
+        at_start = len(lines) > 0 and lines[-1] == len(data)
+        lines = lines[:-1] if at_start else lines
+        begins.append(lines + begin)
+        doubtful.append(np.isin(data[lines], _SPACE))
+    found, blank = np.concatenate(begins), np.concatenate(doubtful)
+    ends = np.append(found[1:], size)
+    for at in np.flatnonzero(blank):
+        blank[at] = not file.read(int(found[at]), int(ends[at])).strip()
+    return np.append(found[~blank], size)
 
 
 def _unpacked(given: DataFile, cache: Cache) -> tuple[DataFile, str]:
@@ -166,20 +272,16 @@ def _unpacked(given: DataFile, cache: Cache) -> tuple[DataFile, str]:
         given.check()
         # Before the other: whoever finds that one finds this one too.
         cache.drop(damage_name)
-        cache.entry(damage_name, lambda note: _put(note, damage))
+        cache.entry(damage_name, lambda note: put(note, damage.encode()))
 
     file = cache.open(name, unpack, nbytes=stamp.nbytes * UNPACKED)
     return file, cache.read(damage_name, lambda note: _find_damage(note, given.path)).decode()
 
 
-def _put(out: BinaryIO, text: str) -> None:
-    out.write(text.encode())
-
-
 def _find_damage(out: BinaryIO, path: Path) -> None:
     """The note of an unpacked file was lost: find out again."""
     with path.open("rb") as packed, Path(os.devnull).open("wb") as nowhere:
-        _put(out, _unpack(path, packed, nowhere))
+        put(out, _unpack(path, packed, nowhere).encode())
 
 
 def _unpack(path: Path, packed: BinaryIO, out: BinaryIO) -> str:

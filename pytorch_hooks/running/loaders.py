@@ -14,7 +14,7 @@ from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.running.session import Session
 
 if TYPE_CHECKING:
-    from ckptless.pytorch_hooks.data.ring_feed import RingFeed
+    from ckptless.pytorch_hooks.data.ring_reader import RingFeed
 
 
 class Loaders:
@@ -68,8 +68,8 @@ class Loaders:
                 return
             former.feed_from(None)
             feed.close()
-        # Only here: a script whose loaders are others need not have what data.ring_feed imports.
-        from ckptless.pytorch_hooks.data.ring_feed import RingFeed
+        # Only here: a script whose loaders are others need not have what data.ring_reader imports.
+        from ckptless.pytorch_hooks.data.ring_reader import RingFeed
 
         feed = RingFeed(self._session.agent_socket, self._session.welcome.slot, name)
         feed.enter(self._generation)

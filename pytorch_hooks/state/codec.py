@@ -5,15 +5,26 @@
 
 Lists, strings, bytes, numbers and dicts with string keys are plain msgpack. Types are kept exactly: a
 subclass of a known type is refused, not flattened.
+
+Batches of training data are encoded *apart*: the bytes of tensors and arrays lie behind the payload, and come
+back from there without a copy.
+
+    head     magic "CKBT", version u16, zero u16, bytes of the payload u64
+    payload  as above, but of a tensor or array it has only the type and shape
+    arrays   the bytes of each, in the payload's order, each at the next multiple of 64
+
+Where an array lies follows from the sizes before it, so that no two can overlap. There is no checksum.
 """
 
+import math
 import re
 import struct
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -23,14 +34,19 @@ from ckptless.daemon.api.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.state import raw
 
 MAGIC = b"CKPT"
+APART_MAGIC = b"CKBT"
 VERSION = 1
 LIMIT = 64 << 20
 """Bytes that one encoded tree may have at most, unless the caller says otherwise."""
+PAYLOAD_LIMIT = 2 << 30
+"""The same of one whose arrays lie apart; they do not count."""
+ALIGN_NBYTES = 64
 
 _HEADER = struct.Struct("<4sHHQQ")
+_APART_HEAD = struct.Struct("<4sHHQ")
 _DEPTH = 64
 _BIGINT, _STR, _TUPLE, _DICT, _SET, _FROZENSET, _COUNTER, _ORDERED, _DEQUE = range(1, 10)
-_ARRAY, _SCALAR, _TENSOR, _DTYPE, _SIZE, _REF = range(10, 16)
+_ARRAY, _SCALAR, _TENSOR, _DTYPE, _SIZE, _REF, _TENSOR_APART, _ARRAY_APART = range(10, 18)
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _PLAIN = frozenset({type(None), bool, float, bytes})
@@ -49,11 +65,24 @@ _MALFORMED = (
 _At = tuple[Any, Any, int]
 """Where a value is in the tree: the place of its container, its key there, how deep that is."""
 
+Buffer: TypeAlias = Any
+"""What has the buffer protocol, is writable, and lives as long as anybody refers to it: an mmap, say."""
+
 
 class Ref(msgspec.Struct, frozen=True):
     """A tensor that is kept elsewhere, by name: encodes as its name only."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tree whose arrays lie apart: `parts` are (offset, bytes), ascending; what lies between is zero."""
+
+    nbytes: int
+    parts: tuple[tuple[int, memoryview], ...]
+    # The views are of memory that these own.
+    owners: tuple[object, ...]
 
 
 def encode(value: object, *, name: str = "state", limit: int = LIMIT) -> bytes:
@@ -102,38 +131,142 @@ def unseal(data: bytes | bytearray | memoryview, *, limit: int = LIMIT) -> memor
 
 def pack(value: object, *, name: str = "state") -> bytes:
     """Encode a tree without a header, to be part of something that has one; errors as for `encode`."""
-    return _ENCODER.encode(_wire(value, (None, name, 0)))
+    return _ENCODER.encode(_PACKER.wire(value, (None, name, 0)))
 
 
 def unpack(payload: bytes | memoryview) -> Any:
     """Decode what `pack` made; ProtocolError for anything malformed."""
-    try:
-        return _DECODER.decode(payload)
-    except _MALFORMED as error:
-        raise ProtocolError(f"malformed record: {error}") from error
+    return _UNPACKER.unpack(payload)
+
+
+def encode_apart(value: object, *, name: str = "batch") -> Encoded:
+    """Encode a tree; large arrays are not copied, so it must not change before it is written.
+
+    UsageError as for `encode`, and for tensors that are not on the CPU or require a gradient.
+    """
+    packer = _Packer(apart=[])
+    payload = _ENCODER.encode(packer.wire(value, (None, name, 0)))
+    if len(payload) > PAYLOAD_LIMIT:
+        raise UsageError(
+            f"what is no tensor or array in {name} takes {len(payload)} bytes; the limit is {PAYLOAD_LIMIT}"
+        )
+    parts = [(0, memoryview(_APART_HEAD.pack(APART_MAGIC, VERSION, 0, len(payload)) + payload))]
+    end = len(parts[0][1])
+    for data, _owner in packer.apart or ():
+        if len(data):
+            parts.append((_align(end), data))
+            end = _align(end) + len(data)
+    return Encoded(end, tuple(parts), tuple(owner for _data, owner in packer.apart or ()))
+
+
+def decode_apart(memory: Buffer, start: int, nbytes: int) -> Any:
+    """Decode the tree in bytes `start` (a multiple of 64) to `start + nbytes` of `memory`.
+
+    Its tensors and arrays lie there, and keep `memory` alive. ProtocolError for anything that `encode_apart`
+    does not make.
+    """
+    view = memoryview(memory)
+    if start % ALIGN_NBYTES or not 0 <= start <= start + nbytes <= len(view):
+        raise ProtocolError(f"a batch at bytes {start} to {start + nbytes} of {len(view)}")
+    if nbytes < _APART_HEAD.size:
+        raise ProtocolError(f"{nbytes} bytes are no batch")
+    magic, version, zero, payload_nbytes = _APART_HEAD.unpack_from(view, start)
+    if magic != APART_MAGIC or zero != 0:
+        raise ProtocolError("not a batch: the magic number is wrong")
+    if version != VERSION:
+        raise ProtocolError(f"the batch has version {version}, this ckptless reads {VERSION}")
+    arrays_at = start + _APART_HEAD.size + payload_nbytes
+    if arrays_at > start + nbytes:
+        raise ProtocolError(f"a payload of {payload_nbytes} bytes in a batch of {nbytes}")
+    unpacker = _Unpacker(memory, arrays_at, start + nbytes)
+    found = unpacker.unpack(bytes(view[start + _APART_HEAD.size : arrays_at]))
+    if unpacker.end != start + nbytes:
+        raise ProtocolError(f"a batch of {nbytes} bytes whose arrays end at {unpacker.end - start}")
+    return found
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
 # ---- to bytes
 
 
-def _wire(value: Any, at: _At) -> Any:
-    """Turn a value into what msgspec writes as it is: plain values, lists, string dicts and extensions."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is int:
-        return value if -(1 << 63) <= value < 1 << 64 else msgspec.msgpack.Ext(_BIGINT, _big(value))
-    if kind is str:
-        return value if value.isascii() else _text(value)
-    if at[2] >= _DEPTH:
-        raise UsageError(f"{_place(at)}: cannot be saved: nested deeper than {_DEPTH}")
-    packer = _PACKERS.get(kind)
-    if packer is not None:
-        return packer(value, at)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
-        return _from_numpy(value, at)
-    raise _refused(value, at)
+class _Packer:
+    """Turns values into what msgspec writes as it is: plain values, lists, string dicts and extensions.
+
+    Where there is a list `apart`, the bytes of tensors and arrays go there, each with what owns them.
+    """
+
+    def __init__(self, apart: list[tuple[memoryview, object]] | None = None) -> None:
+        self.apart = apart
+
+    def wire(self, value: Any, at: _At) -> Any:
+        """Turn one value; `at` is its place. Raises UsageError."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is int:
+            return value if -(1 << 63) <= value < 1 << 64 else msgspec.msgpack.Ext(_BIGINT, _big(value))
+        if kind is str:
+            return value if value.isascii() else _text(value)
+        if at[2] >= _DEPTH:
+            raise UsageError(f"{_place(at)}: cannot be saved: nested deeper than {_DEPTH}")
+        packer = _PACKERS.get(kind)
+        if packer is not None:
+            return packer(self, value, at)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+            return self._numpy(value, at)
+        raise _refused(value, at)
+
+    def items(self, values: Iterable[Any], at: _At) -> list[Any]:
+        deeper = at[2] + 1
+        return [v if type(v) in _PLAIN else self.wire(v, (at, i, deeper)) for i, v in enumerate(values)]
+
+    def pairs(self, value: dict[Any, Any], at: _At) -> list[Any]:
+        deeper = at[2] + 1
+        flat: list[Any] = []
+        for key, item in value.items():
+            flat.append(self.wire(key, (at, key, deeper)))
+            flat.append(self.wire(item, (at, key, deeper)))
+        return flat
+
+    def mapping(self, value: dict[Any, Any], at: _At) -> Any:
+        if all(type(key) is str and key.isascii() for key in value):
+            deeper = at[2] + 1
+            return {k: v if type(v) in _PLAIN else self.wire(v, (at, k, deeper)) for k, v in value.items()}
+        return _ext(_DICT, self.pairs(value, at))
+
+    def tensor(self, value: torch.Tensor, at: _At) -> Any:
+        why = raw.why_not(value)
+        if why is None and value.device.type not in _DEVICES:
+            why = f"it is on a device of type {value.device.type!r}"
+        if why is None and self.apart is not None and value.device.type != "cpu":
+            why = f"it is on {value.device}, and batches are made on the CPU"
+        if why is None and self.apart is not None and value.requires_grad:
+            why = "it requires a gradient: detach it"
+        if why is not None:
+            raise _refused(value, at, why)
+        name, shape = raw.NAMES[value.dtype], list(value.shape)
+        if self.apart is not None:
+            plain = value.detach().resolve_conj().resolve_neg().contiguous()
+            self.apart.append((raw.window(plain), plain))
+            return _ext(_TENSOR_APART, [name, shape])
+        leaf = value.requires_grad and value.is_leaf
+        return _ext(_TENSOR, [name, shape, value.device.type, leaf, raw.to_bytes(value)])
+
+    def _numpy(self, value: Any, at: _At) -> Any:
+        numpy, name = sys.modules["numpy"], value.dtype.str
+        if not is_plain_array(value):
+            raise _refused(value, at, f"its dtype is {value.dtype}")
+        if type(value) is not numpy.ndarray:
+            return _ext(_SCALAR, [name, value.tobytes()])
+        if self.apart is None:
+            return _ext(_ARRAY, [name, list(value.shape), value.tobytes()])
+        plain = numpy.ascontiguousarray(value)
+        self.apart.append((memoryview(plain.reshape(-1).view("u1") if plain.nbytes else b""), plain))
+        return _ext(_ARRAY_APART, [name, list(value.shape)])
 
 
 def _place(at: _At) -> str:
@@ -166,42 +299,11 @@ def _text(value: str) -> Any:
     return value
 
 
-def _items(values: Iterable[Any], at: _At) -> list[Any]:
-    deeper = at[2] + 1
-    return [v if type(v) in _PLAIN else _wire(v, (at, i, deeper)) for i, v in enumerate(values)]
-
-
-def _pairs(value: dict[Any, Any], at: _At) -> list[Any]:
-    deeper = at[2] + 1
-    flat: list[Any] = []
-    for key, item in value.items():
-        flat.append(_wire(key, (at, key, deeper)))
-        flat.append(_wire(item, (at, key, deeper)))
-    return flat
-
-
-def _pack_dict(value: dict[Any, Any], at: _At) -> Any:
-    if all(type(key) is str and key.isascii() for key in value):
-        deeper = at[2] + 1
-        return {k: v if type(v) in _PLAIN else _wire(v, (at, k, deeper)) for k, v in value.items()}
-    return _ext(_DICT, _pairs(value, at))
-
-
 def _pack_set(value: set[Any] | frozenset[Any], at: _At) -> Any:
-    # A set has no order of its own: sorting makes equal sets equal bytes, whatever the hash seed.
-    content = sorted(_items(value, at), key=_ENCODER.encode)
+    # A set has no order of its own: sorting makes equal sets equal bytes, whatever the hash seed. Nothing of
+    # it is apart, where the order counts.
+    content = sorted(_PACKER.items(value, at), key=_ENCODER.encode)
     return _ext(_SET if type(value) is set else _FROZENSET, content)
-
-
-def _pack_tensor(value: torch.Tensor, at: _At) -> Any:
-    why = raw.why_not(value)
-    if why is None and value.device.type not in _DEVICES:
-        why = f"it is on a device of type {value.device.type!r}"
-    if why is not None:
-        raise _refused(value, at, why)
-    leaf = value.requires_grad and value.is_leaf
-    head = [raw.NAMES[value.dtype], list(value.shape), value.device.type, leaf]
-    return _ext(_TENSOR, [*head, raw.to_bytes(value)])
 
 
 def _pack_dtype(value: torch.dtype, at: _At) -> Any:
@@ -215,69 +317,127 @@ def is_plain_array(value: Any) -> bool:
     return _NUMPY_DTYPE.fullmatch(value.dtype.str) is not None and value.dtype.fields is None
 
 
-def _from_numpy(value: Any, at: _At) -> Any:
-    name = value.dtype.str
-    if not is_plain_array(value):
-        raise _refused(value, at, f"its dtype is {value.dtype}")
-    if type(value) is sys.modules["numpy"].ndarray:
-        return _ext(_ARRAY, [name, list(value.shape), value.tobytes()])
-    return _ext(_SCALAR, [name, value.tobytes()])
-
-
-_PACKERS: dict[type, Callable[[Any, _At], Any]] = {
-    list: _items,
-    dict: _pack_dict,
-    tuple: lambda v, at: _ext(_TUPLE, _items(v, at)),
-    set: _pack_set,
-    frozenset: _pack_set,
-    Counter: lambda v, at: _ext(_COUNTER, _pairs(v, at)),
-    OrderedDict: lambda v, at: _ext(_ORDERED, _pairs(v, at)),
-    deque: lambda v, at: _ext(_DEQUE, [v.maxlen, _items(v, at)]),
-    torch.Tensor: _pack_tensor,
-    torch.dtype: _pack_dtype,
-    torch.Size: lambda v, _at: _ext(_SIZE, list(v)),
-    Ref: lambda v, _at: msgspec.msgpack.Ext(_REF, v.name.encode()),
+_PACKERS: dict[type, Callable[[_Packer, Any, _At], Any]] = {
+    list: _Packer.items,
+    dict: _Packer.mapping,
+    tuple: lambda packer, v, at: _ext(_TUPLE, packer.items(v, at)),
+    set: lambda _packer, v, at: _pack_set(v, at),
+    frozenset: lambda _packer, v, at: _pack_set(v, at),
+    Counter: lambda packer, v, at: _ext(_COUNTER, packer.pairs(v, at)),
+    OrderedDict: lambda packer, v, at: _ext(_ORDERED, packer.pairs(v, at)),
+    deque: lambda packer, v, at: _ext(_DEQUE, [v.maxlen, packer.items(v, at)]),
+    torch.Tensor: _Packer.tensor,
+    torch.dtype: lambda _packer, v, at: _pack_dtype(v, at),
+    torch.Size: lambda _packer, v, _at: _ext(_SIZE, list(v)),
+    Ref: lambda _packer, v, _at: msgspec.msgpack.Ext(_REF, v.name.encode()),
 }
 
 
 # ---- from bytes
 
 
-def _hook(code: int, data: memoryview) -> Any:
-    maker = _MAKERS.get(code)
-    if maker is None:
-        raise ValueError(f"extension {code} is unknown")
-    return maker(data)
+class _Unpacker:
+    """Makes values of a payload; those that are apart of `memory`, from byte `end` on, to `limit` at most."""
 
+    def __init__(self, memory: Buffer | None = None, end: int = 0, limit: int = 0) -> None:
+        self._memory, self.end, self._limit = memory, end, limit
 
-def _list(data: memoryview) -> list[Any]:
-    content = _DECODER.decode(data)
-    if type(content) is not list:
-        raise ValueError("an extension holds no list")
-    return content
+    def unpack(self, payload: bytes | memoryview) -> Any:
+        """Make the whole tree. Raises ProtocolError."""
+        try:
+            return self._decoded(payload)
+        except _MALFORMED as error:
+            raise ProtocolError(f"malformed record: {error}") from error
 
+    def _decoded(self, data: bytes | memoryview) -> Any:
+        # Not by a Decoder of this object's: in a circle the two would keep the memory.
+        return msgspec.msgpack.decode(data, ext_hook=self._hook)
 
-def _dict(data: memoryview) -> dict[Any, Any]:
-    flat = _list(data)
-    made = dict(zip(flat[::2], flat[1::2], strict=True))
-    if 2 * len(made) != len(flat):
-        raise ValueError("a key occurs twice")
-    return made
+    def _hook(self, code: int, data: memoryview) -> Any:
+        maker = _MAKERS.get(code)
+        if maker is None:
+            raise ValueError(f"extension {code} is unknown")
+        return maker(self, data)
 
+    def items(self, data: memoryview) -> list[Any]:
+        """Make what an extension holds, which is always a list."""
+        content = self._decoded(data)
+        if type(content) is not list:
+            raise ValueError("an extension holds no list")
+        return content
 
-def _set(data: memoryview) -> frozenset[Any]:
-    content = _list(data)
-    made = frozenset(content)
-    if len(made) != len(content):
-        raise ValueError("an element of a set occurs twice")
-    return made
+    def mapping(self, data: memoryview) -> dict[Any, Any]:
+        flat = self.items(data)
+        made = dict(zip(flat[::2], flat[1::2], strict=True))
+        if 2 * len(made) != len(flat):
+            raise ValueError("a key occurs twice")
+        return made
 
+    def members(self, data: memoryview) -> frozenset[Any]:
+        content = self.items(data)
+        made = frozenset(content)
+        if len(made) != len(content):
+            raise ValueError("an element of a set occurs twice")
+        return made
 
-def _deque(data: memoryview) -> deque[Any]:
-    maxlen, content = _list(data)
-    if type(content) is not list or (maxlen is not None and not len(content) <= maxlen):
-        raise ValueError("a deque breaks its own length")
-    return deque(content, maxlen)
+    def queue(self, data: memoryview) -> deque[Any]:
+        maxlen, content = self.items(data)
+        if type(content) is not list or (maxlen is not None and not len(content) <= maxlen):
+            raise ValueError("a deque breaks its own length")
+        return deque(content, maxlen)
+
+    def tensor(self, data: memoryview) -> torch.Tensor:
+        name, sizes, device, leaf, content = self.items(data)
+        shape, dtype = _shape(sizes), _torch_dtype(name)
+        if device not in _DEVICES or type(leaf) is not bool:
+            raise ValueError("a tensor has an unknown device")
+        _check_size(shape, dtype.itemsize, content)
+        made = raw.from_bytes(content, dtype, shape)
+        if device != "cpu":
+            made = made.to(device)
+        return made.requires_grad_(leaf)
+
+    def array(self, data: memoryview) -> Any:
+        name, sizes, content = self.items(data)
+        shape, dtype = _shape(sizes), _numpy_dtype(name)
+        _check_size(shape, dtype.itemsize, content)
+        made = _numpy().empty(shape, dtype)
+        if content:
+            made.reshape(-1).view("u1")[:] = bytearray(content)
+        return made
+
+    def scalar(self, data: memoryview) -> Any:
+        name, content = self.items(data)
+        dtype = _numpy_dtype(name)
+        _check_size((), dtype.itemsize, content)
+        return _numpy().frombuffer(content, dtype)[0]
+
+    def tensor_apart(self, data: memoryview) -> torch.Tensor:
+        name, sizes = self.items(data)
+        shape, dtype = _shape(sizes), _torch_dtype(name)
+        count, at = self._next_apart(shape, dtype.itemsize)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=at).view(shape)
+
+    def array_apart(self, data: memoryview) -> Any:
+        name, sizes = self.items(data)
+        shape, dtype = _shape(sizes), _numpy_dtype(name)
+        count, at = self._next_apart(shape, dtype.itemsize)
+        if not count:
+            return _numpy().empty(shape, dtype)
+        return _numpy().frombuffer(self._memory, dtype, count, at).reshape(shape)
+
+    def _next_apart(self, shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+        """Say how many elements the next array has, and at which byte it begins."""
+        if self._memory is None:
+            raise ValueError("an array lies apart from a payload that stands alone")
+        count = math.prod(shape)
+        begin = _align(self.end) if count else self.end
+        self.end = begin + count * itemsize
+        if self.end > self._limit:
+            raise ValueError(f"an array ends at {self.end} of {self._limit} bytes")
+        return count, begin
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -287,23 +447,14 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _check_size(shape: tuple[int, ...], itemsize: int, data: Any) -> None:
-    size = itemsize
-    for n in shape:
-        size *= n
-    if type(data) is not bytes or len(data) != size:
+    if type(data) is not bytes or len(data) != itemsize * math.prod(shape):
         raise ValueError("the bytes of an array do not fit its shape")
 
 
-def _tensor(data: memoryview) -> torch.Tensor:
-    name, sizes, device, leaf, content = _list(data)
-    shape = _shape(sizes)
-    if name not in raw.DTYPES or device not in _DEVICES or type(leaf) is not bool:
-        raise ValueError("a tensor has an unknown dtype or device")
-    _check_size(shape, raw.DTYPES[name].itemsize, content)
-    made = raw.from_bytes(content, raw.DTYPES[name], shape)
-    if device != "cpu":
-        made = made.to(device)
-    return made.requires_grad_(leaf)
+def _torch_dtype(name: Any) -> torch.dtype:
+    if name not in raw.DTYPES:
+        raise ValueError("a tensor has an unknown dtype")
+    return raw.DTYPES[name]
 
 
 def _numpy() -> Any:
@@ -313,55 +464,32 @@ def _numpy() -> Any:
         raise ValueError("it holds a numpy array, and numpy is not installed here") from error
 
 
-def _array(data: memoryview) -> Any:
-    name, sizes, content = _list(data)
-    shape = _shape(sizes)
-    dtype = numpy_dtype(name)
-    _check_size(shape, dtype.itemsize, content)
-    made = _numpy().empty(shape, dtype)
-    if content:
-        made.reshape(-1).view("u1")[:] = bytearray(content)
-    return made
-
-
-def _scalar(data: memoryview) -> Any:
-    name, content = _list(data)
-    dtype = numpy_dtype(name)
-    _check_size((), dtype.itemsize, content)
-    return _numpy().frombuffer(content, dtype)[0]
-
-
-def numpy_dtype(name: Any) -> Any:
-    """The dtype that an array's `dtype.str` names. Raises ValueError for one that cannot be saved."""
+def _numpy_dtype(name: Any) -> Any:
     if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError("an array has an unknown dtype")
     return _numpy().dtype(name)
 
 
-def _dtype(data: memoryview) -> torch.dtype:
-    name = bytes(data).decode()
-    if name not in raw.DTYPES:
-        raise ValueError(f"the dtype {name!r} is unknown")
-    return raw.DTYPES[name]
-
-
-_MAKERS: dict[int, Callable[[memoryview], Any]] = {
-    _BIGINT: lambda data: int.from_bytes(data, "little", signed=True),
-    _STR: lambda data: bytes(data).decode("utf-8", "surrogatepass"),
-    _TUPLE: lambda data: tuple(_list(data)),
-    _DICT: _dict,
-    _SET: lambda data: set(_set(data)),
-    _FROZENSET: _set,
-    _COUNTER: lambda data: Counter(_dict(data)),
-    _ORDERED: lambda data: OrderedDict(_dict(data)),
-    _DEQUE: _deque,
-    _ARRAY: _array,
-    _SCALAR: _scalar,
-    _TENSOR: _tensor,
-    _DTYPE: _dtype,
-    _SIZE: lambda data: torch.Size(_shape(_list(data))),
-    _REF: lambda data: Ref(bytes(data).decode()),
+_MAKERS: dict[int, Callable[[_Unpacker, memoryview], Any]] = {
+    _BIGINT: lambda _unpacker, data: int.from_bytes(data, "little", signed=True),
+    _STR: lambda _unpacker, data: bytes(data).decode("utf-8", "surrogatepass"),
+    _TUPLE: lambda unpacker, data: tuple(unpacker.items(data)),
+    _DICT: _Unpacker.mapping,
+    _SET: lambda unpacker, data: set(unpacker.members(data)),
+    _FROZENSET: _Unpacker.members,
+    _COUNTER: lambda unpacker, data: Counter(unpacker.mapping(data)),
+    _ORDERED: lambda unpacker, data: OrderedDict(unpacker.mapping(data)),
+    _DEQUE: _Unpacker.queue,
+    _ARRAY: _Unpacker.array,
+    _SCALAR: _Unpacker.scalar,
+    _TENSOR: _Unpacker.tensor,
+    _DTYPE: lambda _unpacker, data: _torch_dtype(bytes(data).decode()),
+    _SIZE: lambda unpacker, data: torch.Size(_shape(unpacker.items(data))),
+    _REF: lambda _unpacker, data: Ref(bytes(data).decode()),
+    _TENSOR_APART: _Unpacker.tensor_apart,
+    _ARRAY_APART: _Unpacker.array_apart,
 }
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(ext_hook=_hook)
+_PACKER = _Packer()
+_UNPACKER = _Unpacker()

@@ -43,7 +43,6 @@ from ckptless.daemon.api import (
     messages,
     outcome,
     reading,
-    ring_entry,
     saved,
     saving,
     version,
@@ -60,10 +59,10 @@ from ckptless.daemon.peers import bundles, handshake
 from ckptless.daemon.peers import messages as peers
 from ckptless.daemon.settings import load_settings
 from ckptless.daemon.slurm import hostlist, pyslurm_worker, text
-from ckptless.pytorch_hooks.data import batch_codec, identity, pack, records, sealed
+from ckptless.pytorch_hooks.data import cache as data_cache
+from ckptless.pytorch_hooks.data import files as sealed
 from ckptless.pytorch_hooks.data.arrow import Arrow
 from ckptless.pytorch_hooks.data.cache import Cache
-from ckptless.pytorch_hooks.data.files import Stamp
 from ckptless.pytorch_hooks.data.sources import Json, JsonLines
 from ckptless.pytorch_hooks.state import catalog, codec, layout, record
 
@@ -316,20 +315,6 @@ def _mend_version(data: bytes) -> bytes:
     return data[:-16] + xxhash.xxh3_128_digest(data[:-16]) if len(data) >= 16 else data
 
 
-def _entry(chance: Random) -> bytes:
-    position = chance.randbytes(chance.randrange(40))
-    batch = chance.randbytes(chance.randrange(200))
-    digest = ring_entry.body_digest(position, len(batch), [(0, batch)])
-    head = ring_entry.encode(ring_entry.EntryHeader("ab" * 16, 1, 2, len(position), len(batch), digest))
-    return (head + position).ljust(ring_entry.batch_at(len(position)), b"\0") + batch
-
-
-def _mend_entry(data: bytes) -> bytes:
-    end = ring_entry.HEADER_NBYTES - 8
-    own = struct.pack("<Q", xxhash.xxh3_64_intdigest(data[:end]))
-    return data[:end] + own + data[end + 8 :] if len(data) >= ring_entry.HEADER_NBYTES else data
-
-
 def _mend_sealed(data: bytes) -> bytes:
     head = codec._HEADER.size
     return data if len(data) < head else codec.seal(data[head:])
@@ -357,7 +342,7 @@ def _tree(chance: Random) -> Any:
 
 
 def _batch(chance: Random) -> bytes:
-    encoded = batch_codec.encode(_tree(chance))
+    encoded = codec.encode_apart(_tree(chance))
     data = bytearray(encoded.nbytes)
     for offset, part in encoded.parts:
         data[offset : offset + len(part)] = part
@@ -386,21 +371,6 @@ def _record(chance: Random) -> bytes:
 
 def _catalog(chance: Random) -> bytes:
     return zlib.compress(msgspec.msgpack.encode(build(catalog.Catalog, chance)))
-
-
-STAMP = Stamp("data.jsonl", 30, 5)
-
-
-def _offsets(chance: Random) -> bytes:
-    out = io.BytesIO()
-    records.write(out, STAMP, np.array([0, 10, 20, 30], dtype=np.uint64))
-    return out.getvalue()
-
-
-def _table(chance: Random) -> bytes:
-    out = io.BytesIO()
-    pack.write_table(out, [3, 0, 2])
-    return out.getvalue()
 
 
 def _read_manifest(data: bytes) -> object:
@@ -435,16 +405,18 @@ def files() -> list[Target]:
 
     return [
         Target("version header", lambda c: version.encode(_header(c)), version.decode, _mend_version),
-        Target("ring entry", _entry, _verify_entry, _mend_entry),
-        Target("batch", _batch, lambda data: batch_codec.decode(bytearray(data), 0, len(data))),
+        Target("batch", _batch, lambda data: codec.decode_apart(bytearray(data), 0, len(data))),
         Target("state tree", lambda c: codec.encode(_tree(c)), codec.decode, _mend_sealed),
         Target("record", _record, record.read, _mend_sealed),
         Target("layout", lambda c: msgspec.msgpack.encode(_layout(c)), _zipped(layout.unpack)),
         Target("catalog", lambda c: zlib.decompress(_catalog(c)), _zipped(catalog.read)),
         Target("zipped", lambda c: _layout(c).packed, layout.unpack),
-        Target("data manifest", lambda c: identity.encode(build(identity.Manifest, c)), identity.decode),
-        Target("index of records", _offsets, lambda data: records.parse(data, "x", STAMP), _mend_offsets),
-        Target("table of blocks", _table, lambda data: pack.read_table(data, 3), _mend_table),
+        Target(
+            "row of numbers",
+            lambda _c: data_cache.pack_numbers(np.array([0, 10, 20, 30])),
+            data_cache.unpack_numbers,
+            _mend_numbers,
+        ),
         Target(
             "catalog of kept memory",
             lambda c: _mend_digest_before(bytes(16) + msgspec.msgpack.encode(build(keeping.Catalog, c))),
@@ -457,17 +429,8 @@ def files() -> list[Target]:
     ]
 
 
-def _verify_entry(data: bytes) -> object:
-    return ring_entry.verify(memoryview(data), "ab" * 16, 1, 2)
-
-
-def _mend_offsets(data: bytes) -> bytes:
-    head, content = data[: records._HEADER.size], data[records._HEADER.size :]
-    return head[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(content)) + content
-
-
-def _mend_table(data: bytes) -> bytes:
-    head, content = data[: pack._HEADER.size], data[pack._HEADER.size :]
+def _mend_numbers(data: bytes) -> bytes:
+    head, content = data[: data_cache._NUMBERS.size], data[data_cache._NUMBERS.size :]
     return head[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(content)) + content
 
 

@@ -49,7 +49,7 @@ async def main() -> None:
     say("ready", "")
     await asked(rings)
     server.close()
-    await rings.close()
+    rings.close()
     say("left", str(open_fds() - before))
 
 

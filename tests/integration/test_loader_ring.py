@@ -20,7 +20,7 @@ from ring_world import Agent, children, one_agent, producers, until
 
 from ckptless.daemon.api.errors import DataError, UsageError
 from ckptless.pytorch_hooks.data import MappedLoader
-from ckptless.pytorch_hooks.data.ring_feed import RingFeed
+from ckptless.pytorch_hooks.data.ring_reader import RingFeed
 from ckptless.pytorch_hooks.errors import GenerationEnded
 
 COUNT, BATCH, EPOCHS = 23, 4, 3

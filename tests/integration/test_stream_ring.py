@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ring_world import Agent, one_agent, producers, until
 
 from ckptless.pytorch_hooks.data import MappedLoader
-from ckptless.pytorch_hooks.data.ring_feed import STATE_LIMIT, RingFeed
+from ckptless.pytorch_hooks.data.producer import STATE_LIMIT
+from ckptless.pytorch_hooks.data.ring_reader import RingFeed
 
 COUNT, EPOCHS = 23, 3
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ckptless.data import MappedLoader
 from ckptless.pytorch_hooks.cursor import Cursors
-from ckptless.pytorch_hooks.data.ring_feed import RingFeed
+from ckptless.pytorch_hooks.data.ring_reader import RingFeed
 
 ROWS, LENGTH = 8, 2048
 WARM, BLOCK = 10, 50

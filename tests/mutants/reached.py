@@ -30,7 +30,6 @@ SUITES = (
     "tests/property/test_peering.py",
     "tests/property/test_protection.py",
     "tests/property/test_keeping.py",
-    "tests/property/test_idle_replicas.py",
     "tests/sim/test_agreement.py",
 )
 # Jobs in the simulator, and quarrels about decrees, that a mutant has to come through in the end.

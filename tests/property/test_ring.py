@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.dataloader import actions as r
+from ckptless.daemon.agent.dataloader import ring as r
 from ckptless.daemon.agent.dataloader.ring import DEATHS, JOBS, Ring
 
 WINDOW = 3

@@ -9,10 +9,9 @@ each other in collectives, and one that got nothing for want of room would hold 
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from ckptless.daemon.agent.dataloader.actions import Action, Free, Give, GiveEnd, GiveUp, Grant, Make, Tell
-from ckptless.daemon.agent.dataloader.marks import Mark, Stream
 from ckptless.daemon.api.ring import AHEAD
 
 # Batches that a producer has been asked for and has not made yet: it need not wait between two.
@@ -23,6 +22,102 @@ OTHERS_FOLLOW = (
     "another rank with the same part of the data stands at another position: ranks of one replica must go on "
     "from the same one"
 )
+
+
+# -------------------------------------------------------------------------- what an agent is to do
+
+
+@dataclass(frozen=True)
+class Give:
+    """Send a reader a batch."""
+
+    reader: int
+    stream: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class GiveEnd:
+    """Tell a reader that there is no batch `seq`."""
+
+    reader: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Tell a reader that batch `seq` could not be made."""
+
+    reader: int
+    seq: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Have this reader's process start the producer."""
+
+    reader: int
+    lease: int
+
+
+@dataclass(frozen=True)
+class Make:
+    """Have the producer make a batch: see `RingMake`."""
+
+    stream: int
+    history: int
+    seq: int
+    base: int
+    position: bytes
+
+
+@dataclass(frozen=True)
+class Free:
+    """Give the memory of a batch back."""
+
+    stream: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Something worth an event."""
+
+    kind: str
+    text: str
+
+
+Action: TypeAlias = Give | GiveEnd | GiveUp | Grant | Make | Free | Tell
+
+
+# ---------------------------------------------------------------------------- what a ring knows
+
+
+@dataclass
+class Mark:
+    """A reader takes `next` next, never goes back before `done`, and was sent what is before `sent`."""
+
+    stream: int
+    next: int
+    done: int
+    sent: int
+    alive: bool = True
+    # Whether it knows already why there is nothing behind `sent`.
+    told: bool = False
+    # It was sent what came of another position, and gets nothing that does not follow from that.
+    held: bool = False
+
+
+@dataclass
+class Stream:
+    """`positions` are those before each batch; `history` is a new number where another one is begun."""
+
+    history: int
+    ready: dict[int, int] = field(default_factory=dict)
+    positions: dict[int, bytes] = field(default_factory=dict)
+    end: int | None = None
+    failed: tuple[int, str] | None = None
 
 
 @dataclass
@@ -36,8 +131,10 @@ class _Job:
 class Ring:
     """One loader's batches on one node. Every method but the properties returns what is to be done."""
 
-    def __init__(self, window: int, budget_nbytes: int) -> None:
+    def __init__(self, window: int, budget_nbytes: int, leases: Iterator[int] | None = None) -> None:
+        """`leases`: numbers that no other lease of the agent has."""
         self._window, self._budget = window, budget_nbytes
+        self._leases = leases or itertools.count(1)
         self._streams: dict[int, Stream] = {}
         self._marks: dict[int, Mark] = {}
         self._open: set[int] = set()
@@ -287,7 +384,7 @@ class Ring:
         if able <= self._late:
             self._late.clear()
         self._granted = min(able - self._late, key=lambda reader: (reader not in waiting, reader))
-        self._lease += 1
+        self._lease = next(self._leases)
         yield Grant(self._granted, self._lease)
 
     def _missing(self) -> Iterator[tuple[int, int, int]]:

@@ -2,8 +2,7 @@
 
 from ckptless.daemon.agent.dataloader.limits import RingLimits
 from ckptless.daemon.agent.dataloader.node import RingNode
-from ckptless.daemon.agent.dataloader.ring import Ring
-from ckptless.daemon.agent.dataloader.state import MOST_TOLD, ring_state, rings_told
+from ckptless.daemon.agent.dataloader.service import MOST_TOLD, RingService
 from ckptless.daemon.agent.dataloader.waits import WORDS, Waits
 from ckptless.daemon.api.model import ReaderState, StreamState
 
@@ -49,8 +48,8 @@ def test_the_time_of_a_recovery_is_nobodys() -> None:
 
 
 def test_a_ring_of_two_replicas() -> None:
-    ring = Ring(2, 1000)
-    node = RingNode("train", "ab" * 16, ring, RingLimits(2, 1000, ()))
+    node = RingNode(("train", "ab" * 16), RingLimits(2, 1000, ()))
+    ring = node.ring
     for slot in (0, 1):
         ring.open(slot)
         node.waits[slot].begin(0.0, slot)
@@ -60,7 +59,7 @@ def test_a_ring_of_two_replicas() -> None:
         ring.made(stream, seq, 100, b"%d" % (seq + 1))
     ring.took(0, 0, 0)
     node.waits[0].add(2.0, 1, 1, 1.0)
-    found = ring_state(node)
+    found = node.told()
     assert (found.nbytes, found.budget_nbytes, found.prefetch, found.producer) == (300, 1000, 2, None)
     assert found.streams == (
         StreamState(stream=0, ready=2, ahead=1),
@@ -72,20 +71,27 @@ def test_a_ring_of_two_replicas() -> None:
     )
     # One that has taken all is starved; one that has ended is not, and its batches are nobody's.
     ring.took(0, 1, 0)
-    assert ring_state(node).readers[0].starved
+    assert node.told().readers[0].starved
     ring.gone(0)
-    assert not ring_state(node).readers[0].starved
-    assert ring_state(node).streams[0] == StreamState(stream=0, ready=2, ahead=0)
-    closed = ring_state(node, closed=True)
+    assert not node.told().readers[0].starved
+    assert node.told().streams[0] == StreamState(stream=0, ready=2, ahead=0)
+    closed = node.told(closed=True)
     assert (closed.nbytes, closed.streams, len(closed.readers), closed.closed) == (0, (), 2, True)
 
 
 def test_a_script_with_many_loaders_does_not_make_a_report_long() -> None:
-    nodes = [RingNode(f"l{n}", "ab" * 16, Ring(2, 9), RingLimits(2, 9, ())) for n in range(3)]
-    closed = [ring_state(node, closed=True) for node in nodes[1:]]
-    assert [(ring.loader, ring.closed) for ring in rings_told(nodes[:2], closed)] == [
+    service = RingService(lambda _kind, _text: None)
+    for loader in ("l0", "l1", "l1", "l2"):
+        node = RingNode((loader, "ab" * 16), RingLimits(2, 9, ()))
+        service._rings[(loader, "ab" * 16)] = node
+        if loader != "l0":
+            service._drop(node)
+    service._rings[("l1", "cd" * 16)] = RingNode(("l1", "cd" * 16), RingLimits(2, 9, ()))
+    assert [(ring.loader, ring.closed) for ring in service.told()] == [
         ("l0", False),
         ("l1", False),
         ("l2", True),
     ]
-    assert len(rings_told(nodes * 20, ())) == MOST_TOLD
+    for number in range(2 * MOST_TOLD):
+        service._rings[(f"n{number}", "ab" * 16)] = RingNode(("n", "ab" * 16), RingLimits(2, 9, ()))
+    assert len(service.told()) == MOST_TOLD

@@ -17,7 +17,6 @@ from ckptless.pytorch_hooks.data.order import (
     Layout,
     Permutation,
     Plain,
-    Position,
     permutation,
     position_of,
 )
@@ -105,11 +104,6 @@ def test_what_passes_the_check_leaves_nobody_empty(
 def test_a_replica_that_is_none(replica: int, replicas: int) -> None:
     with pytest.raises(UsageError, match="replica"):
         Layout(replica, replicas)
-
-
-def test_sequence_numbers_only_grow() -> None:
-    numbers = [Position(epoch, batch).sequence for epoch in range(3) for batch in (0, 1, 2**40 - 1)]
-    assert numbers == sorted(set(numbers))
 
 
 BAD: list[Any] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import DataError, ProtocolError, UsageError
+from ckptless.daemon.api.errors import DataError, UsageError
 from ckptless.data import Cache, MappedLoader, Pack
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.pack import Packed
@@ -159,17 +158,3 @@ def test_bad_documents(tmp_path: Path) -> None:
 def test_a_pack_that_is_none(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="Pack"):
         Pack(**wrong)
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.data())
-def test_a_table_with_other_bytes_is_refused(counts: list[int], data: st.DataObject) -> None:
-    out = io.BytesIO()
-    packing.write_table(out, counts)
-    good = out.getvalue()
-    assert np.diff(packing.read_table(good, len(counts))).tolist() == counts
-    at = data.draw(st.integers(0, len(good) - 1))
-    for bad in (good[:at], good + b"\0", good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]):
-        with pytest.raises(ProtocolError):
-            packing.read_table(bad, len(counts))
-    with pytest.raises(ProtocolError):
-        packing.read_table(good, len(counts) + 1)

@@ -17,11 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptless.daemon.api.errors import BadRecordError, DataError, ProtocolError, UsageError
-from ckptless.pytorch_hooks.data import records
 from ckptless.pytorch_hooks.data.arrow import Arrow
-from ckptless.pytorch_hooks.data.cache import Cache
+from ckptless.pytorch_hooks.data.cache import Cache, pack_numbers, unpack_numbers
 from ckptless.pytorch_hooks.data.files import DataFile
-from ckptless.pytorch_hooks.data.sources import Json, JsonLines
+from ckptless.pytorch_hooks.data.sources import BOM, Json, JsonLines, offsets_of
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -54,7 +53,7 @@ VALUES = st.recursive(
 @given(
     rows=st.lists(VALUES, max_size=12),
     blank=st.sampled_from([b"", b"\n", b" \t\r\n", b"\n\n"]),
-    head=st.sampled_from([b"", records.BOM, b"\n"]),
+    head=st.sampled_from([b"", BOM, b"\n"]),
     newline=st.booleans(),
     chunk=st.integers(1, 200),
 )
@@ -67,7 +66,7 @@ def test_lines_of_anything(
     )
     path.write_bytes(data if newline else data.rstrip(b"\n"))
     file = DataFile(path)
-    offsets = records.offsets_of(file, chunk)
+    offsets = offsets_of(file, chunk)
     found = [json.loads(file.read(int(a), int(b))) for a, b in itertools.pairwise(offsets)]
     file.close()
     assert found == [json.loads(json.dumps(row, ensure_ascii=False).encode(errors="replace")) for row in rows]
@@ -192,40 +191,28 @@ def test_no_files() -> None:
 # -------------------------------------------------------------------------------------------------- index
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
-@given(data=st.data())
-def test_an_index_with_other_bytes_is_refused(tmp_path: Path, data: st.DataObject) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
-    file = DataFile(tmp_path / "a.jsonl")
-    offsets = records.offsets_of(file)
-    path = tmp_path / "a.index"
-    with path.open("wb") as out:
-        records.write(out, file.stamp, offsets)
-    assert np.array_equal(records.read(path, file.stamp), offsets)
-    good = path.read_bytes()
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=20), st.data())
+def test_numbers_with_other_bytes_are_refused(numbers: list[int], data: st.DataObject) -> None:
+    good = pack_numbers(np.array(numbers, dtype=np.int64))
+    assert unpack_numbers(good).tolist() == numbers
     at = data.draw(st.integers(0, len(good) - 1))
-    how = data.draw(st.sampled_from(["flip", "cut", "add"]))
-    bad = {
-        "flip": good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :],
-        "cut": good[:at],
-        "add": good + b"\0" * 8,
-    }[how]
-    path.write_bytes(bad)
-    file.close()
-    with pytest.raises(ProtocolError):
-        records.read(path, file.stamp)
+    flipped = good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :]
+    for bad in (flipped, good[:at], good + b"\0" * 8):
+        with pytest.raises(ProtocolError):
+            unpack_numbers(bad)
 
 
-def test_an_index_with_a_right_digest_of_nonsense(tmp_path: Path) -> None:
+def test_an_index_with_a_right_digest_of_nonsense(tmp_path: Path, cache: Cache) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
-    file = DataFile(tmp_path / "a.jsonl")
-    path = tmp_path / "a.index"
-    for offsets in ([5, 3, file.stamp.nbytes], [0, 7], [0, 0, file.stamp.nbytes]):
-        with path.open("wb") as out:
-            records.write(out, file.stamp, np.array(offsets, dtype=np.uint64))
-        with pytest.raises(ProtocolError, match="do not rise"):
-            records.read(path, file.stamp)
-    file.close()
+    size = (tmp_path / "a.jsonl").stat().st_size
+    source = JsonLines(tmp_path / "a.jsonl", cache=cache)
+    everything(source)
+    source.close()
+    (index,) = cache.folder.glob("*.index")
+    for offsets in ([5, 3, size], [0, 7], [0, 0, size], [-1, size], []):
+        index.write_bytes(pack_numbers(np.array(offsets, dtype=np.int64)))
+        with pytest.raises(DataError, match=r"is no index of .*a\.jsonl: remove it"):
+            source.open()
 
 
 def test_a_damaged_index_is_made_again(tmp_path: Path, cache: Cache) -> None:

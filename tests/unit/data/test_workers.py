@@ -25,9 +25,8 @@ def numbers() -> Iterator[int]:
     [(3, 1), (255, 0), (0, workers.LIMIT + 1), (0, (1 << 64) - 1)],
 )
 def test_a_frame_that_no_worker_sends(frame: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def says(_make: Any, writer: int) -> int:
+    def says(_make: Any, writer: int) -> None:
         os.write(writer, struct.pack("<BQ", *frame))
-        return 0
 
     monkeypatch.setattr(workers, "_serve", says)
     worker = Worker(numbers)
