@@ -65,7 +65,7 @@ class Agent:
             config.copies,
             self._vault,
             config.spec.domains,
-            Network(config.copies_address, config.replication.bandwidth),
+            Network(config.copies_address, config.replication.bandwidth_rate or 0.0),
         )
         self._twins = Twins(config.node, config.twins, self._vault, self._replicas.dial)
         self._state = StateService(config.node, self._vault, self._replicas, self._crew, self._twins)

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 
-from ckptless.daemon.agent.config import DataConfig
 from ckptless.daemon.agent.dataloader import actions as r
 from ckptless.daemon.agent.dataloader.limits import free_memory, limited
 from ckptless.daemon.agent.dataloader.memory import EntryMemory
@@ -17,6 +16,7 @@ from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.model import RingState
+from ckptless.daemon.options import DataSettings
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ class RingService:
         self,
         on_event: Callable[[str, str], None],
         lease_s: float = LEASE_S,
-        limits: DataConfig | None = None,
+        limits: DataSettings | None = None,
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_event, self._lease_s, self._on_news = on_event, lease_s, on_news
-        self._limits = limits or DataConfig()
+        self._limits = limits or DataSettings()
         self._rings: dict[tuple[str, str], RingNode] = {}
         self._readers: dict[RankLink, tuple[RingNode, int]] = {}
         self._producers: dict[RankLink, RingNode] = {}

@@ -7,10 +7,11 @@ from msgspec.structs import replace
 
 from ckptless.daemon.agent.versions.holders import Dial, Holder, Peer
 from ckptless.daemon.agent.versions.soundness import header_of
-from ckptless.daemon.agent.versions.twin_check import TwinCheck, TwinsMode
+from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.agent.versions.vault import Vault
 from ckptless.daemon.api.errors import BadVersionError, ProtocolError
 from ckptless.daemon.api.messages import Assignment, Holdings, NodeInfo, TensorsAt
+from ckptless.daemon.options import TwinsMode
 from ckptless.daemon.peers import messages as p
 
 

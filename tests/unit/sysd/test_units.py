@@ -14,9 +14,10 @@ import pytest
 
 from ckptless.daemon.config import LocalConfig, Peer
 from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.options import DaemonSettings
 from ckptless.daemon.peers.handshake import new_key
 from ckptless.daemon.service import LEDGER_FILE, NOT_AGAIN
-from ckptless.daemon.settings import DEFAULT_FILE, DaemonSettings
+from ckptless.daemon.settings import DEFAULT_FILE
 from ckptless.daemon.state_dir import FORMAT_FILE, open_state_dir
 
 ROOT = Path(__file__).parents[3]
