@@ -168,5 +168,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# What manual pages, etc/ckptless.yaml and the plugin's header have of the table in daemon/options.py.
+.PHONY: options
+options: $(STAMP)
+	$(BIN)/python docs/options.py
+
 clean:
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -7,6 +7,7 @@ import msgspec
 import yaml
 
 from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.options import KeepSettings
 from ckptless.daemon.settings_file import CONSTRUCTION
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class KeepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How many bytes of ended jobs' memory a daemon keeps for their next start, and how many seconds each."""
 
     nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    ttl_s: Seconds = 900.0
+    ttl_s: Seconds = KeepSettings().ttl_s
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

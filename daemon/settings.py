@@ -1,154 +1,33 @@
 """What an administrator sets for ckptless on a cluster: /etc/ckptless/ckptless.yaml, the same on every node.
 
-The defaults are chosen so that `version: 1` alone is a working file. Every timeout follows from one knob,
-`max_stall`; one that is set by hand must fit the others, or the file is refused.
+The keys are those of the table in `options`, and `version: 1` alone is a working file. Every timeout follows
+from one knob, `max_stall`; one that is set by hand must fit the others, or the file is refused.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from msgspec import Meta, Struct, field, structs
+import yaml
+from msgspec import Struct, structs
 
 from ckptless.daemon import settings_file
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.model import Limits
 from ckptless.daemon.config import Timers
 from ckptless.daemon.control.domains import check_name
-from ckptless.daemon.settings_bind import is_bind, is_shared_bind
-from ckptless.daemon.settings_file import Source, duration
-from ckptless.daemon.slurm.hostlist import expand
+from ckptless.daemon.option_kinds import duration
+from ckptless.daemon.options import KEYS, Overrides, Row, SettingsFile
+from ckptless.daemon.settings_file import Source
+from ckptless.daemon.slurm.hostlist import compress, expand
 
 DEFAULT_FILE = Path("/etc/ckptless/ckptless.yaml")
 SLURM_PORTS = range(6817, 6821)  # slurmctld, slurmd, slurmdbd, and slurmrestd's usual one
 
-# sockaddr_un has 108 bytes with the zero byte behind the name.
-AbsolutePath = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f]*$", max_length=4096)]
-SocketPath = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f]*$", max_length=107)]
-Port = Annotated[int, Meta(ge=1024, le=65535)]
-# Below the first, what a transfer sends at once would take longer than a moment.
-Rate = Annotated[float, Meta(ge=1e6, le=1e12)]
-Timeout = Annotated[float, Meta(ge=0.01, le=86400)]
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-Backend = Literal["auto", "commands", "pyslurm"]
-OnNodeLost = Literal["down", "drain", "none"]
-
-
-class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A section of the file."""
-
-
-class Overrides(_Part, frozen=True):
-    """Timeouts in seconds that the file sets by hand; None is derived from `max_stall`."""
-
-    beat_s: Timeout | None = field(default=None, name="beat")
-    dark_s: Timeout | None = field(default=None, name="dark")
-    pong_s: Timeout | None = field(default=None, name="pong")
-    leave_s: Timeout | None = field(default=None, name="leave")
-    join_s: Timeout | None = field(default=None, name="join")
-    stall_s: Timeout | None = field(default=None, name="stall")
-    lease_s: Timeout | None = field(default=None, name="lease")
-
-
-class Budgets(_Part, frozen=True):
-    """How often a rung of the ladder is tried; `Limits` says what each is for. The window is in seconds."""
-
-    raise_tries: Annotated[int, Meta(ge=0, le=100)] = 1
-    process_tries: Annotated[int, Meta(ge=0, le=100)] = 3
-    flap_tries: Annotated[int, Meta(ge=1, le=100)] = 5
-    flap_window_s: Annotated[float, Meta(ge=1, le=86400)] = field(default=3600.0, name="flap_window")
-
-
-class DaemonSettings(_Part, frozen=True):
-    """Where a daemon listens and what it keeps. Port 6821 is the first after those that Slurm uses.
-
-    `bind` is the address, interface or network for the other daemons; None is the address of the node's name.
-    """
-
-    port: Port = 6821
-    bind: str | None = None
-    socket: SocketPath = "/run/ckptless/ckptlessd.sock"
-    state_dir: AbsolutePath = "/var/lib/ckptless"
-    log_level: LogLevel = "info"
-
-
-class SlurmSettings(_Part, frozen=True):
-    """How the daemon speaks with Slurm.
-
-    `poll_s`: seconds between two looks at the jobs, and at the nodes of those that are led from here; one
-    costs about 10 ms of CPU.
-    `on_node_lost`: down by default (30 s after it was drained), since Slurm itself would wait for
-    SlurmdTimeout, and since it kills what might still run there.
-    """
-
-    backend: Backend = "auto"
-    poll_s: Annotated[float, Meta(ge=1, le=3600)] = field(default=30.0, name="poll")
-    on_node_lost: OnNodeLost = "down"
-    bin_dir: AbsolutePath | None = None
-
-
-class MungeSettings(_Part, frozen=True):
-    """Where munged listens; None is where libmunge looks by itself."""
-
-    socket: SocketPath | None = None
-
-
-class ReplicationSettings(_Part, frozen=True):
-    """How copies of the state go from agent to agent, where a job says nothing else.
-
-    `bandwidth_rate`: bytes per second that each agent sends at most; None for no limit. `interface`: an
-    interface or a network that each node has an address of; None is the address of the node's name.
-    """
-
-    bandwidth_rate: Rate | None = field(default=None, name="bandwidth")
-    interface: str | None = None
-
-
-class CommSettings(_Part, frozen=True):
-    """Over what the ranks talk to each other, where a job says nothing else: `interface` as for copies."""
-
-    interface: str | None = None
-
-
-class DataSettings(_Part, frozen=True):
-    """What the batches of one loader may take on a node, where its script would take more; None: no limit.
-
-    `prefetch`: batches made ahead of each replica's use.
-    """
-
-    budget_nbytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] | None = field(default=None, name="budget")
-    prefetch: Annotated[int, Meta(ge=1, le=256)] | None = None
-
-
-class KeepSettings(_Part, frozen=True):
-    """What a daemon keeps of the memory of jobs that end before their training; see `control.keeping`."""
-
-    memory_nbytes: Annotated[int, Meta(ge=0, le=1 << 50)] = field(default=4 << 30, name="memory")
-    ttl_s: Annotated[float, Meta(ge=1, le=86400)] = field(default=900.0, name="ttl")
-
-
-class SettingsFile(_Part, frozen=True):
-    """The file. `max_stall` is 5 minutes as ckptless-run has it: longer than a slow step or an evaluation.
-
-    `domains` are hostlists by the name of the failure domain.
-    """
-
-    version: Literal[1]
-    max_stall_s: Annotated[float, Meta(ge=5, le=86400)] = field(default=300.0, name="max_stall")
-    domains: dict[Any, Any] | None = None  # see _domains, which says it better than the parser
-    timeouts: Overrides = Overrides()
-    budgets: Budgets = Budgets()
-    daemon: DaemonSettings = DaemonSettings()
-    slurm: SlurmSettings = SlurmSettings()
-    munge: MungeSettings = MungeSettings()
-    replication: ReplicationSettings = ReplicationSettings()
-    comm: CommSettings = CommSettings()
-    data: DataSettings = DataSettings()
-    keep: KeepSettings = KeepSettings()
-
-
-class Timeouts(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Timeouts(Overrides):
     """Every timeout, in seconds. `Limits` says what those from `pong_s` on mean for a job.
 
     `beat_s`: between two signs of life of a daemon to the others. `dark_s`: a daemon that is silent for so
@@ -170,20 +49,18 @@ class Timeouts(Struct, frozen=True, kw_only=True):
         A node is dark after 1.5 s, six beats; who accepts stalls over 5 minutes has time for a calmer
         verdict, up to 5 s.
         """
-        limits = Limits.from_max_stall(max_stall_s)
         dark_s = round(min(5.0, max(1.5, max_stall_s / 200)), 3)
-        return cls(
-            beat_s=round(dark_s / 6, 3),
-            dark_s=dark_s,
-            pong_s=limits.pong_s,
-            leave_s=limits.leave_s,
-            join_s=limits.join_s,
-            stall_s=limits.stall_s,
-            lease_s=limits.lease_s,
-        )
+        limits = Limits.from_max_stall(max_stall_s)
+        return cls(beat_s=round(dark_s / 6, 3), dark_s=dark_s, **_deadlines(limits))
 
 
-class Settings(Struct, frozen=True, kw_only=True):
+def _deadlines(of: Limits | Timeouts) -> dict[str, float]:
+    """The timeouts that a job has, by their names."""
+    return {name: getattr(of, name) for name in ("pong_s", "leave_s", "join_s", "stall_s", "lease_s")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SettingsFile):
     """Checked settings: what the file says, and what follows from it.
 
     `file` is None where there is none; `given` are the keys it sets ("daemon.port"). `domains` are the nodes
@@ -192,93 +69,22 @@ class Settings(Struct, frozen=True, kw_only=True):
 
     file: Path | None
     given: frozenset[str]
-    max_stall_s: float
     domains: dict[str, tuple[str, ...]] | None
     timeouts: Timeouts
-    budgets: Budgets
-    daemon: DaemonSettings
-    slurm: SlurmSettings
-    munge: MungeSettings
-    replication: ReplicationSettings
-    comm: CommSettings
-    data: DataSettings
-    keep: KeepSettings
 
     def limits(self, max_stall_s: float | None = None, start_tries: int = 0) -> Limits:
         """Deadlines of a job: from the knob of its own (seconds) where it has one, else the site's.
 
         The budgets are the site's in either case, but for `start_tries`, which is the job's.
         """
-        limits = structs.replace(
-            Limits.from_max_stall(self.max_stall_s if max_stall_s is None else max_stall_s, start_tries),
-            **structs.asdict(self.budgets),
-        )
-        if max_stall_s is not None:
-            return limits
-        own = self.timeouts
-        return structs.replace(
-            limits,
-            pong_s=own.pong_s,
-            leave_s=own.leave_s,
-            join_s=own.join_s,
-            stall_s=own.stall_s,
-            lease_s=own.lease_s,
-        )
+        limits = Limits.from_max_stall(max_stall_s or self.max_stall_s, start_tries)
+        own = {} if max_stall_s is not None else _deadlines(self.timeouts)
+        return structs.replace(limits, **vars(self.budgets), **own)
 
     @property
     def timers(self) -> Timers:
         """How the daemons watch each other."""
         return Timers(beat_s=self.timeouts.beat_s, dark_s=self.timeouts.dark_s)
-
-
-_TIMEOUT = "a duration with its unit from 10ms to 24h, such as 250ms or 2s, or left out"
-_SOCKET = "the absolute path of a Unix socket, at most 107 bytes long"
-
-# What each key's value must be, in the words of an error message.
-WANTED = {
-    "version": "1, as in `version: 1`",
-    "max_stall": "a duration with its unit from 5s to 24h, such as 90s or 5m",
-    "domains": "names with hostlists, as in `rack1: node[01-16]`, or null",
-    "timeouts.beat": _TIMEOUT,
-    "timeouts.dark": _TIMEOUT,
-    "timeouts.pong": _TIMEOUT,
-    "timeouts.leave": _TIMEOUT,
-    "timeouts.join": _TIMEOUT,
-    "timeouts.stall": _TIMEOUT,
-    "timeouts.lease": _TIMEOUT,
-    "budgets.raise_tries": "a number from 0 to 100",
-    "budgets.process_tries": "a number from 0 to 100",
-    "budgets.flap_tries": "a number from 1 to 100",
-    "budgets.flap_window": "a duration with its unit from 1s to 24h, such as 30m",
-    "daemon.port": "a TCP port from 1024 to 65535",
-    "daemon.bind": "an IP address, a network such as 10.1.0.0/16, an interface such as ib0, or null",
-    "daemon.socket": _SOCKET,
-    "daemon.state_dir": "an absolute path",
-    "daemon.log_level": "debug, info, warning or error",
-    "slurm.backend": "auto, commands or pyslurm",
-    "slurm.poll": "a duration with its unit from 1s to 1h, such as 30s",
-    "slurm.on_node_lost": "down, drain or none",
-    "slurm.bin_dir": "the absolute path of the folder with scontrol, or null",
-    "munge.socket": f"{_SOCKET}, or null",
-    "replication.bandwidth": "a rate with its unit from 1MB/s to 1000GB/s, such as 500MB/s, or null",
-    "replication.interface": "a network such as 10.1.0.0/16, an interface such as ib0, or null",
-    "comm.interface": "a network such as 10.1.0.0/16, an interface such as ib0, or null",
-    "data.budget": "a size with its unit from 1MiB to 1024TiB, such as 512MiB or 4GiB, or null",
-    "data.prefetch": "a number from 1 to 256, or null",
-    "keep.memory": "a size with its unit, such as 512MiB or 64GiB, or 0",
-    "keep.ttl": "a duration with its unit from 1s to 24h, such as 15m",
-}
-
-# These are read once; a reload takes over all others.
-_RESTART_KEYS = (
-    "daemon.port",
-    "daemon.bind",
-    "daemon.socket",
-    "daemon.state_dir",
-    "slurm.backend",
-    "slurm.bin_dir",
-    "munge.socket",
-)
 
 
 def load_settings(path: Path | None = None) -> Settings:
@@ -288,42 +94,32 @@ def load_settings(path: Path | None = None) -> Settings:
     """
     if path is None:
         if not DEFAULT_FILE.exists():
-            return _settled(Source(DEFAULT_FILE, {"version": 1}, {}), SettingsFile(version=1), None)
+            return default_settings()
         path = DEFAULT_FILE
     source = settings_file.read(path)
-    return _settled(source, settings_file.parse(source, SettingsFile, WANTED), path)
+    return _settled(source, settings_file.parse(source, SettingsFile), path)
+
+
+def default_settings() -> Settings:
+    """The settings without any file."""
+    return _settled(Source(DEFAULT_FILE, {"version": 1}, {}), SettingsFile(version=1), None)
 
 
 def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings:
-    timeouts = _overridden(Timeouts.derive(found.max_stall_s), found.timeouts)
-    settings = Settings(
-        file=file,
-        given=_given(source, found.timeouts),
-        max_stall_s=found.max_stall_s,
-        domains=_domains(source, found.domains),
-        timeouts=timeouts,
-        budgets=found.budgets,
-        daemon=found.daemon,
-        slurm=found.slurm,
-        munge=found.munge,
-        replication=found.replication,
-        comm=found.comm,
-        data=found.data,
-        keep=found.keep,
-    )
     if found.daemon.port in SLURM_PORTS:
-        raise source.mistake(
-            "daemon.port", f"daemon.port is {found.daemon.port}, which is one of Slurm's own"
-        )
-    if found.daemon.bind is not None and not is_bind(found.daemon.bind):
-        text = f"daemon.bind is {found.daemon.bind}: it must be {WANTED['daemon.bind']}"
-        raise source.mistake("daemon.bind", text)
-    shared = {"replication.interface": found.replication.interface, "comm.interface": found.comm.interface}
-    for key, interface in shared.items():
-        if interface is not None and not is_shared_bind(interface):
-            raise source.mistake(key, f"{key} is {interface}: it must be {WANTED[key]}")
+        text = f"daemon.port is {found.daemon.port}, which is one of Slurm's own"
+        raise source.mistake("daemon.port", text)
+    by_hand = {name: value for name, value in vars(found.timeouts).items() if value is not None}
+    timeouts = replace(Timeouts.derive(found.max_stall_s), **by_hand)
     _check_timeouts(source, timeouts, found)
-    return settings
+    derived = {key for key, row in KEYS.items() if row.section == "timeouts" and row.name not in by_hand}
+    own = {
+        "file": file,
+        "given": frozenset(KEYS.keys() & source.lines.keys() - derived),
+        "domains": _domains(source, found.domains),
+        "timeouts": timeouts,
+    }
+    return Settings(**{**vars(found), **own})
 
 
 def _domains(source: Source, written: Mapping[object, object] | None) -> dict[str, tuple[str, ...]] | None:
@@ -347,17 +143,6 @@ def _domains(source: Source, written: Mapping[object, object] | None) -> dict[st
             raise source.mistake(key, f"{key} has {twice}, which is in {home[twice]} already")
         found[name] = nodes
     return found
-
-
-def _given(source: Source, timeouts: Overrides) -> frozenset[str]:
-    """Keys that the file sets; a timeout that is null is left to `max_stall`."""
-    left = {f"timeouts.{name[:-2]}" for name, value in structs.asdict(timeouts).items() if value is None}
-    return frozenset(WANTED.keys() & source.lines.keys() - left)
-
-
-def _overridden(derived: Timeouts, own: Overrides) -> Timeouts:
-    by_hand = {name: value for name, value in structs.asdict(own).items() if value is not None}
-    return structs.replace(derived, **by_hand)
 
 
 def _check_timeouts(source: Source, times: Timeouts, found: SettingsFile) -> None:
@@ -389,9 +174,64 @@ def _check_timeouts(source: Source, times: Timeouts, found: SettingsFile) -> Non
 
 def needs_restart(old: Settings, new: Settings) -> tuple[str, ...]:
     """Keys that differ and that a reload cannot take over."""
-    return tuple(key for key in _RESTART_KEYS if _at(old, key) != _at(new, key))
+    return tuple(k for k, row in KEYS.items() if row.option.restart and _at(old, row) != _at(new, row))
 
 
-def _at(settings: Settings, key: str) -> object:
-    section, name = key.split(".")
-    return getattr(getattr(settings, section), name)
+def _at(settings: Settings, row: Row) -> Any:
+    return getattr(getattr(settings, row.section) if row.section else settings, row.name)
+
+
+# ------------------------------------------------------------------------- what is in force, shown
+
+DEFAULT, FILE, DERIVED = "default", "file", "derived"
+
+
+class Shown(Struct, frozen=True, kw_only=True):
+    """One key. A duration's `value` is in seconds and its `unit` "s", a size's is "B",
+    a rate's in bytes per second and its `unit` "B/s"; other values have no unit.
+    """
+
+    key: str
+    value: str | int | float | bool | Mapping[str, str] | None
+    source: str
+    unit: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The value as the file would have it."""
+        plain = dict(self.value) if isinstance(self.value, Mapping) else self.value
+        write = KEYS[self.key].option.shown
+        if write is not None and plain is not None:
+            return write(plain)
+        # Its first line: behind a bare value, YAML would end the document with "...". A mapping has one too.
+        return yaml.safe_dump(
+            plain, width=float("inf"), allow_unicode=True, default_flow_style=True, sort_keys=False
+        ).splitlines()[0]
+
+
+def shown(settings: Settings) -> tuple[Shown, ...]:
+    """Every key in the order of the file."""
+    return tuple(_shown(settings, row) for row in KEYS.values())
+
+
+def _shown(settings: Settings, row: Row) -> Shown:
+    value = _at(settings, row)
+    if row.key == "domains" and value is not None:
+        value = {name: compress(nodes) for name, nodes in value.items()}
+    absent = DERIVED if row.section == "timeouts" else DEFAULT
+    source = FILE if row.path in settings.given else absent
+    return Shown(key=row.path, value=value, source=source, unit=row.option.unit)
+
+
+def as_yaml(settings: Settings) -> str:
+    """A file that says all of it, the source behind each value."""
+    lines = [f"# {settings.file or 'no file: the defaults'}"]
+    section = ""
+    for one in shown(settings):
+        head, dot, key = one.key.rpartition(".")
+        if head != section:
+            lines.append(f"{head}:")
+            section = head
+        source = "derived from max_stall" if one.source == DERIVED else one.source
+        lines.append(f"{'  ' if dot else ''}{key}: {one.text}  # {source}")
+    return "\n".join(lines) + "\n"

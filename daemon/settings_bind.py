@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import ipaddress
 import os
-import re
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,24 +18,6 @@ class Interface(NamedTuple):
 
     name: str
     address: Address
-
-
-def is_bind(text: str) -> bool:
-    """Whether it may be an address, a network or an interface."""
-    try:
-        ipaddress.ip_network(text)  # an address is a network of one
-    except ValueError:
-        # An interface: 15 bytes in Linux; not digits and dots alone, which is a mistyped address.
-        return re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9_.:@-]{1,15}", text) is not None
-    return True
-
-
-def is_shared_bind(text: str) -> bool:
-    """Whether many nodes can have one: a network of more than one address, or an interface."""
-    try:
-        return ipaddress.ip_network(text).num_addresses > 1
-    except ValueError:
-        return is_bind(text)
 
 
 def choose(bind: str, found: Sequence[Interface], name: str = "daemon.bind") -> str:

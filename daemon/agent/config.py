@@ -4,38 +4,27 @@ import base64
 import re
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from ckptless.daemon.agent.versions.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec
 from ckptless.daemon.api.saving import SaveConfig
+from ckptless.daemon.options import (
+    DEFAULT_SHUTDOWN_S,
+    DataSettings,
+    ReplicationSettings,
+    RunOptions,
+    TwinsMode,
+)
 from ckptless.daemon.settings_bind import choose, choose_interface, interfaces
 
 # The environment variable that carries a SharedConfig (base64 of JSON) to the agents of a Slurm job.
 AGENT_CONFIG = "CKPTLESS_AGENT_CONFIG"
-# As torchrun.
-DEFAULT_SHUTDOWN_S = 30.0
 GLOO_IFNAME, NCCL_IFNAME = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-
-
-class ReplicationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How copies of the state go from agent to agent.
-
-    `bandwidth`: bytes per second that each agent sends at most, 0 for no limit. `interface`: an interface or
-    a network, of which each node uses its own address; None is the address of the node's name.
-    """
-
-    bandwidth: float = 0.0
-    interface: str | None = None
-
-
-class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of the site for the batches of one loader on one node: see DataSettings."""
-
-    budget_nbytes: int | None = None
-    prefetch: int | None = None
+# What an agent does that was told nothing else.
+_RUN = RunOptions()
 
 
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,18 +49,23 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_dir: str
     preload: tuple[str, ...]
     tee: tuple[int, ...] | None = (0,)
-    copies: int = 2
+    copies: int = _RUN.replicas
     zygote_deadline_s: float = 300.0
-    start_s: float = 30.0
+    start_s: float = _RUN.start_timeout
     outcome_dir: str | None = None
     save: SaveConfig | None = None
-    replication: ReplicationConfig = ReplicationConfig()
-    twins: TwinsMode = "act"
+    replication: ReplicationSettings = ReplicationSettings()
+    twins: TwinsMode = _RUN.twins
     restarts: int | None = None
     comm_interface: str | None = None
-    data: DataConfig = DataConfig()
+    data: DataSettings = DataSettings()
     shutdown_s: float = DEFAULT_SHUTDOWN_S
     in_step: bool = False
+
+    @property
+    def leave_s(self) -> float:
+        """What an agent may take for its ranks' end and the last save, once the job is over."""
+        return self.shutdown_s + (self.save.end_s if self.save is not None else 0.0)
 
 
 class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,8 +107,8 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
     own.update(_threads(own, shared.spec.slots_per_node, cores))
     names, comm_address = _comm(own, shared.comm_interface)
     own.update(names)
-    return AgentConfig(
-        **{field: getattr(shared, field) for field in shared.__struct_fields__},
+    return agent_config(
+        shared,
         node=shared.spec.names.index(name),
         name=name,
         address=address,
@@ -123,6 +117,16 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         copies_address=_copies_address(shared.replication.interface),
         comm_address=comm_address,
     )
+
+
+def agent_config(shared: SharedConfig, **own: Any) -> AgentConfig:
+    """The configuration of one agent: what all have, and its `own`."""
+    return AgentConfig(**{**msgspec.structs.asdict(shared), **own})
+
+
+def encoded(shared: SharedConfig) -> str:
+    """The configuration as the variable AGENT_CONFIG has it."""
+    return base64.b64encode(msgspec.json.encode(shared)).decode()
 
 
 def thread_env(env: Mapping[str, str], ranks: int) -> dict[str, str]:

@@ -21,7 +21,7 @@ from ckptless.daemon.api import log
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.api.messages import Cancel
 from ckptless.daemon.config import load
-from ckptless.daemon.launch.preempted import stay
+from ckptless.daemon.launch.requeue import stay
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 

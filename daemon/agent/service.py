@@ -65,7 +65,7 @@ class Agent:
             config.copies,
             self._versions,
             config.spec.domains,
-            Network(config.copies_address, config.replication.bandwidth),
+            Network(config.copies_address, config.replication.bandwidth_rate or 0.0),
         )
         self._twins = Twins(config.node, config.twins, self._versions, self._replicas)
         self._state = StateService(config.node, self._versions, self._replicas, self._crew, self._twins)

@@ -116,7 +116,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     `recovers` False is tier 1: no fault is answered, the first one ends the job. Ranks know of no agent then.
 
     `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
-    in all of its runs and after a requeue (see launch/identity.py); in local mode each run has its own.
+    in all of its runs and after a requeue (see launch/allocation.py); in local mode each run has its own.
     `launch` tells runs of one name apart: this run has it alone, and nothing of another one counts here.
     """
 

@@ -41,38 +41,48 @@ class _Group(click.Group):
             ctx.exit(error.exit_code)
 
 
+# Every command, with examples of how it is called and what that shows or does.
+COMMANDS: dict[click.Command, dict[str, str]] = {
+    jobs: {"jobs": "all jobs"},
+    status: {"status": "the newest job, down to every slot", "status 4711": "another one"},
+    replicas: {"replicas": "who holds what of its state"},
+    data: {"data": "its batches, and whether ranks wait for them"},
+    events: {"events -f": "its story, as it goes"},
+    timeline: {"timeline": "where the time of each recovery went"},
+    evict: {"evict 4711 node02": "take a node out of a job, for a spare"},
+    save: {"save 4711": "save its state to its directory now"},
+    kept: {"kept": "memory that is kept here for jobs that start again"},
+    config: {},
+}
+_EXAMPLES = "\n".join(
+    f"    {'ckptctl ' + call:29} {what}" for calls in COMMANDS.values() for call, what in calls.items()
+)
+
+
 @click.group(
     cls=_Group,
+    help=f"""See what ckptless does for your jobs: how they stand, what broke, how long every recovery took.
+
+On a cluster the daemon of this node answers: root about all jobs, everybody else about their own. Of a
+local run the ledgers of its nodes are read, which stay when they have ended, or were killed. Only evict
+and save do something.
+JOB is a run or the number of a Slurm job; without it, the newest job. Options may stand before or behind
+the command.
+
+\b
+Examples:
+{_EXAMPLES}
+""",
     epilog=_EPILOG,
     context_settings={"help_option_names": ["--help"]},
 )
 @click.version_option(__version__, "-V", "--version", prog_name="ckptctl", message="%(prog)s %(version)s")
 @common
 def ckptctl(_asked: Asked) -> None:
-    """See what ckptless does for your jobs: how they stand, what broke, how long every recovery took.
-
-    On a cluster the daemon of this node answers: root about all jobs, everybody else about their own. Of a
-    local run the ledgers of its nodes are read, which stay when they have ended, or were killed. Only evict
-    and save do something.
-    JOB is a run or the number of a Slurm job; without it, the newest job. Options may stand before or behind
-    the command.
-
-    \b
-    Examples:
-        ckptctl jobs                  all jobs
-        ckptctl status                the newest job, down to every slot
-        ckptctl status 4711           another one
-        ckptctl replicas              who holds what of its state
-        ckptctl data                  its batches, and whether ranks wait for them
-        ckptctl events -f             its story, as it goes
-        ckptctl timeline              where the time of each recovery went
-        ckptctl evict 4711 node02     take a node out of a job, for a spare
-        ckptctl save 4711             save its state to its directory now
-        ckptctl kept                  memory that is kept here for jobs that start again
-    """
+    """The command itself; each of its commands has the rest."""
 
 
-for _command in (jobs, status, replicas, data, events, timeline, evict, save, kept, config):
+for _command in COMMANDS:
     ckptctl.add_command(_command)
 
 

@@ -1,17 +1,16 @@
-"""Pure: what Slurm's environment says of the allocation, and which of its nodes train and which wait."""
+"""Pure: what Slurm's environment says of the job: its nodes, which train and which wait, and its identity."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import xxhash
+
 from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.launch.bounds import MAX_SPARES, check_fits, check_range
+from ckptless.daemon.options import check_fits
 from ckptless.daemon.slurm.hostlist import expand
 
-# Set by the SPANK plugin (`sbatch --ckptless`).
-SPARES = "CKPTLESS_SPARES"
-REPLICAS = "CKPTLESS_REPLICAS"
-MAX_STALL = "CKPTLESS_MAX_STALL"
+RESTARTS = "SLURM_RESTART_COUNT"
 # slurm.h: the batch script, an interactive step and others of Slurm's own have numbers from here on.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -79,25 +78,8 @@ def _step(env: Mapping[str, str]) -> Step | None:
     numbers = [int(env[name]) for name in names if env.get(name, "").isdecimal()]
     if len(numbers) < len(names) or numbers[0] >= FIRST_SPECIAL_STEP:
         return None
-    restarts = env.get("SLURM_RESTART_COUNT", "0")
-    again = f"r{restarts}" if restarts.isdecimal() and int(restarts) else ""
+    again = f"r{restarts(env)}" if restarts(env) else ""
     return Step(run=f"s{numbers[0]}{again}", node_id=numbers[1], local_id=numbers[2])
-
-
-def number(env: Mapping[str, str], name: str) -> float | None:
-    """A number that the SPANK plugin has set, or None. Raises UsageError."""
-    text = env.get(name, "")
-    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|", text):
-        raise UsageError(f"{name} is {text[:40]!r}: it must be a number")
-    return float(text) if text else None
-
-
-def whole_number(env: Mapping[str, str], name: str) -> int | None:
-    """The same for what is counted. Raises UsageError."""
-    found = number(env, name)
-    if found is not None and found != int(found):
-        raise UsageError(f"{name} is {found}: it must be a whole number")
-    return None if found is None else int(found)
 
 
 def _first_number(text: str | None) -> int | None:
@@ -111,14 +93,9 @@ def _gpus(env: Mapping[str, str]) -> int | None:
     return count or None
 
 
-def shape(
-    allocation: Allocation, env: Mapping[str, str], nodes: int | None, spares: int | None, slots: int | None
-) -> Shape:
-    """From the options where they are given, else from --ckptless, else from Slurm. Raises UsageError."""
+def shape(allocation: Allocation, nodes: int | None, spares: int, slots: int | None) -> Shape:
+    """How the run uses the allocation, by the options, else by what Slurm says. Raises UsageError."""
     total = len(allocation.names)
-    if spares is None:
-        spares = whole_number(env, SPARES) or 0
-        check_range(SPARES, spares, 0, MAX_SPARES)
     check_fits(spares, total)
     if nodes is None:
         nodes = total - spares
@@ -128,3 +105,39 @@ def shape(
             f"ask sbatch for --nodes={nodes + spares}"
         )
     return Shape(nodes=nodes, spares=spares, slots=slots or allocation.tasks or allocation.gpus or 1)
+
+
+def restarts(env: Mapping[str, str]) -> int:
+    """How often Slurm has started the job again."""
+    text = env.get(RESTARTS, "")
+    return int(text) if text.isdecimal() else 0
+
+
+# ------------------------------------------------------------------ what tells a run from others
+
+
+# The same in every task of the job, and after a requeue. Slurm tells a job no time of submission, and what it
+# tells others changes with a requeue; the SPANK plugin does, where the job was submitted with --ckptless.
+# Without it an older job of the same number, user and cluster has the same run id.
+JOB = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_SPANK_CKPTLESS_SUBMITTED")
+# The same in every task of a step. Slurm tells the time of a job's start since 23.02; before, and without the
+# plugin, it is srun's port that tells steps of one number apart.
+STEP = (
+    *JOB,
+    *(RESTARTS, "SLURM_STEP_ID", "SLURM_JOB_START_TIME"),
+    *("SLURM_STEP_LAUNCHER_PORT", "SLURM_SRUN_COMM_PORT"),
+)
+
+
+def run_id(env: Mapping[str, str]) -> str:
+    """`JobSpec.run_id` of a run in a Slurm job: the same for all runs of the job, requeued or not."""
+    return _digest(env, JOB)
+
+
+def launch_id(env: Mapping[str, str]) -> str:
+    """`JobSpec.launch` of a run that is a step: its tasks each find the same one."""
+    return _digest(env, STEP)
+
+
+def _digest(env: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return xxhash.xxh3_128_hexdigest("\0".join(env.get(name, "") for name in names).encode())

@@ -3,6 +3,7 @@
 The launcher stands in for two things that a cluster has: Slurm, which gives out nodes, and systemd, which
 starts a daemon again. Everything else is the same code as on a cluster. When the launcher dies, however it
 dies, the kernel ends what it started (PR_SET_PDEATHSIG), and what those leave behind is adopted and ended.
+torch is loaded once for all agents' zygotes, see `agent.hatch`.
 """
 
 import asyncio
@@ -13,82 +14,46 @@ import os
 import secrets
 import signal
 import socket
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
-from ckptless.daemon.agent.config import (
-    DEFAULT_SHUTDOWN_S,
-    AgentConfig,
-    DataConfig,
-    ReplicationConfig,
-    thread_env,
-)
+from ckptless.daemon.agent.config import AgentConfig, SharedConfig, agent_config, thread_env
 from ckptless.daemon.agent.ranks.console import rank_log_path
-from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
-from ckptless.daemon.agent.ranks.processes import Process
+from ckptless.daemon.agent.ranks.prctl import set_child_subreaper, set_pdeathsig
+from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.agent.signals import ENDING, USERS
-from ckptless.daemon.agent.versions.twin_check import TwinsMode
 from ckptless.daemon.api.errors import StartError, UsageError
-from ckptless.daemon.api.messages import JobSpec, Limits, Outcome
+from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome, which_holds
-from ckptless.daemon.api.saving import SaveConfig
+from ckptless.daemon.api.unixpath import unix_address
 from ckptless.daemon.ckptlessd.state_dir import open_state_dir
 from ckptless.daemon.config import LocalConfig, Peer
-from ckptless.daemon.launch.last_words import last_words
-from ckptless.daemon.launch.nest import (
-    AGENT,
-    KILL_DEADLINE_S,
-    Child,
-    Nest,
-    end,
-    send,
-    start_daemon,
-)
-from ckptless.daemon.launch.ready import DEFAULT_START_S, last_lines, wait_ready
-from ckptless.daemon.launch.saving import saved_step
+from ckptless.daemon.launch.console import log_end, tell_end
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.peers.handshake import new_key
 
 logger = logging.getLogger(__name__)
 
+DAEMON, AGENT = "ckptless.daemon.ckptlessd.main", "ckptless.daemon.agent.main"
+HATCH = "ckptless.daemon.agent.hatch"
 # What an agent may take for its own end, beyond what its ranks and the last save may.
 LEAVE_GRACE_S = 10.0
 DAEMON_TERM_S = 5.0
+KILL_DEADLINE_S = 5.0
 POLL_S = 0.05
 RESTART_PAUSE_S = 0.3
 RESTARTS = 20
-LOCALHOST = "127.0.0.1"
+# A daemon that works, and does not listen after so many times as long as one may do nothing, will not.
+MOST_TIMES = 20
+LAST_LINES = 3
 
-
-@dataclass(frozen=True, kw_only=True)
-class LocalOptions:
-    """Checked options of a local run."""
-
-    argv: tuple[str, ...]
-    module: bool
-    nodes: int
-    spares: int
-    slots: int
-    start_tries: int
-    max_stall_s: float
-    preload: tuple[str, ...]
-    tee: tuple[int, ...] | None
-    copies: int
-    twins: TwinsMode
-    job: str
-    state_dir: Path | None
-    port: int
-    verbose: bool
-    recovers: bool = True
-    domains: tuple[str, ...] = ()
-    save: SaveConfig | None = None
-    replication: ReplicationConfig = field(default_factory=ReplicationConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    shutdown_s: float = DEFAULT_SHUTDOWN_S
-    start_s: float = DEFAULT_START_S
+Child: TypeAlias = Process | asyncio.subprocess.Process
 
 
 @dataclass
@@ -107,27 +72,21 @@ class Node:
 class LocalRun:
     """One run, from empty directories to no process left."""
 
-    def __init__(self, options: LocalOptions) -> None:
-        self._options = options
-        self._spec = JobSpec(
-            job=options.job,
-            command=options.argv,
-            nodes=options.nodes,
-            spares=options.spares,
-            slots_per_node=options.slots,
-            limits=Limits.from_max_stall(options.max_stall_s, options.start_tries),
-            domains=options.domains,
-            run_id=secrets.token_hex(16),
-            launch=secrets.token_hex(16),
-            saved_step=saved_step(options.save),
-            recovers=options.recovers,
-        )
-        root = options.state_dir or default_state_dir().parent / options.job
+    def __init__(
+        self, config: SharedConfig, *, state_dir: Path | None = None, port: int = 0, verbose: bool = False
+    ) -> None:
+        """`config` but for what each node has of its own; `port` 0 is any free one, on each node another."""
+        self._config, self._spec = config, config.spec
+        self._port, self._verbose = port, verbose
+        self._moves_latest = state_dir is None
+        root = state_dir or default_state_dir().parent / config.spec.job
         self.state_dir = root.absolute()
         self._tag = secrets.token_hex(4)
         self._nodes: list[Node] = []
-        self._nest = Nest()
-        self._stop: asyncio.Future[signal.Signals] | None = None
+        # It has torch loaded; each agent is a fork of it.
+        self._zygote = Zygote(lambda kind, text: logger.debug("%s: %s", kind, text))
+        # The first signal that ends the job, from the user or the system.
+        self._stop: signal.Signals | None = None
         # A second Ctrl-C: nobody wants to wait for anything any more.
         self._hurried = False
 
@@ -135,7 +94,6 @@ class LocalRun:
         """Start everything, wait for the end, leave nothing. The exit code. Raises the tree's errors."""
         set_child_subreaper()
         loop = asyncio.get_running_loop()
-        self._stop = loop.create_future()
         for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
         for number in USERS:
@@ -147,8 +105,8 @@ class LocalRun:
             logger.info(
                 "job %s: nodes %d, spares %d; follow it with: ckptctl --state-dir %s events -f",
                 self._spec.job,
-                self._options.nodes,
-                self._options.spares,
+                self._spec.nodes,
+                self._spec.spares,
                 self.state_dir,
             )
             await self._wait()
@@ -160,9 +118,8 @@ class LocalRun:
         return self._result()
 
     def _stopped(self, number: signal.Signals) -> None:
-        assert self._stop is not None
-        if not self._stop.done():
-            self._stop.set_result(number)
+        if self._stop is None:
+            self._stop = number
         elif number is signal.SIGINT:
             self._hurried = True
 
@@ -177,7 +134,7 @@ class LocalRun:
         key_file.write_bytes(new_key())
         # A /24 of loopback for this run: its ports cannot meet another run's.
         net = f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
-        total = self._options.nodes + self._options.spares
+        total = self._spec.nodes + self._spec.spares
         peers = tuple(self._peer(number, f"{net}.{number + 1}") for number in range(total))
         for peer in peers:
             node = Node(peer.node, peer, self.state_dir / peer.name)
@@ -199,13 +156,13 @@ class LocalRun:
             self._nodes.append(node)
 
     def _peer(self, number: int, address: str) -> Peer:
-        port = self._options.port or _free_port(address)
+        port = self._port or _free_port(address)
         return Peer(node=number, name=f"node-{number}", address=address, port=port)
 
     def _point_latest(self) -> None:
         """`latest` beside the runs points at the newest, which is what ckptctl shows by default."""
         latest = default_state_dir()
-        if self._options.state_dir is not None or latest.parent != self.state_dir.parent:
+        if not self._moves_latest or latest.parent != self.state_dir.parent:
             return
         partial = latest.with_name(f".latest-{self._tag}")
         partial.symlink_to(self.state_dir.name)
@@ -215,45 +172,42 @@ class LocalRun:
         return self._sockets.socket(f"{node.number}-{what}")
 
     def _agent_config(self, node: Node) -> AgentConfig:
-        options = self._options
         env = dict(os.environ)
-        env.update(thread_env(env, options.nodes * options.slots))
+        env.update(thread_env(env, self._spec.nodes * self._spec.slots_per_node))
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return AgentConfig(
+        return agent_config(
+            self._config,
+            spec=self._spec,
             node=node.number,
             name=node.peer.name,
             address=node.peer.address,
-            spec=self._spec,
-            argv=options.argv,
-            module=options.module,
             env=env,
-            cwd=str(Path.cwd()),
             daemon_socket=self._socket(node, "daemon"),
             rank_socket=self._socket(node, "ranks"),
             log_dir=str(node.dir / "logs"),
-            preload=options.preload,
-            tee=options.tee,
-            copies=options.copies,
-            twins=options.twins,
-            save=options.save,
-            replication=options.replication,
-            data=options.data,
-            shutdown_s=options.shutdown_s,
-            start_s=options.start_s,
             copies_address=node.peer.address,
         )
 
     # ------------------------------------------------------------------------------------- start
 
     def _arguments(self, node: Node, what: str) -> list[str]:
-        return ["--local", str(node.dir / f"{what}.json"), *(["--verbose"] if self._options.verbose else [])]
+        return ["--local", str(node.dir / f"{what}.json"), *(["--verbose"] if self._verbose else [])]
 
     async def _start_daemon(self, node: Node) -> None:
-        node.daemon = await start_daemon(self._arguments(node, "daemon"), node.dir / "daemon.log")
+        with (node.dir / "daemon.log").open("ab") as output:
+            node.daemon = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", DAEMON, *self._arguments(node, "daemon")),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_Tie(os.getpid()),
+            )
         node.started.append(node.daemon)
 
     async def _start_all(self) -> None:
-        warm = asyncio.create_task(self._nest.warm(self._agent_config(self._nodes[0])))
+        config = self._agent_config(self._nodes[0])
+        warm = asyncio.create_task(self._zygote.start(config.preload, config.env, config.zygote_deadline_s))
         try:
             await self._start_daemons()
             # no deadline: `zygote_deadline_s`
@@ -261,15 +215,16 @@ class LocalRun:
         finally:
             warm.cancel()
             await asyncio.gather(warm, return_exceptions=True)
-        await self._start_agents()
-
-    async def _start_agents(self) -> None:
-        preload = self._options.preload
         for node in self._nodes:
-            words = ["-m", AGENT, *self._arguments(node, "agent")]
-            node.agent = await self._nest.agent(words, preload, node.dir / "agent.log")
+            node.agent = await self._start_agent(node, ["-m", AGENT, *self._arguments(node, "agent")])
             node.started.append(node.agent)
-        await self._nest.close()
+        await self._zygote.close()
+
+    async def _start_agent(self, node: Node, program: Sequence[str]) -> Process:
+        preloads = [f"--preload={module}" for module in self._config.preload]
+        spec = SpawnSpec(argv=(HATCH, *preloads, *program), env=os.environ, cwd=Path.cwd(), module=True)
+        with (node.dir / "agent.log").open("ab") as errors:
+            return await self._zygote.spawn(spec, 1, errors.fileno())
 
     async def _start_daemons(self) -> None:
         for node in self._nodes:
@@ -282,13 +237,9 @@ class LocalRun:
         assert node.daemon is not None
         name, listens = node.peer.name, self._socket(node, "daemon")
         try:
-            await wait_ready(name, node.daemon, listens, self._options.start_s, lambda: self._interrupted)
+            await wait_ready(name, node.daemon, listens, self._config.start_s, lambda: self._stop is not None)
         except StartError as error:
             raise StartError(f"{error}: {last_lines(node.dir / 'daemon.log')}") from error
-
-    @property
-    def _interrupted(self) -> bool:
-        return self._stop is not None and self._stop.done()
 
     # -------------------------------------------------------------------------------------- wait
 
@@ -299,9 +250,9 @@ class LocalRun:
         while self._agents_left and loop.time() < leave_by:
             await asyncio.sleep(POLL_S)
             self._adopt_orphans()
-            if self._interrupted and not told:
+            if self._stop is not None and not told:
                 told, leave_by = True, loop.time() + self._leave_s
-                self._signal_agents()
+                self._signal_agents(self._stop)
             elif leave_by == math.inf and self.outcome() is not None:
                 leave_by = loop.time() + self._leave_s
             if self._hurried:
@@ -321,8 +272,7 @@ class LocalRun:
     @property
     def _leave_s(self) -> float:
         """From the job's end, or the user's signal, until every agent must have ended."""
-        save_s = self._options.save.end_s if self._options.save is not None else 0.0
-        return self._options.shutdown_s + save_s + LEAVE_GRACE_S
+        return self._config.leave_s + LEAVE_GRACE_S
 
     def _forward(self, number: signal.Signals) -> None:
         """A user's own signal: by way of the agents to the ranks."""
@@ -330,12 +280,11 @@ class LocalRun:
             assert node.agent is not None
             send(node.agent, number)
 
-    def _signal_agents(self) -> None:
-        assert self._stop is not None
-        logger.warning("%s: ending the job; Ctrl-C does it at once", self._stop.result().name)
+    def _signal_agents(self, number: signal.Signals) -> None:
+        logger.warning("%s: ending the job; Ctrl-C does it at once", number.name)
         for node in self._agents_left:
             assert node.agent is not None
-            send(node.agent, self._stop.result())
+            send(node.agent, number)
             # One that is stopped could not act on it.
             for child in (node.agent, node.daemon):
                 if child is not None:
@@ -354,7 +303,7 @@ class LocalRun:
 
     def _adopt_orphans(self) -> None:
         """Processes of a dead agent become ours; whatever they are, their node is gone."""
-        ours = {process.pid for node in self._nodes for process in node.started} | {self._nest.pid}
+        ours = {process.pid for node in self._nodes for process in node.started} | {self._zygote.pid}
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for pid in {int(child) for child in children} - ours:
             with contextlib.suppress(ProcessLookupError):
@@ -368,7 +317,7 @@ class LocalRun:
         """Agents first, then daemons; SIGTERM, then SIGKILL; then whatever was orphaned."""
         await end([node.agent for node in self._nodes if node.agent is not None], self._leave_s)
         await end([node.daemon for node in self._nodes if node.daemon is not None], DAEMON_TERM_S)
-        await self._nest.close()
+        await self._zygote.close()
         await self._end_orphans()
 
     async def _end_orphans(self) -> None:
@@ -388,17 +337,13 @@ class LocalRun:
     def _result(self) -> int:
         outcome = self.outcome()
         if outcome is None:
-            if self._stop is not None and self._stop.done():
-                return 128 + self._stop.result()
+            if self._stop is not None:
+                return 128 + self._stop
             raise StartError(f"no node is left, and none could say why; logs are in {self.state_dir}")
-        level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
-        logger.log(level, "job %s %s: %s", self._spec.job, outcome.state, outcome.reason)
-        if outcome.exit_code != 0:
-            log = None
-            if outcome.rank is not None and outcome.node is not None:
-                log = rank_log_path(self._nodes[outcome.node].dir / "logs", outcome.rank)
-            last_words(log, outcome.rank, f"{self.state_dir}/node-*/logs")
-        return outcome.exit_code
+        log = None
+        if outcome.rank is not None and outcome.node is not None:
+            log = rank_log_path(self._nodes[outcome.node].dir / "logs", outcome.rank)
+        return tell_end(self._spec.job, outcome, log, f"{self.state_dir}/node-*/logs")
 
 
 def _write(path: Path, config: msgspec.Struct) -> None:
@@ -413,3 +358,97 @@ def _free_port(address: str) -> int:
             return int(server.getsockname()[1])
     except OSError as error:
         raise UsageError(f"cannot listen on {address}: {error.strerror}") from error
+
+
+# ---------------------------------------------------------------------------- the nodes' processes
+
+
+def send(child: Child, number: signal.Signals) -> None:
+    """A signal, to one that lives."""
+    if child.returncode is not None:
+        return
+    if isinstance(child, Process):
+        child.kill(number)
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(number)
+
+
+async def end(children: Sequence[Child], term_s: float) -> None:
+    """SIGTERM, and SIGKILL after `term_s` seconds. Raises TimeoutError for one that outlives that."""
+    for number, deadline_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, KILL_DEADLINE_S)):
+        for child in children:
+            send(child, number)
+            # One that is stopped could not act on it.
+            send(child, signal.SIGCONT)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.gather(*(child.wait() for child in children))
+        except TimeoutError:
+            if number is signal.SIGKILL:
+                raise
+        else:
+            return
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """Runs in the child before exec: it is to end when the launcher does."""
+
+    parent: int
+
+    def __call__(self) -> None:
+        set_pdeathsig(signal.SIGKILL)
+        if os.getppid() != self.parent:
+            os._exit(1)
+
+
+# ------------------------------------------------------------------- whether a daemon has started
+
+
+async def wait_ready(
+    name: str, daemon: asyncio.subprocess.Process, listens: str, patience_s: float, stop: Callable[[], bool]
+) -> None:
+    """Return when the socket `listens` takes connections, or when `stop` says so.
+
+    Raises StartError for a daemon that has ended, or that has used no CPU time for `patience_s`; on a busy
+    machine one that works may take MOST_TIMES as long.
+    """
+    loop = asyncio.get_running_loop()
+    began = moved = loop.time()
+    last = 0
+    while not stop():
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(OSError):
+            probe.connect(unix_address(listens))
+            return
+        if daemon.returncode is not None:
+            raise StartError(f"{name}'s daemon did not start: it has ended with code {daemon.returncode}")
+        ticks, state = _cpu(daemon.pid)
+        if ticks != last:
+            last, moved = ticks, loop.time()
+        if loop.time() - began > MOST_TIMES * patience_s:
+            raise StartError(
+                f"{name}'s daemon (process {daemon.pid}, state {state}) is not ready after "
+                f"{MOST_TIMES * patience_s:.0f} s, though it works: see its log"
+            )
+        if loop.time() - moved > patience_s:
+            raise StartError(
+                f"{name}'s daemon (process {daemon.pid}, state {state}) is not ready, and has done nothing "
+                f"for {patience_s:.0f} s: see what holds it up, or give more with --start-timeout"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def _cpu(pid: int) -> tuple[int, str]:
+    """Of proc(5)'s stat: clock ticks in user and kernel mode, and the state; (-1, "X") where it is gone."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return -1, "X"
+    return int(words[11]) + int(words[12]), words[0]
+
+
+def last_lines(path: Path) -> str:
+    """The end of a log, on one line."""
+    lines = log_end(path)
+    return " / ".join(lines[-LAST_LINES:]) if lines else "it said nothing"

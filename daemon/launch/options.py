@@ -1,187 +1,208 @@
-"""From the command line to a run: options checked, and completed from Slurm's environment."""
+"""From the command line to a run: options checked, and completed from Slurm's environment and the site.
 
+What is not said on the command line is taken from `sbatch --ckptless`, then from ckptless.yaml.
+"""
+
+import logging
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from secrets import token_hex
 
-import msgspec
+from msgspec.structs import replace
 
-from ckptless.daemon.agent.config import DEFAULT_SHUTDOWN_S, SharedConfig
-from ckptless.daemon.agent.versions.twin_check import TwinsMode
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.agent.config import SharedConfig
+from ckptless.daemon.api import saved
+from ckptless.daemon.api.errors import ProtocolError, UsageError
 from ckptless.daemon.api.messages import JobSpec
+from ckptless.daemon.api.saving import SaveConfig
 from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
-from ckptless.daemon.launch.bounds import MAX_COPIES, MAX_STALL_S, MIN_STALL_S, check_alike, check_range
-from ckptless.daemon.launch.data import data_config
-from ckptless.daemon.launch.identity import launch_id, run_id
-from ckptless.daemon.launch.local import LocalOptions
+from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.preload import ALWAYS, preloads
-from ckptless.daemon.launch.ready import DEFAULT_START_S
-from ckptless.daemon.launch.replication import comm_interface, replication_config
-from ckptless.daemon.launch.requeue import restarts
-from ckptless.daemon.launch.saving import save_config, saved_step
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
-from ckptless.daemon.launch.tier import check_spares, recovers
-from ckptless.daemon.launch.torchrun import counted, shown
+from ckptless.daemon.launch.torchrun import count_nodes, count_ranks, shown
 from ckptless.daemon.ledger.paths import LATEST
-from ckptless.daemon.settings import DataSettings, ReplicationSettings, load_settings
+from ckptless.daemon.options import (
+    DEFAULT_SHUTDOWN_S,
+    NO_HET,
+    RUN_ROWS,
+    SHUTDOWN_TIMEOUT,
+    DataSettings,
+    ReplicationSettings,
+    RunOptions,
+    run_options,
+)
+from ckptless.daemon.settings import Settings, default_settings, load_settings
 
-Options = Mapping[str, object]
+logger = logging.getLogger(__name__)
 
-# torchrun's own name for it.
-SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+Given = Mapping[str, object]
+Env = Mapping[str, str]
 
-DEFAULT_MAX_STALL_S = 300.0
+# Slurm sets it in every component of a heterogeneous job.
+HET_SIZE = "SLURM_HET_SIZE"
+# The same as --tier 1, for whoever cannot change the command.
+ROOTLESS = "CKPTLESS_ROOTLESS"
+# What makes no sense without recovery, and must not be dropped silently.
+_NOT_FOR_TIER_1 = ("spares", "max_restarts", "requeue", "save_dir", "save_every")
 
 
-def local_options(
-    script: str, script_args: tuple[str, ...], options: Options, env: Mapping[str, str]
-) -> LocalOptions:
-    """Checked options, or UsageError with one sentence that says what to change."""
-    answers_faults, options = recovers(options, env), counted(options)
-    nodes, spares = _number(options, "nodes") or 1, _number(options, "spares") or 0
-    slots = _number(options, "nproc_per_node") or 1
-    job = str(options["job"] or f"local-{secrets.token_hex(3)}")
+def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env) -> LocalRun:
+    """A run on nodes that are made here, or UsageError with one sentence that says what to change."""
+    options, recovery = run_options(given), recovers(given, env)
+    _refuse(options, local=True)
+    nodes, slots = _counts(options)
+    job = options.job or f"local-{token_hex(3)}"
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", job) or job == LATEST:
         raise UsageError(
             f"--job {job!r} names a folder: use letters, digits, and _ . - inside, and not {LATEST}"
         )
-    if options["requeue"]:
-        raise UsageError("--requeue is for a Slurm job: leave it out with --local")
-    for name in ("replication_interface", "comm_interface"):
-        if options[name]:
-            text = "is for a Slurm job: with --local each node has an address of its own"
-            raise UsageError(f"--{name.replace('_', '-')} {text}")
-    state_dir, argv = options["state_dir"], _argv(script, script_args, options)
-    return LocalOptions(
-        argv=argv,
-        domains=_local_domains(options, nodes + spares),
-        module=bool(options["module"]),
-        nodes=nodes,
-        spares=spares,
-        slots=slots,
-        start_tries=_number(options, "max_restarts") or 0,
-        max_stall_s=_max_stall(options) or DEFAULT_MAX_STALL_S,
-        recovers=answers_faults,
-        preload=_preload(argv, options, recovers=answers_faults),
-        tee=shown(options, nodes, slots),
-        copies=_number(options, "copies") or 2,
-        twins=_twins(options),
-        job=job,
-        state_dir=state_dir if isinstance(state_dir, Path) else None,
-        port=_number(options, "port") or 0,
-        verbose=bool(options["verbose"]),
-        save=save_config(options, nodes * slots),
-        replication=replication_config(options, {}, ReplicationSettings()),
-        data=data_config(options, DataSettings()),
-        shutdown_s=shutdown_s(options, env),
-        start_s=float(_number(options, "start_timeout") or DEFAULT_START_S),
-    )
-
-
-def slurm_run(
-    script: str, script_args: tuple[str, ...], options: Options, env: Mapping[str, str]
-) -> SlurmRun | StepRun:
-    """A run on the nodes of the allocation around this process, or this task's part. Raises UsageError."""
-    check_alike(env)  # first: beside salloc such a job has its lists of nodes under other names
-    if not slurm.inside_slurm(env):
-        raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
-    for name in ("job", "state_dir", "port", "domains"):
-        if options[name]:
-            raise UsageError(f"--{name.replace('_', '-')} is for --local: leave it out in a Slurm job")
-    argv, answers_faults = _argv(script, script_args, options), recovers(options, env)
-    found, options = slurm.read_allocation(env), counted(options)
-    shape = slurm.shape(
-        found, env, _number(options, "nodes"), _number(options, "spares"), _number(options, "nproc_per_node")
-    )
-    check_spares(shape.spares, recovers=answers_faults)
-    settings = load_settings()
-    limits = settings.limits(_slurm_max_stall(options, env), _number(options, "max_restarts") or 0)
-    tee, copies = shown(options, shape.nodes, shape.slots), _number(options, "copies") or _slurm_copies(env)
-    replication = replication_config(options, env, settings.replication)
-    comm = comm_interface(options, settings.comm)
-    save, data = save_config(options, shape.nodes * shape.slots), data_config(options, settings.data)
-    log_dir, job = _log_dir(options, found)  # the last that may be refused: it is made
+    settings = default_settings()
     spec = JobSpec(
         job=job,
+        command=_argv(script, script_args, module=options.module),
+        nodes=nodes or 1,
+        spares=options.spares,
+        slots_per_node=slots or 1,
+        limits=settings.limits(options.max_stall_s, options.max_restarts),
+        domains=_local_domains(options, (nodes or 1) + options.spares),
+        run_id=token_hex(16),
+        launch=token_hex(16),
+        recovers=recovery,
+    )
+    config = _config(spec, given, options, settings, env)
+    return LocalRun(config, state_dir=options.state_dir, port=options.port, verbose=options.verbose)
+
+
+def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env) -> SlurmRun | StepRun:
+    """A run on the nodes of the allocation around this process, or this task's part. Raises UsageError."""
+    if env.get(HET_SIZE):  # first: beside salloc such a job has its lists of nodes under other names
+        raise UsageError(NO_HET)
+    if not slurm.inside_slurm(env):
+        raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
+    options = run_options(given, env)
+    _refuse(options, local=False)
+    argv, recovery = _argv(script, script_args, module=options.module), recovers(given, env)
+    found, (nodes, slots) = slurm.read_allocation(env), _counts(options)
+    shape = slurm.shape(found, nodes, options.spares, slots)
+    if shape.spares and not recovery:
+        raise UsageError(
+            f"with --tier 1 ({ROOTLESS}=1) the {shape.spares} spares of sbatch --ckptless would do nothing: "
+            "add --spares 0 to train on them too, or ask for none"
+        )
+    settings, in_step = load_settings(), found.step is not None
+    spec = JobSpec(
+        job=str(found.job_id),
         command=argv,
         nodes=shape.nodes,
         spares=shape.spares,
         slots_per_node=shape.slots,
-        limits=limits,
+        limits=settings.limits(options.max_stall_s, options.max_restarts),
         names=found.names[: shape.nodes + shape.spares],
-        run_id=run_id(env),
-        launch=launch_id(env, in_step=found.step is not None),
-        saved_step=saved_step(save),
-        recovers=answers_faults,
+        run_id=slurm.run_id(env),
+        launch=slurm.launch_id(env) if in_step else token_hex(16),
+        recovers=recovery,
     )
-    config = SharedConfig(
-        spec=spec,
-        argv=argv,
-        module=bool(options["module"]),
-        cwd=str(Path.cwd()),
-        daemon_socket=settings.daemon.socket,
+    config = _config(spec, given, options, settings, env)
+    log_dir, job = _log_dir(options, found)  # the last that may be refused: it is made
+    config = replace(
+        config,
+        spec=replace(config.spec, job=job),
         log_dir=str(log_dir),
-        preload=_preload(argv, options, recovers=answers_faults),
-        tee=tee,
-        copies=copies,
-        twins=_twins(options),
         outcome_dir=str(log_dir),
-        save=save,
-        replication=replication,
-        restarts=restarts(env),
-        comm_interface=comm,
-        data=data,
-        shutdown_s=shutdown_s(options, env),
-        start_s=float(_number(options, "start_timeout") or DEFAULT_START_S),
-        in_step=found.step is not None,
+        restarts=slurm.restarts(env),
+        in_step=in_step,
     )
-    if found.step is not None:
-        return _step_run(config, env, options, found.step)
-    again, verbose = _number(options, "requeue") or 0, bool(options["verbose"])
-    return SlurmRun(config=config, env=env, verbose=verbose, domains=settings.domains, requeue=again)
-
-
-def _step_run(config: SharedConfig, env: Mapping[str, str], options: Options, step: slurm.Step) -> StepRun:
-    if options["requeue"]:
+    if found.step is None:
+        return SlurmRun(config, env, options.verbose, settings.domains, options.requeue)
+    if options.requeue:
         raise UsageError("--requeue is for a batch script: a task of srun cannot tell when all are over")
     # Failure domains stay unknown here: each task would find them out for itself, and all must say the same.
-    first = step.local_id == 0
-    says = first and step.node_id == 0
-    return StepRun(config, env, first=first, says=says, verbose=bool(options["verbose"]))
+    first = found.step.local_id == 0
+    says = first and found.step.node_id == 0
+    return StepRun(config, env, first=first, says=says, verbose=options.verbose)
 
 
-def _slurm_max_stall(options: Options, env: Mapping[str, str]) -> float | None:
-    """The job's own, if it has one. Raises UsageError."""
-    asked = slurm.number(env, slurm.MAX_STALL)
-    check_range(slurm.MAX_STALL, asked, MIN_STALL_S, MAX_STALL_S)
-    return _max_stall(options) or asked
+def _config(spec: JobSpec, given: Given, options: RunOptions, settings: Settings, env: Env) -> SharedConfig:
+    """What both ways to run tell their agents. Raises UsageError."""
+    config = SharedConfig(
+        spec=spec,
+        argv=spec.command,
+        module=options.module,
+        cwd=str(Path.cwd()),
+        daemon_socket=settings.daemon.socket,
+        log_dir="",
+        preload=_preload(spec, options),
+        tee=shown(options, spec.nodes, spec.slots_per_node),
+        copies=options.replicas,
+        twins=options.twins,
+        replication=replication_of(options, settings.replication),
+        comm_interface=options.comm_interface or settings.comm.interface,
+        data=data_of(options, settings.data),
+        shutdown_s=shutdown_s(options, env),
+        start_s=float(options.start_timeout),
+    )
+    save = save_config(given, options, spec.nodes * spec.slots_per_node)
+    return replace(config, save=save, spec=replace(spec, saved_step=saved_step(save)))
 
 
-def _slurm_copies(env: Mapping[str, str]) -> int:
-    """Raises UsageError."""
-    asked = slurm.whole_number(env, slurm.REPLICAS)
-    check_range(slurm.REPLICAS, asked, 1, MAX_COPIES)
-    return 2 if asked is None else asked
+def _refuse(options: RunOptions, *, local: bool) -> None:
+    """Raise UsageError for what belongs to the other way to run."""
+    for row in RUN_ROWS:
+        option = row.option
+        if not getattr(options, row.name):
+            continue
+        if local and option.slurm_only:
+            raise UsageError(f"{row.flags[-1]} is for a Slurm job: {option.slurm_only}")
+        if not local and option.local_only:
+            raise UsageError(f"{row.flags[-1]} is for --local: leave it out in a Slurm job")
 
 
-def _log_dir(options: Options, found: slurm.Allocation) -> tuple[Path, str]:
+def recovers(given: Given, env: Env) -> bool:
+    """Whether faults are answered (tier 4), or process groups start without a root and that is all (tier 1).
+
+    By the option, else by the environment. Raises UsageError.
+    """
+    tier = given.get("tier")
+    if tier is None:
+        text = env.get(ROOTLESS, "")
+        if text not in ("", "0", "1"):
+            raise UsageError(f"{ROOTLESS} is {text[:40]!r}: it must be 1, or 0, or not be set")
+        tier = "1" if text == "1" else "4"
+    if tier == "4":
+        return True
+    wrong = [name for name in _NOT_FOR_TIER_1 if given.get(name)]
+    if wrong:
+        name = wrong[0].replace("_", "-")
+        raise UsageError(f"--{name} is for runs that recover: leave it out with --tier 1 ({ROOTLESS}=1)")
+    return False
+
+
+def _counts(options: RunOptions) -> tuple[int | None, int | None]:
+    """Nodes that train, and ranks on each, where they are said. Raises UsageError."""
+    nodes, ranks = options.nodes, options.nproc_per_node
+    return (
+        None if nodes is None else count_nodes(nodes),
+        None if ranks is None else count_ranks(ranks),
+    )
+
+
+def _log_dir(options: RunOptions, found: slurm.Allocation) -> tuple[Path, str]:
     """The folder of this run, and the run's name. Raises UsageError."""
-    parent = options["log_dir"] if isinstance(options["log_dir"], Path) else Path()
+    parent = options.log_dir or Path()
     if found.step is None:
         return make_log_dir(parent, found.job_id)
     return step_log_dir(parent, f"{found.job_id}.{found.step.run}")
 
 
-def _argv(script: str, script_args: tuple[str, ...], options: Options) -> tuple[str, ...]:
+def _argv(script: str, script_args: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
     if (
         re.fullmatch(r"python[0-9.]*", Path(script).name)
         and script_args[script_args[:1] == ("-u",) :]
-        and not options["module"]
+        and not module
     ):
         # `srun --ckptless python train.py`: the plugin puts ckptless-run in front of all of it.
         # Of python's own options -u alone is usual, and the agent's pipes need it no more.
@@ -189,53 +210,103 @@ def _argv(script: str, script_args: tuple[str, ...], options: Options) -> tuple[
         script_args = tuple(rest)
         if script == "-m" and rest:
             raise UsageError(f"write ckptless-run -m {rest[0]}, without python in between")
-    if options["module"]:
+    if module:
         return (script, *script_args)
     if not Path(script).is_file():
         raise UsageError(f"there is no script {script}")
     return (os.path.abspath(script), *script_args)  # noqa: PTH100  # a link stays the name that the user gave
 
 
-def _number(options: Options, name: str) -> int | None:
-    value = options[name]
-    return int(value) if isinstance(value, int) else None
-
-
-def _twins(options: Options) -> TwinsMode:
-    mode: TwinsMode = msgspec.convert(options["twins"], TwinsMode)
-    return mode
-
-
-def _local_domains(options: Options, count: int) -> tuple[str, ...]:
+def _local_domains(options: RunOptions, count: int) -> tuple[str, ...]:
     """`JobSpec.domains` of a local run. Raises UsageError."""
-    if not isinstance(text := options["domains"], str):
+    if options.domains is None:
         return ()
-    names = tuple(text.split(","))
+    names = tuple(options.domains.split(","))
     if len(names) != count:
         raise UsageError(f"--domains has {len(names)} names for {count} nodes: give one for each, spares too")
     return tuple(check_name(name) for name in names)
 
 
-def shutdown_s(options: Options, env: Mapping[str, str]) -> float:
+def shutdown_s(options: RunOptions, env: Env) -> float:
     """Seconds that ranks get to end after SIGTERM, by the option, or as torchrun by the environment."""
-    given = options["shutdown_timeout"]
-    if isinstance(given, int):
-        return float(given)
+    if options.shutdown_timeout is not None:
+        return float(options.shutdown_timeout)
     text = env.get(SHUTDOWN_TIMEOUT, "")
     if not re.fullmatch(r"\d{0,6}", text, re.ASCII):
         raise UsageError(f"{SHUTDOWN_TIMEOUT} is {text[:40]!r}: it must be a whole number of seconds")
     return float(text) if text else DEFAULT_SHUTDOWN_S
 
 
-def _max_stall(options: Options) -> float | None:
-    value = options["max_stall"]
-    return float(value) if isinstance(value, int | float) else None
+def _preload(spec: JobSpec, options: RunOptions) -> tuple[str, ...]:
+    if not spec.recovers:
+        # ckptless.run is plain PyTorch then, and so is what is imported.
+        return (*ALWAYS, *options.preload)
+    return preloads(spec.command, Path.cwd(), options.preload, module=options.module)
 
 
-def _preload(argv: tuple[str, ...], options: Options, *, recovers: bool) -> tuple[str, ...]:
-    given = options["preload"] if isinstance(options["preload"], tuple) else ()
-    names = tuple(map(str, given))
-    # Without recovery ckptless.run is plain PyTorch, and so is what is imported.
-    return (
-        preloads(argv, Path.cwd(), names, module=bool(options["module"])) if recovers else (*ALWAYS, *names)
+def replication_of(options: RunOptions, site: ReplicationSettings) -> ReplicationSettings:
+    """How copies go to other nodes: as the run says, else as the site does."""
+    own = options.replication_bandwidth_rate
+    return ReplicationSettings(
+        bandwidth_rate=(site.bandwidth_rate if own is None else own) or None,
+        interface=options.replication_interface or site.interface,
     )
+
+
+def data_of(options: RunOptions, site: DataSettings) -> DataSettings:
+    """What training data may take: the lower of what the run and the site say."""
+    return DataSettings(
+        budget_nbytes=_lower(options.data_budget_nbytes, site.budget_nbytes),
+        prefetch=_lower(options.data_prefetch, site.prefetch),
+    )
+
+
+def _lower(one: int | None, other: int | None) -> int | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)
+
+
+# ------------------------------------------------------------------------------------ saved steps
+
+
+def save_config(given: Given, options: RunOptions, world_size: int) -> SaveConfig | None:
+    """Where steps are saved, and which one it goes on from; None without --save-dir. Raises UsageError."""
+    if options.save_dir is None:
+        if options.save_every or "save_total_limit" in given:
+            raise UsageError("--save-every and --save-total-limit need --save-dir")
+        return None
+    directory = options.save_dir.absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        found = newest(directory, world_size)
+    except OSError as error:
+        raise UsageError(f"--save-dir {directory}: {error.strerror}") from error
+    if found is not None:
+        logger.warning("going on from %s", found)
+    return SaveConfig(
+        directory=str(directory),
+        every=options.save_every,
+        keep=options.save_total_limit,
+        resume=str(found or ""),
+    )
+
+
+def saved_step(config: SaveConfig | None) -> int | None:
+    """The step that is gone on from, where memory has no newer one."""
+    return saved.step_of(Path(config.resume)) if config is not None and config.resume else None
+
+
+def newest(directory: Path, world_size: int) -> Path | None:
+    """The newest saved step that is whole. Raises UsageError where it is another world's, OSError."""
+    for _step, folder in saved.steps_in(directory):
+        try:
+            manifest = saved.read_manifest(folder)
+        except (ProtocolError, FileNotFoundError) as error:
+            logger.warning("%s is not used: %s", folder, error)
+            continue
+        if manifest.world_size != world_size:
+            raise UsageError(
+                f"{folder} is of {manifest.world_size} ranks and this run has {world_size}: "
+                "load it with torch.distributed.checkpoint, or give another --save-dir"
+            )
+        return folder
+    return None

@@ -1,18 +1,35 @@
-"""What a zygote imports before it forks ranks: torch, and with ckptless.run what that needs besides.
+"""What the ranks load: whether this environment's torch will do, and what a zygote imports before it forks.
 
-Nothing that a script has not asked for: torch's exit, for one, depends on what was imported (a process group
-that dies with the interpreter may wait for ever for a thread that wants the GIL).
+That is nothing that a script has not asked for: torch's exit, for one, depends on what was imported (a
+process group that dies with the interpreter may wait for ever for a thread that wants the GIL).
 """
 
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from ckptless import __version__
+from ckptless.daemon.api.errors import UsageError
+from ckptless.torch_versions import NEWEST, OLDEST, is_tested, shown
+
+logger = logging.getLogger(__name__)
 
 ALWAYS = ("torch",)
 # torch._dynamo is what the first DDP or optimizer of a process would import, for a second.
 FOR_RUN = ("torch._dynamo", "ckptless.pytorch_hooks")
 # Of a script, so much is looked at.
 READ_NBYTES = 1 << 20
+# Its own deadline is less, but torch is loaded first, and be it over a network.
+DEADLINE_S = 300.0
+SELF_TEST = "ckptless.pytorch_hooks.torch_private.self_test"
 
 
 def preloads(argv: Sequence[str], cwd: Path, given: Sequence[str], *, module: bool) -> tuple[str, ...]:
@@ -39,3 +56,62 @@ def _names_ckptless(path: Path) -> bool:
             return re.search(rb"\bckptless\b", file.read(READ_NBYTES)) is not None
     except OSError:
         return False
+
+
+# ------------------------------------------------------------------------- whether torch will do
+
+
+def check_torch() -> None:
+    """Raise UsageError where the ranks, which run with this same Python, could not import torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(
+            f"torch is not installed for {sys.executable}, which the ranks run with: "
+            "install ckptless into the environment that has torch, or torch into this one"
+        )
+
+
+def try_untested() -> None:
+    """Raise UsageError where recovery in place does not work with the torch of this environment.
+
+    One of the releases that were tested is not tried, nor one that was good once, as it is installed now.
+    """
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
+    if is_tested(version):
+        return
+    good = _good_file(version)
+    if good.exists():
+        return
+    logger.info("torch %s is not one that ckptless was tested with: it is tried, which is done once", version)
+    wrong = self_test()
+    if wrong:
+        raise UsageError(
+            f"{wrong}; recovery in place needs it: take torch {shown(OLDEST)} to {shown(NEWEST)}, or --tier 1"
+        )
+    with contextlib.suppress(OSError):  # then it is tried the next time, too
+        good.parent.mkdir(parents=True, exist_ok=True)
+        good.write_text(f"torch {version} does what ckptless {__version__} needs\n")
+
+
+def self_test() -> str:
+    """What is wrong with the torch of this environment, "" for nothing; some seconds."""
+    command = [sys.executable, "-m", SELF_TEST]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"the self-test of this torch was not done after {DEADLINE_S:g} s"
+    if done.returncode == 0:
+        return ""
+    said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return said[-1].rstrip(".") if said else f"the self-test of this torch ended with {done.returncode}"
+
+
+def _good_file(version: str) -> Path:
+    """What stands for this ckptless with this torch, as it is installed: another one has another file."""
+    spec = importlib.util.find_spec("torch")
+    origin = Path(spec.origin if spec is not None and spec.origin is not None else "/")
+    told = f"{version} {origin} {origin.stat().st_mtime_ns} {__version__}"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "ckptless" / f"torch-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"

@@ -6,35 +6,37 @@ blocks its task, when the batch host dies. The job outlives this process; then t
 """
 
 import asyncio
-import base64
 import contextlib
 import logging
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
+from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, encoded
 from ckptless.daemon.agent.ranks.console import rank_log_path
 from ckptless.daemon.agent.ranks.prctl import set_pdeathsig
 from ckptless.daemon.agent.signals import ENDING, USERS
-from ckptless.daemon.api.errors import StartError, UsageError
+from ckptless.daemon.api.errors import CkptlessError, StartError, UsageError
+from ckptless.daemon.api.forming import clear, has_begun, nodes_up
 from ckptless.daemon.api.log import LOG_PREFIX
-from ckptless.daemon.api.messages import Outcome
+from ckptless.daemon.api.messages import JobSpec, Outcome
 from ckptless.daemon.api.outcome import read_outcome, write_outcome
+from ckptless.daemon.control.domains import by_members
+from ckptless.daemon.control.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.control.plan import EXIT_UNRECOVERABLE
-from ckptless.daemon.launch.domains import find_domains
-from ckptless.daemon.launch.follow import Follower
-from ckptless.daemon.launch.forming import Forming
-from ckptless.daemon.launch.last_words import last_words
-from ckptless.daemon.launch.preempted import stay
-from ckptless.daemon.launch.requeue import requeue, why_requeue
+from ckptless.daemon.launch.console import Follower, log_end, tell_end
+from ckptless.daemon.launch.requeue import requeue, stay, why_requeue
+from ckptless.daemon.slurm.commands import Commands
+from ckptless.daemon.slurm.deadline import Deadline
+from ckptless.daemon.slurm.errors import from_message
+from ckptless.daemon.slurm.hostlist import compress
 from ckptless.daemon.slurm.run_name import slurm_job_id
+from ckptless.daemon.slurm.text import read_topology
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,12 @@ NOT_FOR_STEPS = frozenset(
         *("SLURM_GPU_BIND", "SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_GPU"),
     )
 )
+# While a run forms: how often to look, the first line about it, and the longest pause to the next one.
+LOOK_S, FIRST_S, LONGEST_S = 1.0, 5.0, 60.0
+TOPOLOGY_DEADLINE_S = 10.0
+# They go to the agents with all the rest in one variable of the environment, where 128 KiB is the end: longer
+# names become numbers.
+MOST_TEXT = 16_000
 
 
 @dataclass
@@ -91,6 +99,64 @@ class Step:
         return self.process is not None and self.process.returncode is None
 
 
+def waiting_text(spec: JobSpec, missing: Mapping[str, str], waited_s: float) -> str:
+    """The line for nodes that are `missing`, each with what is known of it."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in missing.items():
+        reasons.setdefault(reason, []).append(name)
+    who = "; ".join(f"{compress(names)} ({reason})" for reason, names in reasons.items())
+    total = spec.nodes + spec.spares
+    if len(missing) <= spec.spares:
+        allowed = "1 spare allows" if spec.spares == 1 else f"{spec.spares} spares allow"
+        end = f"the job begins without, as its {allowed}"
+    else:
+        end = "the job ends (never-formed)"
+    return (
+        f"waiting for {who}; {total - len(missing)} of {total} nodes are up after {waited_s:.0f} s. "
+        f"After {FORMING_DEADLINE_S:.0f} s, or when Slurm has them down, {end}"
+    )
+
+
+class Forming:
+    """Says in the job's own output whom it waits for before its first generation, and what will end that.
+
+    Owned by the launcher's event loop; `state` says of a node's step what is known of it.
+    """
+
+    def __init__(self, spec: JobSpec, log_dir: Path, state: Callable[[str], str], began_s: float) -> None:
+        self._spec, self._log_dir, self._state = spec, log_dir, state
+        self._began_s, self._looked_s = began_s, began_s
+        self._next_s, self._pause_s = began_s + FIRST_S, FIRST_S
+        self.over = False
+
+    def missing(self) -> tuple[str, ...]:
+        """The nodes whose agents are not up, in the job's order."""
+        up = nodes_up(self._log_dir)
+        return tuple(name for name in self._spec.names if name not in up)
+
+    def look(self, now_s: float) -> tuple[str, ...]:
+        """Now and then: say what has become of it. The nodes without which training has just begun."""
+        if self.over or now_s - self._looked_s < LOOK_S:
+            return ()
+        self._looked_s = now_s
+        begun = has_begun(self._log_dir)
+        if not begun and now_s < self._next_s:
+            return ()
+        missing = self.missing()
+        if begun:
+            self.over = True
+            if missing:
+                logger.warning("training begins without %s", compress(missing))
+            clear(self._log_dir)
+            return missing
+        if missing:
+            states = {name: self._state(name) for name in missing}
+            logger.warning("%s", waiting_text(self._spec, states, now_s - self._began_s))
+            self._pause_s = min(2 * self._pause_s, LONGEST_S)
+            self._next_s = now_s + self._pause_s
+        return ()
+
+
 @dataclass
 class SlurmRun:
     """One `ckptless-run` in a batch script (or beside salloc).
@@ -106,7 +172,7 @@ class SlurmRun:
     requeue: int = 0
     binding: tuple[str, ...] = ()
     _steps: list[Step] = field(default_factory=list)
-    _stop: asyncio.Future[signal.Signals] | None = None
+    _stop: signal.Signals | None = None
 
     @property
     def log_dir(self) -> Path:
@@ -116,7 +182,6 @@ class SlurmRun:
     async def run(self) -> int:
         """Start the agents, pass their output on, and wait for the end. The exit code."""
         loop = asyncio.get_running_loop()
-        self._stop = loop.create_future()
         for number in ENDING:
             loop.add_signal_handler(number, self._stopped, number)
         for number in USERS:
@@ -143,16 +208,14 @@ class SlurmRun:
     @property
     def _ended_by_signal(self) -> bool:
         """Whether the agents, or this process, got a signal that may be Slurm's; Ctrl-C is the user's."""
-        assert self._stop is not None
         outcome = self.outcome()
         if outcome is not None and outcome.why != "cancelled":
             return False
-        return outcome is not None or (self._stop.done() and self._stop.result() == signal.SIGTERM)
+        return outcome is not None or self._stop is signal.SIGTERM
 
     def _stopped(self, number: signal.Signals) -> None:
-        assert self._stop is not None
-        if not self._stop.done():
-            self._stop.set_result(number)
+        if self._stop is None:
+            self._stop = number
 
     async def _start(self, name: str) -> Step:
         step = Step(name, self.log_dir / f"console-{name}.out", self.log_dir / f"agent-{name}.log")
@@ -183,7 +246,6 @@ class SlurmRun:
 
     async def _wait(self) -> None:
         """Until every agent's step is over, or is late: after the job's end, or the user's signal."""
-        assert self._stop is not None
         loop = asyncio.get_running_loop()
         follower = Follower([step.console for step in self._steps], sys.stdout.buffer)
         told, deadline = False, None
@@ -192,8 +254,8 @@ class SlurmRun:
         while any(step.running and not step.given_up for step in self._steps) or self._starts_again:
             await asyncio.sleep(POLL_S)
             follower.pass_on()
-            if self._stop.done() and not told:
-                logger.warning("%s: ending the job", self._stop.result().name)
+            if self._stop is not None and not told:
+                logger.warning("%s: ending the job", self._stop.name)
                 told, deadline = True, loop.time() + self._leave_s
                 self._signal(signal.SIGTERM)
             if self.outcome() is None:
@@ -211,8 +273,7 @@ class SlurmRun:
 
     @property
     def _leave_s(self) -> float:
-        save_s = self.config.save.end_s if self.config.save is not None else 0.0
-        return self.config.shutdown_s + save_s + LEAVE_GRACE_S
+        return self.config.leave_s + LEAVE_GRACE_S
 
     @property
     def _starts_again(self) -> bool:
@@ -228,7 +289,7 @@ class SlurmRun:
         missing = forming.missing() if ended else ()
         for step in ended:
             assert step.process is not None
-            if step.name not in missing or (self._stop is not None and self._stop.done()):
+            if step.name not in missing or self._stop is not None:
                 step.again_s = None
             elif step.process.returncode in CANNOT_START:
                 raise StartError(f"{step.name}: {_last_line(step.log)}")
@@ -260,9 +321,8 @@ class SlurmRun:
 
     async def _requeue(self) -> None:
         """The last rung. Where nobody is left who knows better, this process says how this start ended."""
-        assert self._stop is not None
         outcome, spec = self.outcome(), self.config.spec
-        why = None if self._stop.done() else why_requeue(outcome, self.requeue, self.env)
+        why = None if self._stop is not None else why_requeue(outcome, self.requeue, self.env)
         if why is None or not await requeue(slurm_job_id(spec.job), why):
             return
         if outcome is None:
@@ -276,15 +336,11 @@ class SlurmRun:
     def _result(self) -> int:
         outcome = self.outcome()
         if outcome is None:
-            if self._stop is not None and self._stop.done():
-                return 128 + self._stop.result()
+            if self._stop is not None:
+                return 128 + self._stop
             raise StartError(f"no agent is left, and none could say why; their logs are in {self.log_dir}")
-        level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
-        logger.log(level, "job %s %s: %s", self.config.spec.job, outcome.state, outcome.reason)
-        if outcome.exit_code != 0:
-            log = rank_log_path(self.log_dir, outcome.rank) if outcome.rank is not None else None
-            last_words(log, outcome.rank, str(self.log_dir))
-        return outcome.exit_code
+        log = rank_log_path(self.log_dir, outcome.rank) if outcome.rank is not None else None
+        return tell_end(self.config.spec.job, outcome, log, str(self.log_dir))
 
 
 def _tie() -> None:
@@ -315,7 +371,7 @@ def step_env(env: Mapping[str, str], config: SharedConfig) -> dict[str, str]:
     not fit on one node: an agent has all that the job has on its node.
     """
     kept = {name: value for name, value in env.items() if name not in NOT_FOR_STEPS}
-    kept[AGENT_CONFIG] = base64.b64encode(msgspec.json.encode(config)).decode()
+    kept[AGENT_CONFIG] = encoded(config)
     return kept
 
 
@@ -349,7 +405,44 @@ def step_log_dir(parent: Path, run: str) -> tuple[Path, str]:
 
 def _last_line(path: Path) -> str:
     try:
-        lines = path.read_text(errors="replace").strip().splitlines()
+        lines = log_end(path)
     except OSError:
         lines = []
     return lines[-1] if lines else "its agent did not start, and said nothing"
+
+
+# ------------------------------------------------------------------------------- failure domains
+
+
+async def find_domains(names: Sequence[str], site: Mapping[str, Sequence[str]] | None) -> tuple[str, ...]:
+    """`JobSpec.domains` for nodes of these names: from the site's own table, or from Slurm's topology.
+
+    Says in a line of the log what it found. Raises nothing of Slurm's or ours: then no domain is known.
+    """
+    found, source = by_members(names, site or {}), "the settings"
+    if site is None:
+        try:
+            found, source = by_members(names, await _topology()), "Slurm's topology"
+        except CkptlessError as error:
+            logger.info("failure domains are not known: %s", error)
+            return ()
+    if not found:
+        logger.info("failure domains are not known: every node counts as one of its own")
+        return ()
+    known = sorted({domain for domain in found if domain})
+    parts = [
+        f"{domain} {compress(name for name, its in zip(names, found, strict=True) if its == domain)}"
+        for domain in known[:8]
+    ]
+    more = f", and {len(known) - 8} more" if len(known) > 8 else ""
+    logger.info("failure domains, from %s: %s%s", source, ", ".join(parts), more)
+    if sum(map(len, found)) > MOST_TEXT:
+        found = tuple(str(known.index(domain)) if domain else "" for domain in found)
+    return found
+
+
+async def _topology() -> dict[str, tuple[str, ...]]:
+    done = await Commands().command(Deadline(TOPOLOGY_DEADLINE_S), "scontrol", "show", "topology")
+    if done.status != 0:
+        raise from_message("show its topology", done.err or done.out)
+    return read_topology(done.out)

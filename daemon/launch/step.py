@@ -4,7 +4,6 @@ A step over several nodes is weaker than a batch script's single-node steps: Slu
 its nodes comes back from a power cycle before Slurm has noticed.
 """
 
-import base64
 import logging
 import os
 import socket
@@ -14,9 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
+from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, encoded
 from ckptless.daemon.agent.ranks.socket_folder import rank_sockets
 from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.api.outcome import read_outcome
@@ -51,7 +48,7 @@ class StepRun:
         return self._wait()
 
     def _become_agent(self) -> None:
-        env = {**self.env, AGENT_CONFIG: base64.b64encode(msgspec.json.encode(self.config)).decode()}
+        env = {**self.env, AGENT_CONFIG: encoded(self.config)}
         words = [sys.executable, "-m", "ckptless.daemon.agent.main", "--slurm"]
         sys.stdout.flush()
         sys.stderr.flush()

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 
 from ckptless.daemon.agent.signals import ENDING, USERS
 from ckptless.daemon.api.errors import UsageError
-
-Options = Mapping[str, object]
+from ckptless.daemon.options import RunOptions
 
 # What brings torchrun's nodes together, or is how it looks after processes: the agents know by themselves.
 NOT_NEEDED = (
@@ -44,31 +43,20 @@ _COUNT = (
 _NONE, _BOTH = 0, 3
 
 
-def check(options: Options) -> tuple[str, ...]:
+def check(given: Mapping[str, object]) -> tuple[str, ...]:
     """Return the options that were given and have no effect. Raises UsageError for what cannot be had."""
     for name, why in REFUSED.items():
-        if options[name] and options[name] != DEFAULTS.get(name):
+        if given.get(name) and given[name] != DEFAULTS.get(name):
             raise UsageError(f"{_dashed(name)}: {why}")
-    names = str(options["signals_to_handle"] or "").split(",")
+    names = str(given.get("signals_to_handle") or "").split(",")
     known = {signal.Signals(number).name for number in (*ENDING, *USERS)}
     if strange := [name for name in names if name.strip() not in {*known, ""}]:
         raise UsageError(f"--signals-to-handle {strange[0]}: only {', '.join(sorted(known))} reach the ranks")
-    if options["local"] and options["log_dir"] is not None:
-        raise UsageError("--log-dir is for a Slurm job: with --local the logs are below --state-dir")
-    return tuple(_dashed(name) for name in NOT_NEEDED if options[name])
+    return tuple(_dashed(name) for name in NOT_NEEDED if given.get(name))
 
 
-def counted(options: Options) -> dict[str, object]:
-    """The same options with the numbers of nodes and of ranks as numbers. Raises UsageError."""
-    nodes, ranks = options["nodes"], options["nproc_per_node"]
-    return {
-        **options,
-        "nodes": None if nodes is None else _nodes(str(nodes)),
-        "nproc_per_node": None if ranks is None else _ranks_per_node(str(ranks)),
-    }
-
-
-def _nodes(text: str) -> int:
+def count_nodes(text: str) -> int:
+    """The number of nodes that train. Raises UsageError."""
     found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text, re.ASCII)
     if found is None or int(found[1]) < 1:
         raise UsageError(f"--nnodes {text}: give a whole number from 1 on")
@@ -81,8 +69,11 @@ def _nodes(text: str) -> int:
     return most
 
 
-def _ranks_per_node(text: str) -> int:
-    """A number, or what torchrun makes of a word (gpu, cpu, xpu, auto): it is asked, on this node."""
+def count_ranks(text: str) -> int:
+    """A number, or what torchrun makes of a word (gpu, cpu, xpu, auto): it is asked, on this node.
+
+    Raises UsageError.
+    """
     if re.fullmatch(r"-?\d{1,6}", text, re.ASCII):
         count = text
     else:
@@ -106,20 +97,20 @@ def _ranks_per_node(text: str) -> int:
 # --------------------------------------------------------------------------- whose output is shown
 
 
-def shown(options: Options, nodes: int, slots: int) -> tuple[int, ...] | None:
+def shown(options: RunOptions, nodes: int, slots: int) -> tuple[int, ...] | None:
     """Ranks whose output is shown on the console, by --tee, --redirects and --local-ranks-filter; None: all.
 
     Where nothing is said it is rank 0, where torchrun shows all: jobs have more than one node here. What is
     said in torchrun's way means what it means there; a local rank is the rank's place on its first node.
     """
-    tee, redirects, wanted = options["tee"], options["redirects"], options["local_ranks_filter"]
+    tee, redirects, wanted = options.tee, options.redirects, options.local_ranks_filter
     own = _own(tee)
     if own is not _SAYS_NOTHING:
         return own
     teed, redirected = _streams("--tee", tee), _streams("--redirects", redirects)
     if not wanted and not any(teed.values()) and not any(redirected.values()):
         return (0,)
-    chosen = _local_ranks(str(wanted)) if wanted else range(slots)
+    chosen = _local_ranks(wanted) if wanted else range(slots)
     local = [
         number
         for number in range(slots)
@@ -133,7 +124,7 @@ def shown(options: Options, nodes: int, slots: int) -> tuple[int, ...] | None:
 _SAYS_NOTHING = (-1,)
 
 
-def _own(tee: object) -> tuple[int, ...] | None:
+def _own(tee: str | None) -> tuple[int, ...] | None:
     """What torchrun has no word for: all, none, or ranks of the whole job with a comma."""
     if tee in ("all", "none"):
         return None if tee == "all" else ()
@@ -142,11 +133,10 @@ def _own(tee: object) -> tuple[int, ...] | None:
     return _SAYS_NOTHING
 
 
-def _streams(option: str, value: object) -> dict[int, int]:
+def _streams(option: str, text: str | None) -> dict[int, int]:
     """torchrun's Std.from_str: one number for all local ranks (-1 here), or one for some of them."""
-    if value is None:
+    if text is None:
         return {-1: _NONE}
-    text = str(value)
     if re.fullmatch("[0123]", text, re.ASCII):
         found = {-1: int(text)}
     elif re.fullmatch(r"(\d{1,6}:[0123],)*\d{1,6}:[0123]", text, re.ASCII):

@@ -4,11 +4,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#define MAX_SPARES 1024
-#define MAX_REPLICAS 64
-#define MIN_STALL_S 5
-#define MAX_STALL_S 86400
-
 static bool is_digit(char c)
 {
 	return c >= '0' && c <= '9';
@@ -58,7 +53,7 @@ static bool duration_s(const char *text, size_t size, int *out)
 		value *= 60; /* at most 7 digits: no overflow */
 	else if (used != size && !(used + 1 == size && text[used] == 's'))
 		return false;
-	if (value < MIN_STALL_S || value > MAX_STALL_S)
+	if (value < CKPTLESS_MAX_STALL_LOW || value > CKPTLESS_MAX_STALL_HIGH)
 		return false;
 	*out = value;
 	return true;
@@ -69,7 +64,7 @@ static bool same(const char *text, size_t size, const char *word)
 	return strlen(word) == size && memcmp(text, word, size) == 0;
 }
 
-/* "500MB/s": a number, a unit, and 1 MB/s to 1000 GB/s; or "none". */
+/* "500MB/s": a number and a unit; or "none". */
 static bool rate(const char *text, size_t size, char *out)
 {
 	static const struct {
@@ -98,7 +93,7 @@ static bool rate(const char *text, size_t size, char *out)
 				break;
 			}
 		}
-		if (used != size || value < 1e6 || value > 1e12)
+		if (used != size || value < CKPTLESS_BANDWIDTH_LOW || value > CKPTLESS_BANDWIDTH_HIGH)
 			return false;
 	}
 	memcpy(out, text, size);
@@ -143,16 +138,18 @@ static bool setting_parse(const char *item, size_t size, struct ckptless_spec *s
 
 	if (same(item, key, "spares")) {
 		again = spec->spares != CKPTLESS_NOT_SAID;
-		want = bounded(value, rest, 0, MAX_SPARES, &spec->spares) ? NULL : "a number from 0 to 1024";
+		want = bounded(value, rest, CKPTLESS_SPARES_LOW, CKPTLESS_SPARES_HIGH, &spec->spares)
+			       ? NULL : "a number from " CKPTLESS_SPARES_RANGE;
 	} else if (same(item, key, "replicas")) {
 		again = spec->replicas != CKPTLESS_NOT_SAID;
-		want = bounded(value, rest, 1, MAX_REPLICAS, &spec->replicas) ? NULL : "a number from 1 to 64";
+		want = bounded(value, rest, CKPTLESS_REPLICAS_LOW, CKPTLESS_REPLICAS_HIGH, &spec->replicas)
+			       ? NULL : "a number from " CKPTLESS_REPLICAS_RANGE;
 	} else if (same(item, key, "max-stall")) {
 		again = spec->max_stall_s != CKPTLESS_NOT_SAID;
-		want = duration_s(value, rest, &spec->max_stall_s) ? NULL : "5s to 86400s, or minutes as in 2m";
+		want = duration_s(value, rest, &spec->max_stall_s) ? NULL : CKPTLESS_MAX_STALL_RANGE ", or minutes as in 2m";
 	} else if (same(item, key, "bandwidth")) {
 		again = spec->bandwidth[0] != '\0';
-		want = rate(value, rest, spec->bandwidth) ? NULL : "1MB/s to 1000GB/s, as in 500MB/s, or none";
+		want = rate(value, rest, spec->bandwidth) ? NULL : CKPTLESS_BANDWIDTH_RANGE ", as in 500MB/s, or none";
 	} else if (same(item, key, "interface")) {
 		again = spec->interface[0] != '\0';
 		want = interface_name(value, rest, spec->interface) ? NULL : "an interface, or a network";
@@ -227,9 +224,7 @@ bool ckptless_fits(const struct ckptless_spec *spec, long nodes, char *why, size
 {
 	if (!spec->on || nodes <= 0 || spec->spares < nodes)
 		return true;
-	snprintf(why, why_size,
-		 "with %d spare%s, a job of %ld node%s has none left to train on; ask for more nodes (-N) or for "
-		 "fewer spares",
-		 spec->spares, spec->spares == 1 ? "" : "s", nodes, nodes == 1 ? "" : "s");
+	snprintf(why, why_size, CKPTLESS_NONE_LEFT, spec->spares, spec->spares == 1 ? "" : "s", nodes,
+		 nodes == 1 ? "" : "s");
 	return false;
 }

@@ -5,6 +5,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "table.h" /* ranges and sentences that ckptless-run has, too */
+
 #define CKPTLESS_NOT_SAID (-1)
 #define CKPTLESS_BANDWIDTH_SIZE 24
 #define CKPTLESS_INTERFACE_SIZE 48 /* an IPv6 network has 43 */
@@ -31,11 +33,6 @@ bool ckptless_spec_parse(const char *text, struct ckptless_spec *spec, char *why
 
 /* Writes a spec in its one form, into CKPTLESS_SPEC_SIZE bytes. Parsing it again gives the same spec. */
 void ckptless_spec_format(const struct ckptless_spec *spec, char *text);
-
-/* In words that ckptless-run uses, too. */
-#define CKPTLESS_NO_HET                                                                                      \
-	"a heterogeneous job (with : or hetjob) cannot train with ckptless, which would use its first "     \
-	"component alone; submit one job whose nodes are all alike"
 
 /* Whether a job of so many nodes (0 or less: not known) has one left to train on; false and a sentence if not. */
 bool ckptless_fits(const struct ckptless_spec *spec, long nodes, char *why, size_t why_size);

@@ -5,8 +5,8 @@ itself, and serve the second (JOB.1), which begins once there is a file HOME/aga
 """
 
 import asyncio
-import dataclasses
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.config import KeepConfig, LocalConfig
-from ckptless.daemon.launch import local, main, nest
-from ckptless.daemon.launch.saving import newest
+from ckptless.daemon.launch import local, main
+from ckptless.daemon.launch import options as launch_options
+from ckptless.daemon.launch.options import newest, saved_step
 
 POLL_S = 0.05
 
@@ -32,14 +34,15 @@ class Shared(SocketFolder):
 class Start(local.LocalRun):
     """One start; the first begins the daemons, and the second ends them."""
 
-    def __init__(self, options: local.LocalOptions, earlier: "Start | None" = None) -> None:
+    def __init__(self, config: SharedConfig, more: dict[str, Any], earlier: "Start | None" = None) -> None:
         self._restarts = 0 if earlier is None else 1
-        name = f"{options.job.partition('.')[0]}.{self._restarts}"
-        super().__init__(dataclasses.replace(options, job=name))
+        name = f"{config.spec.job.partition('.')[0]}.{self._restarts}"
+        # The run id stays, as of a Slurm job, however often it starts.
+        spec = replace(
+            config.spec, job=name, launch=secrets.token_hex(16), saved_step=saved_step(config.save)
+        )
+        super().__init__(replace(config, spec=spec), **more)
         self._earlier = earlier
-        if earlier is not None:
-            # As of a Slurm job, however often it starts.
-            self._spec = replace(self._spec, run_id=earlier._spec.run_id)
 
     def _prepare(self) -> None:
         if self._earlier is None:
@@ -61,7 +64,7 @@ class Start(local.LocalRun):
         for node in self._nodes:
             if str(node.number) in lost and node.daemon is not None:
                 # Another node in its place: nothing is kept there.
-                await nest.end([node.daemon], 15.0)
+                await local.end([node.daemon], 15.0)
                 await self._start_daemon(node)
                 await self._daemon_ready(node)
 
@@ -70,7 +73,7 @@ class Start(local.LocalRun):
             await super()._end_all()
             return
         agents = [node.agent for node in self._nodes if node.agent is not None]
-        await nest.end(agents, 15.0)
+        await local.end(agents, 15.0)
         daemons = {node.daemon.pid for node in self._nodes if node.daemon is not None}
         while set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - daemons:
             self._adopt_orphans()
@@ -80,11 +83,11 @@ class Start(local.LocalRun):
 class Both:
     """In place of LocalRun."""
 
-    def __init__(self, options: local.LocalOptions) -> None:
-        self._options = options
+    def __init__(self, config: SharedConfig, **more: Any) -> None:
+        self._config, self._more = config, more
 
     async def run(self) -> int:
-        folder = Shared(self._options.job)
+        folder = Shared(self._config.spec.job)
         stand_in: Any = lambda _job: folder  # noqa: E731
         local.SocketFolder = stand_in  # type: ignore[attr-defined]
         try:
@@ -93,19 +96,19 @@ class Both:
             SocketFolder.close(folder)
 
     async def _run(self) -> int:
-        first = Start(self._options)
+        first = Start(self._config, self._more)
         (HOME / "first").write_text(str(await first.run()))
         while not (HOME / "again").exists():  # noqa: ASYNC110  # it is another process that makes it
             await asyncio.sleep(POLL_S)
-        options, save = self._options, self._options.save
+        config, save = self._config, self._config.save
         if save is not None:
-            world_size = options.nodes * options.slots
+            world_size = config.spec.nodes * config.spec.slots_per_node
             save = replace(save, resume=str(newest(Path(save.directory), world_size) or ""))
-        return await Start(dataclasses.replace(options, save=save), first).run()
+        return await Start(replace(config, save=save), self._more, first).run()
 
 
 if __name__ == "__main__":
     HOME = Path(sys.argv.pop(1))
     stand_in: Any = Both
-    main.LocalRun = stand_in  # type: ignore[attr-defined]
+    launch_options.LocalRun = stand_in  # type: ignore[attr-defined,misc]
     main.main()

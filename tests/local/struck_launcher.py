@@ -4,19 +4,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckptless.daemon.launch import main, nest
+from ckptless.daemon.launch import local, main
 
-_agent = nest.Nest.agent
+_start_agent = local.LocalRun._start_agent
 
 
-async def agent(self: nest.Nest, arguments: Any, preload: Any, log: Path) -> Any:
+async def start_agent(self: local.LocalRun, node: local.Node, program: Any) -> Any:
     """As ever, but of another program."""
-    assert tuple(arguments[:2]) == ("-m", nest.AGENT)
-    words = (str(Path(__file__).with_name("struck_agent.py")), PLAN, nest.AGENT, *arguments[2:])
-    return await _agent(self, words, preload, log)
+    assert tuple(program[:2]) == ("-m", local.AGENT)
+    words = (str(Path(__file__).with_name("struck_agent.py")), PLAN, local.AGENT, *program[2:])
+    return await _start_agent(self, node, words)
 
 
 if __name__ == "__main__":
     PLAN = sys.argv.pop(1)
-    nest.Nest.agent = agent  # type: ignore[method-assign]
+    local.LocalRun._start_agent = start_agent  # type: ignore[method-assign]
     main.main()

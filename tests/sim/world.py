@@ -6,12 +6,12 @@ from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
-from ckptless.daemon.agent.versions.twin_check import TwinsMode
 from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.ckptlessd.session import LIFE_BITS
 from ckptless.daemon.control.decree import Durable
 from ckptless.daemon.control.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.membership.overlay import overlay
+from ckptless.daemon.options import TwinsMode
 from ckptless.daemon.peers import messages as p
 
 from . import components

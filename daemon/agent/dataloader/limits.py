@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptless.daemon.agent.config import DataConfig
+from ckptless.daemon.options import DataSettings
 
 # Of the free memory a ring takes one part in so many: the ranks, and other rings, need some, too.
 PARTS = 2
@@ -24,7 +24,7 @@ class Free(NamedTuple):
     whose: str
 
 
-def limited(window: int, budget_nbytes: int, site: DataConfig, free: Free | None) -> RingLimits:
+def limited(window: int, budget_nbytes: int, site: DataSettings, free: Free | None) -> RingLimits:
     """The smallest of what the loader asks for, the site allows, and the memory has room for."""
     reasons = []
     if site.prefetch is not None and site.prefetch < window:

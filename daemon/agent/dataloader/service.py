@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Iterable
 
-from ckptless.daemon.agent.config import DataConfig
 from ckptless.daemon.agent.dataloader.limits import free_memory, limited
 from ckptless.daemon.agent.dataloader.node import LEASE_S, RingNode
 from ckptless.daemon.agent.ranks.link import RankLink
@@ -11,6 +10,7 @@ from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import check_protocol
 from ckptless.daemon.api.errors import ProtocolError
 from ckptless.daemon.api.model import RingState
+from ckptless.daemon.options import DataSettings
 
 # A report has to stay small, whatever a script does.
 MOST_TOLD = 32
@@ -23,11 +23,11 @@ class RingService:
         self,
         on_event: Callable[[str, str], None],
         lease_s: float = LEASE_S,
-        limits: DataConfig | None = None,
+        limits: DataSettings | None = None,
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_event, self._lease_s, self._on_news = on_event, lease_s, on_news
-        self._limits = limits or DataConfig()
+        self._limits = limits or DataSettings()
         self._leases = itertools.count(1)
         # By loader and manifest.
         self._rings: dict[tuple[str, str], RingNode] = {}

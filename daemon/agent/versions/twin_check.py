@@ -7,14 +7,14 @@ left alone.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from ckptless.daemon.api.messages import Doubt
 from ckptless.daemon.api.twins import compare
+from ckptless.daemon.options import TwinsMode
 from ckptless.daemon.peers.messages import CompareTwins, TwinsCompared, TwinsMessage
 
 Said = TypeVar("Said", CompareTwins, TwinsCompared)
-TwinsMode: TypeAlias = Literal["off", "warn", "act"]
 Key: TypeAlias = tuple[int, int]
 """Shard, step."""
 

@@ -7,9 +7,10 @@ from msgspec.structs import replace
 from ckptless.daemon.agent.versions.connections import Peer
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore, header_of
-from ckptless.daemon.agent.versions.twin_check import TwinCheck, TwinsMode
+from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.api.errors import BadVersionError
 from ckptless.daemon.api.messages import Holdings
+from ckptless.daemon.options import TwinsMode
 from ckptless.daemon.peers import messages as p
 
 

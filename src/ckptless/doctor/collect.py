@@ -15,7 +15,8 @@ from ckptless.daemon.agent import sock_owner
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.unixpath import unix_address
 from ckptless.daemon.launch.allocation import inside_slurm
-from ckptless.daemon.settings import DaemonSettings, load_settings
+from ckptless.daemon.options import DaemonSettings
+from ckptless.daemon.settings import load_settings
 from ckptless.daemon.settings_bind import interfaces
 from ckptless.doctor.facts import Daemon, Facts, Limits, Nccl, Torch
 from ckptless.torch_versions import Version, parse

@@ -1,5 +1,6 @@
 """ckptctl: what it prints, the JSON that scripts rely on, and its exit codes."""
 
+import dataclasses
 import json
 import math
 import os
@@ -690,10 +691,10 @@ def test_without_a_daemon_root_reads_what_it_has_left_and_others_are_told_where_
 ) -> None:
     monkeypatch.delenv("CKPTLESS_STATE_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
-    site = structs.replace(
+    site = dataclasses.replace(
         load_settings().daemon, socket=str(tmp_path / "none.sock"), state_dir=str(tmp_path / "site")
     )
-    settings = structs.replace(load_settings(), daemon=site)
+    settings = dataclasses.replace(load_settings(), daemon=site)
     monkeypatch.setattr(source, "load_settings", lambda: settings)
     nothing = invoke("jobs")
     assert (nothing.exit_code, nothing.stdout) == (3, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -63,8 +64,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A state folder without a local run, and no settings: the node's own daemon listens in it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("CKPTLESS_STATE_DIR", raising=False)
-    daemon = msgspec.structs.replace(load_settings().daemon, socket=str(tmp_path / "system.sock"))
-    settings = msgspec.structs.replace(load_settings(), daemon=daemon)
+    daemon = dataclasses.replace(load_settings().daemon, socket=str(tmp_path / "system.sock"))
+    settings = dataclasses.replace(load_settings(), daemon=daemon)
     monkeypatch.setattr(ask_module, "load_settings", lambda: settings)
     return tmp_path
 

@@ -13,20 +13,21 @@ import pytest
 from click.testing import CliRunner, Result
 
 import ckptless
-from ckptless.daemon.agent.config import DataConfig
+from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.launch import main
-from ckptless.daemon.launch.data import data_config
-from ckptless.daemon.launch.local import LocalOptions
-from ckptless.daemon.settings import DataSettings
+from ckptless.daemon.launch import options as launch_options
+from ckptless.daemon.launch.options import data_of
+from ckptless.daemon.options import DataSettings, run_options
 
 
 class FakeRun:
     """Takes the checked options, and runs nothing."""
 
-    seen: LocalOptions | None = None
+    seen: SharedConfig | None = None
+    state_dir: Path | None = None
 
-    def __init__(self, options: LocalOptions) -> None:
-        type(self).seen = options
+    def __init__(self, config: SharedConfig, state_dir: Path | None, port: int, verbose: bool) -> None:
+        type(self).seen, type(self).state_dir = config, state_dir
 
     async def run(self) -> int:
         return 0
@@ -34,7 +35,7 @@ class FakeRun:
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(main, "LocalRun", FakeRun)
+    monkeypatch.setattr(launch_options, "LocalRun", FakeRun)
     monkeypatch.setattr(FakeRun, "seen", None)
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
@@ -45,7 +46,7 @@ def call(words: Sequence[str]) -> Result:
     return CliRunner().invoke(main.command, list(words), prog_name="ckptless-run")
 
 
-def options(*words: str) -> LocalOptions:
+def options(*words: str) -> SharedConfig:
     result = call(["--local", *words])
     assert result.exit_code == 0, result.output
     assert FakeRun.seen is not None
@@ -55,18 +56,19 @@ def options(*words: str) -> LocalOptions:
 def test_defaults(tmp_path: Path) -> None:
     found = options("train.py")
     assert found.argv == (str(tmp_path / "train.py"),)
-    assert (found.nodes, found.spares, found.slots, found.start_tries) == (1, 0, 1, 0)
+    spec = found.spec
+    assert (spec.nodes, spec.spares, spec.slots_per_node, spec.limits.start_tries) == (1, 0, 1, 0)
     assert not found.module
     assert found.tee == (0,)
-    assert found.state_dir is None
-    assert found.job.startswith("local-")
-    assert options("train.py").job != options("train.py").job
+    assert FakeRun.state_dir is None
+    assert spec.job.startswith("local-")
+    assert options("train.py").spec.job != options("train.py").spec.job
 
 
 def test_limits_for_batches() -> None:
-    assert options("train.py").data == DataConfig()
+    assert options("train.py").data == DataSettings()
     found = options("--data-budget", "32MiB", "--data-prefetch", "3", "train.py").data
-    assert found == DataConfig(budget_nbytes=32 << 20, prefetch=3)
+    assert found == DataSettings(budget_nbytes=32 << 20, prefetch=3)
     for wrong in ("much", "1KiB", "12", "-4MiB"):
         result = call(["--local", f"--data-budget={wrong}", "train.py"])
         assert result.exit_code == 2
@@ -77,29 +79,28 @@ def test_limits_for_batches() -> None:
 @pytest.mark.parametrize(
     ("site", "found"),
     [
-        (DataSettings(), DataConfig(budget_nbytes=8 << 20, prefetch=4)),
-        (DataSettings(budget_nbytes=4 << 20, prefetch=9), DataConfig(budget_nbytes=4 << 20, prefetch=4)),
-        (DataSettings(budget_nbytes=9 << 20, prefetch=2), DataConfig(budget_nbytes=8 << 20, prefetch=2)),
+        (DataSettings(), DataSettings(budget_nbytes=8 << 20, prefetch=4)),
+        (DataSettings(budget_nbytes=4 << 20, prefetch=9), DataSettings(budget_nbytes=4 << 20, prefetch=4)),
+        (DataSettings(budget_nbytes=9 << 20, prefetch=2), DataSettings(budget_nbytes=8 << 20, prefetch=2)),
     ],
 )
-def test_the_lower_of_two_limits_for_batches_counts(site: DataSettings, found: DataConfig) -> None:
-    assert data_config({"data_budget": "8MiB", "data_prefetch": 4}, site) == found
-    given = DataConfig(budget_nbytes=site.budget_nbytes, prefetch=site.prefetch)
-    assert data_config({}, site) == given
+def test_the_lower_of_two_limits_for_batches_counts(site: DataSettings, found: DataSettings) -> None:
+    assert data_of(run_options({"data_budget_nbytes": "8MiB", "data_prefetch": 4}), site) == found
+    assert data_of(run_options({}), site) == site
 
 
 def test_a_limit_for_copies() -> None:
-    assert options("train.py").replication.bandwidth == 0
-    assert options("--replication-bandwidth", "50MB/s", "train.py").replication.bandwidth == 5e7
+    assert options("train.py").replication.bandwidth_rate is None
+    assert options("--replication-bandwidth", "50MB/s", "train.py").replication.bandwidth_rate == 5e7
     result = call(["--local", "--replication-interface", "lo", "train.py"])
     assert result.exit_code == 2
     assert "--replication-interface is for a Slurm job" in result.stderr
 
 
 def test_failure_domains() -> None:
-    assert options("train.py").domains == ()
+    assert options("train.py").spec.domains == ()
     found = options("--nodes", "2", "--spares", "1", "--domains", "a,a,b", "train.py")
-    assert found.domains == ("a", "a", "b")
+    assert found.spec.domains == ("a", "a", "b")
 
 
 @pytest.mark.parametrize("text", ["a,a", "a,a,b,b", "", "a,,b", "a,b c,d"])
@@ -121,7 +122,8 @@ def test_failure_domains_that_cannot_be(text: str) -> None:
 )
 def test_dashes_or_underscores(words: list[str]) -> None:
     found = options(*words, "train.py")
-    assert (found.nodes, found.slots, found.start_tries) == (2, 3, 1)
+    spec = found.spec
+    assert (spec.nodes, spec.slots_per_node, spec.limits.start_tries) == (2, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -139,16 +141,16 @@ def test_dashes_or_underscores(words: list[str]) -> None:
 def test_what_follows_the_script_is_the_scripts(ours: list[str], theirs: list[str], tmp_path: Path) -> None:
     found = options(*ours, "train.py", *theirs)
     assert found.argv == (str(tmp_path / "train.py"), *theirs)
-    assert found.nodes == 1
+    assert found.spec.nodes == 1
     if "a_b" in "".join(ours):
-        assert found.job == "a_b"
+        assert found.spec.job == "a_b"
 
 
 def test_a_module() -> None:
     found = options("--nnodes=2", "-m", "my_package.train_it", "--nodes", "3", "-m")
     assert found.module
     assert found.argv == ("my_package.train_it", "--nodes", "3", "-m")
-    assert found.nodes == 2
+    assert found.spec.nodes == 2
 
 
 def test_a_script_with_a_blank_in_its_name(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_values_that_look_like_scripts(tmp_path: Path) -> None:
         "--preload", "my_models", "--preload", "numpy", "--state_dir", "some_where", "train.py", "x_y"
     )
     assert found.preload[-2:] == ("my_models", "numpy")
-    assert found.state_dir == Path("some_where")
+    assert FakeRun.state_dir == Path("some_where")
     assert found.argv == (str(tmp_path / "train.py"), "x_y")
 
 

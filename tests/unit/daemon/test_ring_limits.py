@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent.config import DataConfig
 from ckptless.daemon.agent.dataloader.limits import Free, free_memory, limited
+from ckptless.daemon.options import DataSettings
 
 MIB = 1 << 20
 
 
 def test_what_is_asked_for() -> None:
-    found = limited(8, 100 * MIB, DataConfig(), Free(1000 * MIB, "the node's memory"))
+    found = limited(8, 100 * MIB, DataSettings(), Free(1000 * MIB, "the node's memory"))
     assert found == (8, 100 * MIB, ())
-    assert limited(8, 100 * MIB, DataConfig(), None).budget_nbytes == 100 * MIB
-    assert limited(8, 100 * MIB, DataConfig(budget_nbytes=200 * MIB, prefetch=9), None).reasons == ()
+    assert limited(8, 100 * MIB, DataSettings(), None).budget_nbytes == 100 * MIB
+    assert limited(8, 100 * MIB, DataSettings(budget_nbytes=200 * MIB, prefetch=9), None).reasons == ()
 
 
 def test_what_the_site_allows() -> None:
-    found = limited(8, 100 * MIB, DataConfig(budget_nbytes=10 * MIB, prefetch=2), None)
+    found = limited(8, 100 * MIB, DataSettings(budget_nbytes=10 * MIB, prefetch=2), None)
     assert (found.window, found.budget_nbytes) == (2, 10 * MIB)
     assert found.reasons == (
         "2 batches are made ahead, not 8: data.prefetch or --data-prefetch",
@@ -28,7 +28,7 @@ def test_what_the_site_allows() -> None:
 
 @pytest.mark.parametrize("free", [0, 1, 30 * MIB])
 def test_what_is_free(free: int) -> None:
-    found = limited(8, 100 * MIB, DataConfig(budget_nbytes=50 * MIB), Free(free, "the cgroup /x"))
+    found = limited(8, 100 * MIB, DataSettings(budget_nbytes=50 * MIB), Free(free, "the cgroup /x"))
     assert found.budget_nbytes == max(1, free // 2)
     assert f"not {100 * MIB}: the cgroup /x has {free} bytes left" in found.reasons[0]
 

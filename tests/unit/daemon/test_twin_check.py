@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.versions.twin_check import TwinCheck, TwinsMode
+from ckptless.daemon.agent.versions.twin_check import TwinCheck
+from ckptless.daemon.options import TwinsMode
 from ckptless.daemon.peers.messages import CompareTwins
 
 SHAPE = "0" * 16

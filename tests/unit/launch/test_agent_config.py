@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from ckptless.daemon.agent import config
 from ckptless.daemon.agent.config import (
     AGENT_CONFIG,
-    ReplicationConfig,
     SharedConfig,
     of_this_node,
     thread_env,
 )
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import JobSpec, Limits
+from ckptless.daemon.options import ReplicationSettings
 from ckptless.daemon.settings_bind import Interface
 
 SHARED = SharedConfig(
@@ -68,7 +68,7 @@ def test_without_slurms_name_the_hosts_is_taken(monkeypatch: pytest.MonkeyPatch)
 
 
 def on_network(interface: str) -> dict[str, str]:
-    chosen = msgspec.structs.replace(SHARED, replication=ReplicationConfig(interface=interface))
+    chosen = msgspec.structs.replace(SHARED, replication=ReplicationSettings(interface=interface))
     return carried(msgspec.json.encode(chosen))
 
 

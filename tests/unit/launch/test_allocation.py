@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.launch.allocation import (
-    MAX_STALL,
-    SPARES,
     Allocation,
     Shape,
     Step,
     inside_slurm,
-    number,
     read_allocation,
     shape,
 )
+from ckptless.daemon.options import run_options
 
 Env = Mapping[str, str]
 
@@ -155,22 +153,19 @@ def test_damaged_values_are_refused_or_read(env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "given", "found"),
+    ("nodes", "spares", "slots", "found"),
     [
-        ({}, (None, None, None), (4, 0, 2)),
-        ({SPARES: "1"}, (None, None, None), (3, 1, 2)),
-        ({SPARES: "1"}, (None, 0, None), (4, 0, 2)),
-        ({SPARES: "1"}, (None, 2, None), (2, 2, 2)),
-        ({SPARES: "1"}, (2, None, None), (2, 1, 2)),
-        ({SPARES: ""}, (2, None, 5), (2, 0, 5)),
-        ({SPARES: "3"}, (None, None, 1), (1, 3, 1)),
-        ({}, (1, 1, None), (1, 1, 2)),
+        (None, 0, None, (4, 0, 2)),
+        (None, 1, None, (3, 1, 2)),
+        (None, 2, None, (2, 2, 2)),
+        (2, 1, None, (2, 1, 2)),
+        (2, 0, 5, (2, 0, 5)),
+        (None, 3, 1, (1, 3, 1)),
+        (1, 1, None, (1, 1, 2)),
     ],
 )
-def test_defaults(
-    env: Env, given: tuple[int | None, int | None, int | None], found: tuple[int, int, int]
-) -> None:
-    assert shape(read_allocation(BATCH), env, *given) == Shape(*found)
+def test_defaults(nodes: int | None, spares: int, slots: int | None, found: tuple[int, int, int]) -> None:
+    assert shape(read_allocation(BATCH), nodes, spares, slots) == Shape(*found)
 
 
 @pytest.mark.parametrize(
@@ -186,68 +181,66 @@ def test_defaults(
 )
 def test_ranks_on_a_node(tasks: int | None, gpus: int | None, slots: int | None, wants: int) -> None:
     found = Allocation(1, ("a",), tasks, gpus)
-    assert shape(found, {}, None, None, slots).slots == wants
+    assert shape(found, None, 0, slots).slots == wants
 
 
 @pytest.mark.parametrize(
-    ("env", "given", "says"),
+    ("nodes", "spares", "says"),
     [
-        ({SPARES: "4"}, (None, None), "with 4 spares, a job of 4 nodes has none left to train on"),
-        ({}, (None, 9), "with 9 spares, a job of 4 nodes has none left to train on"),
-        ({SPARES: "1"}, (4, None), "ask sbatch for --nodes=5"),
-        ({}, (3, 2), "ask sbatch for --nodes=5"),
-        ({SPARES: "x"}, (None, None), "CKPTLESS_SPARES is 'x'"),
-        ({SPARES: "-1"}, (None, None), "CKPTLESS_SPARES is '-1'"),
-        ({SPARES: "(null)"}, (None, None), "CKPTLESS_SPARES is '(null)'"),
+        (None, 4, "with 4 spares, a job of 4 nodes has none left to train on"),
+        (None, 9, "with 9 spares, a job of 4 nodes has none left to train on"),
+        (4, 1, "ask sbatch for --nodes=5"),
+        (3, 2, "ask sbatch for --nodes=5"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(env: Env, given: tuple[int | None, int | None], says: str) -> None:
+def test_what_does_not_fit_is_one_sentence(nodes: int | None, spares: int, says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        shape(read_allocation(BATCH), env, *given, None)
+        shape(read_allocation(BATCH), nodes, spares, None)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @settings(max_examples=2000, deadline=None)
-@given(
-    total=st.integers(1, 40),
-    told=st.integers(0, 40) | st.none(),
-    nodes=st.integers(1, 40) | st.none(),
-    spares=st.integers(0, 40) | st.none(),
-)
-def test_a_run_fits_its_allocation_or_is_refused(
-    total: int, told: int | None, nodes: int | None, spares: int | None
-) -> None:
+@given(total=st.integers(1, 40), nodes=st.integers(1, 40) | st.none(), spares=st.integers(0, 40))
+def test_a_run_fits_its_allocation_or_is_refused(total: int, nodes: int | None, spares: int) -> None:
     found = Allocation(1, tuple(f"n{n}" for n in range(total)), None, None)
-    env = {} if told is None else {SPARES: str(told)}
-    wanted = spares if spares is not None else told or 0
     try:
-        run = shape(found, env, nodes, spares, None)
+        run = shape(found, nodes, spares, None)
     except UsageError:
-        assert (nodes or 1) + wanted > total
+        assert (nodes or 1) + spares > total
         return
-    assert run.spares == wanted
+    assert run.spares == spares
     assert run.nodes >= 1
     assert run.nodes + run.spares == total if nodes is None else run.nodes == nodes
     assert run.nodes + run.spares <= total
 
 
-@pytest.mark.parametrize(("text", "value"), [("", None), ("0", 0.0), ("90", 90.0), ("2.5", 2.5)])
+# ---------------------------------------------------------------------------- what the plugin has set
+
+SPARES, STALL = "CKPTLESS_SPARES", "CKPTLESS_MAX_STALL"
+
+
+@pytest.mark.parametrize(("text", "value"), [("", 0), ("0", 0), ("7", 7), ("1024", 1024)])
+def test_spares_of_sbatch(text: str, value: int) -> None:
+    assert run_options({}, {SPARES: text}).spares == value
+    assert run_options({"spares": 2}, {SPARES: text}).spares == 2
+    # With --local the variables are another run's.
+    assert run_options({}).spares == 0
+
+
+@pytest.mark.parametrize(("text", "value"), [("", None), ("5", 5.0), ("90", 90.0), ("62.5", 62.5)])
 def test_numbers_of_the_plugin(text: str, value: float | None) -> None:
-    assert number({MAX_STALL: text}, MAX_STALL) == value
+    assert run_options({}, {STALL: text}).max_stall_s == value
 
 
-@pytest.mark.parametrize("text", ["inf", "nan", "1e3", "-1", " 1", "1\n", "1.", ".5", "0x1", "1_0"])
+@pytest.mark.parametrize("text", ["inf", "nan", "1e3", "-1", " 1", "1\n", "1.", ".5", "0x1", "1_0", "(null)"])
 def test_what_is_no_number(text: str) -> None:
-    with pytest.raises(UsageError, match="it must be a number"):
-        number({MAX_STALL: text}, MAX_STALL)
+    for name in (SPARES, STALL):
+        with pytest.raises(UsageError, match=f"{name} is .*: it must be a number"):
+            run_options({}, {name: text})
 
 
-def test_a_number_of_absurd_length_is_one_sentence() -> None:
-    with pytest.raises(UsageError):
-        shape(read_allocation(BATCH), {SPARES: "9" * 400}, None, None, None)
-
-
-def test_half_a_spare_is_one_sentence() -> None:
-    with pytest.raises(UsageError):
-        shape(read_allocation(BATCH), {SPARES: "1.5"}, None, None, None)
+@pytest.mark.parametrize("text", ["9" * 400, "1.5", "1025"])
+def test_no_number_of_spares(text: str) -> None:
+    with pytest.raises(UsageError, match=SPARES):
+        run_options({}, {SPARES: text})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.launch.domains import find_domains
+from ckptless.daemon.launch.slurm import find_domains
 
 NAMES = ("n1", "n2", "n3")
 SITE = {"rack1": ("n1", "n9"), "rack2": ("n2",)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.launch.follow import MAX_READS, READ_NBYTES, Follower
+from ckptless.daemon.launch.console import MAX_READS, READ_NBYTES, Follower
 
 
 def append(path: Path, data: bytes) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent.config import DEFAULT_SHUTDOWN_S, SharedConfig
+from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.api.forming import has_begun, mark_begun, mark_up, nodes_up
 from ckptless.daemon.api.messages import JobSpec, Limits
 from ckptless.daemon.launch import slurm
-from ckptless.daemon.launch.forming import Forming, waiting_text
-from ckptless.daemon.launch.slurm import SlurmRun
+from ckptless.daemon.launch.slurm import Forming, SlurmRun, waiting_text
+from ckptless.daemon.options import DEFAULT_SHUTDOWN_S
 
 NAMES = ("n01", "n02", "n03", "n04")
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ckptless.daemon.launch.identity import launch_id, run_id
+from ckptless.daemon.launch.allocation import launch_id, run_id
 
 JOB = {
     "SLURM_CLUSTER_NAME": "one",
@@ -40,22 +40,16 @@ def test_other_jobs_have_another(name: str) -> None:
     assert run_id({key: value for key, value in JOB.items() if key != name}) != run_id(JOB)
 
 
-def test_a_batch_scripts_runs_are_each_its_own() -> None:
-    found = {launch_id(JOB, in_step=False) for _ in range(3)}
-    assert len(found) == 3
-    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in found)
-
-
 def test_the_tasks_of_a_step_are_one_run() -> None:
     tasks = [
         {**STEP, "SLURM_PROCID": str(n), "SLURM_NODEID": str(n), "SLURMD_NODENAME": f"n{n}"} for n in "01"
     ]
-    assert len({launch_id(task, in_step=True) for task in tasks}) == 1
+    assert len({launch_id(task) for task in tasks}) == 1
 
 
 @pytest.mark.parametrize("name", list(STEP))
 def test_steps_of_other_jobs_and_starts_are_other_runs(name: str) -> None:
-    assert launch_id({**STEP, name: "77"}, in_step=True) != launch_id(STEP, in_step=True)
+    assert launch_id({**STEP, name: "77"}) != launch_id(STEP)
 
 
 def test_values_are_not_run_together() -> None:

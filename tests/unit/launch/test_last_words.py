@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.launch.last_words import LINES, last_words, told
+from ckptless.daemon.launch.console import LINES, last_words, told
 
 RAISED = [
     "Traceback (most recent call last):",

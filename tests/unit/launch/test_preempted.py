@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from ckptless.daemon.launch import preempted
-from ckptless.daemon.launch.preempted import LATE_S, LONGEST_S, stay
+from ckptless.daemon.launch import requeue as module
+from ckptless.daemon.launch.requeue import LATE_S, LONGEST_S, stay
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmUnreachableError
@@ -45,7 +45,7 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
         told.append((job_id, why))
         return True
 
-    monkeypatch.setattr(preempted, "requeue", requeue)
+    monkeypatch.setattr(module, "requeue", requeue)
     return told
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
-from ckptless.daemon.launch.local import LocalRun
-from ckptless.daemon.launch.main import command
-from ckptless.daemon.launch.options import local_options
+from ckptless.daemon.launch.main import command, given
+from ckptless.daemon.launch.options import local_run
 from ckptless.daemon.launch.preload import ALWAYS, FOR_RUN, preloads
 
 PLAIN, OURS = "import torch\nimport xckptlessx\n", "import torch\n\nimport ckptless\n"
@@ -43,7 +42,7 @@ def test_spares_change_nothing_that_a_rank_computes_with(
     words = ["--local", "--nodes=3", f"--spares={spares}", "--state-dir", str(tmp_path / "s"), str(script)]
     options = command.make_context("ckptless-run", words).params
     name, arguments = options.pop("script"), options.pop("script_args")
-    run = LocalRun(local_options(name, arguments, options, {}))
+    run = local_run(name, arguments, given(options), {})
     run._sockets = SocketFolder("preload")
     with contextlib.closing(run._sockets):
         run._prepare()

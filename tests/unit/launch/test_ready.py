@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.api.errors import StartError
-from ckptless.daemon.launch import ready as module
-from ckptless.daemon.launch.ready import Progress, last_lines, wait_ready
+from ckptless.daemon.launch import local as module
+from ckptless.daemon.launch.local import last_lines, wait_ready
 
 LISTEN = "import socket; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + {0!r}); s.listen(); "
 
@@ -55,14 +55,6 @@ def test_one_that_is_stopped_is_named() -> None:
 def test_one_that_has_ended_is_told_of_at_once() -> None:
     with pytest.raises(StartError, match="node-3's daemon did not start: it has ended with code 7"):
         asyncio.run(ready("import sys; sys.exit(7)", patience_s=1000.0))
-
-
-def test_progress() -> None:
-    progress = Progress()
-    assert progress.stuck_s(5, 100.0) == 0
-    assert progress.stuck_s(5, 130.0) == 30
-    assert progress.stuck_s(6, 131.0) == 0
-    assert progress.stuck_s(6, 133.0) == 2
 
 
 def test_the_last_lines(tmp_path: Path) -> None:

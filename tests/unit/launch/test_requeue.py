@@ -11,9 +11,10 @@ import pytest
 
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.messages import Outcome, Why
-from ckptless.daemon.launch.main import command
-from ckptless.daemon.launch.options import local_options
-from ckptless.daemon.launch.requeue import MENDABLE, requeue, restarts, why_requeue
+from ckptless.daemon.launch.allocation import restarts
+from ckptless.daemon.launch.main import command, given
+from ckptless.daemon.launch.options import local_run
+from ckptless.daemon.launch.requeue import MENDABLE, requeue, why_requeue
 
 
 def failed(why: Why) -> Outcome:
@@ -90,4 +91,4 @@ def test_slurm_refuses(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None
 def test_not_with_local() -> None:
     context = command.make_context("ckptless-run", ["--local", "--requeue", "1", sys.executable])
     with pytest.raises(UsageError, match="--requeue is for a Slurm job"):
-        local_options(sys.executable, (), context.params, {})
+        local_run(sys.executable, (), given(context.params), {})

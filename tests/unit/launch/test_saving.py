@@ -10,7 +10,9 @@ import xxhash
 
 from ckptless.daemon.api import saved as s
 from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.launch.saving import newest, save_config
+from ckptless.daemon.api.saving import SaveConfig
+from ckptless.daemon.launch.options import newest, save_config
+from ckptless.daemon.options import run_options
 
 
 def step(directory: Path, number: int, ranks: int = 2) -> Path:
@@ -87,16 +89,21 @@ def test_what_is_read_has_its_digest(tmp_path: Path) -> None:
 
 
 def test_the_options(tmp_path: Path) -> None:
-    assert save_config({}, 2) is None
+    def config(**given: object) -> SaveConfig | None:
+        return save_config(given, run_options(given), 2)
+
+    assert config() is None
     with pytest.raises(UsageError, match="need --save-dir"):
-        save_config({"save_every": 10}, 2)
-    found = save_config({"save_dir": tmp_path / "new", "save_every": 10}, 2)
+        config(save_every=10)
+    with pytest.raises(UsageError, match="need --save-dir"):
+        config(save_total_limit=3)
+    found = config(save_dir=tmp_path / "new", save_every=10)
     assert found is not None
     assert (found.directory, found.every, found.keep, found.resume) == (str(tmp_path / "new"), 10, 3, "")
     folder = step(tmp_path / "new", 5)
-    again = save_config({"save_dir": tmp_path / "new", "save_total_limit": 1}, 2)
+    again = config(save_dir=tmp_path / "new", save_total_limit=1)
     assert again is not None
     assert (again.every, again.keep, again.resume) == (0, 1, str(folder))
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"--save-dir .*file"):
-        save_config({"save_dir": tmp_path / "file" / "below"}, 2)
+        config(save_dir=tmp_path / "file" / "below")

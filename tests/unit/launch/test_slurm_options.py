@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ckptless.daemon import settings as site_settings
-from ckptless.daemon.agent.config import AGENT_CONFIG, ReplicationConfig, SharedConfig
+from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.api.model import Limits
 from ckptless.daemon.launch import main
@@ -19,6 +19,7 @@ from ckptless.daemon.launch.options import slurm_run
 from ckptless.daemon.launch.preload import ALWAYS
 from ckptless.daemon.launch.slurm import SlurmRun
 from ckptless.daemon.launch.step import StepRun
+from ckptless.daemon.options import ReplicationSettings
 
 JOB = {
     "SLURM_JOB_ID": "4711",
@@ -51,7 +52,7 @@ def options(*words: str) -> tuple[str, tuple[str, ...], dict[str, object]]:
     with context:
         params = dict(context.params)
     script, script_args = params.pop("script"), params.pop("script_args")
-    return script, script_args, params
+    return script, script_args, main.given(params)
 
 
 def run(*words: str, env: Mapping[str, str] = JOB) -> SlurmRun | StepRun:
@@ -138,12 +139,12 @@ def test_the_sites_settings_are_the_defaults(folder: Path) -> None:
 
 
 def test_how_copies_go_to_the_other_nodes(folder: Path) -> None:
-    assert run("train.py").config.replication == ReplicationConfig()
+    assert run("train.py").config.replication == ReplicationSettings()
     (folder / "no-such.yaml").write_text("version: 1\nreplication: {bandwidth: 1GB/s, interface: ib0}\n")
-    assert run("train.py").config.replication == ReplicationConfig(bandwidth=1e9, interface="ib0")
+    assert run("train.py").config.replication == ReplicationSettings(bandwidth_rate=1e9, interface="ib0")
     env = {**JOB, "CKPTLESS_BANDWIDTH": "2GB/s"}
     config = run("--replication-interface", "10.1.0.0/16", "train.py", env=env).config
-    assert config.replication == ReplicationConfig(bandwidth=2e9, interface="10.1.0.0/16")
+    assert config.replication == ReplicationSettings(bandwidth_rate=2e9, interface="10.1.0.0/16")
 
 
 def test_the_sites_failure_domains(folder: Path) -> None:
@@ -165,6 +166,7 @@ def test_two_runs_of_a_job_have_names_and_folders_of_their_own() -> None:
     configs = [run("train.py").config for _ in range(3)]
     assert [config.spec.job for config in configs] == ["4711", "4711.1", "4711.2"]
     assert len({config.log_dir for config in configs}) == 3
+    assert len({config.spec.launch for config in configs}) == 3
 
 
 @pytest.mark.parametrize(

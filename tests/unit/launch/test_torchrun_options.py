@@ -6,6 +6,7 @@ import os
 from argparse import Action
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -15,17 +16,20 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
+from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.launch import main
-from ckptless.daemon.launch.local import LocalOptions
+from ckptless.daemon.launch import options as launch_options
 from ckptless.daemon.launch.torchrun import (
     DEFAULTS,
     NOT_NEEDED,
     NOT_OF_THE_ENVIRONMENT,
     REFUSED,
-    counted,
+    count_nodes,
+    count_ranks,
     shown,
 )
+from ckptless.daemon.options import RunOptions
 
 # What does the same here, and a value for it.
 SAME = {
@@ -42,10 +46,10 @@ VALUES = {
 class FakeRun:
     """Takes the checked options, and runs nothing."""
 
-    seen: LocalOptions | None = None
+    seen: SharedConfig | None = None
 
-    def __init__(self, options: LocalOptions) -> None:
-        type(self).seen = options
+    def __init__(self, config: SharedConfig, **_more: object) -> None:
+        type(self).seen = config
 
     async def run(self) -> int:
         return 0
@@ -55,7 +59,7 @@ class FakeRun:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(main, "LocalRun", FakeRun)
+    monkeypatch.setattr(launch_options, "LocalRun", FakeRun)
     monkeypatch.setattr(FakeRun, "seen", None)
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
@@ -133,42 +137,37 @@ def test_a_signal_that_would_not_reach_the_ranks() -> None:
 # -------------------------------------------------------------------------------------- the numbers
 
 
-def given_(nodes: str | None = None, ranks: str | None = None) -> dict[str, object]:
-    found = counted({"nodes": nodes, "nproc_per_node": ranks})
-    return {name: value for name, value in found.items() if value is not None}
-
-
 @pytest.mark.parametrize("text", ["1", "4", "2:2"])
 def test_nodes(text: str) -> None:
-    assert given_(nodes=text) == {"nodes": parse_min_max_nnodes(text)[0]}
+    assert count_nodes(text) == parse_min_max_nnodes(text)[0]
 
 
 @pytest.mark.parametrize("text", ["1:4", "0", "-1", "x", "", "1:2:3", "4:1", "1.5"])
 def test_nodes_that_cannot_be(text: str) -> None:
     with pytest.raises(UsageError, match="--nnodes") as error:
-        given_(nodes=text)
+        count_nodes(text)
     if text == "1:4":
         assert "--nnodes 4 --spares 1" in str(error.value)
 
 
 @pytest.mark.parametrize("word", ["cpu", "auto"])
 def test_words_for_a_number_of_ranks_mean_what_they_mean_to_torchrun(word: str) -> None:
-    assert given_(ranks=word) == {"nproc_per_node": determine_local_world_size(word)}
+    assert count_ranks(word) == determine_local_world_size(word)
 
 
 def test_words_that_mean_nothing_here() -> None:
     with pytest.raises(UsageError, match=r"^--nproc-per-node many: Unsupported nproc_per_node value: many$"):
-        given_(ranks="many")
+        count_ranks("many")
     try:
         count = determine_local_world_size("gpu")
     except ValueError as error:
         with pytest.raises(UsageError, match=f"^--nproc-per-node gpu: {error}$"):
-            given_(ranks="gpu")
+            count_ranks("gpu")
     else:
-        assert given_(ranks="gpu") == {"nproc_per_node": count}
+        assert count_ranks("gpu") == count
     for wrong in ("0", "-1"):
         with pytest.raises(UsageError, match="at least one rank"):
-            given_(ranks=wrong)
+            count_ranks(wrong)
 
 
 # -------------------------------------------------------------------------------------- the console
@@ -196,8 +195,8 @@ def test_what_torchrun_shows_is_shown(
     tmp_path_factory: pytest.TempPathFactory, tee: str, redirects: str, wanted: set[int] | None
 ) -> None:
     names = None if wanted is None else ",".join(map(str, sorted(wanted)))
-    asked = {"tee": tee, "redirects": redirects, "local_ranks_filter": names}
-    ours = shown(asked, nodes=3, slots=SLOTS)
+    asked: dict[str, Any] = {"tee": tee, "redirects": redirects, "local_ranks_filter": names}
+    ours = shown(RunOptions(**asked), nodes=3, slots=SLOTS)
     if wanted is None and "3" not in _values(tee) and "3" not in _values(redirects):
         assert ours == (0,)  # nothing was asked for
         return
@@ -228,8 +227,8 @@ def _values(text: str) -> list[str]:
 def test_whose_output_is_shown(
     tee: str | None, redirects: str | None, wanted: str | None, ranks: tuple[int, ...] | None
 ) -> None:
-    asked = {"tee": tee, "redirects": redirects, "local_ranks_filter": wanted}
-    assert shown(asked, nodes=2, slots=2) == ranks
+    asked: dict[str, Any] = {"tee": tee, "redirects": redirects, "local_ranks_filter": wanted}
+    assert shown(RunOptions(**asked), nodes=2, slots=2) == ranks
 
 
 @pytest.mark.parametrize(
@@ -242,6 +241,6 @@ def test_whose_output_is_shown(
     ],
 )
 def test_what_cannot_be_shown(name: str, text: str, says: str) -> None:
-    asked: dict[str, object] = {"tee": None, "redirects": None, "local_ranks_filter": None, name: text}
+    asked: dict[str, Any] = {name: text}
     with pytest.raises(UsageError, match=says):
-        shown(asked, nodes=1, slots=2)
+        shown(RunOptions(**asked), nodes=1, slots=2)

@@ -6,12 +6,12 @@ import socket
 import pytest
 
 from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.option_kinds import is_shared_bind
 from ckptless.daemon.settings_bind import (
     Interface,
     by_name,
     choose,
     interfaces,
-    is_shared_bind,
     listen_address,
 )
 

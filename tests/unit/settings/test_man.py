@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -33,6 +34,12 @@ def test_mandoc_finds_no_fault(name: str) -> None:
     # What else is installed on this machine is no fault of the page's.
     faults = [line for line in done.stdout.splitlines() if "referenced manual not found" not in line]
     assert faults == []
+
+
+def test_what_is_made_of_the_table_of_options_is_up_to_date() -> None:
+    """Pages, the shipped settings and the plugin's header; else: make options."""
+    for path, text in runpy.run_path(str(MAN.parent / "options.py"))["texts"]().items():
+        assert path.read_text() == text, path
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.settings import ReplicationSettings, load_settings
-from ckptless.daemon.settings_file import rate, rate_text
-from ckptless.daemon.settings_show import as_yaml, shown
+from ckptless.daemon.option_kinds import rate, rate_text
+from ckptless.daemon.options import ReplicationSettings
+from ckptless.daemon.settings import as_yaml, load_settings, shown
 
 
 def load(folder: Path, text: str) -> ReplicationSettings:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from native import SPANK, Parsers
+from native import Parsers
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.launch import bounds
 from ckptless.daemon.launch.main import command
+from ckptless.daemon.options import RUN_ROWS, check_fits
 
 
 def here(spares: int, nodes: int) -> str:
     """What ckptless-run says; empty: nothing."""
     try:
-        bounds.check_fits(spares, nodes)
+        check_fits(spares, nodes)
     except UsageError as error:
         return str(error)
     return ""
@@ -27,18 +25,12 @@ def test_spares_of_so_many_nodes(parsers: Parsers, spares: int, nodes: int) -> N
     assert here(spares, nodes) == ("" if verdict == "ok" else said[0])
 
 
-def test_a_heterogeneous_job() -> None:
-    found = re.search(r"#define CKPTLESS_NO_HET((?:.*\\\n)*.*\n)", (SPANK / "options.h").read_text())
-    assert found is not None
-    assert "".join(re.findall(r'"([^"]*)"', found[1])) == bounds.NO_HET
-
-
 @pytest.mark.parametrize(
     ("key", "option", "low", "high"),
     [
-        ("spares", "--spares", 0, bounds.MAX_SPARES),
-        ("replicas", "--replicas", 1, bounds.MAX_COPIES),
-        ("max-stall", "--max-stall", bounds.MIN_STALL_S, bounds.MAX_STALL_S),
+        (row.option.spec, row.flags[-1], row.option.low, row.option.high)
+        for row in RUN_ROWS
+        if row.option.spec and row.option.plain
     ],
 )
 def test_ranges(parsers: Parsers, key: str, option: str, low: float, high: float) -> None:
