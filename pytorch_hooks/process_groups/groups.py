@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ckptless.pytorch_hooks.errors import GenerationEnded
 from ckptless.pytorch_hooks.process_groups.exchange import NAME, Exchange
@@ -417,12 +414,3 @@ def _create(options: Any, _backend_options: Any = None) -> Exchange:
     if groups is None:
         raise RuntimeError("no ckptless process groups are open in this process")
     return groups.create(options)
-
-
-def guard_optimizers(groups: ProcessGroups) -> RemovableHandle:
-    """Make every optimizer's step ask `groups.check()` first: no update with gradients of the past."""
-
-    def check(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        groups.check()
-
-    return register_optimizer_step_pre_hook(check)

@@ -104,14 +104,11 @@ class Scope:
         with self.lock:
             return len(self._unsettled)
 
-    def settle(self, seconds: float) -> bool:
+    def settle(self, seconds: float) -> None:
         """Wait a little for the backend to let go of its operations (and of their tensors)."""
         deadline = time.monotonic() + seconds
-        while self.unsettled:
-            if time.monotonic() >= deadline:
-                return False
+        while self.unsettled and time.monotonic() < deadline:
             time.sleep(0.0005)
-        return True
 
     def end(self) -> None:
         """The verdict: free every waiter, then cut the connections. Milliseconds, idempotent, any thread."""

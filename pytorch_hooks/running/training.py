@@ -17,7 +17,7 @@ from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.commit.cadence import Cadence
 from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
 from ckptless.pytorch_hooks.commit.versions import Versions, record_digest
-from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, guard_optimizers
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.running import job_key, twin_comparison
 from ckptless.pytorch_hooks.running.loaders import Loaders
@@ -107,11 +107,12 @@ class Run:
         self._was_spare = False
         self._aftermath = False
         self.waited_s = 0.0
-        guard_optimizers(groups)
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(gradients.mark_used)
 
     def _before_update(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+        # No update with gradients of a generation that is over.
+        self._groups.check()
         began = time.monotonic()
         self._copying.before_update()
         self._cadence.meter.held_up(time.monotonic() - began)

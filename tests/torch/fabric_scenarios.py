@@ -19,16 +19,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from world import Place
 
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
-from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, guard_optimizers
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.older.group import Group
 from ckptless.pytorch_hooks.process_groups.stock import Within
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private.ddp import renew, settle_buckets, settled_layout
 
 HOST = "127.0.0.1"
+
+
+def guard_optimizers(groups: ProcessGroups) -> RemovableHandle:
+    """Have every optimizer's step ask first, as `Run` does."""
+
+    def check(*_given: object) -> None:
+        groups.check()
+
+    return register_optimizer_step_pre_hook(check)
 
 
 def new_groups(timeout: float = 20.0, on_broken: Callable[[str], None] | None = None) -> ProcessGroups:
