@@ -149,10 +149,11 @@ class Job:
     def pid_of(self, node: int, what: str) -> int | None:
         """The process of a node's "daemon" or "agent"."""
         config = os.fsencode(self.state_dir / f"node-{node}" / f"{what}.json")
+        program = f"ckptless.daemon.{'agent' if what == 'agent' else 'ckptlessd'}.main".encode()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 line = (entry / "cmdline").read_bytes().split(b"\0")
-                if config in line and f"ckptless.daemon.{'agent.' * (what == 'agent')}main".encode() in line:
+                if config in line and program in line:
                     return int(entry.name)
         return None
 
