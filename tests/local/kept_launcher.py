@@ -110,5 +110,5 @@ class Both:
 if __name__ == "__main__":
     HOME = Path(sys.argv.pop(1))
     stand_in: Any = Both
-    launch_options.LocalRun = stand_in
+    launch_options.LocalRun = stand_in  # type: ignore[attr-defined]
     main.main()
