@@ -79,12 +79,12 @@ class Child:
             _live(work, self._owner)
         self._pidfd: int | None = os.pidfd_open(self.pid)
 
-    def wait(self) -> int | None:
+    def wait(self, deadline_s: float) -> int | None:
         """Its exit status, once it has ended; None if it does not, or somebody else has got its status."""
         assert self._pidfd is not None
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
-        if not poll.poll(END_DEADLINE_S * 1000):
+        if not poll.poll(deadline_s * 1000):
             return None
         os.close(self._pidfd)
         self._pidfd = None
@@ -98,7 +98,7 @@ class Child:
         """Kill it, and wait until it is gone. Only its owner does; in a copy of that nothing happens."""
         if self._pidfd is not None and os.getpid() == self._owner:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            self.wait()
+            self.wait(END_DEADLINE_S)
 
 
 def _live(work: Callable[[], None], parent: int) -> NoReturn:
@@ -224,7 +224,7 @@ class Worker(Child):
         return data
 
     def _how_it_ended(self) -> str:
-        status = self.wait()
+        status = self.wait(END_DEADLINE_S)
         if status is None:
             return "closed its pipe and lives"
         code = os.waitstatus_to_exitcode(status)
