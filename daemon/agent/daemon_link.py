@@ -7,9 +7,8 @@ from collections.abc import Callable
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
 from ckptless.daemon.api.messages import FromAgent, Pong, ToAgent
-from ckptless.daemon.api.peercred import daemon_credentials
+from ckptless.daemon.api.peercred import daemon_credentials, unix_address
 from ckptless.daemon.api.saving import SaveDone, SaveNow
-from ckptless.daemon.api.unixpath import unix_address
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.peercred import daemon_credentials
-from ckptless.daemon.api.unixpath import unix_address
+from ckptless.daemon.api.peercred import daemon_credentials, unix_address
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -4,6 +4,7 @@ A number that a message brings is counted to, allocated for and written down; so
 even the largest value does no harm. None of them is NaN, which no database and no comparison takes well.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, TypeAlias
 
@@ -120,3 +121,15 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """Ascending numbers, with runs of three and more as a range: "0-3, 7"."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    parts = [f"{s[0]}-{s[-1]}" if len(s) > 2 else ", ".join(map(str, s)) for s in spans]
+    return ", ".join(parts)

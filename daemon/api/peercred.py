@@ -1,4 +1,7 @@
-"""Who is at the other end of a Unix socket, by the kernel's word."""
+"""Unix sockets: their names, and who is at the other end by the kernel's word.
+
+A name is a path, or "@name" for Linux's abstract namespace, which leaves no file behind.
+"""
 
 import os
 import socket
@@ -7,9 +10,18 @@ import struct
 from pathlib import Path
 
 from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.unixpath import is_abstract
 
 _UCRED = struct.Struct("3i")
+
+
+def unix_address(name: str) -> str:
+    """What bind(2) and connect(2) take for `name` (unix(7): an abstract name begins with a zero byte)."""
+    return "\0" + name[1:] if name.startswith("@") else name
+
+
+def is_abstract(name: str) -> bool:
+    """Whether there is no file to remove or to protect."""
+    return name.startswith("@")
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:

@@ -12,10 +12,9 @@ from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError, 
 from ckptless.daemon.api.eviction import Evict, Evicted
 from ckptless.daemon.api.keeping import KeptList, WhatIsKept
 from ckptless.daemon.api.messages import Denied
-from ckptless.daemon.api.peercred import daemon_credentials
+from ckptless.daemon.api.peercred import daemon_credentials, unix_address
 from ckptless.daemon.api.reading import Page, Read
 from ckptless.daemon.api.saving import Save, Saved
-from ckptless.daemon.api.unixpath import unix_address
 from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.config import LocalConfig, load

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckptless.daemon.api.numbers import runs
+from ckptless.daemon.api.limits import runs
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.options import Asked, of_job

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptless.daemon.api.numbers import runs
+from ckptless.daemon.api.limits import runs
 from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.control.protection import Item, Protection, protection
 from ckptless.daemon.ledger.merge import Snapshot

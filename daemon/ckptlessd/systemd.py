@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.unixpath import unix_address
+from ckptless.daemon.api.peercred import unix_address
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ of Ongaro, Consensus: bridging theory and practice, 2014.)
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ckptless.daemon.api.limits import NodeNumber
 from ckptless.daemon.control.decree import (
     NO_BALLOT,
     Accepted,
@@ -32,7 +33,6 @@ from ckptless.daemon.control.decree import (
     Vote,
     is_quorum,
 )
-from ckptless.daemon.control.edges import Output, Save, Tell
 
 REPEAT_S = 0.2
 # A disk that has not taken a vote is tried again after so long, and each time twice as long, up to the last.
@@ -40,6 +40,26 @@ RETRY_S = 1.0
 RETRY_MOST_S = 5.0
 # A voter whose disk was not written for so long tries it: that it is full must be known before it matters.
 PROBE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Say something to agree to one daemon (this one, too), or with None to all others."""
+
+    node: NodeNumber | None
+    say: Say
+
+
+@dataclass(frozen=True)
+class Save:
+    """Keep this on the disk; once it is there, and not before, say `say` to a daemon.
+
+    Where the disk does not take it, `NotSaved` comes back, and nothing is said.
+    """
+
+    durable: Durable
+    node: NodeNumber | None = None
+    say: Say | None = None
 
 
 @dataclass
@@ -55,7 +75,7 @@ class Agreement:
     durable: Durable
     may_vote: bool = True
     dead: set[int] = field(default_factory=set)
-    out: list[Output] = field(default_factory=list)
+    out: list[Save | Tell] = field(default_factory=list)
     sought: Ballot | None = None
     ballot: Ballot | None = None
     elected: bool = False

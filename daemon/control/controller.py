@@ -9,6 +9,7 @@ hears too few of the others decides nothing, and ends its ranks (`fencing`).
 """
 
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.records import VOTE_AGAIN, VOTE_LOST
@@ -46,7 +47,8 @@ class Controller:
     ) -> None:
         out: list[e.Output] = []
         durable = durable or Durable(promised=NO_BALLOT, vote=None, known=first_decree(tuple(nodes)))
-        agreement = Agreement(me, durable, may_vote, out=out)
+        # One list for both: what a vote says goes out in its place among the other outputs.
+        agreement = Agreement(me, durable, may_vote, out=cast(list[e.Save | e.Tell], out))
         self.job = JobState(me, session, nodes, agreement, out, reachable={me})
         if not may_vote:
             self.job.unable.add(me)

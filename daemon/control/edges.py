@@ -1,13 +1,12 @@
 """What goes into the control plane and what comes out: plain values, whoever carries them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.limits import (
     OF_NODES,
     OF_RANKS,
-    Age,
     NodeNumber,
     NodeOrNone,
     Nodes,
@@ -15,7 +14,10 @@ from ckptless.daemon.api.limits import (
     Text,
 )
 from ckptless.daemon.api.records import FaultSource, Record
-from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Durable, Say
+from ckptless.daemon.control.agreement import Save as Save
+from ckptless.daemon.control.agreement import Tell as Tell
+from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Say
+from ckptless.daemon.control.faults import NodeLost as NodeLost
 
 DarkState = Literal["dark", "gone", "back"]
 Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
@@ -75,20 +77,6 @@ class PeerDown:
     """A daemon cannot be reached; its node may live."""
 
     node: NodeNumber
-
-
-@dataclass(frozen=True)
-class NodeLost:
-    """A node is gone, by the word of `source`, or is to go. Whoever says so, what follows is the same.
-
-    `age_s`: how long ago that began. `dark`: nothing on it answers at all.
-    """
-
-    node: NodeNumber
-    reason: Text
-    age_s: Age
-    dark: bool = False
-    source: FaultSource = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -236,26 +224,6 @@ class NodeIsDark:
     node: NodeNumber
     reason: Text
     state: DarkState
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Say something to agree to one daemon (this one, too), or with None to all others."""
-
-    node: NodeNumber | None
-    say: Say
-
-
-@dataclass(frozen=True)
-class Save:
-    """Keep this on the disk; once it is there, and not before, say `say` to a daemon.
-
-    Where the disk does not take it, `NotSaved` comes back, and nothing is said.
-    """
-
-    durable: Durable
-    node: NodeNumber | None = None
-    say: Say | None = None
 
 
 @dataclass(frozen=True)

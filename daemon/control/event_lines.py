@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ckptless.daemon.api.limits import runs
 from ckptless.daemon.api.messages import Assignment
-from ckptless.daemon.api.numbers import runs
 from ckptless.daemon.api.records import Level, Subject
-from ckptless.daemon.control.edges import NodeLost
-from ckptless.daemon.control.faults import SECONDARY, Fault, Finding, NodeView
+from ckptless.daemon.control.faults import SECONDARY, Fault, Finding, NodeLost, NodeView
 
 # Ranks end within moments of each other; who is this much earlier than another has left it alone.
 EARLY_S = 3.0

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ckptless.daemon.api.limits import Age, NodeNumber, Text
 from ckptless.daemon.api.messages import (
     AgentHello,
     AgentState,
@@ -21,6 +22,20 @@ SECONDARY = frozenset({"broken", "stall", "twins-differ", "nccl-unknown"})
 
 # One broken collective breaks it for every rank: of more than so many the story is told by these.
 CONSEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """A node is gone, by the word of `source`, or is to go. Whoever says so, what follows is the same.
+
+    `age_s`: how long ago that began. `dark`: nothing on it answers at all.
+    """
+
+    node: NodeNumber
+    reason: Text
+    age_s: Age
+    dark: bool = False
+    source: FaultSource = field(kw_only=True)
 
 
 @dataclass

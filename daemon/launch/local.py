@@ -31,7 +31,7 @@ from ckptless.daemon.agent.signals import ENDING, USERS
 from ckptless.daemon.api.errors import StartError, UsageError
 from ckptless.daemon.api.messages import Outcome
 from ckptless.daemon.api.outcome import outcome_path, read_outcome, which_holds
-from ckptless.daemon.api.unixpath import unix_address
+from ckptless.daemon.api.peercred import unix_address
 from ckptless.daemon.ckptlessd.state_dir import open_state_dir
 from ckptless.daemon.config import LocalConfig, Peer
 from ckptless.daemon.launch.console import log_end, tell_end

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from ckptless.daemon.api import ring as m
 from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.unixpath import unix_address
+from ckptless.daemon.api.peercred import unix_address
 
 T = TypeVar("T", bound=m.ToRing)
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.unixpath import unix_address
+from ckptless.daemon.api.peercred import unix_address
 from ckptless.pytorch_hooks.errors import GenerationEnded
 
 HELLO_DEADLINE_S = 30.0

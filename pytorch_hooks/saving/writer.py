@@ -16,6 +16,7 @@ import torch
 from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.api.peercred import unix_address
 from ckptless.daemon.api.saving import (
     ToWriter,
     WritePart,
@@ -24,7 +25,6 @@ from ckptless.daemon.api.saving import (
     WriteShard,
     Written,
 )
-from ckptless.daemon.api.unixpath import unix_address
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.saving.finish import finish, prune
 from ckptless.pytorch_hooks.saving.write import Shard, write_part

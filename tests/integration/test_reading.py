@@ -20,9 +20,9 @@ from msgspec import structs
 from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.api.model import NO_RUN
+from ckptless.daemon.api.peercred import unix_address
 from ckptless.daemon.api.reading import TABLES, Cursor, Page, Read
 from ckptless.daemon.api.records import EventRecord, JobRecord, NodeRecord, Record, printable
-from ckptless.daemon.api.unixpath import unix_address
 from ckptless.daemon.ckptlessd.cluster import LocalCluster
 from ckptless.daemon.ckptlessd.service import Service
 from ckptless.daemon.config import DaemonConfig, Peer

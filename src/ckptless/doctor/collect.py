@@ -13,7 +13,7 @@ from typing import Literal
 
 from ckptless.daemon.agent import sock_owner
 from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.unixpath import unix_address
+from ckptless.daemon.api.peercred import unix_address
 from ckptless.daemon.launch.allocation import inside_slurm
 from ckptless.daemon.options import DaemonSettings
 from ckptless.daemon.settings import load_settings

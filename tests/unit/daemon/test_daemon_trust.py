@@ -18,8 +18,7 @@ from ckptless.daemon.api import messages as m
 from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.api.fdsocket import FdSocket
 from ckptless.daemon.api.keeping import KeptList, WhatIsKept
-from ckptless.daemon.api.peercred import daemon_credentials
-from ckptless.daemon.api.unixpath import unix_address
+from ckptless.daemon.api.peercred import daemon_credentials, unix_address
 from ckptless.daemon.ckptctl.ask import ask
 from ckptless.daemon.ckptlessd.unix_server import listen
 
