@@ -56,7 +56,7 @@ fuzz: $(STAMP)
 	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
 # How much of the control core the unit tests and the simulator reach.
-CORE := ckptless.daemon.control,ckptless.daemon.membership,ckptless.daemon.ckptlessd.peering,ckptless.daemon.ckptlessd.session
+CORE := ckptless.daemon.replication,ckptless.daemon.ckptlessd.consensus,ckptless.daemon.ckptlessd.planning,ckptless.daemon.ckptlessd.recovery,ckptless.daemon.ckptlessd.membership,ckptless.daemon.ckptlessd.peering,ckptless.daemon.ckptlessd.session
 coverage: $(STAMP)
 	$(BIN)/python -m coverage run --branch --source=$(CORE) --data-file=build/coverage -m pytest -q \
 		-m 'not slow' tests/unit/control tests/unit/membership tests/unit/daemon tests/property tests/sim \
@@ -168,7 +168,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# What manual pages, etc/ckptless.yaml and the plugin's header have of the table in daemon/options.py.
+# What manual pages, etc/ckptless.yaml and the plugin's header have of the table in daemon/settings/options.py.
 .PHONY: options
 options: $(STAMP)
 	$(BIN)/python docs/options.py

@@ -1,7 +1,7 @@
 """Writes what the manual pages, etc/ckptless.yaml and the SPANK plugin have of the table of options.
 
 `make options` runs it; `tests/unit/settings/test_man.py` compares. What is said about an option in words is
-the page's own; its names, what is accepted, and its default come from `ckptless.daemon.options`.
+the page's own; its names, what is accepted, and its default come from `ckptless.daemon.settings.options`.
 """
 
 import re
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 
-from ckptless.daemon.option_kinds import Option, rate_text
-from ckptless.daemon.options import KEYS, NO_HET, NONE_LEFT, RUN_ROWS, Row
-from ckptless.daemon.settings import default_settings, shown
+from ckptless.daemon.settings.option_kinds import Option, rate_text
+from ckptless.daemon.settings.options import KEYS, NO_HET, NONE_LEFT, RUN_ROWS, Row
+from ckptless.daemon.settings.site import default_settings, shown
 
 ROOT = Path(__file__).parents[1]
 MAN = ROOT / "docs" / "man"
@@ -107,7 +107,7 @@ def _shipped(text: str, defaults: dict[str, str]) -> str:
 def _header() -> str:
     """What the SPANK and job_submit plugins refuse."""
     lines = [
-        "/* Written by `make options` from daemon/options.py, where it is changed. */",
+        "/* Written by `make options` from daemon/settings/options.py, where it is changed. */",
         "#ifndef CKPTLESS_TABLE_H",
         "#define CKPTLESS_TABLE_H",
         "",

@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
-from ckptless.daemon.api.errors import StartError, UsageError
-from ckptless.daemon.api.messages import JobSpec
-from ckptless.daemon.api.saving import SaveConfig
-from ckptless.daemon.options import (
+from ckptless.daemon.protocol.errors import StartError, UsageError
+from ckptless.daemon.protocol.messages import JobSpec
+from ckptless.daemon.protocol.saving import SaveConfig
+from ckptless.daemon.settings.bind import choose, choose_interface, interfaces
+from ckptless.daemon.settings.options import (
     DEFAULT_SHUTDOWN_S,
     DataSettings,
     ReplicationSettings,
     RunOptions,
     TwinsMode,
 )
-from ckptless.daemon.settings_bind import choose, choose_interface, interfaces
 
 # The environment variable that carries a SharedConfig (base64 of JSON) to the agents of a Slurm job.
 AGENT_CONFIG = "CKPTLESS_AGENT_CONFIG"

@@ -4,11 +4,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.messages import FromAgent, Pong, ToAgent
-from ckptless.daemon.api.peercred import daemon_credentials, unix_address
-from ckptless.daemon.api.saving import SaveDone, SaveNow
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import PeerError, ProtocolError
+from ckptless.daemon.protocol.messages import FromAgent, Pong, ToAgent
+from ckptless.daemon.protocol.peercred import daemon_credentials, unix_address
+from ckptless.daemon.protocol.saving import SaveDone, SaveNow
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from ckptless.daemon.agent.ranks.prctl import set_process_name
 from ckptless.daemon.agent.ranks.socket_folder import RANKS, SocketFolder
 from ckptless.daemon.agent.service import Agent
 from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
-from ckptless.daemon.api import log
-from ckptless.daemon.api.errors import CkptlessError, UsageError
-from ckptless.daemon.api.messages import Cancel
-from ckptless.daemon.config import load
 from ckptless.daemon.launch.requeue import stay
+from ckptless.daemon.protocol import log
+from ckptless.daemon.protocol.errors import CkptlessError, UsageError
+from ckptless.daemon.protocol.messages import Cancel
+from ckptless.daemon.settings.config import load
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 

@@ -16,12 +16,12 @@ from ckptless.daemon.agent.daemon_link import DaemonLink
 from ckptless.daemon.agent.dataloader.service import RingService
 from ckptless.daemon.agent.kvstore.guard import StoreGuard
 from ckptless.daemon.agent.kvstore.service import StoreService
+from ckptless.daemon.agent.lease import AgentLease, lease_over
 from ckptless.daemon.agent.nccl.service import NcclService
-from ckptless.daemon.agent.orphan import AgentLease, lease_over
 from ckptless.daemon.agent.ranks.console import ConsoleOutput
-from ckptless.daemon.agent.ranks.crew import Crew
 from ckptless.daemon.agent.ranks.link import RankLink, RankServer
 from ckptless.daemon.agent.ranks.processes import Zygote
+from ckptless.daemon.agent.ranks.rank_processes import RankProcesses
 from ckptless.daemon.agent.ranks.seats import Seats
 from ckptless.daemon.agent.ranks.slots import Slot
 from ckptless.daemon.agent.saving.service import SaveService
@@ -31,15 +31,15 @@ from ckptless.daemon.agent.versions.requeue_memory import RequeueMemory
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.agent.versions.twins import Twins
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import check_protocol
-from ckptless.daemon.api.errors import StartError
-from ckptless.daemon.api.forming import mark_begun, mark_up
-from ckptless.daemon.api.outcome import write_outcome
-from ckptless.daemon.api.ring import FromRing
-from ckptless.daemon.api.saving import FromWriter, SaveNow, WriterHello, Written
-from ckptless.daemon.api.version import Origin
-from ckptless.daemon.peers.credentials import KeyCredentials
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import check_protocol
+from ckptless.daemon.protocol.errors import StartError
+from ckptless.daemon.protocol.forming import mark_begun, mark_up
+from ckptless.daemon.protocol.outcome import write_outcome
+from ckptless.daemon.protocol.ring import FromRing
+from ckptless.daemon.protocol.saving import FromWriter, SaveNow, WriterHello, Written
+from ckptless.daemon.protocol.version import Origin
+from ckptless.daemon.transport.credentials import KeyCredentials
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ class Agent:
     """One agent. `run` returns the job's exit code when the job is over."""
 
     def __init__(self, config: AgentConfig, zygote: tuple[int, int] | None = None) -> None:
-        """`zygote`: pid and socket of one that this process has already, see `hatch`."""
+        """`zygote`: pid and socket of one that this process has already, see `local_fork`."""
         self._config, self._own_zygote = config, zygote
         self._versions = VersionStore()
         self._zygote = Zygote(self._event)
         self._console = ConsoleOutput(1, self._event)
-        self._crew = Crew(config, self._zygote, self._console)
+        self._crew = RankProcesses(config, self._zygote, self._console)
         self._replicas = Replicas(
             config.node,
             Origin(config.spec.job, config.spec.run_id),

@@ -7,18 +7,18 @@ from typing import Any, TypeVar
 
 import click
 
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError, UsageError
-from ckptless.daemon.api.eviction import Evict, Evicted
-from ckptless.daemon.api.keeping import KeptList, WhatIsKept
-from ckptless.daemon.api.messages import Denied
-from ckptless.daemon.api.peercred import daemon_credentials, unix_address
-from ckptless.daemon.api.reading import Page, Read
-from ckptless.daemon.api.saving import Save, Saved
 from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.options import Asked
-from ckptless.daemon.config import LocalConfig, load
-from ckptless.daemon.settings import load_settings
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError, UsageError
+from ckptless.daemon.protocol.eviction import Evict, Evicted
+from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
+from ckptless.daemon.protocol.messages import Denied
+from ckptless.daemon.protocol.peercred import daemon_credentials, unix_address
+from ckptless.daemon.protocol.reading import Page, Read
+from ckptless.daemon.protocol.saving import Save, Saved
+from ckptless.daemon.settings.config import LocalConfig, load
+from ckptless.daemon.settings.site import load_settings
 
 DEADLINE_S = 10.0
 A = TypeVar("A", Evicted, Saved)

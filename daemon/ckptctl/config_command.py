@@ -6,7 +6,7 @@ import click
 
 from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.options import Asked
-from ckptless.daemon.settings import DEFAULT_FILE, as_yaml, load_settings, shown
+from ckptless.daemon.settings.site import DEFAULT_FILE, as_yaml, load_settings, shown
 
 _FILE = click.argument("file", required=False, type=click.Path(path_type=Path))
 

@@ -7,13 +7,13 @@ from typing import Any
 import click
 from msgspec import structs
 
-from ckptless.daemon.api.model import RingState
-from ckptless.daemon.api.records import GenerationRecord, HoldingRecord
-from ckptless.daemon.api.ring import STREAMS
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
+from ckptless.daemon.protocol.model import RingState
+from ckptless.daemon.protocol.records import GenerationRecord, HoldingRecord
+from ckptless.daemon.protocol.ring import STREAMS
 
 # So much of its time a rank may wait for batches before it is worth a sentence.
 BOTTLENECK = 0.1

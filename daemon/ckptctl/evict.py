@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.eviction import MAX_NAME, MAX_REASON, Evict, Evicted, EvictionSource
-from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.ckptctl.ask import ask_any, sockets, tell
 from ckptless.daemon.ckptctl.options import Asked, for_job
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.eviction import MAX_NAME, MAX_REASON, Evict, Evicted, EvictionSource
+from ckptless.daemon.protocol.messages import PROTOCOL
 
 
 @click.command()

@@ -4,9 +4,9 @@ import time
 
 import click
 
-from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.protocol.records import JobRecord
 
 
 @click.command()

@@ -2,11 +2,11 @@
 
 import click
 
-from ckptless.daemon.api.keeping import KeptList, WhatIsKept
-from ckptless.daemon.api.messages import PROTOCOL
 from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.ask import ask, sockets
 from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
+from ckptless.daemon.protocol.messages import PROTOCOL
 
 
 @click.command()

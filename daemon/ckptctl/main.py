@@ -5,7 +5,6 @@ from typing import Any
 import click
 
 from ckptless import __version__
-from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.data import data
 from ckptless.daemon.ckptctl.events import events
@@ -17,6 +16,7 @@ from ckptless.daemon.ckptctl.replicas import replicas
 from ckptless.daemon.ckptctl.save import save
 from ckptless.daemon.ckptctl.status import status
 from ckptless.daemon.ckptctl.timeline import timeline
+from ckptless.daemon.protocol.errors import CkptlessError
 
 _EPILOG = """
 \b

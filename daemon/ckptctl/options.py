@@ -9,9 +9,9 @@ from typing import Any, Concatenate
 
 import click
 
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.reading import MAX_NAME
 from ckptless.daemon.ledger.paths import default_state_dir
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.reading import MAX_NAME
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.records import PHASES, RecoveryRecord
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.records import PHASES, RecoveryRecord
 
 try:
     from matplotlib import colormaps

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from ckptless.daemon.api.limits import runs
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.options import Asked, of_job
-from ckptless.daemon.control.protection import Copy, Item
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
+from ckptless.daemon.protocol.limits import runs
+from ckptless.daemon.replication.protection import Copy, Item
 
 
 @click.command()

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptless.daemon.api.limits import runs
-from ckptless.daemon.api.records import JobRecord
-from ckptless.daemon.control.protection import Item, Protection, protection
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
+from ckptless.daemon.protocol.limits import runs
+from ckptless.daemon.protocol.records import JobRecord
+from ckptless.daemon.replication.protection import Item, Protection, protection
 
 _SHOWN = 3
 

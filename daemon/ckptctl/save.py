@@ -2,10 +2,10 @@
 
 import click
 
-from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.daemon.api.saving import MAX_DEADLINE_S, Save, Saved
 from ckptless.daemon.ckptctl.ask import ask_any, sockets, tell
 from ckptless.daemon.ckptctl.options import Asked, for_job
+from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.protocol.saving import MAX_DEADLINE_S, Save, Saved
 
 # The daemon answers by the deadline; the way there and back comes on top.
 _GRACE_S = 10.0

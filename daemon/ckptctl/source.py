@@ -14,16 +14,16 @@ from typing import TypeAlias
 import click
 from msgspec.structs import replace
 
-from ckptless.daemon.api.errors import LedgerError, PeerError
-from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.daemon.api.reading import TABLES, Cursor, Page, Read, Table
-from ckptless.daemon.api.records import EventRecord, Record
 from ckptless.daemon.ckptctl.ask import ask
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.ledger.merge import Snapshot, merge, read_all
 from ckptless.daemon.ledger.paths import LEDGER, default_state_dir, ledger_files
 from ckptless.daemon.ledger.store import Ledger
-from ckptless.daemon.settings import load_settings
+from ckptless.daemon.protocol.errors import LedgerError, PeerError
+from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.protocol.reading import TABLES, Cursor, Page, Read, Table
+from ckptless.daemon.protocol.records import EventRecord, Record
+from ckptless.daemon.settings.site import load_settings
 
 # A file is read to its end at once.
 _ALL = 1 << 62

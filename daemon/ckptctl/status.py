@@ -6,7 +6,11 @@ from collections.abc import Iterator
 import click
 from msgspec import structs
 
-from ckptless.daemon.api.records import (
+from ckptless.daemon.ckptctl import render, view
+from ckptless.daemon.ckptctl import safety as safe
+from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.ledger.merge import Snapshot
+from ckptless.daemon.protocol.records import (
     REFUSALS,
     VOTE_AGAIN,
     VOTE_LOST,
@@ -14,10 +18,6 @@ from ckptless.daemon.api.records import (
     NodeRecord,
     SlotRecord,
 )
-from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl import safety as safe
-from ckptless.daemon.ckptctl.options import Asked, of_job
-from ckptless.daemon.ledger.merge import Snapshot
 
 _LAST_FAULTS = 3
 

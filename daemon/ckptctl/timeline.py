@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 import msgspec
 
-from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.api.records import PHASES, RecoveryRecord
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.protocol.errors import CkptlessError
+from ckptless.daemon.protocol.records import PHASES, RecoveryRecord
 
 _ENOUGH = 3  # recoveries before a median says anything
 

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import click
 
-from ckptless.daemon.api.records import (
+from ckptless.daemon.ckptctl.ask import NoSuchJobError
+from ckptless.daemon.ckptctl.options import Asked
+from ckptless.daemon.ckptctl.source import Source, sources
+from ckptless.daemon.ckptlessd.planning.event_lines import returned_text
+from ckptless.daemon.ckptlessd.planning.faults import SECONDARY
+from ckptless.daemon.ledger.merge import Snapshot
+from ckptless.daemon.ledger.precedence import ENDED
+from ckptless.daemon.protocol.records import (
     REFUSALS,
     VOTE_AGAIN,
     VOTE_LOST,
@@ -18,13 +25,6 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
-from ckptless.daemon.ckptctl.ask import NoSuchJobError
-from ckptless.daemon.ckptctl.options import Asked
-from ckptless.daemon.ckptctl.source import Source, sources
-from ckptless.daemon.control.event_lines import returned_text
-from ckptless.daemon.control.faults import SECONDARY
-from ckptless.daemon.ledger.merge import Snapshot
-from ckptless.daemon.ledger.precedence import ENDED
 
 
 class Found(NamedTuple):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TypeAlias
 
-from ckptless.daemon.peers.bucket import TokenBucket
+from ckptless.daemon.transport.bucket import TokenBucket
 
 logger = logging.getLogger(__name__)
 

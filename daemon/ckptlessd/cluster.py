@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
-from ckptless.daemon.api.outcome import write_outcome
 from ckptless.daemon.ckptlessd.peering import Roster
-from ckptless.daemon.config import Peer
-from ckptless.daemon.control.edges import DarkState
+from ckptless.daemon.ckptlessd.recovery.events import DarkState
+from ckptless.daemon.protocol.errors import PeerError
+from ckptless.daemon.protocol.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
+from ckptless.daemon.protocol.outcome import write_outcome
+from ckptless.daemon.settings.config import Peer
 
 if TYPE_CHECKING:
     from ckptless.daemon.ckptlessd.job_host import JobHost

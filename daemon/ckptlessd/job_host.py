@@ -5,23 +5,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import Record, printable
-from ckptless.daemon.api.saving import Saved, SaveDone
 from ckptless.daemon.ckptlessd.admission import EventQuota
 from ckptless.daemon.ckptlessd.cluster import Cluster
+from ckptless.daemon.ckptlessd.consensus.decree import Decided, Durable
 from ckptless.daemon.ckptlessd.local_agent import LocalAgent
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.session import JobSession, Memory, next_identity
 from ckptless.daemon.ckptlessd.unix_server import Client
-from ckptless.daemon.config import Timers
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.decree import Decided, Durable
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import Credentials
-from ckptless.daemon.peers.handshake import new_key
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import Record, printable
+from ckptless.daemon.protocol.saving import Saved, SaveDone
+from ckptless.daemon.settings.config import Timers
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import Credentials
+from ckptless.daemon.transport.handshake import new_key
 
 # A look at a silent node takes this part of the time after which it counts as dark.
 LOOK_PART = 1 / 3

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.saving import Saved, SaveDone, SaveNow
 from ckptless.daemon.ckptlessd.unix_server import Client
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.saving import Saved, SaveDone, SaveNow
 
 # An agent does more in one go than a rank's listener: it may be silent for so many times a rank's `pong_s`.
 PONGS_PER_AGENT = 2

@@ -13,20 +13,20 @@ from pathlib import Path
 import click
 
 from ckptless import __version__
-from ckptless.daemon.api import log
-from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.cluster import LocalCluster
 from ckptless.daemon.ckptlessd.service import Service, serve_forever
 from ckptless.daemon.ckptlessd.systemd import Notifier, Watchdog, Watched, inherited, period_s
-from ckptless.daemon.config import DaemonConfig, KeepConfig, LocalConfig, load, read_key
-from ckptless.daemon.peers.credentials import KeyCredentials, MungeCredentials
-from ckptless.daemon.peers.munge import Munge
-from ckptless.daemon.settings import Settings, load_settings, needs_restart
-from ckptless.daemon.settings_bind import listen_address
+from ckptless.daemon.protocol import log
+from ckptless.daemon.protocol.errors import CkptlessError
+from ckptless.daemon.settings.bind import listen_address
+from ckptless.daemon.settings.config import DaemonConfig, KeepConfig, LocalConfig, load, read_key
+from ckptless.daemon.settings.site import Settings, load_settings, needs_restart
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.cluster import SlurmCluster
 from ckptless.daemon.slurm.select import select
+from ckptless.daemon.transport.credentials import KeyCredentials, MungeCredentials
+from ckptless.daemon.transport.munge import Munge
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import secrets
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
-from ckptless.daemon.api.errors import CkptlessError, ProtocolError
+from ckptless.daemon.ckptlessd.membership.watch import Answer
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
-from ckptless.daemon.config import Peer
-from ckptless.daemon.membership.watch import Answer
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import Credentials
-from ckptless.daemon.peers.link import GreetingCutError, Link, Route
+from ckptless.daemon.protocol.errors import CkptlessError, ProtocolError
+from ckptless.daemon.settings.config import Peer
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import Credentials
+from ckptless.daemon.transport.link import GreetingCutError, Link, Route
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable
 from typing import Literal
 
-from ckptless.daemon.api.eviction import Evict, Evicted
-from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.daemon.api.saving import Save, Saved
 from ckptless.daemon.ckptlessd.job_host import JobHost
-from ckptless.daemon.control import eviction
-from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.ckptlessd.recovery import eviction
+from ckptless.daemon.ckptlessd.recovery.events import NodeLost
+from ckptless.daemon.protocol.eviction import Evict, Evicted
+from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.protocol.saving import Save, Saved
 
 
 def evict(jobs: Iterable[JobHost], asked: Evict, uid: int) -> Evicted:

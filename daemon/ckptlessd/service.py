@@ -10,9 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import AGENT_LIMIT, HELLO_LIMIT, Decoder, check_protocol
-from ckptless.daemon.api.errors import (
+from ckptless.daemon.ckptlessd.admission import Admission
+from ckptless.daemon.ckptlessd.clock import Clock
+from ckptless.daemon.ckptlessd.cluster import Cluster
+from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.ckptlessd.job_host import JobHost, Surroundings
+from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.planning.event_lines import Line
+from ckptless.daemon.ckptlessd.recovery import eviction, ledger_rows
+from ckptless.daemon.ckptlessd.requests import evict, save
+from ckptless.daemon.ckptlessd.requeue_memory import Keeper
+from ckptless.daemon.ckptlessd.requeue_shelf import Entry
+from ckptless.daemon.ckptlessd.session import LIFE_BITS, Memory, is_as_new
+from ckptless.daemon.ckptlessd.state_dir import open_state_dir
+from ckptless.daemon.ckptlessd.unix_server import Client, UnixServer, listen
+from ckptless.daemon.ledger.reader import LedgerReader
+from ckptless.daemon.ledger.store import Owner
+from ckptless.daemon.ledger.writer import LedgerWriter
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import AGENT_LIMIT, HELLO_LIMIT, Decoder, check_protocol
+from ckptless.daemon.protocol.errors import (
     CkptlessError,
     LedgerError,
     NewerLedgerError,
@@ -20,33 +37,16 @@ from ckptless.daemon.api.errors import (
     ProtocolError,
     StateDirError,
 )
-from ckptless.daemon.api.eviction import Evict
-from ckptless.daemon.api.keeping import Claim, Keep, WhatIsKept
-from ckptless.daemon.api.reading import Read
-from ckptless.daemon.api.records import printable
-from ckptless.daemon.api.saving import Save, SaveDone
-from ckptless.daemon.ckptlessd.admission import Admission
-from ckptless.daemon.ckptlessd.clock import Clock
-from ckptless.daemon.ckptlessd.cluster import Cluster
-from ckptless.daemon.ckptlessd.job_host import JobHost, Surroundings
-from ckptless.daemon.ckptlessd.peering import Roster
-from ckptless.daemon.ckptlessd.requests import evict, save
-from ckptless.daemon.ckptlessd.session import LIFE_BITS, Memory, is_as_new
-from ckptless.daemon.ckptlessd.state_dir import open_state_dir
-from ckptless.daemon.ckptlessd.unix_server import Client, UnixServer, listen
-from ckptless.daemon.config import DaemonConfig, Timers
-from ckptless.daemon.control import eviction, ledger_rows
-from ckptless.daemon.control.decree import NO_BALLOT, Durable, first_decree
-from ckptless.daemon.control.event_lines import Line
-from ckptless.daemon.control.keeping import Entry
-from ckptless.daemon.keeper import Keeper
-from ckptless.daemon.ledger.reader import LedgerReader
-from ckptless.daemon.ledger.store import Owner
-from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import Credentials
-from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.listener import Listener
+from ckptless.daemon.protocol.eviction import Evict
+from ckptless.daemon.protocol.keeping import Claim, Keep, WhatIsKept
+from ckptless.daemon.protocol.reading import Read
+from ckptless.daemon.protocol.records import printable
+from ckptless.daemon.protocol.saving import Save, SaveDone
+from ckptless.daemon.settings.config import DaemonConfig, Timers
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import Credentials
+from ckptless.daemon.transport.link import Link
+from ckptless.daemon.transport.listener import Listener
 
 logger = logging.getLogger(__name__)
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.model import NO_RUN
-from ckptless.daemon.api.records import EventRecord, Record
+from ckptless.daemon.ckptlessd.consensus.decree import Durable, Say
+from ckptless.daemon.ckptlessd.membership.watch import Times
 from ckptless.daemon.ckptlessd.peering import Links, Peering, Roster
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.decree import Durable, Say
-from ckptless.daemon.control.faults import NodeViews
-from ckptless.daemon.membership.watch import Times
-from ckptless.daemon.peers import messages as p
+from ckptless.daemon.ckptlessd.planning.faults import NodeViews
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.protocol.records import EventRecord, Record
+from ckptless.daemon.transport import messages as p
 
 logger = logging.getLogger(__name__)
 

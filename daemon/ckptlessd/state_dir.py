@@ -5,7 +5,7 @@ import os
 import stat
 from pathlib import Path
 
-from ckptless.daemon.api.errors import LedgerError, StateDirError
+from ckptless.daemon.protocol.errors import LedgerError, StateDirError
 
 # A directory of another format is refused, not guessed at.
 STATE_FORMAT = 1

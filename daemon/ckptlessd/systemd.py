@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.peercred import unix_address
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.peercred import unix_address
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.fdsocket import take_descriptor
-from ckptless.daemon.api.peercred import peer_credentials
 from ckptless.daemon.ckptlessd.admission import Admission
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import PeerError
+from ckptless.daemon.protocol.fdsocket import take_descriptor
+from ckptless.daemon.protocol.peercred import peer_credentials
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.options import check_fits
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
+from ckptless.daemon.settings.options import check_fits
 from ckptless.daemon.slurm.hostlist import expand
 
 RESTARTS = "SLURM_RESTART_COUNT"

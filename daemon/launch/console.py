@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ckptless.daemon.api.messages import Outcome
+from ckptless.daemon.protocol.messages import Outcome
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 The launcher stands in for two things that a cluster has: Slurm, which gives out nodes, and systemd, which
 starts a daemon again. Everything else is the same code as on a cluster. When the launcher dies, however it
 dies, the kernel ends what it started (PR_SET_PDEATHSIG), and what those leave behind is adopted and ended.
-torch is loaded once for all agents' zygotes, see `agent.hatch`.
+torch is loaded once for all agents' zygotes, see `agent/local_fork.py`.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ from ckptless.daemon.agent.ranks.prctl import set_child_subreaper, set_pdeathsig
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.agent.signals import ENDING, USERS
-from ckptless.daemon.api.errors import StartError, UsageError
-from ckptless.daemon.api.messages import Outcome
-from ckptless.daemon.api.outcome import outcome_path, read_outcome, which_holds
-from ckptless.daemon.api.peercred import unix_address
 from ckptless.daemon.ckptlessd.state_dir import open_state_dir
-from ckptless.daemon.config import LocalConfig, Peer
 from ckptless.daemon.launch.console import log_end, tell_end
 from ckptless.daemon.ledger.paths import default_state_dir
-from ckptless.daemon.peers.handshake import new_key
+from ckptless.daemon.protocol.errors import StartError, UsageError
+from ckptless.daemon.protocol.messages import Outcome
+from ckptless.daemon.protocol.outcome import outcome_path, read_outcome, which_holds
+from ckptless.daemon.protocol.peercred import unix_address
+from ckptless.daemon.settings.config import LocalConfig, Peer
+from ckptless.daemon.transport.handshake import new_key
 
 logger = logging.getLogger(__name__)
 
 DAEMON, AGENT = "ckptless.daemon.ckptlessd.main", "ckptless.daemon.agent.main"
-HATCH = "ckptless.daemon.agent.hatch"
+LOCAL_FORK = "ckptless.daemon.agent.local_fork"
 # What an agent may take for its own end, beyond what its ranks and the last save may.
 LEAVE_GRACE_S = 10.0
 DAEMON_TERM_S = 5.0
@@ -222,7 +222,7 @@ class LocalRun:
 
     async def _start_agent(self, node: Node, program: Sequence[str]) -> Process:
         preloads = [f"--preload={module}" for module in self._config.preload]
-        spec = SpawnSpec(argv=(HATCH, *preloads, *program), env=os.environ, cwd=Path.cwd(), module=True)
+        spec = SpawnSpec(argv=(LOCAL_FORK, *preloads, *program), env=os.environ, cwd=Path.cwd(), module=True)
         with (node.dir / "agent.log").open("ab") as errors:
             return await self._zygote.spawn(spec, 1, errors.fileno())
 

@@ -10,13 +10,13 @@ import click
 
 from ckptless import __version__
 from ckptless.daemon.agent.signals import ignore_others
-from ckptless.daemon.api import log
-from ckptless.daemon.api.errors import CkptlessError
 from ckptless.daemon.launch.options import local_run, recovers, slurm_run
 from ckptless.daemon.launch.preload import check_torch, names_ckptless, try_untested
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.launch.torchrun import NOT_NEEDED, NOT_OF_THE_ENVIRONMENT, REFUSED, check
-from ckptless.daemon.options import RUN_ROWS
+from ckptless.daemon.protocol import log
+from ckptless.daemon.protocol.errors import CkptlessError
+from ckptless.daemon.settings.options import RUN_ROWS
 
 EPILOG = """\b
 Examples:

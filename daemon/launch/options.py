@@ -13,11 +13,6 @@ from secrets import token_hex
 from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import SharedConfig
-from ckptless.daemon.api import saved
-from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.api.messages import JobSpec
-from ckptless.daemon.api.saving import SaveConfig
-from ckptless.daemon.control.domains import check_name
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.preload import ALWAYS, preloads
@@ -25,7 +20,12 @@ from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.launch.torchrun import count_nodes, count_ranks, shown
 from ckptless.daemon.ledger.paths import LATEST
-from ckptless.daemon.options import (
+from ckptless.daemon.protocol import saved
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
+from ckptless.daemon.protocol.messages import JobSpec
+from ckptless.daemon.protocol.saving import SaveConfig
+from ckptless.daemon.replication.failure_domains import check_name
+from ckptless.daemon.settings.options import (
     DEFAULT_SHUTDOWN_S,
     NO_HET,
     RUN_ROWS,
@@ -35,7 +35,7 @@ from ckptless.daemon.options import (
     RunOptions,
     run_options,
 )
-from ckptless.daemon.settings import Settings, default_settings, load_settings
+from ckptless.daemon.settings.site import Settings, default_settings, load_settings
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptless import __version__
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.torch_versions import NEWEST, OLDEST, is_tested, shown
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, encoded
 from ckptless.daemon.agent.ranks.socket_folder import rank_sockets
-from ckptless.daemon.api.errors import StartError
-from ckptless.daemon.api.outcome import read_outcome
+from ckptless.daemon.protocol.errors import StartError
+from ckptless.daemon.protocol.outcome import read_outcome
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping
 
 from ckptless.daemon.agent.signals import ENDING, USERS
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.options import RunOptions
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.settings.options import RunOptions
 
 # What brings torchrun's nodes together, or is how it looks after processes: the agents know by themselves.
 NOT_NEEDED = (

@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from ckptless.daemon.api.errors import LedgerError
 from ckptless.daemon.ledger.engine import beside
+from ckptless.daemon.protocol.errors import LedgerError
 
 MARK = ".corrupt-"
 # On a disk that goes bad: the newest ones are kept.

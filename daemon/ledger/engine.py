@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.pool import StaticPool
 
-from ckptless.daemon.api.errors import LedgerError
+from ckptless.daemon.protocol.errors import LedgerError
 
 MODE = 0o600
 _BUSY_S = 5.0

@@ -7,8 +7,11 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from ckptless.daemon.api.errors import LedgerError
-from ckptless.daemon.api.records import (
+from ckptless.daemon.ledger.paths import ledger_files
+from ckptless.daemon.ledger.precedence import Freshness, key, precedence
+from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.protocol.errors import LedgerError
+from ckptless.daemon.protocol.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
@@ -19,9 +22,6 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
-from ckptless.daemon.ledger.paths import ledger_files
-from ckptless.daemon.ledger.precedence import Freshness, key, precedence
-from ckptless.daemon.ledger.store import Ledger
 
 R = TypeVar("R", bound=Record)
 

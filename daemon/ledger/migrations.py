@@ -6,8 +6,8 @@ here that brings an older file up.
 
 from sqlalchemy import Connection, Engine
 
-from ckptless.daemon.api.errors import DamagedLedgerError, LedgerError, NewerLedgerError
 from ckptless.daemon.ledger.models import METADATA
+from ckptless.daemon.protocol.errors import DamagedLedgerError, LedgerError, NewerLedgerError
 
 VERSION = 11
 

@@ -22,7 +22,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
-from ckptless.daemon.api.records import (
+from ckptless.daemon.ledger.precedence import KEYS
+from ckptless.daemon.protocol.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
@@ -33,7 +34,6 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
-from ckptless.daemon.ledger.precedence import KEYS
 
 
 class JsonText(TypeDecorator[Any]):
@@ -115,7 +115,7 @@ events = Table(
     sqlite_autoincrement=True,
 )
 
-# No record: it is this daemon's own, and no other ledger's business. `state` is a control.decree.Durable as
+# No record: it is this daemon's own, and no other ledger's business. `state` is a decree.Durable as
 # JSON, `digest` is over the rest of the row: SQLite has no checksums, and a flipped bit is a broken promise.
 # `identity` is told to the job's agent, which tells it back: a daemon without the row knows that it lost one.
 votes = Table(

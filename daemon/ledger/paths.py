@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 
 LEDGER = "ledger.db"
 LATEST = "latest"

@@ -2,7 +2,7 @@
 
 from typing import Any, TypeAlias
 
-from ckptless.daemon.api.records import (
+from ckptless.daemon.protocol.records import (
     BY_SLURM,
     EventRecord,
     FaultRecord,

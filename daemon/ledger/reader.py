@@ -5,10 +5,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ckptless.daemon.api.codec import check_protocol, encode
-from ckptless.daemon.api.errors import LedgerError, PeerError
-from ckptless.daemon.api.reading import Read
 from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.protocol.codec import check_protocol, encode
+from ckptless.daemon.protocol.errors import LedgerError, PeerError
+from ckptless.daemon.protocol.reading import Read
 
 PAGE_ROWS = 1000
 PAGE_NBYTES = 1 << 20

@@ -13,7 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from ckptless.daemon.api.errors import (
+from ckptless.daemon.ckptlessd.consensus.decree import Durable
+from ckptless.daemon.ledger.aside import set_aside
+from ckptless.daemon.ledger.store import Ledger, Owner
+from ckptless.daemon.protocol.errors import (
     BadRowError,
     CkptlessError,
     DamagedLedgerError,
@@ -21,10 +24,7 @@ from ckptless.daemon.api.errors import (
     NewerLedgerError,
     UsageError,
 )
-from ckptless.daemon.api.records import JobRecord, Record
-from ckptless.daemon.control.decree import Durable
-from ckptless.daemon.ledger.aside import set_aside
-from ckptless.daemon.ledger.store import Ledger, Owner
+from ckptless.daemon.protocol.records import JobRecord, Record
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.slurm.hostlist import is_node_name
 
 DEADLINE_S = 10.0

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
-from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.records import BY_SLURM, JobRecord, JobState
+from ckptless.daemon.protocol.errors import PeerError
+from ckptless.daemon.protocol.records import BY_SLURM, JobRecord, JobState
 from ckptless.daemon.slurm.adapter import Job
 from ckptless.daemon.slurm.run_name import restarts_of, slurm_job_id
 

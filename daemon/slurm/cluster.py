@@ -9,18 +9,18 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptless.daemon.api.errors import CkptlessError, LedgerError, PeerError, UsageError
-from ckptless.daemon.api.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
-from ckptless.daemon.api.records import JobRecord
 from ckptless.daemon.ckptlessd.cluster import EXPLAIN_S
 from ckptless.daemon.ckptlessd.peering import Roster
-from ckptless.daemon.config import Peer
-from ckptless.daemon.control.edges import DarkState, NodeLost
-from ckptless.daemon.control.job_state import NOBODY
-from ckptless.daemon.control.keeping import Entry
-from ckptless.daemon.keeper import Keeper
+from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.ckptlessd.requeue_memory import Keeper
+from ckptless.daemon.ckptlessd.requeue_shelf import Entry
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.settings_bind import interfaces
+from ckptless.daemon.protocol.errors import CkptlessError, LedgerError, PeerError, UsageError
+from ckptless.daemon.protocol.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
+from ckptless.daemon.protocol.records import JobRecord
+from ckptless.daemon.settings.bind import interfaces
+from ckptless.daemon.settings.config import Peer
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, Node, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.closing import close

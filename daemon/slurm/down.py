@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.slurm.adapter import Node
 
 

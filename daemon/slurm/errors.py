@@ -8,7 +8,7 @@ SlurmError
 
 import re
 
-from ckptless.daemon.api.errors import CkptlessError
+from ckptless.daemon.protocol.errors import CkptlessError
 
 
 class SlurmError(CkptlessError):

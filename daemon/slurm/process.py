@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.slurm.errors import SlurmRefusedError, SlurmUnreachableError
 
 _log = logging.getLogger(__name__)

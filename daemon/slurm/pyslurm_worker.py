@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.slurm.adapter import OVER, Job, Node, node_of
 from ckptless.daemon.slurm.hostlist import expand
 from ckptless.daemon.slurm.text import node_state, something

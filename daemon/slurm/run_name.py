@@ -2,7 +2,7 @@
 
 import re
 
-from ckptless.daemon.api.errors import PeerError
+from ckptless.daemon.protocol.errors import PeerError
 
 _RUN = re.compile(r"(\d{1,10})(?:\.(?:(\d{1,5})|s\d{1,10}(?:r(\d{1,5}))?))?")
 

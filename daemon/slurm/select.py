@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Literal
 
-from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Node
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.slurm.adapter import Job, Node, node_of
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.hostlist import expand, is_node_name

@@ -20,10 +20,10 @@ from losses import Losses
 from options import NODES, parse, parser
 from screen import Screen
 
-from ckptless.daemon.api.records import SlotRecord
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ckptctl.view import total_s
 from ckptless.daemon.ledger.merge import read_all
+from ckptless.daemon.protocol.records import SlotRecord
 
 SCRIPT = Path(__file__).resolve().with_name("train_gpt.py")
 JOB = "demo"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from losses import Losses
 
-from ckptless.daemon.api.records import RecoveryRecord
+from ckptless.daemon.protocol.records import RecoveryRecord
 
 KINDS = ("kill", "node")
 APART = 8  # steps between faults, and from a fault to either end

@@ -12,10 +12,10 @@ from options import NODES
 from screen import Screen
 from slurm_cluster import STATE_DIR, Cluster
 
-from ckptless.daemon.api.messages import Outcome
-from ckptless.daemon.api.outcome import OUTCOME_FILE, read_outcome
-from ckptless.daemon.api.records import RecoveryRecord
 from ckptless.daemon.ledger.merge import Snapshot, read_all
+from ckptless.daemon.protocol.messages import Outcome
+from ckptless.daemon.protocol.outcome import OUTCOME_FILE, read_outcome
+from ckptless.daemon.protocol.records import RecoveryRecord
 
 USER = "tester"
 SCRIPT = Path(__file__).resolve().with_name("train_gpt.py")

@@ -10,7 +10,7 @@ evaluation now and then) has the step done again.
 from collections.abc import Callable
 from typing import Literal
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.commit.versions import Versions, Written
 from ckptless.pytorch_hooks.errors import StateMoved
 from ckptless.pytorch_hooks.state import TensorSet

@@ -1,7 +1,7 @@
 """Writes a rank's versions into its agent's memory, and reads them back.
 
 A version of step s is the record of every rank, and on each node the tensors once, written by one of the
-node's twins (see daemon/api/version.py). Versions go into the slots of a memfd in turn. The main thread
+node's twins (see daemon/protocol/version.py). Versions go into the slots of a memfd in turn. The main thread
 copies, or a thread does while the training goes on (`overlap.py`); two threads of this object digest what was
 copied, write the header and send the commit. They have one version at a time, and are idle whenever the main
 thread has called `wait`.
@@ -18,10 +18,10 @@ import torch
 import xxhash
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
-from ckptless.daemon.api.twins import Span, twin_digest
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError, StateUnavailableError
+from ckptless.daemon.protocol.twins import Span, twin_digest
 from ckptless.pytorch_hooks.commit.overlap import BesideTraining
 from ckptless.pytorch_hooks.commit.pinned import Pinned
 from ckptless.pytorch_hooks.errors import StateMoved

@@ -28,7 +28,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor.loader_state import LoaderState, drawn, redraw
 from ckptless.pytorch_hooks.state import raw, rng
 from ckptless.pytorch_hooks.state.second_look import is_due

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.state import attributes, codec, private, reach
 from ckptless.pytorch_hooks.state.parts import is_stateful
 

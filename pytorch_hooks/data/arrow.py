@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ckptless.daemon.api.errors import BadRecordError, DataError, UsageError
+from ckptless.daemon.protocol.errors import BadRecordError, DataError, UsageError
 from ckptless.pytorch_hooks.data.cache import Cache, key
 from ckptless.pytorch_hooks.data.files import DataFile, SealedFile
 from ckptless.pytorch_hooks.data.sources import FileSource, Paths

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckptless.daemon.api.errors import DataError, ProtocolError
+from ckptless.daemon.protocol.errors import DataError, ProtocolError
 from ckptless.pytorch_hooks.data.files import (
     HEADER_NBYTES,
     DataFile,

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from ckptless.daemon.api.errors import DataError, ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import DataError, ProtocolError, UsageError
 
 MAGIC, VERSION = b"CKSEALED", 1
 CHUNK_NBYTES = 64 << 10

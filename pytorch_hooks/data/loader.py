@@ -12,8 +12,8 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 import numpy as np
 
-from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError, RecoveryError, UsageError
-from ckptless.daemon.api.ring import WINDOW_LIMIT
+from ckptless.daemon.protocol.errors import DataError, PeerError, ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.protocol.ring import WINDOW_LIMIT
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache, key

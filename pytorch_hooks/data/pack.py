@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptless.daemon.api.errors import BadRecordError, UsageError
+from ckptless.daemon.protocol.errors import BadRecordError, UsageError
 from ckptless.pytorch_hooks.data.order import Indices, permutation
 
 # Keys of permutations, so that none is another's.

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from ckptless.daemon.api import ring as m
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
-from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.protocol import ring as m
+from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.pytorch_hooks.data.identity import Manifest
 from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
 from ckptless.pytorch_hooks.data.production import Production

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from ckptless.daemon.api.errors import BadRecordError, CkptlessError, DataError, UsageError
+from ckptless.daemon.protocol.errors import BadRecordError, CkptlessError, DataError, UsageError
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache
 from ckptless.pytorch_hooks.data.identity import FORMAT, Manifest, digest, identify, versions

@@ -15,9 +15,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckptless.daemon.api import ring as m
-from ckptless.daemon.api.errors import DataError, PeerError, ProtocolError
-from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.protocol import ring as m
+from ckptless.daemon.protocol.errors import DataError, PeerError, ProtocolError
+from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.pytorch_hooks.data.order import Position, position_of
 from ckptless.pytorch_hooks.data.producer import Numbered, Place, Produce, Producer, encode_position
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket

@@ -10,10 +10,10 @@ import time
 from collections import deque
 from typing import Any, Generic, TypeVar
 
-from ckptless.daemon.api import ring as m
-from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.peercred import unix_address
+from ckptless.daemon.protocol import ring as m
+from ckptless.daemon.protocol.codec import RANK_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import PeerError, ProtocolError
+from ckptless.daemon.protocol.peercred import unix_address
 
 T = TypeVar("T", bound=m.ToRing)
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ckptless.daemon.api.errors import BadRecordError, DataError, UsageError
+from ckptless.daemon.protocol.errors import BadRecordError, DataError, UsageError
 from ckptless.pytorch_hooks.data.cache import Cache, Numbers, key, put
 from ckptless.pytorch_hooks.data.files import DataFile
 

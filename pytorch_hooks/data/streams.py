@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckptless.daemon.api.errors import DataError, UsageError
+from ckptless.daemon.protocol.errors import DataError, UsageError
 from ckptless.pytorch_hooks.data.identity import identify
 from ckptless.pytorch_hooks.data.sources import Source
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ckptless.daemon.api.errors import BadRecordError, CkptlessError, DataError, UsageError
+from ckptless.daemon.protocol.errors import BadRecordError, CkptlessError, DataError, UsageError
 from ckptless.pytorch_hooks.data.order import Layout, Position
 from ckptless.pytorch_hooks.data.production import Production
 from ckptless.pytorch_hooks.state import codec

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from ckptless.daemon.api import messages as m
+from ckptless.daemon.protocol import messages as m
 from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.running.session import Session
 

@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import StateUnavailableError
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import StateUnavailableError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
 from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.peercred import unix_address
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import RANK_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import PeerError, ProtocolError
+from ckptless.daemon.protocol.peercred import unix_address
 from ckptless.pytorch_hooks.errors import GenerationEnded
 
 HELLO_DEADLINE_S = 30.0

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.state import State

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import RecoveryError, StateUnavailableError, UsageError
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import RecoveryError, StateUnavailableError, UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.commit.cadence import Cadence
 from ckptless.pytorch_hooks.commit.copying import Copying, Wanted

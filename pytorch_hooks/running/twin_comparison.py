@@ -7,7 +7,7 @@ a process that takes a rank's place would get another rank's part.
 import msgspec
 import xxhash
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.state import TensorSet, raw
 from ckptless.pytorch_hooks.state.objects import parts_of, watch_of

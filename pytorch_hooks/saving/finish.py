@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptless.daemon.api import saved as s
-from ckptless.daemon.api.errors import PeerError, ProtocolError
-from ckptless.daemon.api.saving import WritePart
+from ckptless.daemon.protocol import saved as s
+from ckptless.daemon.protocol.errors import PeerError, ProtocolError
+from ckptless.daemon.protocol.saving import WritePart
 from ckptless.pytorch_hooks.saving import names
 from ckptless.pytorch_hooks.saving.write import sync, sync_folder, write_whole
 from ckptless.pytorch_hooks.state import raw

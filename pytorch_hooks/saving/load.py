@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ckptless.daemon.api import saved as s
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import CkptlessError, ProtocolError, RecoveryError
+from ckptless.daemon.protocol import saved as s
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import CkptlessError, ProtocolError, RecoveryError
 from ckptless.pytorch_hooks.state import Layout, raw, record
 
 THREADS = 2

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.pytorch_hooks.state.catalog import Catalog
 from ckptless.pytorch_hooks.state.layout import Layout
 from ckptless.pytorch_hooks.state.optim import Saved

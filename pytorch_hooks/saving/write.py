@@ -10,10 +10,10 @@ import msgspec
 import torch
 import xxhash
 
-from ckptless.daemon.api import saved as s
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, ProtocolError
-from ckptless.daemon.api.saving import WriteRecord
+from ckptless.daemon.protocol import saved as s
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError, ProtocolError
+from ckptless.daemon.protocol.saving import WriteRecord
 from ckptless.pytorch_hooks.saving import names
 from ckptless.pytorch_hooks.state import raw, record
 from ckptless.pytorch_hooks.state.layout import Entry

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
-from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.daemon.api.peercred import unix_address
-from ckptless.daemon.api.saving import (
+from ckptless.daemon.protocol.codec import RANK_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.protocol.peercred import unix_address
+from ckptless.daemon.protocol.saving import (
     ToWriter,
     WritePart,
     WriteRecord,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import private
 from ckptless.pytorch_hooks.state.layout import Named
 from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import codec, private, raw
 from ckptless.pytorch_hooks.state.codec import Ref
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.pytorch_hooks.torch_private import dcp as torch_dcp
 
 if TYPE_CHECKING:

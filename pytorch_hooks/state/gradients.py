@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.state import private, raw
 from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of
 from ckptless.pytorch_hooks.state.walk import shown

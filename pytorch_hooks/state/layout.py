@@ -9,7 +9,7 @@ import msgspec
 import torch
 import xxhash
 
-from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.state import private, raw
 
 ALIGN = 64

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.state import optim
 from ckptless.pytorch_hooks.state.attributes import Attributes
 from ckptless.pytorch_hooks.state.layout import Named

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.state.codec import Ref
 
 

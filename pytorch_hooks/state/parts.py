@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.state import attributes, codec
 
 _ROLES: dict[str, str] = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.state import private, raw, record
 from ckptless.pytorch_hooks.state.objects import State
 from ckptless.pytorch_hooks.state.tensors import TensorSet

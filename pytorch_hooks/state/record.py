@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import attributes, catalog, codec, layout, optim, private, rng
 from ckptless.pytorch_hooks.state.catalog import Catalog
 from ckptless.pytorch_hooks.state.layout import Layout

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptless.daemon.api.errors import ProtocolError, RecoveryError
+from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError
 
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.state import attributes, private, reach
 from ckptless.pytorch_hooks.state.objects import State, attributes_of, parts_of, tree_of
 from ckptless.pytorch_hooks.state.reach import Leaves

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import as_built, catalog, optim, private, raw
 from ckptless.pytorch_hooks.state import layout as layouts
 from ckptless.pytorch_hooks.state.layout import Entry, Layout, Named

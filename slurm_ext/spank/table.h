@@ -1,4 +1,4 @@
-/* Written by `make options` from daemon/options.py, where it is changed. */
+/* Written by `make options` from daemon/settings/options.py, where it is changed. */
 #ifndef CKPTLESS_TABLE_H
 #define CKPTLESS_TABLE_H
 

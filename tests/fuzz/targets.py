@@ -28,7 +28,6 @@ import torch
 import xxhash
 from seeds import build, members, structs_in
 
-from ckptless.daemon import config as daemon_config
 from ckptless.daemon.agent import config as agent_config
 from ckptless.daemon.agent.kvstore import parser as store_parser
 from ckptless.daemon.agent.kvstore import protocol as store_protocol
@@ -37,28 +36,20 @@ from ckptless.daemon.agent.nccl import wire as nccl_wire
 from ckptless.daemon.agent.ranks import zygote_messages
 from ckptless.daemon.agent.ranks.link import Heard
 from ckptless.daemon.agent.versions import requeue_memory
-from ckptless.daemon.api import (
-    eviction,
-    keeping,
-    messages,
-    outcome,
-    reading,
-    saved,
-    saving,
-    version,
-)
-from ckptless.daemon.api import records as m_records
-from ckptless.daemon.api import ring as api_ring
-from ckptless.daemon.api.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
 from ckptless.daemon.ckptctl import render
+from ckptless.daemon.ckptlessd.consensus import packing
+from ckptless.daemon.ckptlessd.consensus.decree import Decree, Durable
 from ckptless.daemon.ckptlessd.service import _Heard as FromOutside
-from ckptless.daemon.control import packing
-from ckptless.daemon.control.decree import Decree, Durable
 from ckptless.daemon.ledger.store import Ledger
-from ckptless.daemon.peers import bundles, handshake
-from ckptless.daemon.peers import messages as peers
-from ckptless.daemon.settings import load_settings
+from ckptless.daemon.protocol import eviction, keeping, messages, outcome, reading, saved, saving, version
+from ckptless.daemon.protocol import records as m_records
+from ckptless.daemon.protocol import ring as api_ring
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
+from ckptless.daemon.settings import config as daemon_config
+from ckptless.daemon.settings.site import load_settings
 from ckptless.daemon.slurm import hostlist, pyslurm_worker, text
+from ckptless.daemon.transport import bundles, handshake
+from ckptless.daemon.transport import messages as peers
 from ckptless.pytorch_hooks.data import cache as data_cache
 from ckptless.pytorch_hooks.data import files as sealed
 from ckptless.pytorch_hooks.data.arrow import Arrow

@@ -26,8 +26,8 @@ from seeds import build, members
 from targets import SCRATCH, Target, covered, data_files, edges, files, texts
 
 import ckptless.daemon
-from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.api.messages import Message
+from ckptless.daemon.protocol.errors import CkptlessError
+from ckptless.daemon.protocol.messages import Message
 
 # Of all targets together; each has its part.
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))

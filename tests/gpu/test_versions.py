@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api import version
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import version
 from ckptless.pytorch_hooks.commit.copying import Copying
 from ckptless.pytorch_hooks.commit.versions import Versions
 from ckptless.pytorch_hooks.state import State, TensorSet

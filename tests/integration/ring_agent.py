@@ -13,7 +13,7 @@ import msgspec
 
 from ckptless.daemon.agent.dataloader.service import RingService
 from ckptless.daemon.agent.ranks.link import Heard, RankLink, RankServer
-from ckptless.daemon.api.ring import FromRing
+from ckptless.daemon.protocol.ring import FromRing
 
 
 def say(kind: str, text: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.api.model import RingState
+from ckptless.daemon.protocol.model import RingState
 
 DEADLINE_S = 60.0
 

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ring_world import DEADLINE_S, Agent, links, one_agent, producers, until
 
-from ckptless.daemon.api import ring as m
-from ckptless.daemon.api.errors import DataError, PeerError
-from ckptless.daemon.api.messages import PROTOCOL
+from ckptless.daemon.protocol import ring as m
+from ckptless.daemon.protocol.errors import DataError, PeerError
+from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.pytorch_hooks.data.producer import Made, Produce
 from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket

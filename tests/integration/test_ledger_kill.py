@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import IO
 
-from ckptless.daemon.api.records import EventRecord, GenerationRecord
 from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.protocol.records import EventRecord, GenerationRecord
 
 KILLS = 20
 BATCH = 7
@@ -22,7 +22,7 @@ BATCH = 7
 WRITER = """
 import os, sys
 from pathlib import Path
-from ckptless.daemon.api.records import EventRecord, GenerationRecord
+from ckptless.daemon.protocol.records import EventRecord, GenerationRecord
 from ckptless.daemon.ledger.store import Ledger
 
 def batch(number, size):

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ring_world import Agent, children, one_agent, producers, until
 
-from ckptless.daemon.api.errors import DataError, UsageError
+from ckptless.daemon.protocol.errors import DataError, UsageError
 from ckptless.pytorch_hooks.data import MappedLoader
 from ckptless.pytorch_hooks.data.ring_reader import RingFeed
 from ckptless.pytorch_hooks.errors import GenerationEnded

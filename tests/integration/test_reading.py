@@ -17,19 +17,19 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.model import NO_RUN
-from ckptless.daemon.api.peercred import unix_address
-from ckptless.daemon.api.reading import TABLES, Cursor, Page, Read
-from ckptless.daemon.api.records import EventRecord, JobRecord, NodeRecord, Record, printable
 from ckptless.daemon.ckptlessd.cluster import LocalCluster
 from ckptless.daemon.ckptlessd.service import Service
-from ckptless.daemon.config import DaemonConfig, Peer
 from ckptless.daemon.ledger import reader as reader_module
 from ckptless.daemon.ledger.merge import merge
 from ckptless.daemon.ledger.store import Owner
-from ckptless.daemon.peers.credentials import KeyCredentials
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.protocol.peercred import unix_address
+from ckptless.daemon.protocol.reading import TABLES, Cursor, Page, Read
+from ckptless.daemon.protocol.records import EventRecord, JobRecord, NodeRecord, Record, printable
+from ckptless.daemon.settings.config import DaemonConfig, Peer
+from ckptless.daemon.transport.credentials import KeyCredentials
 
 ALICE, BOB = 65533, 65534
 DEADLINE_S = 60.0

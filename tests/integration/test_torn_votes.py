@@ -7,7 +7,7 @@ files of a real ledger are kept before and after each vote, and put together aga
 import random
 from pathlib import Path
 
-from ckptless.daemon.control.decree import Ballot, Decree, Durable, Vote
+from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decree, Durable, Vote
 from ckptless.daemon.ledger.store import Ledger
 
 VOTES = 40

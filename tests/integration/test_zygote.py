@@ -18,7 +18,7 @@ import pytest
 
 from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
 from ckptless.daemon.agent.ranks.processes import SPAWN_DEADLINE_S, Process, SpawnSpec, Zygote
-from ckptless.daemon.api.errors import PeerError, UsageError
+from ckptless.daemon.protocol.errors import PeerError, UsageError
 
 DEADLINE_S = 60.0  # torch is imported more than once, on a machine that may have much else to do
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "PROBE": "caf\u00e9 \udcff"}

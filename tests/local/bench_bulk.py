@@ -36,12 +36,20 @@ from typing import Any
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.serving import Serving, receive_payload
 from ckptless.daemon.agent.versions.store import Region, VersionStore
-from ckptless.daemon.api.messages import NodeInfo, TensorsAt
-from ckptless.daemon.api.version import Header, Origin, decode, digest_of, header_nbytes, spans, write_header
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bulk import Pace
-from ckptless.daemon.peers.credentials import KeyCredentials
-from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.protocol.messages import NodeInfo, TensorsAt
+from ckptless.daemon.protocol.version import (
+    Header,
+    Origin,
+    decode,
+    digest_of,
+    header_nbytes,
+    spans,
+    write_header,
+)
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.link import Link, serve
 
 JOB = "bench"
 HOST = "127.0.0.1"

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api import version
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import version
 from ckptless.pytorch_hooks.commit.versions import SLOTS, Versions, record_digest
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, read
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError
 
 PAGE = version.PAGE_NBYTES
 

@@ -31,9 +31,9 @@ from ckptless.daemon.agent.versions.replicas import Replicas, ReReplication
 from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bulk import Pump
-from ckptless.daemon.peers.link import Link
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bulk import Pump
+from ckptless.daemon.transport.link import Link
 
 PLAN = Path(sys.argv[1])
 CONFIG = Path(sys.argv[sys.argv.index("--local") + 1])

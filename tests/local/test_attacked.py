@@ -29,8 +29,8 @@ from localrun import LISTEN, Job, fault, newest_loss, recovered, same_as_referen
 from test_attacks import Daemon
 from test_service import hello
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.peers import handshake
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.transport import handshake
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot act as other users"),

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import toy, wait_until
 
-from ckptless.daemon.peers.handshake import new_key
+from ckptless.daemon.transport.handshake import new_key
 
 
 def spellings(key: bytes) -> set[bytes]:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Job, read_toy, same_as_reference, toy, wait_until
 
-from ckptless.daemon.membership.overlay import overlay
+from ckptless.daemon.ckptlessd.membership.overlay import overlay
 
 DEADLINE_S = 90.0
 RANKS, SPARES = 6, 5

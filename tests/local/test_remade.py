@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.control.protection import protection
+from ckptless.daemon.replication.protection import protection
 
 sys.path.insert(0, str(Path(__file__).parent))
 

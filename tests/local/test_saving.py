@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import Job, newest_loss, read_toy, reference, toy, wait_until
 
-from ckptless.daemon.api import saved
+from ckptless.daemon.protocol import saved
 
 pytestmark = pytest.mark.timeout(400)
 

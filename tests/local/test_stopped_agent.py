@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from localrun import STEPS, Job, check, fault, newest_loss, read_toy, same_as_reference, toy, wait_until
 
-from ckptless.daemon.api.outcome import outcome_path
+from ckptless.daemon.protocol.outcome import outcome_path
 
 pytestmark = pytest.mark.timeout(400)
 

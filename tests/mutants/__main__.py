@@ -28,7 +28,10 @@ from .reached import SUITES, Check, Reached, checks_of, measure
 from .trial import Trial
 from .warm import ROOT, Fork, with_tests
 
-ROOMS = ("daemon/control", "daemon/membership")
+ROOMS = (
+    "daemon/replication",
+    *(f"daemon/ckptlessd/{room}" for room in ("consensus", "planning", "recovery", "membership")),
+)
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 # Of those that are not equivalent, so many must be found.
 WANTED = 0.95
@@ -96,7 +99,7 @@ class Trials:
 
 def check_tool(trials: Trials) -> None:
     """Raise SystemExit where a module as it is does not pass, or one that cannot be imported does."""
-    path = "daemon/control/lease.py"
+    path = "daemon/ckptlessd/consensus/lease.py"
     source = (ROOT / path).read_text()
     line = source[: source.index("if is_quorum(")].count("\n") + 1
     as_it_is, broken = Mutant(line, "", "", source), Mutant(1, "", "", "raise ValueError")

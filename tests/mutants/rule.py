@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from .trial import Trial
 from .warm import ROOT
 
-CONTROL, MEMBERSHIP = "daemon/control", "daemon/membership"
+CONSENSUS, MEMBERSHIP = "daemon/ckptlessd/consensus", "daemon/ckptlessd/membership"
+RECOVERY = "daemon/ckptlessd/recovery"
 
 
 @dataclass(frozen=True)

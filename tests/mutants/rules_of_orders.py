@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .rule import CONTROL, Named, of
+from .rule import RECOVERY, Named, of
 
 ORDERS: tuple[Named, ...] = (
     *of(
-        f"{CONTROL}/following.py",
+        f"{RECOVERY}/following.py",
         "unit/control/test_orders.py",
         (
             "an older report replaces a newer one",
@@ -46,7 +46,7 @@ ORDERS: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/controller.py",
+        f"{RECOVERY}/controller.py",
         "unit/control/test_orders.py",
         (
             "who is cut off drives the job",
@@ -80,7 +80,7 @@ ORDERS: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/following.py",
+        f"{RECOVERY}/following.py",
         "unit/control/test_missed.py",
         (
             "an agent is not told of what it has missed",
@@ -90,7 +90,7 @@ ORDERS: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/job_state.py",
+        f"{RECOVERY}/job_state.py",
         "unit/control/test_orders.py",
         (
             "the word of a lost node counts",
@@ -118,7 +118,7 @@ ORDERS: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/generation_progress.py",
+        f"{RECOVERY}/generation_progress.py",
         "unit/control/test_generation_progress.py",
         (
             "frozen in an older generation counts: who is waited for",
@@ -158,7 +158,7 @@ ORDERS: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/leading.py",
+        f"{RECOVERY}/leading.py",
         "unit/control/test_stopping.py",
         (
             "a new leader does not begin half a recovery again",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .rule import CONTROL, MEMBERSHIP, Named, of
+from .rule import CONSENSUS, MEMBERSHIP, RECOVERY, Named, of
 
 VOTES: tuple[Named, ...] = (
     *of(
-        f"{CONTROL}/election.py",
+        f"{RECOVERY}/election.py",
         "unit/control/test_orders.py",
         (
             "who hears its leader supports another",
@@ -34,7 +34,7 @@ VOTES: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/job_state.py",
+        f"{RECOVERY}/job_state.py",
         "unit/control/test_orders.py",
         (
             "a leader is heard by a connection only",
@@ -44,7 +44,7 @@ VOTES: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/fencing.py",
+        f"{RECOVERY}/fencing.py",
         "unit/control/test_lease.py",
         (
             "the cut off live on",
@@ -66,7 +66,7 @@ VOTES: tuple[Named, ...] = (
         ),
     ),
     *of(
-        f"{CONTROL}/agreement.py",
+        f"{CONSENSUS}/agreement.py",
         "unit/control/test_votes.py",
         (
             "Accepted of another ballot counts",

@@ -24,7 +24,7 @@ from ckptless.daemon.agent.nccl.server import NcclServer
 from ckptless.daemon.agent.nccl.service import NcclService
 from ckptless.daemon.agent.nccl.wire import Address
 from ckptless.daemon.agent.ranks import environment
-from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
+from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Place
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.control.keeping import (
+from ckptless.daemon.ckptlessd.requeue_shelf import (
     MAX_PIECES,
     Entry,
     NotKeptError,

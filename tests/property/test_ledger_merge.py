@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from ckptless.daemon.api.records import (
+from ckptless.daemon.ledger.merge import Snapshot, merge
+from ckptless.daemon.ledger.precedence import ENDED, key
+from ckptless.daemon.protocol.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
@@ -17,8 +19,6 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
-from ckptless.daemon.ledger.merge import Snapshot, merge
-from ckptless.daemon.ledger.precedence import ENDED, key
 
 # Few keys and few values: records that collide, and ties, are what is looked for.
 few = st.integers(0, 2)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api import version
+from ckptless.daemon.protocol import version
 from ckptless.pytorch_hooks.commit import overlap
 from ckptless.pytorch_hooks.commit.overlap import BesideTraining
 from ckptless.pytorch_hooks.state import State, TensorSet, private, raw

@@ -6,7 +6,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.control.protection import Exposure, Item, exposure, step_after
+from ckptless.daemon.replication.protection import Exposure, Item, exposure, step_after
 
 NODES = range(6)
 

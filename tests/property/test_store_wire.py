@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.agent.kvstore import protocol, wire
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 NUMBER = st.integers(0, (1 << 62) - 1)
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)

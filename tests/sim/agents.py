@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ckptless.daemon.agent.orphan import INTERVAL_S, ROUND, AgentLease, to_ask
+from ckptless.daemon.agent.lease import INTERVAL_S, ROUND, AgentLease, to_ask
 from ckptless.daemon.agent.versions.twin_check import TwinCheck
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.peers.messages import CompareTwins, TwinsCompared
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.transport.messages import CompareTwins, TwinsCompared
 
 from .events import Channel
 from .ranks import SIGKILL, Process

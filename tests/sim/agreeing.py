@@ -7,10 +7,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from ckptless.daemon.api.messages import Outcome
-from ckptless.daemon.control.agreement import Agreement
-from ckptless.daemon.control.decree import NO_BALLOT, Canvass, Decree, Durable, Say, Support, first_decree
-from ckptless.daemon.control.edges import Save, Tell
+from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
+from ckptless.daemon.ckptlessd.consensus.decree import (
+    NO_BALLOT,
+    Canvass,
+    Decree,
+    Durable,
+    Say,
+    Support,
+    first_decree,
+)
+from ckptless.daemon.ckptlessd.recovery.events import Save, Tell
+from ckptless.daemon.protocol.messages import Outcome
 
 from .story import Violation
 

@@ -3,11 +3,19 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.decree import Accepted, Decree, Durable, Promise, Say, first_decree, is_quorum
-from ckptless.daemon.control.edges import NodeLost
-from ckptless.daemon.membership.watch import ASKED
-from ckptless.daemon.peers import messages as p
+from ckptless.daemon.ckptlessd.consensus.decree import (
+    Accepted,
+    Decree,
+    Durable,
+    Promise,
+    Say,
+    first_decree,
+    is_quorum,
+)
+from ckptless.daemon.ckptlessd.membership.watch import ASKED
+from ckptless.daemon.ckptlessd.recovery.events import NodeLost
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.transport import messages as p
 
 from .story import Violation
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
+from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.ckptlessd.session import is_as_new
-from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.protocol import messages as m
 
 if TYPE_CHECKING:
     from .world import World

@@ -8,16 +8,16 @@ from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import EventRecord, JobRecord, Record
+from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Durable, Prepare, Propose
+from ckptless.daemon.ckptlessd.membership.watch import Answer
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.ckptlessd.session import JobSession, Memory
-from ckptless.daemon.config import Peer, Timers
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.decree import Ballot, Durable, Prepare, Propose
-from ckptless.daemon.control.job_state import JobState
-from ckptless.daemon.membership.watch import Answer
-from ckptless.daemon.peers import messages as p
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import EventRecord, JobRecord, Record
+from ckptless.daemon.settings.config import Peer, Timers
+from ckptless.daemon.transport import messages as p
 
 from .events import Channel
 

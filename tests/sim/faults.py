@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, get_args
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.edges import Stage
+from ckptless.daemon.ckptlessd.recovery.events import Stage
+from ckptless.daemon.protocol import messages as m
 
 from .ranks import SIGKILL, Process
 

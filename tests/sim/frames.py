@@ -2,9 +2,9 @@
 
 import msgspec
 
-from ckptless.daemon.api.codec import CONTROL_LIMIT
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.peers import handshake
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT
+from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.transport import handshake
 
 from .story import Violation
 

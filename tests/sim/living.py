@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from ckptless.daemon.control.decree import is_quorum
-from ckptless.daemon.control.fencing import FORMING_DEADLINE_S
+from ckptless.daemon.ckptlessd.consensus.decree import is_quorum
+from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
 
 from .network import DARK_S
 from .story import Violation

@@ -22,18 +22,18 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import Record
 from ckptless.daemon.ckptlessd import peering
+from ckptless.daemon.ckptlessd.consensus import packing
+from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decree, Durable, first_decree
 from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.session import JobSession, Memory
-from ckptless.daemon.config import Peer, Timers
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control import packing
-from ckptless.daemon.control.decree import NO_BALLOT, Decree, Durable, first_decree
-from ckptless.daemon.control.remaking import Holders
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.handshake import HEAD_BYTES
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import Record
+from ckptless.daemon.replication.re_replication import Holders
+from ckptless.daemon.settings.config import Peer, Timers
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.handshake import HEAD_BYTES
 
 from .scale_parts import COPIES, SLOTS, SPARES
 

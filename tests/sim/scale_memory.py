@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.api import messages as m
+from ckptless.daemon.ckptlessd.consensus.decree import Decree, first_decree
+from ckptless.daemon.ckptlessd.consensus.packing import digest_of, pack, unpack
 from ckptless.daemon.ckptlessd.main import GC_THRESHOLD
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control import plan
-from ckptless.daemon.control.decree import Decree, first_decree
-from ckptless.daemon.control.faults import Fault, NodeView, observe
-from ckptless.daemon.control.generation_progress import GenerationProgress
-from ckptless.daemon.control.packing import digest_of, pack, unpack
-from ckptless.daemon.control.sources import Same, once
+from ckptless.daemon.ckptlessd.planning import plan
+from ckptless.daemon.ckptlessd.planning.faults import Fault, NodeView, observe
+from ckptless.daemon.ckptlessd.planning.sources import Same, once
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
+from ckptless.daemon.protocol import messages as m
 
 from . import scale_parts as parts
 

@@ -15,17 +15,17 @@ from typing import TypeVar
 
 import msgspec
 
-from ckptless.daemon.api import messages as m
+from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decree, Durable, Vote, first_decree
+from ckptless.daemon.ckptlessd.consensus.packing import digest_of, pack, unpack
 from ckptless.daemon.ckptlessd.main import GC_THRESHOLD
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control import plan
-from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.decree import Ballot, Decree, Durable, Vote, first_decree
-from ckptless.daemon.control.faults import Fault, NodeView, NodeViews, observe
-from ckptless.daemon.control.generation_progress import GenerationProgress
-from ckptless.daemon.control.packing import digest_of, pack, unpack
-from ckptless.daemon.control.remaking import Holders, remakes
-from ckptless.daemon.peers import messages as p
+from ckptless.daemon.ckptlessd.planning import plan
+from ckptless.daemon.ckptlessd.planning.faults import Fault, NodeView, NodeViews, observe
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.replication.re_replication import Holders, remakes
+from ckptless.daemon.transport import messages as p
 
 SLOTS = 8
 SPARES = 2

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptless.daemon.api import messages as m
+from ckptless.daemon.protocol import messages as m
 
 if TYPE_CHECKING:
     from .ranks import Process

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.control.agreement import Agreement
-from ckptless.daemon.control.decree import (
+from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
+from ckptless.daemon.ckptlessd.consensus.decree import (
     NO_BALLOT,
     Ballot,
     Decided,
@@ -23,7 +23,7 @@ from ckptless.daemon.control.decree import (
     choose_voters,
     is_quorum,
 )
-from ckptless.daemon.control.edges import Tell
+from ckptless.daemon.ckptlessd.recovery.events import Tell
 
 from .agreeing import Room, ending, quarrel
 

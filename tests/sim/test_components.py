@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from ckptless.daemon.control.election import Election
-from ckptless.daemon.control.job_state import JobState
-from ckptless.daemon.peers import handshake
+from ckptless.daemon.ckptlessd.recovery.election import Election
+from ckptless.daemon.ckptlessd.recovery.job_state import JobState
+from ckptless.daemon.transport import handshake
 
 from .components import COMPONENTS, WEIGHTS, Broken, happen
 from .faults import Shape

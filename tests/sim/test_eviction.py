@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from ckptless.daemon.api.records import FaultSource
-from ckptless.daemon.control import eviction
-from ckptless.daemon.control.edges import NodeLost
+from ckptless.daemon.ckptlessd.recovery import eviction
+from ckptless.daemon.ckptlessd.recovery.events import NodeLost
+from ckptless.daemon.protocol.records import FaultSource
 
 from .world import World
 

@@ -9,16 +9,17 @@ from types import FunctionType, ModuleType
 import pytest
 from _pytest.mark import ParameterSet
 
+from ckptless.daemon.ckptlessd.consensus import agreement
+from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
+from ckptless.daemon.ckptlessd.membership.watch import Membership
 from ckptless.daemon.ckptlessd.peering import Peering
+from ckptless.daemon.ckptlessd.planning import plan, sources
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.fencing import Fencing
+from ckptless.daemon.ckptlessd.recovery.leading import Leading
+from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
+from ckptless.daemon.ckptlessd.recovery.stalls import Stalls
 from ckptless.daemon.ckptlessd.session import JobSession
-from ckptless.daemon.control import agreement, plan, sources
-from ckptless.daemon.control.agreement import Agreement
-from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.fencing import Fencing
-from ckptless.daemon.control.leading import Leading
-from ckptless.daemon.control.recovery_log import RecoveryLog
-from ckptless.daemon.control.stalls import Stalls
-from ckptless.daemon.membership.watch import Membership
 
 from .agreeing import quarrel
 from .story import Violation

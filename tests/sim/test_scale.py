@@ -5,10 +5,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckptless.daemon.api.messages import NodeInfo
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control import following, plan, snapshots
-from ckptless.daemon.control.remaking import Holders, remakes
+from ckptless.daemon.ckptlessd.planning import plan
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery import following, snapshots
+from ckptless.daemon.protocol.messages import NodeInfo
+from ckptless.daemon.replication.re_replication import Holders, remakes
 
 from . import scale_memory
 from . import scale_parts as parts

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
 from ckptless.daemon.ledger.precedence import ENDED, precedence
+from ckptless.daemon.protocol import messages as m
 
 from .faults import LIMITS, Shape
 from .network import DARK_S

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from ckptless.daemon.agent.versions.twin_check import TwinCheck
-from ckptless.daemon.control import sources, twins_agree
+from ckptless.daemon.ckptlessd.planning import sources, twins_agree
 
 from .faults import Shape
 from .ranks import Process, trained

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.protection import Item
-from ckptless.daemon.control.remaking import Holders, Watermark, remakes, surplus
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.replication.protection import Item
+from ckptless.daemon.replication.re_replication import Holders, Watermark, remakes, surplus
 
 from .events import Channel
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
-from ckptless.daemon.api.records import JobRecord
+from ckptless.daemon.ckptlessd.consensus.decree import Durable
+from ckptless.daemon.ckptlessd.membership.overlay import overlay
+from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.ckptlessd.session import LIFE_BITS
-from ckptless.daemon.control.decree import Durable
-from ckptless.daemon.control.fencing import FORMING_DEADLINE_S
-from ckptless.daemon.membership.overlay import overlay
-from ckptless.daemon.options import TwinsMode
-from ckptless.daemon.peers import messages as p
+from ckptless.daemon.protocol.records import JobRecord
+from ckptless.daemon.settings.options import TwinsMode
+from ckptless.daemon.transport import messages as p
 
 from . import components
 from .agents import Agent

@@ -28,8 +28,8 @@ from cluster import requirements
 from cluster.api import Cluster
 from cluster.plan import Plan, Share
 
-from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.ckptlessd.clock import Clock
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.slurm.adapter import Job
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.commands import Commands

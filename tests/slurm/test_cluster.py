@@ -98,7 +98,8 @@ def test_defaults_are_those_of_a_site(cluster: Cluster) -> None:
 
 
 def test_ckptless_is_there_for_every_user_and_cannot_be_changed(cluster: Cluster) -> None:
-    ask_python = "import ckptless.daemon.config, os, sys; print(os.getuid(), sys.prefix, ckptless.__file__)"
+    names = "os.getuid(), sys.prefix, ckptless.__file__"
+    ask_python = f"import ckptless.daemon.settings.config, os, sys; print({names})"
     done = cluster.run("ctl", "srun", "-N2", "python", "-c", ask_python, user="tester")
     here = subprocess.run([sys.executable, "-c", ask_python], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [here.stdout.strip().replace("0 ", "5001 ", 1)] * 2

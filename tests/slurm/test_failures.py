@@ -19,7 +19,7 @@ from cluster.api import Cluster
 from conftest import require_slurm
 from training import DEADLINE_S, USER, Training, make_site
 
-from ckptless.daemon.control.losses import DARK_FOR_GOOD_S
+from ckptless.daemon.ckptlessd.recovery.losses import DARK_FOR_GOOD_S
 
 NODES = 6
 
@@ -585,7 +585,7 @@ def test_two_users_at_once_and_a_thief(site: Cluster) -> None:
     theirs.trains()
     # Somebody else's agent says that it is of my job, on one of my nodes.
     config = "import base64, os, msgspec; from ckptless.daemon.agent.config import *; "
-    config += "from ckptless.daemon.api.model import *; "
+    config += "from ckptless.daemon.protocol.model import *; "
     config += "n = tuple('node%02d' % i for i in range(1, 6)); "
     config += f"s = JobSpec(job='{mine.job_id}', command=('x',), nodes=4, spares=1, slots_per_node=1, "
     config += "limits=Limits.from_max_stall(60), names=n); "

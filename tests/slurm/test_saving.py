@@ -12,7 +12,7 @@ from cluster.api import Cluster
 from localrun import reference
 from training import STEPS, USER, Training
 
-from ckptless.daemon.api import saved
+from ckptless.daemon.protocol import saved
 
 NODES = 5
 

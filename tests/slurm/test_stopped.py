@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster.api import Cluster
 from training import USER, Training
 
-from ckptless.daemon.api.records import FaultRecord
+from ckptless.daemon.protocol.records import FaultRecord
 
 NODES = 5
 # With the site's max_stall of 60 s an agent that is silent for 6 s is ended, and a rank for 3 s.

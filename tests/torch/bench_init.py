@@ -41,7 +41,7 @@ from facades import HOST, Facade  # type: ignore[import-not-found]
 from ckptless.daemon.agent.kvstore.guard import StoreGuard
 from ckptless.daemon.agent.ranks.environment import GLOO
 from ckptless.daemon.agent.ranks.prctl import set_pdeathsig
-from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
+from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Place
 
 DEADLINE_S = 120.0
 SHARED = "TORCHELASTIC_USE_AGENT_STORE"

@@ -123,7 +123,7 @@ async def servers(argv: Sequence[str]) -> None:
     from facades import Facade  # type: ignore[import-not-found]
     from msgspec import to_builtins
 
-    from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
+    from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Place
 
     lo, hi, per_node = map(int, argv)
     mine = {number: Facade(number, 30.0) for number in range(lo, hi)}

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from world import Place
 
-from ckptless.daemon.api import messages as m
+from ckptless.daemon.protocol import messages as m
 from ckptless.pytorch_hooks.commit.versions import SLOTS
 from ckptless.pytorch_hooks.running.session import Session
 

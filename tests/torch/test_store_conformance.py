@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ckptless.daemon.agent.kvstore import protocol
 from ckptless.daemon.agent.kvstore.server import StoreServer
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 
 T = TypeVar("T")
 # A TCPStore. torch's stubs lack half of its calls.

@@ -28,7 +28,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.running import standalone as plain
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, gradients, read, readback, restore

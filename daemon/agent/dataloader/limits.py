@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptless.daemon.options import DataSettings
+from ckptless.daemon.settings.options import DataSettings
 
 # Of the free memory a ring takes one part in so many: the ranks, and other rings, need some, too.
 PARTS = 2

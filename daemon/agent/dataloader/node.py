@@ -13,9 +13,9 @@ from ckptless.daemon.agent.dataloader import ring as r
 from ckptless.daemon.agent.dataloader.limits import RingLimits
 from ckptless.daemon.agent.dataloader.waits import Waits
 from ckptless.daemon.agent.ranks.link import RankLink
-from ckptless.daemon.api import ring as m
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.model import ReaderState, RingState, StreamState
+from ckptless.daemon.protocol import ring as m
+from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.protocol.model import ReaderState, RingState, StreamState
 
 # So long a rank may take for one step before another one is to start the producer.
 LEASE_S = 30.0

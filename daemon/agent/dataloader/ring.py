@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ckptless.daemon.api.ring import AHEAD
+from ckptless.daemon.protocol.ring import AHEAD
 
 # Batches that a producer has been asked for and has not made yet: it need not wait between two.
 JOBS = 2

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from ckptless.daemon.agent.dataloader.limits import free_memory, limited
 from ckptless.daemon.agent.dataloader.node import LEASE_S, RingNode
 from ckptless.daemon.agent.ranks.link import RankLink
-from ckptless.daemon.api import ring as m
-from ckptless.daemon.api.codec import check_protocol
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.model import RingState
-from ckptless.daemon.options import DataSettings
+from ckptless.daemon.protocol import ring as m
+from ckptless.daemon.protocol.codec import check_protocol
+from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.protocol.model import RingState
+from ckptless.daemon.settings.options import DataSettings
 
 # A report has to stay small, whatever a script does.
 MOST_TOLD = 32

@@ -8,9 +8,9 @@ from typing import Generic, TypeAlias, TypeVar
 import msgspec
 
 from ckptless.daemon.agent.kvstore import wire
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.link import Link
+from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.link import Link
 
 Peer: TypeAlias = Link[p.AgentMessage]
 Heard = TypeVar("Heard", wire.ToHome, wire.FromHome)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ckptless.daemon.agent.sock_owner import Asker, Endpoint, best_asker
-from ckptless.daemon.peers.bucket import TokenBucket
+from ckptless.daemon.transport.bucket import TokenBucket
 
 # Events that a stranger can cause: some at once, then few, or the ledger is full of nothing else.
 TOLD_AT_ONCE = 20

@@ -22,7 +22,7 @@ from ckptless.daemon.agent.kvstore.wire import (
     ToHome,
     Told,
 )
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 # Of one node, at one time; its clients are as many as it has ranks, and a few threads of these.
 MAX_ASKED = 65536

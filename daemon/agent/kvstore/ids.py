@@ -11,7 +11,7 @@ from ckptless.daemon.agent.kvstore import protocol
 from ckptless.daemon.agent.kvstore.protocol import Request
 from ckptless.daemon.agent.kvstore.state import StoreState
 from ckptless.daemon.agent.nccl.ids import NcclIds
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 _KEY = re.compile(rb"(.*)UniqueNCCLID:(0|[1-9][0-9]{0,6})", re.DOTALL)
 # Of one client: more than any process has.

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from ckptless.daemon.agent.kvstore import protocol
 from ckptless.daemon.agent.kvstore.protocol import Op, Request
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 _HELLO = bytes([Op.VALIDATE]) + protocol.MAGIC.to_bytes(4, "little")
 _U64 = 8

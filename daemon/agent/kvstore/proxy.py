@@ -22,7 +22,7 @@ from ckptless.daemon.agent.kvstore.wire import (
     ToHome,
 )
 from ckptless.daemon.agent.kvstore.wire import Cancel as CancelAsk
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 # Of all values that are remembered, with their keys.
 MAX_NBYTES = 256 << 20

@@ -17,8 +17,8 @@ from ckptless.daemon.agent.kvstore.state import StoreState
 from ckptless.daemon.agent.kvstore.wire import Refusal
 from ckptless.daemon.agent.nccl.ids import NcclIds
 from ckptless.daemon.agent.sock_owner import Endpoint
-from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.peers.listener import serve
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
+from ckptless.daemon.transport.listener import serve
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from ckptless.daemon.agent.kvstore.home import Home
 from ckptless.daemon.agent.kvstore.proxy import Proxy
 from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.agent.nccl.ids import NcclIds
-from ckptless.daemon.api.errors import CkptlessError, ProtocolError
-from ckptless.daemon.api.messages import Assignment, NodeInfo
-from ckptless.daemon.peers import messages as p
+from ckptless.daemon.protocol.errors import CkptlessError, ProtocolError
+from ckptless.daemon.protocol.messages import Assignment, NodeInfo
+from ckptless.daemon.transport import messages as p
 
 # Numeric, and one that every resolver knows: torch looks the name of its store up each time it connects.
 ADDRESS = "127.0.0.1"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from ckptless.daemon.agent.kvstore.protocol import MAX_VALUE_NBYTES
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 # Far above what any job keeps here; a client that runs wild must not take the node's memory.
 MAX_NBYTES = 1 << 30

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from ckptless.daemon.agent.kvstore import protocol
 from ckptless.daemon.agent.kvstore.protocol import Key
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 T = TypeVar("T")
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]

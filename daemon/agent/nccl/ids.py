@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from ckptless.daemon.agent.nccl.blocks import block
 from ckptless.daemon.agent.nccl.wire import Address, UniqueId, encode_id
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 # A magic's lower bytes name the communicator, the upper ones prove it and its generation. Two communicators
 # of one name would only disturb each other where they meet: in one agent, with the same number of root.

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ckptless.daemon.agent.nccl.blocks import block
 from ckptless.daemon.agent.nccl.wire import Address, CheckIn
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 # Longer than any job that is stalled lives: only memory depends on it.
 DEADLINE_S = 1800.0

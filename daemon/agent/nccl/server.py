@@ -15,8 +15,8 @@ from ckptless.daemon.agent.nccl.wire import (
     decode_opening,
     encode_message,
 )
-from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.peers.listener import serve
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
+from ckptless.daemon.transport.listener import serve
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from ckptless.daemon.agent.nccl.ids import NcclIds
 from ckptless.daemon.agent.nccl.server import NcclServer
 from ckptless.daemon.agent.nccl.wire import Address
 from ckptless.daemon.agent.ranks.environment import NCCL_COMM_ID, RANKS_PER_ROOT, own_ranks_per_root
-from ckptless.daemon.api.messages import Assignment
+from ckptless.daemon.protocol.messages import Assignment
 
 
 class NcclService:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 ID_NBYTES = 128
 MAGIC_NBYTES, OPENING_NBYTES = 8, 16

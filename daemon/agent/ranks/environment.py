@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.messages import Assignment, JobSpec, Place
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.messages import Assignment, JobSpec, Place
 
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
 # The folder of a saved step that the job goes on from where memory has nothing; empty for none.

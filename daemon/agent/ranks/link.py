@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.messages import FromRank, ToRank
-from ckptless.daemon.api.peercred import peer_credentials
-from ckptless.daemon.api.ring import FromRing, ToRing
-from ckptless.daemon.api.saving import FromWriter, ToWriter
+from ckptless.daemon.protocol.codec import RANK_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.protocol.messages import FromRank, ToRank
+from ckptless.daemon.protocol.peercred import peer_credentials
+from ckptless.daemon.protocol.ring import FromRing, ToRing
+from ckptless.daemon.protocol.saving import FromWriter, ToWriter
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from ckptless.daemon.agent.ranks import zygote_messages as wire
 from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
-from ckptless.daemon.api.errors import PeerError, ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import PeerError, ProtocolError, UsageError
 
 SPAWN_DEADLINE_S = 30.0
 EXIT_DEADLINE_S = 5.0
@@ -454,7 +454,7 @@ def _launch(preload: Sequence[str], env: Mapping[str, str]) -> tuple[int, socket
 
 
 def _inherited(pid: int, fd: int) -> tuple[int, socket.socket]:
-    """The zygote that this process has had since before it was the agent (see `hatch`)."""
+    """The zygote that this process has had since before it was the agent (see `local_fork`)."""
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     return pid, sock

@@ -1,15 +1,15 @@
 """Makes this node's slots what an assignment says: ranks that go on, new processes, spares."""
 
-from ckptless.daemon.agent.ranks.crew import Crew
+from ckptless.daemon.agent.ranks.rank_processes import RankProcesses
 from ckptless.daemon.agent.ranks.slots import Slot
 from ckptless.daemon.agent.versions.state_service import StateService
-from ckptless.daemon.api import messages as m
+from ckptless.daemon.protocol import messages as m
 
 
 class Seats:
     """Owned by the agent's event loop."""
 
-    def __init__(self, node: int, crew: Crew, state: StateService) -> None:
+    def __init__(self, node: int, crew: RankProcesses, state: StateService) -> None:
         self._node, self._crew, self._state = node, crew, state
         self._assignment: m.Assignment | None = None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.processes import Process
-from ckptless.daemon.api.messages import Cause, Phase, SlotState
+from ckptless.daemon.protocol.messages import Cause, Phase, SlotState
 
 
 @dataclass

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ckptless.daemon.agent.ranks import zygote_messages as wire
 from ckptless.daemon.agent.ranks.prctl import set_pdeathsig, set_process_name
 from ckptless.daemon.agent.signals import ENDING, ignore_others
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 MIDDLE_DEADLINE_S = 10.0
 GATE_DEADLINE_S = 60.0
@@ -284,7 +284,7 @@ def _leave_our_frames_out(error: BaseException) -> None:
     """Have the traceback of `error`, about to leave the interpreter, begin where a fresh process's would."""
     first = frame = error.__traceback__
     while frame is not None:
-        # The last of ours: of a hatched zygote (see `hatch`) there are some above others.
+        # The last of ours: of a zygote from `local_fork` there are some above others.
         if frame.tb_frame.f_code.co_filename == __file__:
             first = frame.tb_next
         frame = frame.tb_next

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 VERSION = 3
 MAX_PACKET_BYTES = 32 * 1024

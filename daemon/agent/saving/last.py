@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from ckptless.daemon.agent.saving.plan import Task, last_step
-from ckptless.daemon.api import saved
-from ckptless.daemon.api.messages import Holdings
-from ckptless.daemon.api.model import Value
+from ckptless.daemon.protocol import saved
+from ckptless.daemon.protocol.messages import Holdings
+from ckptless.daemon.protocol.model import Value
 
 POLL_S = 0.05
 # That what is there makes no whole step is decided only after so many times as long: on a busy node an agent

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from ckptless.daemon.api.messages import Assignment, Holdings
-from ckptless.daemon.api.model import Value
+from ckptless.daemon.protocol.messages import Assignment, Holdings
+from ckptless.daemon.protocol.model import Value
 
 # What `ckptctl save` asks for lies so far ahead that every node hears of it in time.
 LEAD_S = 2.0

@@ -21,11 +21,11 @@ from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.saving import plan as save_plan
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.api import saved
-from ckptless.daemon.api import saving as w
-from ckptless.daemon.api.codec import check_protocol
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
-from ckptless.daemon.api.messages import Assignment, TensorsAt
+from ckptless.daemon.protocol import saved
+from ckptless.daemon.protocol import saving as w
+from ckptless.daemon.protocol.codec import check_protocol
+from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.protocol.messages import Assignment, TensorsAt
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from ckptless.daemon.agent.saving import plan as save_plan
 from ckptless.daemon.agent.saving.saver import Saver
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.api import saved
-from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.api.messages import Assignment, NodeInfo
-from ckptless.daemon.api.saving import Saved, SaveDone, SaveNow
-from ckptless.daemon.peers.messages import SaveAsk, SaveReply
+from ckptless.daemon.protocol import saved
+from ckptless.daemon.protocol.errors import CkptlessError
+from ckptless.daemon.protocol.messages import Assignment, NodeInfo
+from ckptless.daemon.protocol.saving import Saved, SaveDone, SaveNow
+from ckptless.daemon.transport.messages import SaveAsk, SaveReply
 
 logger = logging.getLogger(__name__)
 

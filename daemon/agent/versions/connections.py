@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 from ckptless.daemon.agent.versions.deltas import missing
 from ckptless.daemon.agent.versions.store import Version, header_of
-from ckptless.daemon.api.errors import BadVersionError, CkptlessError, ProtocolError
-from ckptless.daemon.api.messages import NodeInfo
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bulk import Pace
-from ckptless.daemon.peers.link import Link
+from ckptless.daemon.protocol.errors import BadVersionError, CkptlessError, ProtocolError
+from ckptless.daemon.protocol.messages import NodeInfo
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.link import Link
 
 # So long a holder is waited for that says nothing; one that takes its time says so every few seconds.
 ANSWER_DEADLINE_S = 15.0

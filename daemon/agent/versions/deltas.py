@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptless.daemon.agent.versions.store import Region, VersionStore, header_of
-from ckptless.daemon.api.errors import BadVersionError, ProtocolError
-from ckptless.daemon.api.messages import TensorsAt
-from ckptless.daemon.api.version import Header
-from ckptless.daemon.peers.messages import MOST_RUNS
+from ckptless.daemon.protocol.errors import BadVersionError, ProtocolError
+from ckptless.daemon.protocol.messages import TensorsAt
+from ckptless.daemon.protocol.version import Header
+from ckptless.daemon.transport.messages import MOST_RUNS
 
 # The first chunk, and how many.
 Run: TypeAlias = tuple[int, int]

@@ -10,11 +10,11 @@ from ckptless.daemon.agent.versions.connections import Dial, Peer
 from ckptless.daemon.agent.versions.integrity import ArrivalCheck
 from ckptless.daemon.agent.versions.shares import AHEAD, Piece, Shares
 from ckptless.daemon.agent.versions.store import Incoming, VersionStore
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import CkptlessError, PeerError
-from ckptless.daemon.api.messages import NodeInfo, TensorsAt
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bulk import PATIENCE_S
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import CkptlessError, PeerError
+from ckptless.daemon.protocol.messages import NodeInfo, TensorsAt
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bulk import PATIENCE_S
 
 # How often whoever has nothing to do looks for one that is slow.
 LOOK_S = 0.25

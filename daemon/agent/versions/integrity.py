@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 
 from ckptless.daemon.agent.versions.store import VersionStore, header_of
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError
-from ckptless.daemon.api.messages import TensorsAt
-from ckptless.daemon.peers.bulk import in_thread
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError
+from ckptless.daemon.protocol.messages import TensorsAt
+from ckptless.daemon.transport.bulk import in_thread
 
 # What is hashed at one go: not so much that the sender gives up meanwhile, where some of it lay here already;
 # and so much is left to the event loop.

@@ -16,16 +16,16 @@ from ckptless.daemon.agent.versions.connections import (
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.agent.versions.store import Held, Version, VersionStore
-from ckptless.daemon.api.errors import CkptlessError, PeerError
-from ckptless.daemon.api.messages import Assignment, NodeInfo
-from ckptless.daemon.api.version import Origin
-from ckptless.daemon.control.protection import Item
-from ckptless.daemon.control.remaking import Holders, Remake, Watermark, remakes, surplus
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bulk import Pace
-from ckptless.daemon.peers.credentials import KeyCredentials
-from ckptless.daemon.peers.link import Link, Route
-from ckptless.daemon.peers.listener import Listener
+from ckptless.daemon.protocol.errors import CkptlessError, PeerError
+from ckptless.daemon.protocol.messages import Assignment, NodeInfo
+from ckptless.daemon.protocol.version import Origin
+from ckptless.daemon.replication.protection import Item
+from ckptless.daemon.replication.re_replication import Holders, Remake, Watermark, remakes, surplus
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.link import Link, Route
+from ckptless.daemon.transport.listener import Listener
 
 DIAL_DEADLINE_S = 3.0
 # Of a record, which is small.

@@ -11,13 +11,19 @@ from ckptless.daemon.agent.versions.connections import Peer
 from ckptless.daemon.agent.versions.deltas import Base, base_of, missing
 from ckptless.daemon.agent.versions.integrity import ArrivalCheck, IntegrityCheck
 from ckptless.daemon.agent.versions.store import Held, Incoming, VersionStore, header_of
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, CkptlessError, MismatchError, PeerError, ProtocolError
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bucket import TokenBucket
-from ckptless.daemon.peers.bulk import Pace
-from ckptless.daemon.peers.credentials import Credentials
-from ckptless.daemon.peers.link import Link
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import (
+    BadVersionError,
+    CkptlessError,
+    MismatchError,
+    PeerError,
+    ProtocolError,
+)
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bucket import TokenBucket
+from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.credentials import Credentials
+from ckptless.daemon.transport.link import Link
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ckptless.daemon.agent.ranks.crew import Crew
 from ckptless.daemon.agent.ranks.link import RankLink
+from ckptless.daemon.agent.ranks.rank_processes import RankProcesses
 from ckptless.daemon.agent.ranks.slots import Slot
 from ckptless.daemon.agent.versions.replicas import Replicas, put_record
 from ckptless.daemon.agent.versions.store import Held, Version, VersionStore, header_of
 from ckptless.daemon.agent.versions.twins import Twins
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 class StateService:
     """Owned by the agent's event loop."""
 
-    def __init__(self, node: int, store: VersionStore, replicas: Replicas, crew: Crew, twins: Twins) -> None:
+    def __init__(
+        self, node: int, store: VersionStore, replicas: Replicas, crew: RankProcesses, twins: Twins
+    ) -> None:
         self._node, self._store, self._replicas, self._crew = node, store, replicas, crew
         self._twins = twins
         self._assignment: m.Assignment | None = None

@@ -17,10 +17,10 @@ from typing import Any
 
 import xxhash
 
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, ProtocolError
-from ckptless.daemon.api.messages import Assignment, Copies, Holdings, TensorsAt
-from ckptless.daemon.control.protection import Item
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError, ProtocolError
+from ckptless.daemon.protocol.messages import Assignment, Copies, Holdings, TensorsAt
+from ckptless.daemon.replication.protection import Item
 
 KEEP = 3
 # Versions of the tensors that a node keeps: the one being written, the newest committed one, and one more,

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from ckptless.daemon.agent import sock_owner
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.peercred import unix_address
 from ckptless.daemon.launch.allocation import inside_slurm
-from ckptless.daemon.options import DaemonSettings
-from ckptless.daemon.settings import load_settings
-from ckptless.daemon.settings_bind import interfaces
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.peercred import unix_address
+from ckptless.daemon.settings.bind import interfaces
+from ckptless.daemon.settings.options import DaemonSettings
+from ckptless.daemon.settings.site import load_settings
 from ckptless.doctor.facts import Daemon, Facts, Limits, Nccl, Torch
 from ckptless.torch_versions import Version, parse
 

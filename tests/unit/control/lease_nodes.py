@@ -6,11 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import EventRecord, FaultSource
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.decree import (
+from ckptless.daemon.ckptlessd.consensus.decree import (
     Accepted,
     Ballot,
     Canvass,
@@ -22,8 +18,12 @@ from ckptless.daemon.control.decree import (
     Propose,
     Support,
 )
-from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.job_state import NOBODY
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import EventRecord, FaultSource
 
 LEASE_S = 3.0
 LIMITS = m.Limits(pong_s=30, leave_s=30, join_s=600, stall_s=600, lease_s=LEASE_S)

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckptless.daemon.api.messages import Outcome
-from ckptless.daemon.control import agreement as a
-from ckptless.daemon.control.decree import NO_BALLOT, Ballot, Decree, Durable, Promise, Say, Support, Vote
-from ckptless.daemon.control.edges import Save, Tell
+from ckptless.daemon.ckptlessd.consensus import agreement as a
+from ckptless.daemon.ckptlessd.consensus.decree import (
+    NO_BALLOT,
+    Ballot,
+    Decree,
+    Durable,
+    Promise,
+    Say,
+    Support,
+    Vote,
+)
+from ckptless.daemon.ckptlessd.recovery.events import Save, Tell
+from ckptless.daemon.protocol.messages import Outcome
 
 VOTERS = (0, 1, 2)
 MINE = Ballot(number=1, node=0)

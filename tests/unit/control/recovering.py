@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lease_nodes import STEP, Heard, Node
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import edges as e
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.protocol import messages as m
 
 NODES = 4
 RAISED = m.Cause(kind="raised", text="ValueError: x")

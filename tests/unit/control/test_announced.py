@@ -9,9 +9,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from lease_nodes import LIMITS, STEP, Heard, Node, first_generation, trains
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import FaultRecord
-from ckptless.daemon.control import edges as e
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import FaultRecord
 
 EARLY = f"rank 1 has returned from the training function after step {STEP}, while rank 0 still trains"
 

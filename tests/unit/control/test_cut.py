@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import PHASES, RecoveryRecord
-from ckptless.daemon.control import edges as e
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import PHASES, RecoveryRecord
 
 sys.path.insert(0, str(Path(__file__).parent))
 

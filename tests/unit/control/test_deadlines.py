@@ -9,12 +9,12 @@ from typing import TypeVar
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import EventRecord, GenerationRecord, JobRecord, Record, RecoveryRecord
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.event_lines import EARLY_S
-from ckptless.daemon.control.leading import REPEAT_S
-from ckptless.daemon.control.stalls import APART_S, SETTLED_S
+from ckptless.daemon.ckptlessd.planning.event_lines import EARLY_S
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.leading import REPEAT_S
+from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import EventRecord, GenerationRecord, JobRecord, Record, RecoveryRecord
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from ckptless.daemon.control import edges as e
+from ckptless.daemon.ckptlessd.recovery import events as e
 
 KINDS = [kind for kind in vars(e).values() if isinstance(kind, type) and is_dataclass(kind)]
 

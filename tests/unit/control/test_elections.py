@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import EventRecord
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.decree import Accepted, Ballot, Canvass, Decided, Decree
-from ckptless.daemon.control.election import AGAIN_S, FORMING_GRACE_S, TURN_S
-from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.fencing import AGREEING_S, CANCEL_S, FORMING_DEADLINE_S, RENEWALS
-from ckptless.daemon.control.job_state import NOBODY
+from ckptless.daemon.ckptlessd.consensus.decree import Accepted, Ballot, Canvass, Decided, Decree
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.election import AGAIN_S, FORMING_GRACE_S, TURN_S
+from ckptless.daemon.ckptlessd.recovery.fencing import AGREEING_S, CANCEL_S, FORMING_DEADLINE_S, RENEWALS
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import EventRecord
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import FaultSource, Subject
-from ckptless.daemon.control import event_lines
-from ckptless.daemon.control.edges import NodeLost
-from ckptless.daemon.control.faults import Fault, Finding, NodeView
+from ckptless.daemon.ckptlessd.planning import event_lines
+from ckptless.daemon.ckptlessd.planning.faults import Fault, Finding, NodeView
+from ckptless.daemon.ckptlessd.recovery.events import NodeLost
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import FaultSource, Subject
 
 
 def view(node: int, *slots: m.SlotState) -> NodeView:

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.eviction import Evict, EvictionSource
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.eviction import find_node, homeless_after, may_say
 from ckptless.daemon.ckptlessd.requests import evict
-from ckptless.daemon.config import Peer
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.eviction import find_node, homeless_after, may_say
-from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.eviction import Evict, EvictionSource
+from ckptless.daemon.settings.config import Peer
 
 sys.path.insert(0, str(Path(__file__).parent))
 

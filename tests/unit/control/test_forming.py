@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import JobRecord
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.decree import NO_BALLOT, Decided, Decree, Durable, first_decree
-from ckptless.daemon.control.faults import NodeViews
-from ckptless.daemon.control.fencing import AGREEING_S, FORMING_DEADLINE_S
+from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decided, Decree, Durable, first_decree
+from ckptless.daemon.ckptlessd.planning.faults import NodeViews
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.fencing import AGREEING_S, FORMING_DEADLINE_S
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import JobRecord
 
 NODES = (0, 1, 2)
 SPEC = m.JobSpec(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.generation_progress import GenerationProgress
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
+from ckptless.daemon.protocol import messages as m
 
 NODES, GENERATION = 3, 2
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import HoldingRecord
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.decree import Decided
-from ckptless.daemon.control.protection import FEW_NODES
-from ckptless.daemon.control.snapshots import REPORT_INTERVAL_S
+from ckptless.daemon.ckptlessd.consensus.decree import Decided
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.snapshots import REPORT_INTERVAL_S
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import HoldingRecord
+from ckptless.daemon.replication.protection import FEW_NODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 

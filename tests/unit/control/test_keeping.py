@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptless.daemon.control.keeping import Entry, NotKeptError, Shelf
+from ckptless.daemon.ckptlessd.requeue_shelf import Entry, NotKeptError, Shelf
 
 TTL_S = 60.0
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import FaultSource
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.decree import Decided, Decree
-from ckptless.daemon.control.election import TURN_S
-from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.lease import Lease
-from ckptless.daemon.control.losses import DARK_FOR_GOOD_S
+from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree
+from ckptless.daemon.ckptlessd.consensus.lease import Lease
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.election import TURN_S
+from ckptless.daemon.ckptlessd.recovery.losses import DARK_FOR_GOOD_S
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import FaultSource
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -8,12 +8,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from lease_nodes import Node
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import NodeRecord, Record, SlotRecord
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control import ledger_rows
-from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery import ledger_rows
 from ckptless.daemon.ledger.merge import merge
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import NodeRecord, Record, SlotRecord
 
 SPEC = m.JobSpec(
     job="j",

@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.decree import Ballot, Canvass, Decided, Decree, Prepare, Refusal, Support
-from ckptless.daemon.control.job_state import NOBODY
+from ckptless.daemon.ckptlessd.consensus.decree import (
+    Ballot,
+    Canvass,
+    Decided,
+    Decree,
+    Prepare,
+    Refusal,
+    Support,
+)
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.protocol import messages as m
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
-from ckptless.daemon.control.placement import Ring
-from ckptless.daemon.control.protection import Item
-from ckptless.daemon.control.remaking import Holders, Remake, remakes
+from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Place
+from ckptless.daemon.replication.placement import Ring
+from ckptless.daemon.replication.protection import Item
+from ckptless.daemon.replication.re_replication import Holders, Remake, remakes
 
 STEP = 7
 BOTH: tuple[Literal["tensors"], Literal["record"]] = ("tensors", "record")

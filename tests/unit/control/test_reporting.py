@@ -7,15 +7,15 @@ from pathlib import Path
 
 from msgspec import structs
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.records import EventRecord, HoldingRecord, NodeRecord
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.controller import Controller
-from ckptless.daemon.control.decree import Decided, Decree
-from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.job_state import NOBODY
-from ckptless.daemon.control.protection import FEW_NODES
-from ckptless.daemon.control.snapshots import NODES_A_SECOND, REPORT_INTERVAL_S
+from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.ckptlessd.recovery.snapshots import NODES_A_SECOND, REPORT_INTERVAL_S
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import EventRecord, HoldingRecord, NodeRecord
+from ckptless.daemon.replication.protection import FEW_NODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.job_state import NOBODY
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.protocol import messages as m
 
 sys.path.insert(0, str(Path(__file__).parent))
 

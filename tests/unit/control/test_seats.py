@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import plan, seats
-from ckptless.daemon.control.domains import domain_of
-from ckptless.daemon.control.faults import Fault, Finding, NodeView
+from ckptless.daemon.ckptlessd.planning import plan, seats
+from ckptless.daemon.ckptlessd.planning.faults import Fault, Finding, NodeView
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.replication.failure_domains import domain_of
 
 LIMITS = m.Limits(pong_s=1, leave_s=1, join_s=10, stall_s=10)
 STEP = 7

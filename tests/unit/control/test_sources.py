@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.sources import NoCommonStepError, Same, once, state_sources
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.planning.sources import NoCommonStepError, Same, once, state_sources
+from ckptless.daemon.protocol import messages as m
 
 STEPS = 5
 Tensors = dict[int, Sequence[int]]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.faults import NodeView
-from ckptless.daemon.control.start import start_from
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.planning.start import start_from
+from ckptless.daemon.protocol import messages as m
 
 PLACES = tuple(m.Place(node=node, slot=0) for node in (0, 1))
 

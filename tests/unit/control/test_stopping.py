@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.leading import ENDING_S, REPEAT_S
-from ckptless.daemon.control.stalls import APART_S, SETTLED_S
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.leading import ENDING_S, REPEAT_S
+from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
+from ckptless.daemon.protocol import messages as m
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from msgspec.structs import replace
 from test_remaking import STEP, assignment
 
-from ckptless.daemon.control import remaking
-from ckptless.daemon.control.protection import Item
-from ckptless.daemon.control.remaking import Holders, Watermark, surplus
+from ckptless.daemon.replication import re_replication as remaking
+from ckptless.daemon.replication.protection import Item
+from ckptless.daemon.replication.re_replication import Holders, Watermark, surplus
 
 KEEP = 3
 RANKS, SPARES = 3, 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import edges as e
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.protocol import messages as m
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.faults import Finding, NodeView, observe
-from ckptless.daemon.control.plan import first_assignment
-from ckptless.daemon.control.sources import NoCommonStepError, state_sources
-from ckptless.daemon.control.twins_agree import SAY_S, disputes, findings, ripe
+from ckptless.daemon.ckptlessd.planning.faults import Finding, NodeView, observe
+from ckptless.daemon.ckptlessd.planning.plan import first_assignment
+from ckptless.daemon.ckptlessd.planning.sources import NoCommonStepError, state_sources
+from ckptless.daemon.ckptlessd.planning.twins_agree import SAY_S, disputes, findings, ripe
+from ckptless.daemon.protocol import messages as m
 
 STEPS = 4
 GOOD, BAD = "0" * 16 + "a", "0" * 16 + "b"

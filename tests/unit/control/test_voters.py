@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.control import edges as e
-from ckptless.daemon.control.decree import MAX_VOTERS, choose_voters, first_decree
-from ckptless.daemon.control.domains import by_members, check_name, domain_of
-from ckptless.daemon.control.voters import VOTER_AWAY_S
+from ckptless.daemon.ckptlessd.consensus.decree import MAX_VOTERS, choose_voters, first_decree
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.voters import VOTER_AWAY_S
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.replication.failure_domains import by_members, check_name, domain_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.control import agreement as a
-from ckptless.daemon.control.decree import (
+from ckptless.daemon.ckptlessd.consensus import agreement as a
+from ckptless.daemon.ckptlessd.consensus.decree import (
     NO_BALLOT,
     Accepted,
     Ballot,
@@ -23,7 +23,7 @@ from ckptless.daemon.control.decree import (
     Support,
     Vote,
 )
-from ckptless.daemon.control.edges import Save
+from ckptless.daemon.ckptlessd.recovery.events import Save
 
 sys.path.insert(0, str(Path(__file__).parent))
 

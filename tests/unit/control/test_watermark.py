@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ckptless.daemon.api.records import HoldingRecord
-from ckptless.daemon.control.protection import Item, protection
+from ckptless.daemon.protocol.records import HoldingRecord
+from ckptless.daemon.replication.protection import Item, protection
 
 
 def row(

@@ -10,9 +10,9 @@ from typing import Self
 from ckptless.daemon.agent.kvstore.service import StoreService
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.api.messages import Assignment, NodeInfo, Place
-from ckptless.daemon.api.version import Origin
-from ckptless.daemon.peers.credentials import KeyCredentials
+from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Place
+from ckptless.daemon.protocol.version import Origin
+from ckptless.daemon.transport.credentials import KeyCredentials
 
 HOST = "127.0.0.1"
 KEY = b"the job's key"

@@ -12,15 +12,15 @@ import pytest
 from msgspec import inspect
 
 import ckptless.daemon
-from ckptless.daemon.api import eviction, keeping, reading, ring, saving
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import Decoder, encode
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.limits import COMMAND_LIMIT, TEXT_LIMIT, clip, clip_command, one_line
-from ckptless.daemon.api.records import EventRecord, JobRecord, printable
 from ckptless.daemon.ckptlessd.service import _Heard
-from ckptless.daemon.peers import handshake
-from ckptless.daemon.peers import messages as p
+from ckptless.daemon.protocol import eviction, keeping, reading, ring, saving
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import Decoder, encode
+from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.protocol.limits import COMMAND_LIMIT, TEXT_LIMIT, clip, clip_command, one_line
+from ckptless.daemon.protocol.records import EventRecord, JobRecord, printable
+from ckptless.daemon.transport import handshake
+from ckptless.daemon.transport import messages as p
 
 KINDS = {
     "to the daemon": _Heard,

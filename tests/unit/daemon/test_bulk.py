@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from ckptless.daemon.agent.versions.integrity import STEP_NBYTES, ArrivalCheck
 from ckptless.daemon.agent.versions.serving import receive_payload
 from ckptless.daemon.agent.versions.store import PAGE_NBYTES, Region, VersionStore
-from ckptless.daemon.api.errors import BadVersionError
-from ckptless.daemon.api.version import (
+from ckptless.daemon.protocol.errors import BadVersionError
+from ckptless.daemon.protocol.version import (
     CHUNK_NBYTES,
     Header,
     decode,
@@ -31,11 +31,11 @@ from ckptless.daemon.api.version import (
     verify,
     write_header,
 )
-from ckptless.daemon.peers import link
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bucket import TokenBucket
-from ckptless.daemon.peers.bulk import CHUNK_MIN_NBYTES, Pace, Pump
-from ckptless.daemon.peers.credentials import KeyCredentials
+from ckptless.daemon.transport import link
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bucket import TokenBucket
+from ckptless.daemon.transport.bulk import CHUNK_MIN_NBYTES, Pace, Pump
+from ckptless.daemon.transport.credentials import KeyCredentials
 
 JOB = "a-job"
 DEADLINE_S = 60.0

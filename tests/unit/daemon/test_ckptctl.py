@@ -20,8 +20,12 @@ from click.testing import CliRunner, Result
 from msgspec import structs
 
 from ckptless import __version__
-from ckptless.daemon.api.model import ReaderState, RingState, StreamState
-from ckptless.daemon.api.records import (
+from ckptless.daemon.ckptctl import render, source
+from ckptless.daemon.ckptctl.main import ckptctl
+from ckptless.daemon.ckptctl.timeline import p99
+from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.protocol.model import ReaderState, RingState, StreamState
+from ckptless.daemon.protocol.records import (
     PHASES,
     EventRecord,
     FaultRecord,
@@ -33,12 +37,8 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
-from ckptless.daemon.api.ring import STREAMS
-from ckptless.daemon.ckptctl import render, source
-from ckptless.daemon.ckptctl.main import ckptctl
-from ckptless.daemon.ckptctl.timeline import p99
-from ckptless.daemon.ledger.store import Ledger
-from ckptless.daemon.settings import load_settings
+from ckptless.daemon.protocol.ring import STREAMS
+from ckptless.daemon.settings.site import load_settings
 
 Run = Callable[..., Result]
 

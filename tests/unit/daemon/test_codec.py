@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api import version
-from ckptless.daemon.api.codec import PROTOCOL, Decoder, encode
-from ckptless.daemon.api.errors import BadVersionError, MismatchError, ProtocolError
-from ckptless.daemon.api.eviction import Evict, Evicted
-from ckptless.daemon.peers import messages as p
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.codec import PROTOCOL, Decoder, encode
+from ckptless.daemon.protocol.errors import BadVersionError, MismatchError, ProtocolError
+from ckptless.daemon.protocol.eviction import Evict, Evicted
+from ckptless.daemon.transport import messages as p
 
 LIMIT = 1 << 16
 

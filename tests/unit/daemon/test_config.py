@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.ckptlessd.state_dir import STATE_FORMAT, open_state_dir
-from ckptless.daemon.config import LocalConfig, load, read_key
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.settings.config import LocalConfig, load, read_key
 
 GOOD = """
 node: 1

@@ -21,12 +21,12 @@ from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import SLOTS, Held, Version, VersionStore, digest, round_up
 from ckptless.daemon.agent.versions.twins import Twins
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import KeyCredentials
-from ckptless.daemon.peers.link import Link
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError, StateUnavailableError
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.link import Link
 from ckptless.pytorch_hooks.commit.versions import Fetched, Versions
 
 HOST, JOB, SHARD, STEP, GENERATION = "127.0.0.1", "job", 0, 5, 3

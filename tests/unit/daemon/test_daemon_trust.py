@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.agent.daemon_link import DaemonLink
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.fdsocket import FdSocket
-from ckptless.daemon.api.keeping import KeptList, WhatIsKept
-from ckptless.daemon.api.peercred import daemon_credentials, unix_address
 from ckptless.daemon.ckptctl.ask import ask
 from ckptless.daemon.ckptlessd.unix_server import listen
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import PeerError
+from ckptless.daemon.protocol.fdsocket import FdSocket
+from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
+from ckptless.daemon.protocol.peercred import daemon_credentials, unix_address
 
 STRANGER = 65534
 DEADLINE_S = 20.0

@@ -18,11 +18,11 @@ from vaults import Node, Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions.deltas import Run, missing, spans_of, unchanged
 from ckptless.daemon.agent.versions.store import Version
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.peers.bulk import Pace
-from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.messages import MOST_RUNS
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.link import Link
+from ckptless.daemon.transport.messages import MOST_RUNS
 
 PAGE = version.PAGE_NBYTES
 CHUNKS = 12

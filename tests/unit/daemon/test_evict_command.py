@@ -14,15 +14,15 @@ import click.testing
 import msgspec
 import pytest
 
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.eviction import Evict, Evicted
-from ckptless.daemon.api.messages import Denied
 from ckptless.daemon.ckptctl import ask as ask_module
 from ckptless.daemon.ckptctl import evict as command_module
 from ckptless.daemon.ckptctl.main import ckptctl
-from ckptless.daemon.config import LocalConfig, Peer
-from ckptless.daemon.settings import load_settings
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import PeerError
+from ckptless.daemon.protocol.eviction import Evict, Evicted
+from ckptless.daemon.protocol.messages import Denied
+from ckptless.daemon.settings.config import LocalConfig, Peer
+from ckptless.daemon.settings.site import load_settings
 
 DONE = Evicted(verdict="accepted", text="n02 is taken out of job 7", node=2)
 UNKNOWN = Evicted(verdict="unknown", text="no job '7' that uid 5 may touch runs here")

@@ -6,8 +6,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control.faults import CONSEQUENCES, FaultLog, Finding, NodeView, NodeViews, observe
+from ckptless.daemon.ckptlessd.planning.faults import (
+    CONSEQUENCES,
+    FaultLog,
+    Finding,
+    NodeView,
+    NodeViews,
+    observe,
+)
+from ckptless.daemon.protocol import messages as m
 
 INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1)
 ASSIGNMENT = m.Assignment(

@@ -18,10 +18,10 @@ from vaults import Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions import shares
 from ckptless.daemon.agent.versions.serving import Serving
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bulk import LOW_WATER_NBYTES, Pump
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import PeerError
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bulk import LOW_WATER_NBYTES, Pump
 
 STEP, PAGE = 7, version.PAGE_NBYTES
 NBYTES = 40 * PAGE + 77

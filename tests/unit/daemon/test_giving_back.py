@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from vaults import Node, Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions.replicas import put_record
-from ckptless.daemon.api import version
-from ckptless.daemon.control.protection import Item
+from ckptless.daemon.protocol import version
+from ckptless.daemon.replication.protection import Item
 
 STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
 RANKS = 4

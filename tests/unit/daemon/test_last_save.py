@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptless.daemon.agent.saving.last import agree, leave
 from ckptless.daemon.agent.saving.plan import Task
-from ckptless.daemon.api.messages import Holdings
+from ckptless.daemon.protocol.messages import Holdings
 
 LONG_S = 30.0
 

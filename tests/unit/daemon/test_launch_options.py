@@ -17,7 +17,7 @@ from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.launch import main
 from ckptless.daemon.launch import options as launch_options
 from ckptless.daemon.launch.options import data_of
-from ckptless.daemon.options import DataSettings, run_options
+from ckptless.daemon.settings.options import DataSettings, run_options
 
 
 class FakeRun:

@@ -12,11 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptless.daemon.api.errors import DamagedLedgerError, LedgerError, UsageError
-from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.daemon.api.model import ReaderState, RingState, StreamState
-from ckptless.daemon.api.reading import Cursor, Read
-from ckptless.daemon.api.records import (
+from ckptless.daemon.ledger import migrations, models
+from ckptless.daemon.ledger.merge import merge, read_all
+from ckptless.daemon.ledger.paths import default_state_dir, ledger_files
+from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.protocol.errors import DamagedLedgerError, LedgerError, UsageError
+from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.protocol.model import ReaderState, RingState, StreamState
+from ckptless.daemon.protocol.reading import Cursor, Read
+from ckptless.daemon.protocol.records import (
     EventRecord,
     FaultRecord,
     GenerationRecord,
@@ -27,10 +31,6 @@ from ckptless.daemon.api.records import (
     RecoveryRecord,
     SlotRecord,
 )
-from ckptless.daemon.ledger import migrations, models
-from ckptless.daemon.ledger.merge import merge, read_all
-from ckptless.daemon.ledger.paths import default_state_dir, ledger_files
-from ckptless.daemon.ledger.store import Ledger
 
 JOB = JobRecord(
     job="7",

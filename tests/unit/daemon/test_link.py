@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.codec import CONTROL_LIMIT
-from ckptless.daemon.api.errors import CkptlessError, MismatchError, PeerError, ProtocolError
-from ckptless.daemon.membership.messages import Beat
-from ckptless.daemon.peers import handshake, link
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import KeyCredentials
+from ckptless.daemon.ckptlessd.membership.messages import Beat
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT
+from ckptless.daemon.protocol.errors import CkptlessError, MismatchError, PeerError, ProtocolError
+from ckptless.daemon.transport import handshake, link
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import KeyCredentials
 
 KEY = b"k" * 32
 JOB = "a-job"

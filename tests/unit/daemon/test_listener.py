@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from ckptless.daemon.peers import handshake, listener
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import KeyCredentials
-from ckptless.daemon.peers.link import Link
+from ckptless.daemon.transport import handshake, listener
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.link import Link
 
 HOST = "127.0.0.1"
 KEY = b"the job's key"

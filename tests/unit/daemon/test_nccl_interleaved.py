@@ -10,7 +10,7 @@ from ckptless.daemon.agent.nccl.blocks import block, root_of
 from ckptless.daemon.agent.nccl.ids import NcclIds, StaleError, admitted
 from ckptless.daemon.agent.nccl.root import Answer, Roots
 from ckptless.daemon.agent.nccl.wire import Address, CheckIn, decode_id
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 OURS, THEIRS = b"our job's key", b"another's"
 SEEDS = 1000

@@ -10,7 +10,7 @@ from ckptless.daemon.agent.nccl import root as nccl_root
 from ckptless.daemon.agent.nccl.blocks import block, root_of
 from ckptless.daemon.agent.nccl.root import DEADLINE_S, Answer, Roots
 from ckptless.daemon.agent.nccl.wire import Address, CheckIn
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 MAGIC = 77
 

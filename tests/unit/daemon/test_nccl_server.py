@@ -18,7 +18,7 @@ from ckptless.daemon.agent.nccl.blocks import block, root_of
 from ckptless.daemon.agent.nccl.ids import NcclIds, magic_of
 from ckptless.daemon.agent.nccl.server import NcclServer
 from ckptless.daemon.agent.nccl.wire import Address, CheckIn, decode_id, encode_check_in, encode_message
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 
 KEY = b"k" * 32
 HOST = "127.0.0.1"

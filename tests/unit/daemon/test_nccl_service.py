@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from ckptless.daemon.agent.nccl.service import NcclService
 from ckptless.daemon.agent.nccl.wire import Address
 from ckptless.daemon.agent.ranks.environment import GLOO, RANKS_PER_ROOT, ranks_per_root, user_env
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import UsageError
 
 INFOS = tuple(
     m.NodeInfo(

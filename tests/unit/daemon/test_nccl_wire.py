@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.agent.nccl import wire
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 V4 = wire.Address("10.0.0.7", 40123)
 V6 = wire.Address("fe80::1", 40123, scope=3)

@@ -14,7 +14,7 @@ from vaults import Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions.connections import Network
 from ckptless.daemon.agent.versions.store import Version
-from ckptless.daemon.peers.bulk import CHUNK_S
+from ckptless.daemon.transport.bulk import CHUNK_S
 
 STEP, NBYTES = 7, 4_000_000
 # Beside what may go at once, 50 ms' worth: clocks.

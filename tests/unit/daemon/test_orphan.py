@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckptless.daemon.agent.orphan import ASKED, ROUND, SILENT, AgentLease, lease_over, to_ask
-from ckptless.daemon.api.messages import NodeInfo
+from ckptless.daemon.agent.lease import ASKED, ROUND, SILENT, AgentLease, lease_over, to_ask
+from ckptless.daemon.protocol.messages import NodeInfo
 
 LEASE_S = 0.4
 DEADLINE_S = 20.0

@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
-from ckptless.daemon.config import Peer
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import KeyCredentials
-from ckptless.daemon.peers.link import Link
+from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.settings.config import Peer
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.link import Link
 
 
 class OneMessage:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.messages import NodeInfo
-from ckptless.daemon.control.domains import domain_of
-from ckptless.daemon.control.placement import Ring
+from ckptless.daemon.protocol.messages import NodeInfo
+from ckptless.daemon.replication.failure_domains import domain_of
+from ckptless.daemon.replication.placement import Ring
 
 
 def infos(nodes: list[int]) -> list[NodeInfo]:

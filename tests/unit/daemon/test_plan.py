@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.control import ledger_rows, plan
-from ckptless.daemon.control.faults import Fault, Finding, NodeView
+from ckptless.daemon.ckptlessd.planning import plan
+from ckptless.daemon.ckptlessd.planning.faults import Fault, Finding, NodeView
+from ckptless.daemon.ckptlessd.recovery import ledger_rows
+from ckptless.daemon.protocol import messages as m
 
 LIMITS = m.Limits(pong_s=1, leave_s=1, join_s=10, stall_s=10)
 

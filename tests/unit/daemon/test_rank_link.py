@@ -15,9 +15,9 @@ import pytest
 
 from ckptless.daemon.agent.ranks import link as rank_link
 from ckptless.daemon.agent.ranks.link import Heard, RankLink, RankServer
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import RANK_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import RANK_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import ProtocolError
 
 DEADLINE_S = 20.0
 

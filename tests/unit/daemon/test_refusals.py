@@ -11,14 +11,14 @@ from msgspec import structs
 
 from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.agent.versions.store import VersionStore, digest
-from ckptless.daemon.api.records import REFUSALS, EventRecord, JobRecord
-from ckptless.daemon.api.version import Origin
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ledger.store import Ledger
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bulk import Pace
-from ckptless.daemon.peers.credentials import KeyCredentials
-from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.protocol.records import REFUSALS, EventRecord, JobRecord
+from ckptless.daemon.protocol.version import Origin
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.link import Link, serve
 
 JOB = JobRecord(
     job="7", command=("t",), world_size=2, nodes=2, spares=0, state="running", started_s=1.0, exit_code=None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.agent.dataloader.limits import Free, free_memory, limited
-from ckptless.daemon.options import DataSettings
+from ckptless.daemon.settings.options import DataSettings
 
 MIB = 1 << 20
 

@@ -4,7 +4,7 @@ from ckptless.daemon.agent.dataloader.limits import RingLimits
 from ckptless.daemon.agent.dataloader.node import RingNode
 from ckptless.daemon.agent.dataloader.service import MOST_TOLD, RingService
 from ckptless.daemon.agent.dataloader.waits import WORDS, Waits
-from ckptless.daemon.api.model import ReaderState, StreamState
+from ckptless.daemon.protocol.model import ReaderState, StreamState
 
 
 def share(waits: Waits) -> float | None:

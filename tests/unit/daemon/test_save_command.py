@@ -10,9 +10,9 @@ from pathlib import Path
 import click.testing
 import pytest
 
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.saving import Save, Saved, SaveVerdict
 from ckptless.daemon.ckptctl.main import ckptctl
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.saving import Save, Saved, SaveVerdict
 
 
 def ask(path: Path, answer: Saved | None, *words: str) -> tuple[click.testing.Result, Save | None]:

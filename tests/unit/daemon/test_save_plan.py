@@ -8,7 +8,7 @@ import pytest
 
 from ckptless.daemon.agent.saving import plan as save_plan
 from ckptless.daemon.agent.saving.plan import Task, last_step, step_ahead
-from ckptless.daemon.api.messages import Holdings
+from ckptless.daemon.protocol.messages import Holdings
 
 
 def held(tensors: dict[int, tuple[int, ...]], records: dict[int, tuple[int, tuple[int, ...]]]) -> Holdings:

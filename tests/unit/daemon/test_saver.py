@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckptless.daemon.agent.saving.saver import Hold, Saver
-from ckptless.daemon.api import saving as w
-from ckptless.daemon.api.codec import PROTOCOL
-from ckptless.daemon.api.errors import CkptlessError, MismatchError
+from ckptless.daemon.protocol import saving as w
+from ckptless.daemon.protocol.codec import PROTOCOL
+from ckptless.daemon.protocol.errors import CkptlessError, MismatchError
 
 PID, STRANGER = 17, 18
 HELLO = w.WriterHello(protocol=PROTOCOL)

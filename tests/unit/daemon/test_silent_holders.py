@@ -19,10 +19,10 @@ from vaults import DEADLINE_S, HOST, JOB, Nodes, payload_of, until
 from ckptless.daemon.agent.versions import connections, serving
 from ckptless.daemon.agent.versions.connections import Peer
 from ckptless.daemon.agent.versions.store import Version, digest
-from ckptless.daemon.api import version
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import KeyCredentials
-from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.protocol import version
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.link import Link, serve
 
 STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
 # Of the tests' own; what is shipped is in seconds.

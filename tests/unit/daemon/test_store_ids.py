@@ -8,7 +8,7 @@ from ckptless.daemon.agent.kvstore.ids import ClientIds
 from ckptless.daemon.agent.kvstore.state import StoreState
 from ckptless.daemon.agent.nccl.ids import NcclIds
 from ckptless.daemon.agent.nccl.wire import Address
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 WORLD = b"default_pg/0//cuda//"
 ROW = b"default_pg/0//3//cuda//"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckptless.daemon.agent.kvstore import protocol
 from ckptless.daemon.agent.kvstore.parser import StoreParser
 from ckptless.daemon.agent.kvstore.protocol import Op, Request
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 HELLO = struct.pack("<BI", Op.VALIDATE, protocol.MAGIC)
 

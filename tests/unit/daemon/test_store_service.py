@@ -18,10 +18,10 @@ from store_client import Client
 from ckptless.daemon.agent.kvstore import connection, protocol, wire
 from ckptless.daemon.agent.kvstore.connection import Peer
 from ckptless.daemon.agent.kvstore.service import home_of
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import KeyCredentials
-from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.listener import Listener
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.link import Link
+from ckptless.daemon.transport.listener import Listener
 
 # The home of generation 1 where there are three nodes with ranks; that of 2 is node 2, and that of 3 node 0.
 HOME = 1

@@ -7,7 +7,7 @@ import pytest
 
 from ckptless.daemon.agent.kvstore.protocol import MAX_VALUE_NBYTES
 from ckptless.daemon.agent.kvstore.state import ENTRY_NBYTES, StoreState
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 
 
 @pytest.fixture

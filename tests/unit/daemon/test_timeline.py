@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.records import PHASES
-from ckptless.daemon.control.timeline import Timeline
+from ckptless.daemon.ckptlessd.recovery.timeline import Timeline
+from ckptless.daemon.protocol.records import PHASES
 
 
 def test_each_phase_lasts_from_the_mark_before_it() -> None:

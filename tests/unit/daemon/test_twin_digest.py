@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.api import version
-from ckptless.daemon.api.twins import Span, compare, twin_digest
-from ckptless.daemon.api.version import Header, decode, digest_of, encode, spans
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.twins import Span, compare, twin_digest
+from ckptless.daemon.protocol.version import Header, decode, digest_of, encode, spans
 
 CHUNK = version.PAGE_NBYTES
 NBYTES = 3 * CHUNK + 700

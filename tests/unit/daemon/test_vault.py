@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.agent.versions.store import KEEP, Held, VersionStore, digest
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.api.messages import Assignment, TensorsAt
+from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.protocol.messages import Assignment, TensorsAt
 
 PAGE = 4096
 SLOTS = 3

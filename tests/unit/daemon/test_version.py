@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError
-from ckptless.daemon.api.version import PAGE_NBYTES, ChunkDigests, Header
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError
+from ckptless.daemon.protocol.version import PAGE_NBYTES, ChunkDigests, Header
 
 CHUNK = PAGE_NBYTES
 

@@ -10,9 +10,9 @@ from typing import Any
 from ckptless.daemon.agent.versions.connections import ANY_NETWORK, Network
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import SLOTS, Held, VersionStore, digest, round_up
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api import version
-from ckptless.daemon.peers.credentials import KeyCredentials
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import version
+from ckptless.daemon.transport.credentials import KeyCredentials
 
 HOST, JOB = "127.0.0.1", "job"
 DEADLINE_S = 30.0

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ckptless.daemon.api.errors import CkptlessError, DataError, ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import CkptlessError, DataError, ProtocolError, RecoveryError, UsageError
 from ckptless.data import Cache, JsonLines, MappedLoader, Pack
 from ckptless.pytorch_hooks.data.order import Position
 from ckptless.pytorch_hooks.state import codec, rng

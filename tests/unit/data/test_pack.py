@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import DataError, UsageError
+from ckptless.daemon.protocol.errors import DataError, UsageError
 from ckptless.data import Cache, MappedLoader, Pack
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.pack import Packed

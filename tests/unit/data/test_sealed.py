@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import DataError, ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import DataError, ProtocolError, UsageError
 from ckptless.pytorch_hooks.data import Arrow, Cache, JsonLines, MappedLoader, Pack
 from ckptless.pytorch_hooks.data import files as sealed
 from ckptless.pytorch_hooks.running import job_key

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import BadRecordError, DataError, ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import BadRecordError, DataError, ProtocolError, UsageError
 from ckptless.pytorch_hooks.data.arrow import Arrow
 from ckptless.pytorch_hooks.data.cache import Cache, pack_numbers, unpack_numbers
 from ckptless.pytorch_hooks.data.files import DataFile

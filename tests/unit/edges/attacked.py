@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attackers import ATTACKER, VICTIM
 from test_service import FakeCluster, Site
 
-from ckptless.daemon.api import log
-from ckptless.daemon.api.errors import PeerError
 from ckptless.daemon.ckptlessd import unix_server
+from ckptless.daemon.protocol import log
+from ckptless.daemon.protocol.errors import PeerError
 
 
 class Cluster(FakeCluster):

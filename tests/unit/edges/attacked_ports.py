@@ -21,11 +21,11 @@ from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.agent.nccl.server import NcclServer
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.api import log
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.model import NO_RUN
-from ckptless.daemon.api.version import Origin
-from ckptless.daemon.peers.credentials import KeyCredentials
+from ckptless.daemon.protocol import log
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.protocol.version import Origin
+from ckptless.daemon.transport.credentials import KeyCredentials
 
 HOST, KEY, JOB = "127.0.0.1", b"k" * 32, "4711"
 # What a connection to the daemon is for; here to the agent, too.

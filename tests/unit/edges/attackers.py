@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import Decoder, encode
-from ckptless.daemon.api.keeping import KeptList, WhatIsKept
-from ckptless.daemon.api.reading import TABLES, Page, Read
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import Decoder, encode
+from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
+from ckptless.daemon.protocol.reading import TABLES, Page, Read
 
 ATTACKER, VICTIM = 65534, 65533
 LINGER_S = 30

@@ -7,7 +7,7 @@ import os
 import secrets
 from dataclasses import dataclass, field
 
-from ckptless.daemon.peers.munge import CredentialError, CredentialKind, Decoded, Munge
+from ckptless.daemon.transport.munge import CredentialError, CredentialKind, Decoded, Munge
 
 
 @dataclass

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobSpec, Limits, NodeInfo
-from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.peering import Roster
-from ckptless.daemon.config import Peer
-from ckptless.daemon.control.edges import NodeLost
-from ckptless.daemon.control.faults import NodeView
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery.events import NodeLost
+from ckptless.daemon.protocol.messages import PROTOCOL, AgentHello, Cancel, JobSpec, Limits, NodeInfo
+from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.settings.config import Peer
 from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
 from ckptless.daemon.slurm.cached import CachedSlurm, Reading
 from ckptless.daemon.slurm.commands import Commands

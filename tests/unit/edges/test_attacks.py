@@ -22,9 +22,9 @@ import attacked
 import attackers as a
 from test_service import hello
 
-from ckptless.daemon.api import messages as m
 from ckptless.daemon.ckptlessd.admission import CONNECTIONS_PER_UID, MOST_CONNECTIONS
 from ckptless.daemon.ckptlessd.service import RUNS_PER_JOB
+from ckptless.daemon.protocol import messages as m
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot act as other users")
 

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import CkptlessError, PeerError, ProtocolError
-from ckptless.daemon.api.messages import PROTOCOL
-from ckptless.daemon.membership.messages import Beat
-from ckptless.daemon.peers import handshake, link
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import Credentials, KeyCredentials, MungeCredentials
-from ckptless.daemon.peers.handshake import GREETING_LIMIT, Answer, Opening, Proof, Sealer
-from ckptless.daemon.peers.link import Link
-from ckptless.daemon.peers.munge import CredentialError, CredentialKind
+from ckptless.daemon.ckptlessd.membership.messages import Beat
+from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.transport import handshake, link
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import Credentials, KeyCredentials, MungeCredentials
+from ckptless.daemon.transport.handshake import GREETING_LIMIT, Answer, Opening, Proof, Sealer
+from ckptless.daemon.transport.link import Link
+from ckptless.daemon.transport.munge import CredentialError, CredentialKind
 
 sys.path.insert(0, str(Path(__file__).parent))
 

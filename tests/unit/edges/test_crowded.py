@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_service import DEADLINE_S, Client, Site, hello, until
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder
-from ckptless.daemon.api.keeping import KeptList, WhatIsKept
-from ckptless.daemon.api.saving import Save
 from ckptless.daemon.ckptlessd import admission, unix_server
 from ckptless.daemon.ckptlessd.admission import Admission
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder
+from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
+from ckptless.daemon.protocol.saving import Save
 
 ROOT, OWNER = 0, 1001
 WANTED, MOST = 4, 8

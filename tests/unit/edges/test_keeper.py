@@ -33,12 +33,12 @@ from ckptless.daemon.agent.versions.store import (
     header_of,
     round_up,
 )
-from ckptless.daemon.api import keeping as k
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api import version
-from ckptless.daemon.api.fdsocket import FdSocket
 from ckptless.daemon.ckptctl.main import ckptctl
-from ckptless.daemon.config import KeepConfig
+from ckptless.daemon.protocol import keeping as k
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.fdsocket import FdSocket
+from ckptless.daemon.settings.config import KeepConfig
 
 RUN, NEXT = "4711", "4711.1"
 NBYTES = 20_000

@@ -37,10 +37,10 @@ from ckptless.daemon.agent.nccl.wire import (
     encode_check_in,
     encode_message,
 )
-from ckptless.daemon.peers import handshake
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import KeyCredentials
-from ckptless.daemon.peers.link import Link, Route
+from ckptless.daemon.transport import handshake
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.link import Link, Route
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot act as other users")
 

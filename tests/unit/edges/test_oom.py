@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent.ranks.crew import oom_kills
+from ckptless.daemon.agent.ranks.rank_processes import oom_kills
 
 CGROUPS = Path("/sys/fs/cgroup")
 LIMIT_NBYTES = 48 << 20

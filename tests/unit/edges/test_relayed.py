@@ -18,17 +18,17 @@ import pytest
 
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.messages import NodeInfo
-from ckptless.daemon.api.model import NO_RUN
-from ckptless.daemon.api.version import Origin
+from ckptless.daemon.ckptlessd.membership.messages import Beat
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
-from ckptless.daemon.config import Peer
-from ckptless.daemon.membership.messages import Beat
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.credentials import Credentials, KeyCredentials, MungeCredentials
-from ckptless.daemon.peers.link import Link, serve
+from ckptless.daemon.protocol.errors import PeerError
+from ckptless.daemon.protocol.messages import NodeInfo
+from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.protocol.version import Origin
+from ckptless.daemon.settings.config import Peer
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.credentials import Credentials, KeyCredentials, MungeCredentials
+from ckptless.daemon.transport.link import Link, serve
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -14,17 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.api.errors import PeerError
-from ckptless.daemon.api.eviction import Evict, Evicted
-from ckptless.daemon.api.model import NO_RUN
 from ckptless.daemon.ckptlessd import job_host as runtime_module
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.service import Service
-from ckptless.daemon.config import DaemonConfig, Peer, Timers
-from ckptless.daemon.peers.credentials import KeyCredentials
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.errors import PeerError
+from ckptless.daemon.protocol.eviction import Evict, Evicted
+from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.settings.config import DaemonConfig, Peer, Timers
+from ckptless.daemon.transport.credentials import KeyCredentials
 
 DEADLINE_S = 30.0
 STRANGER = 65534  # "nobody"

@@ -17,18 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from ckptless.daemon.api.errors import CkptlessError, PeerError, UsageError
-from ckptless.daemon.api.messages import PROTOCOL, AgentHello, Cancel, JobEnded, JobStarted, Outcome
-from ckptless.daemon.api.records import BY_SLURM, JobRecord, JobState
 from ckptless.daemon.ckptlessd.clock import Clock
-from ckptless.daemon.config import KeepConfig
-from ckptless.daemon.control.edges import DarkState, NodeLost
-from ckptless.daemon.control.keeping import Entry
-from ckptless.daemon.keeper import Keeper
+from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
+from ckptless.daemon.ckptlessd.requeue_memory import Keeper
+from ckptless.daemon.ckptlessd.requeue_shelf import Entry
 from ckptless.daemon.ledger.precedence import precedence
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import LedgerWriter
-from ckptless.daemon.settings_bind import Interface
+from ckptless.daemon.protocol.errors import CkptlessError, PeerError, UsageError
+from ckptless.daemon.protocol.messages import PROTOCOL, AgentHello, Cancel, JobEnded, JobStarted, Outcome
+from ckptless.daemon.protocol.records import BY_SLURM, JobRecord, JobState
+from ckptless.daemon.settings.bind import Interface
+from ckptless.daemon.settings.config import KeepConfig
 from ckptless.daemon.slurm import cluster as module
 from ckptless.daemon.slurm.adapter import Job, Node, check_text
 from ckptless.daemon.slurm.cached import CachedSlurm, Reading

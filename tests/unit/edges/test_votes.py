@@ -12,13 +12,13 @@ from typing import cast
 
 import pytest
 
-from ckptless.daemon.api.errors import LedgerError
 from ckptless.daemon.ckptlessd.cluster import LocalCluster
+from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decided, Decree, Durable, Vote
 from ckptless.daemon.ckptlessd.job_host import JobHost
+from ckptless.daemon.ckptlessd.recovery.events import Said
 from ckptless.daemon.ckptlessd.session import is_as_new
-from ckptless.daemon.control.decree import Ballot, Decided, Decree, Durable, Vote
-from ckptless.daemon.control.edges import Said
 from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.protocol.errors import LedgerError
 from ckptless.daemon.slurm.adapter import Node
 from ckptless.daemon.slurm.cached import Reading
 from ckptless.daemon.slurm.cluster import SlurmCluster
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_slurm import FakeRuntime, FakeSlurm, job
 from test_service import Site, hello
 
-from ckptless.daemon.api import messages as m
+from ckptless.daemon.protocol import messages as m
 
 FIRST = Decree(index=0, voters=(0, 1, 2))
 

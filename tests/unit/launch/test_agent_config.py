@@ -19,10 +19,10 @@ from ckptless.daemon.agent.config import (
     of_this_node,
     thread_env,
 )
-from ckptless.daemon.api.errors import StartError, UsageError
-from ckptless.daemon.api.messages import JobSpec, Limits
-from ckptless.daemon.options import ReplicationSettings
-from ckptless.daemon.settings_bind import Interface
+from ckptless.daemon.protocol.errors import StartError, UsageError
+from ckptless.daemon.protocol.messages import JobSpec, Limits
+from ckptless.daemon.settings.bind import Interface
+from ckptless.daemon.settings.options import ReplicationSettings
 
 SHARED = SharedConfig(
     spec=JobSpec(

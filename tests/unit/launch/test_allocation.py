@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import CkptlessError, UsageError
 from ckptless.daemon.launch.allocation import (
     Allocation,
     Shape,
@@ -17,7 +16,8 @@ from ckptless.daemon.launch.allocation import (
     read_allocation,
     shape,
 )
-from ckptless.daemon.options import run_options
+from ckptless.daemon.protocol.errors import CkptlessError, UsageError
+from ckptless.daemon.settings.options import run_options
 
 Env = Mapping[str, str]
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import CkptlessError
-from ckptless.daemon.api.messages import Outcome, Why
-from ckptless.daemon.api.outcome import outcome_path, read_outcome, which_holds, write_outcome
+from ckptless.daemon.protocol.errors import CkptlessError
+from ckptless.daemon.protocol.messages import Outcome, Why
+from ckptless.daemon.protocol.outcome import outcome_path, read_outcome, which_holds, write_outcome
 
 DONE = Outcome(state="done", exit_code=0, reason="every rank ended by itself", why="done")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.api.errors import StartError
 from ckptless.daemon.launch import local as module
 from ckptless.daemon.launch.local import last_lines, wait_ready
+from ckptless.daemon.protocol.errors import StartError
 
 LISTEN = "import socket; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + {0!r}); s.listen(); "
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.launch.options import replication_of
-from ckptless.daemon.options import ReplicationSettings, run_options
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.settings.options import ReplicationSettings, run_options
 
 SITE = ReplicationSettings(bandwidth_rate=5e8, interface="ib0")
 SBATCH = {"CKPTLESS_BANDWIDTH": "1GB/s", "CKPTLESS_INTERFACE": "10.1.0.0/16"}

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import xxhash
 
-from ckptless.daemon.api import saved as s
-from ckptless.daemon.api.errors import ProtocolError, UsageError
-from ckptless.daemon.api.saving import SaveConfig
 from ckptless.daemon.launch.options import newest, save_config
-from ckptless.daemon.options import run_options
+from ckptless.daemon.protocol import saved as s
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
+from ckptless.daemon.protocol.saving import SaveConfig
+from ckptless.daemon.settings.options import run_options
 
 
 def step(directory: Path, number: int, ranks: int = 2) -> Path:

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from ckptless.daemon import settings as site_settings
 from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.model import Limits
 from ckptless.daemon.launch import main
 from ckptless.daemon.launch.options import slurm_run
 from ckptless.daemon.launch.preload import ALWAYS
 from ckptless.daemon.launch.slurm import SlurmRun
 from ckptless.daemon.launch.step import StepRun
-from ckptless.daemon.options import ReplicationSettings
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.model import Limits
+from ckptless.daemon.settings import site as site_settings
+from ckptless.daemon.settings.options import ReplicationSettings
 
 JOB = {
     "SLURM_JOB_ID": "4711",

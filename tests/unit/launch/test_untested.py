@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.launch import preload as untested
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.torch_versions import is_tested
 
 

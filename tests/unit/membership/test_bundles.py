@@ -4,11 +4,11 @@ import zlib
 
 import pytest
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.errors import ProtocolError
-from ckptless.daemon.control.edges import Report
-from ckptless.daemon.peers import messages as p
-from ckptless.daemon.peers.bundles import MOST_NBYTES, bundles, unbundle
+from ckptless.daemon.ckptlessd.recovery.events import Report
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.transport import messages as p
+from ckptless.daemon.transport.bundles import MOST_NBYTES, bundles, unbundle
 
 JOB = "4711"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.membership.overlay import DEGREE, REACH, Overlay, overlay
+from ckptless.daemon.ckptlessd.membership.overlay import DEGREE, REACH, Overlay, overlay
 
 
 def hops(graph: Overlay, start: int, away: frozenset[int] = frozenset()) -> dict[int, int]:

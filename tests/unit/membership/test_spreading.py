@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.membership.offers import ASK_AGAIN_S, ASKED_MOST, KEPT, Offers
-from ckptless.daemon.membership.pulses import MOST, Pulses
-from ckptless.daemon.membership.router import LIFE_SERIALS, WINDOW, Router
+from ckptless.daemon.ckptlessd.membership.offers import ASK_AGAIN_S, ASKED_MOST, KEPT, Offers
+from ckptless.daemon.ckptlessd.membership.pulses import MOST, Pulses
+from ckptless.daemon.ckptlessd.membership.router import LIFE_SERIALS, WINDOW, Router
 
 # --------------------------------------------------------------------------------------------- routes
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckptless.daemon.config import Timers
-from ckptless.daemon.control.edges import AgentAnswers, NodeLost
-from ckptless.daemon.membership import watch as w
-from ckptless.daemon.membership.messages import Saw, Suspect
-from ckptless.daemon.membership.suspicion import suspicion_s
+from ckptless.daemon.ckptlessd.membership import watch as w
+from ckptless.daemon.ckptlessd.membership.messages import Saw, Suspect
+from ckptless.daemon.ckptlessd.membership.suspicion import suspicion_s
+from ckptless.daemon.ckptlessd.recovery.events import AgentAnswers, NodeLost
+from ckptless.daemon.settings.config import Timers
 
 DARK_S, BEAT_S = 1.0, 0.25
 TIMES = Timers(beat_s=BEAT_S, dark_s=DARK_S)

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.config import Timers
-from ckptless.daemon.control.edges import AgentAnswers, NodeLost
-from ckptless.daemon.membership.messages import Saw, Suspect
-from ckptless.daemon.membership.suspicion import ALONE_FACTOR, WORST, LocalHealth, suspicion_s
-from ckptless.daemon.membership.watch import (
+from ckptless.daemon.ckptlessd.membership.messages import Saw, Suspect
+from ckptless.daemon.ckptlessd.membership.suspicion import ALONE_FACTOR, WORST, LocalHealth, suspicion_s
+from ckptless.daemon.ckptlessd.membership.watch import (
     Answer,
     HangUp,
     Look,
@@ -18,6 +16,8 @@ from ckptless.daemon.membership.watch import (
     Say,
     Withdrawn,
 )
+from ckptless.daemon.ckptlessd.recovery.events import AgentAnswers, NodeLost
+from ckptless.daemon.settings.config import Timers
 
 DARK_S = 1.2
 TIMES = Timers(beat_s=0.2, dark_s=DARK_S)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.api.errors import PeerError, UsageError
-from ckptless.daemon.peers import munge as module
-from ckptless.daemon.peers.munge import (
+from ckptless.daemon.protocol.errors import PeerError, UsageError
+from ckptless.daemon.transport import munge as module
+from ckptless.daemon.transport.munge import (
     CREDENTIAL_LIMIT,
     PAYLOAD_LIMIT,
     CredentialError,

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.commit.cadence import MAX_STEPS, Cadence
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.torch_private import calls as torch_private

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from ckptless.daemon.api import saved as s
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, PeerError, RecoveryError
-from ckptless.daemon.api.saving import WritePart, WriteRecord
+from ckptless.daemon.protocol import saved as s
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError, PeerError, RecoveryError
+from ckptless.daemon.protocol.saving import WritePart, WriteRecord
 from ckptless.pytorch_hooks.commit.versions import record_digest
 from ckptless.pytorch_hooks.saving.finish import finish, prune
 from ckptless.pytorch_hooks.saving.load import load

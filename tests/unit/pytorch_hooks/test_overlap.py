@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, UsageError
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError, UsageError
 from ckptless.pytorch_hooks.commit import versions as subject
 from ckptless.pytorch_hooks.commit.copying import TRIALS, Copying, Wanted, checked_overlap
 from ckptless.pytorch_hooks.commit.overlap import PIECE_NBYTES, BesideTraining

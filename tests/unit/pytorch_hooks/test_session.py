@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api.codec import encode
-from ckptless.daemon.api.errors import PeerError
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.codec import encode
+from ckptless.daemon.protocol.errors import PeerError
 from ckptless.pytorch_hooks.running.session import Session
 
 DEADLINE_S = 20.0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.state.gradients import check_used, mark_used, watch_steps

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import State, capture, codec, read, restore, rng
 
 

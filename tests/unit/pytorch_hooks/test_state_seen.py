@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.state import State, TensorSet, attributes, capture, restore
 from ckptless.pytorch_hooks.state.objects import parts_of
 from ckptless.pytorch_hooks.state.second_look import SecondLook

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import State, TensorSet
 
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ckptless.daemon.api.errors import ProtocolError, RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import Layout, State, TensorSet, capture, read, restore
 from ckptless.pytorch_hooks.state import layout as layouts
 from ckptless.pytorch_hooks.state.objects import watch_of

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from ckptless.daemon.api.errors import RecoveryError, UsageError
+from ckptless.daemon.protocol.errors import RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, restore
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], Any]

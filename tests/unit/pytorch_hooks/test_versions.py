@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckptless.daemon.api import messages as m
-from ckptless.daemon.api import version
-from ckptless.daemon.api.errors import BadVersionError, StateUnavailableError
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import version
+from ckptless.daemon.protocol.errors import BadVersionError, StateUnavailableError
 from ckptless.pytorch_hooks.commit import versions as subject
 from ckptless.pytorch_hooks.commit.versions import SLOTS, Versions
 from ckptless.pytorch_hooks.state import State, TensorSet, raw

@@ -5,15 +5,15 @@ import socket
 
 import pytest
 
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.option_kinds import is_shared_bind
-from ckptless.daemon.settings_bind import (
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.settings.bind import (
     Interface,
     by_name,
     choose,
     interfaces,
     listen_address,
 )
+from ckptless.daemon.settings.option_kinds import is_shared_bind
 
 HERE = tuple(
     Interface(name, ipaddress.ip_address(address))

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.main import _Group
 from ckptless.daemon.ckptctl.options import Asked, common
-from ckptless.daemon.settings import load_settings
+from ckptless.daemon.settings.site import load_settings
 
 
 @click.group(cls=_Group)
@@ -53,7 +53,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_default_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptless.daemon.settings.DEFAULT_FILE", file)
+    monkeypatch.setattr("ckptless.daemon.settings.site.DEFAULT_FILE", file)
     assert run("config", "check").stdout == f"{file} is good.\n"
     file.unlink()
     done = run("config", "check")

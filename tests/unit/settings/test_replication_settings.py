@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.option_kinds import rate, rate_text
-from ckptless.daemon.options import ReplicationSettings
-from ckptless.daemon.settings import as_yaml, load_settings, shown
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.settings.option_kinds import rate, rate_text
+from ckptless.daemon.settings.options import ReplicationSettings
+from ckptless.daemon.settings.site import as_yaml, load_settings, shown
 
 
 def load(folder: Path, text: str) -> ReplicationSettings:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings, strategies
 from msgspec import structs
 
-from ckptless.daemon.api.errors import UsageError
-from ckptless.daemon.api.model import Limits
-from ckptless.daemon.config import Timers
-from ckptless.daemon.option_kinds import duration, seconds
-from ckptless.daemon.options import KEYS
-from ckptless.daemon.settings import (
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.model import Limits
+from ckptless.daemon.settings.config import Timers
+from ckptless.daemon.settings.option_kinds import duration, seconds
+from ckptless.daemon.settings.options import KEYS
+from ckptless.daemon.settings.site import (
     DEFAULT_FILE,
     Settings,
     Timeouts,
@@ -69,7 +69,7 @@ def test_the_smallest_file(files: Files) -> None:
 
 
 def test_no_file_is_the_defaults(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptless.daemon.settings.DEFAULT_FILE", files.folder / "none.yaml")
+    monkeypatch.setattr("ckptless.daemon.settings.site.DEFAULT_FILE", files.folder / "none.yaml")
     found = load_settings()
     assert found.file is None
     given = files.load("version: 1")
@@ -80,7 +80,9 @@ def test_no_file_is_the_defaults(files: Files, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_default_file_is_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptless.daemon.settings.DEFAULT_FILE", files.write("version: 1\nmax_stall: 60s"))
+    monkeypatch.setattr(
+        "ckptless.daemon.settings.site.DEFAULT_FILE", files.write("version: 1\nmax_stall: 60s")
+    )
     assert load_settings().max_stall_s == 60.0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.slurm.adapter import Job, Node
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.commands import Commands

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.slurm.ending import Ending, why_signalled
 from ckptless.daemon.slurm.text import JobFormat
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.api.errors import ProtocolError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.slurm.hostlist import MAX_NAMES, compress, expand, is_node_name
 
 

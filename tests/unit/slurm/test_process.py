@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.api.errors import ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.daemon.slurm import process
 from ckptless.daemon.slurm.adapter import Job
 from ckptless.daemon.slurm.commands import AT_ONCE, Commands, name_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
 from ckptless.daemon.slurm.pyslurm_backend import Pyslurm, UnfitError

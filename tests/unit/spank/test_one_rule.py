@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from native import Parsers
 
-from ckptless.daemon.api.errors import UsageError
 from ckptless.daemon.launch.main import command
-from ckptless.daemon.options import RUN_ROWS, check_fits
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.settings.options import RUN_ROWS, check_fits
 
 
 def here(spares: int, nodes: int) -> str:

@@ -104,7 +104,7 @@ def test_a_full_queue_does_not_hold_the_daemon_up(tmp_path: Path) -> None:
 
 LISTENING = """
 import os, socket, sys
-from ckptless.daemon.api.errors import UsageError
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.ckptlessd.systemd import inherited
 
 os.environ["LISTEN_PID"] = str(os.getpid())

@@ -14,11 +14,11 @@ import pytest
 
 from ckptless.daemon.ckptlessd.service import LEDGER_FILE, NOT_AGAIN
 from ckptless.daemon.ckptlessd.state_dir import FORMAT_FILE, open_state_dir
-from ckptless.daemon.config import LocalConfig, Peer
 from ckptless.daemon.ledger.store import Ledger
-from ckptless.daemon.options import DaemonSettings
-from ckptless.daemon.peers.handshake import new_key
-from ckptless.daemon.settings import DEFAULT_FILE
+from ckptless.daemon.settings.config import LocalConfig, Peer
+from ckptless.daemon.settings.options import DaemonSettings
+from ckptless.daemon.settings.site import DEFAULT_FILE
+from ckptless.daemon.transport.handshake import new_key
 
 ROOT = Path(__file__).parents[3]
 UNITS = ROOT / "etc" / "systemd"

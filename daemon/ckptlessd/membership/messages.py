@@ -1,0 +1,46 @@
+"""What daemons say to each other about who lives."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from ckptless.daemon.ckptlessd.membership.pulses import Pulse
+from ckptless.daemon.protocol.limits import (
+    MOST_VOTERS,
+    NodeNumber,
+    Number,
+)
+from ckptless.daemon.protocol.messages import Message
+
+
+class Beat(Message, frozen=True, kw_only=True):
+    """The sender lives. `pulses`: the newest known sign of life of each voter, see `pulses`."""
+
+    pulses: Annotated[tuple[Pulse, ...], Meta(max_length=MOST_VOTERS)] = ()
+
+
+class Suspect(Message, frozen=True, kw_only=True):
+    """The sender does not hear `node`. Do you?"""
+
+    node: NodeNumber
+
+
+class Saw(Message, frozen=True, kw_only=True):
+    """Answer to Suspect: whether anything on the node has answered the sender just now."""
+
+    node: NodeNumber
+    lives: bool
+
+
+class Have(Message, frozen=True, kw_only=True):
+    """The sender has a long message for all, which `origin` has said."""
+
+    origin: NodeNumber
+    serial: Number
+
+
+class Want(Message, frozen=True, kw_only=True):
+    """Answer to Have: send it."""
+
+    origin: NodeNumber
+    serial: Number

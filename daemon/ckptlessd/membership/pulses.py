@@ -1,0 +1,73 @@
+"""Pure: who of the voters is alive, for daemons that have no connection to them.
+
+Every beat carries the newest sign of life that is known of each voter, and how long ago the first who saw it
+did; the newer one is kept and goes on with the next beat, so that it is everywhere after a few. What a
+daemon has seen grow lately it hears. Without its age an old sign would pass for a new one where none came
+before.
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ckptless.daemon.protocol.limits import (
+    NodeNumber,
+    Number,
+)
+
+# (node, its clock in ms, ms since the first who saw it saw it)
+Pulse: TypeAlias = tuple[NodeNumber, Number, Number]
+
+# More than the voters of two decrees: what else a beat brings is not kept.
+MOST = 32
+
+
+@dataclass
+class Pulses:
+    """Of the daemon of node `me`."""
+
+    me: int
+    _newest: dict[int, int] = field(default_factory=dict)
+    _seen: dict[int, float] = field(default_factory=dict)
+    _doubted: dict[int, int] = field(default_factory=dict)
+
+    def beat(self, voters: tuple[int, ...], now: float) -> tuple[Pulse, ...]:
+        """What the next beat carries; `now` in seconds of a clock that also grows from life to life."""
+        if self.me in voters:
+            self._newest[self.me] = max(self.clock_ms(now), self._newest.get(self.me, 0) + 1)
+        for gone in self._newest.keys() - set(voters):
+            del self._newest[gone]
+            self._seen.pop(gone, None)
+        return tuple((node, pulse, self._age_ms(node, now)) for node, pulse in sorted(self._newest.items()))
+
+    def clock_ms(self, now: float) -> int:
+        """That of this daemon; no less than a former life of it has said."""
+        return max(int(now * 1000), self._newest.get(self.me, 0))
+
+    def _age_ms(self, node: int, now: float) -> int:
+        return 0 if node == self.me else max(0, int((now - self._seen[node]) * 1000))
+
+    def hear(self, pulses: tuple[Pulse, ...], now: float) -> list[Pulse]:
+        """What a beat has brought; what of it was news."""
+        news = [one for one in pulses[:MOST] if one[1] > self._newest.get(one[0], 0)]
+        for node, pulse, age_ms in news:
+            # Of itself: a former life of this daemon had a faster clock.
+            self._newest[node] = pulse
+            self._seen[node] = max(now - max(0, age_ms) / 1000, self._seen.get(node, float("-inf")))
+        return news
+
+    def doubt(self, node: int, margin_s: float) -> None:
+        """A connection to it has ended: a sign of life is only what it does so long after what is known."""
+        if node in self._newest:
+            self._doubted[node] = self._newest[node] + int(margin_s * 1000)
+
+    def _is_sure(self, node: int) -> bool:
+        return self._newest.get(node, 0) > self._doubted.get(node, -1)
+
+    def seen_since(self, when: float) -> set[int]:
+        """Voters that have given a new sign of life since then."""
+        return {node for node, seen in self._seen.items() if seen > when and self._is_sure(node)}
+
+    def fresh(self, now: float, within_s: float) -> frozenset[int]:
+        """Voters that have given a new sign of life within so many seconds."""
+        recent = (node for node, seen in self._seen.items() if now - seen <= within_s)
+        return frozenset(node for node in recent if self._is_sure(node))

@@ -1,0 +1,176 @@
+"""Pure: which step to go on from, and who can give each rank its record and its shard's tensors."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
+
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.planning.twins_agree import Comparison
+from ckptless.daemon.protocol.messages import Holdings, Place
+
+# A node, and what it holds.
+Told: TypeAlias = tuple[int, Holdings]
+# Of each node what it has: the rank or shard first, the steps last.
+_Steps: TypeAlias = Sequence[
+    tuple[int, Sequence[tuple[int, Sequence[int]]] | Sequence[tuple[int, int, Sequence[int]]]]
+]
+# Steps, and entries of holdings, each under itself.
+Same: TypeAlias = dict[tuple[object, ...], Any]
+
+
+class NoCommonStepError(Exception):
+    """Steps were committed, and there is none of which everything is held; the text names what is missing."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """As in `Assignment`; all empty where every rank builds anew."""
+
+    step: int | None = None
+    shards: tuple[int, ...] = ()
+    tensor_nodes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    record_nodes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What may be restored, by node in their order; `shards`: of each rank that has any record."""
+
+    shards: Mapping[int, int]
+    records: _Steps
+    tensors: _Steps
+
+    def newest(self) -> "_Common | None":
+        """The newest step of which somebody has each rank's record, and somebody its shard's tensors."""
+        wanted = set(self.shards.values())
+        every = {one[-1] for _, some in self.tensors for one in some}
+        for step in sorted({step for steps in every for step in steps}, reverse=True):
+            same: dict[tuple[int, ...], tuple[int, ...]] = {}
+            tensors = _holders(self.tensors, step, same)
+            if wanted <= tensors.keys():
+                records = _holders(self.records, step, same)
+                if self.shards.keys() <= records.keys():
+                    return _Common(step, records, tensors)
+        return None
+
+
+@dataclass(frozen=True)
+class _Common:
+    """A step that every rank can go on from, and the nodes that have each record and each shard of it."""
+
+    step: int
+    records: Mapping[int, tuple[int, ...]]
+    tensors: Mapping[int, tuple[int, ...]]
+
+
+def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progress: int) -> Sources:
+    """Where the state of ranks in these places comes from. Raises NoCommonStepError.
+
+    The step is the newest of which every rank's record and tensors are held by some usable node; one at which
+    twins differ only where there is no other.
+    `progress` is the newest step that any rank is known to have committed.
+    """
+    return sources_of(_told(nodes.values()), places, progress)
+
+
+def sources_of(told: Sequence[Told], places: Sequence[Place], progress: int = 0) -> Sources:
+    """The same, from what these nodes hold. Raises NoCommonStepError."""
+    held, common = _newest_held(told, len(places))
+    if common is None:
+        newest = max((s for _, holdings in told for s in _all_steps(holdings)), default=progress)
+        if max(newest, progress) > 0:
+            raise NoCommonStepError(_missing(held, len(places)))
+        return Sources()
+    shards = tuple(held.shards[rank] for rank in range(len(places)))
+    records = (_nearest_first(common.records[rank], place.node) for rank, place in enumerate(places))
+    return Sources(
+        step=common.step,
+        shards=shards,
+        tensor_nodes=tuple((shard, common.tensors[shard]) for shard in sorted(set(shards))),
+        record_nodes=tuple(records),
+    )
+
+
+def once(held: Holdings, same: Same) -> Holdings:
+    """Return the same holdings; what other nodes have told too is in memory once, in `same`."""
+
+    def known(one: tuple[object, ...]) -> Any:
+        return same.setdefault(one, one)
+
+    tensors = tuple(known((shard, known(steps))) for shard, steps in held.tensors)
+    records = tuple(known((rank, shard, known(steps))) for rank, shard, steps in held.records)
+    return replace(held, tensors=tensors, records=records)
+
+
+def _nearest_first(nodes: tuple[int, ...], home: int) -> tuple[int, ...]:
+    return nodes if home not in nodes[1:] else tuple(sorted(nodes, key=lambda node: node != home))
+
+
+def _told(nodes: Iterable[NodeView]) -> list[Told]:
+    """What the frozen agents of usable nodes have told."""
+    states = [(view.node, view.state.holdings) for view in nodes if view.usable and view.state is not None]
+    return [(node, holdings) for node, holdings in states if holdings is not None]
+
+
+def _newest_held(told: Sequence[Told], world_size: int) -> tuple[_Held, _Common | None]:
+    """What is held, and the step to go on from: one at which twins differ only where there is no other."""
+    compared = Comparison([holdings for _, holdings in told])
+    held = _held(told, world_size, compared, disputed=False)
+    complete = len(held.shards) == world_size
+    common = held.newest() if complete else None
+    if common is None and compared.any:
+        held = _held(told, world_size, compared, disputed=True)
+        common = held.newest() if complete else None
+    return held, common
+
+
+def _held(told: Sequence[Told], world_size: int, compared: Comparison, *, disputed: bool) -> _Held:
+    told = sorted(told, key=lambda one: one[0])
+    return _Held(
+        {rank: shard for _, of in told for rank, shard, steps in of.records if steps and rank < world_size},
+        [(node, of.records) for node, of in told],
+        [(node, compared.sound(of, disputed=disputed)) for node, of in told],
+    )
+
+
+def _holders(
+    held: _Steps, step: int, same: dict[tuple[int, ...], tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
+    """Of each the nodes that have this step, ascending; equal ones, as a node's ranks have, are kept once."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for node, some in held:
+        for one in some:
+            if step in one[-1]:
+                found[one[0]].append(node)
+    return {what: same.setdefault(nodes := tuple(some), nodes) for what, some in found.items()}
+
+
+def _all_steps(holdings: Holdings) -> list[int]:
+    tensors = (step for _, steps in holdings.tensors for step in steps)
+    return [*tensors, *(step for _, _, steps in holdings.records for step in steps)]
+
+
+def _missing(held: _Held, world_size: int) -> str:
+    """Names the rank that is worst off, and the steps that there are of what it needs."""
+    records, tensors = _steps_of(held.records), _steps_of(held.tensors)
+
+    def common(rank: int) -> set[int]:
+        return records.get(rank, set()) & tensors.get(held.shards.get(rank, -1), set())
+
+    poorest = min(range(world_size), key=lambda rank: max(common(rank), default=-1))
+    return (
+        f"no step that every rank can give: rank {poorest}'s records are held for steps "
+        f"{sorted(records.get(poorest, ()))}, its tensors for steps "
+        f"{sorted(tensors.get(held.shards.get(poorest, -1), ()))}"
+    )
+
+
+def _steps_of(held: _Steps) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for _, some in held:
+        for one in some:
+            found.setdefault(one[0], set()).update(one[-1])
+    return found

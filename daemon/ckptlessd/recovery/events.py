@@ -1,0 +1,240 @@
+"""What goes into the control plane and what comes out: plain values, whoever carries them."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+from ckptless.daemon.ckptlessd.consensus.agreement import Save as Save
+from ckptless.daemon.ckptlessd.consensus.agreement import Tell as Tell
+from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Ballot, Say
+from ckptless.daemon.ckptlessd.planning.faults import NodeLost as NodeLost
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.limits import (
+    OF_NODES,
+    OF_RANKS,
+    NodeNumber,
+    NodeOrNone,
+    Nodes,
+    Number,
+    Text,
+)
+from ckptless.daemon.protocol.records import FaultSource, Record
+
+DarkState = Literal["dark", "gone", "back"]
+Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
+
+
+# -------------------------------------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a daemon tells another when they meet: who leads, how far the job is, which nodes are lost.
+
+    `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `index` is the
+    number of the newest decree that it knows; `promised` the ballot below which it accepts nothing.
+    `lost` has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
+    nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
+    `dead`: voters that are dead by the witness's word, whoever asked it.
+    """
+
+    term: Number
+    leader: NodeOrNone
+    stage: Stage
+    index: Number
+    promised: Ballot = NO_BALLOT
+    lost: Annotated[tuple[tuple[NodeNumber, Text, FaultSource], ...], OF_NODES] = ()
+    able: bool = True
+    apart: Nodes = ()
+    dead: Nodes = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """An agent's message, from the own node or passed on by another daemon."""
+
+    node: NodeNumber
+    message: m.FromAgent | m.Introduction
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A connection to a daemon is there; nothing has come over it yet."""
+
+    node: NodeNumber
+
+
+@dataclass(frozen=True)
+class PeerUp:
+    """A daemon has told where it stands; `direct`: over a connection, whose end will be heard of."""
+
+    node: NodeNumber
+    standing: Standing
+    direct: bool = True
+
+
+@dataclass(frozen=True)
+class PeerDown:
+    """A daemon cannot be reached; its node may live."""
+
+    node: NodeNumber
+
+
+@dataclass(frozen=True)
+class AgentAnswers:
+    """Whether the agent of a node whose daemon is away has answered just now."""
+
+    node: NodeNumber
+    answers: bool
+
+
+@dataclass(frozen=True)
+class Heartbeats:
+    """The voters that have given a new sign of life lately, however it came here."""
+
+    nodes: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The nodes that this daemon cannot reach itself, though others see them: all of them, each time."""
+
+    nodes: frozenset[int]
+
+
+@dataclass(frozen=True)
+class OrderFrom:
+    """A leader's order."""
+
+    node: NodeNumber
+    term: Number
+    order: m.Order
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a daemon says to agree with the others; the own node's, too."""
+
+    node: NodeNumber
+    say: Say
+
+
+@dataclass(frozen=True)
+class Witnessed:
+    """The cluster's manager holds these nodes for dead, and will not hold this one and its like for that."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The disk takes votes again: the newest `Save`, which holds all of those before it, is there."""
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    """The disk has not taken what `Save` asked for, and nothing was said."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """The whole job was suspended for so long, by the word of the cluster's manager: no time for the job.
+
+    But for the lease: by then others may have given this node's ranks to another.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Input: TypeAlias = (
+    Report
+    | Connected
+    | PeerUp
+    | PeerDown
+    | NodeLost
+    | AgentAnswers
+    | Heartbeats
+    | Apart
+    | OrderFrom
+    | Said
+    | Witnessed
+    | Saved
+    | NotSaved
+    | Suspended
+    | Tick
+)
+
+# ------------------------------------------------------------------------------------------- outputs
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Send the order to every daemon of the job."""
+
+    term: Number
+    order: m.Order
+
+
+@dataclass(frozen=True)
+class ToAgent:
+    """Give the order, or the words, to this node's agent."""
+
+    order: m.Order | m.Announce | m.Renewed
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Pass an agent's message on to the leader's daemon."""
+
+    node: NodeNumber
+    report: Report
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Tell one daemon (or, with None, all) where this one stands, and what its agent last said."""
+
+    node: NodeNumber | None
+    standing: Standing
+    reports: Annotated[tuple[Report, ...], OF_RANKS]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Rows for the ledger; `share`: other daemons' ledgers want them too."""
+
+    records: Annotated[tuple[Record, ...], OF_RANKS]
+    share: bool
+
+
+@dataclass(frozen=True)
+class NodeIsDark:
+    """The cluster's manager should know that a node does not answer (said by the leader only).
+
+    `state`: "dark" at first, when a cable may be all that is wrong; "gone" where it has stayed so, or the job
+    has ended over it; "back" where it was heard again.
+    """
+
+    node: NodeNumber
+    reason: Text
+    state: DarkState
+
+
+@dataclass(frozen=True)
+class AskWitness:
+    """Half of the voters is silent: are these nodes dead by the word of the cluster's manager?
+
+    It is to hold them for dead from now on, and to say yes only if it does not hold one of `ours` for dead.
+    """
+
+    nodes: tuple[int, ...]
+    ours: tuple[int, ...]
+
+
+Output: TypeAlias = Broadcast | ToAgent | Forward | Meet | Write | NodeIsDark | Tell | Save | AskWitness

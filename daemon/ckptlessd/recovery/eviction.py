@@ -1,0 +1,75 @@
+"""Pure: whether a node may be taken out of a job that runs, because somebody says so."""
+
+from collections.abc import Mapping, Sequence
+
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery.job_state import JobState
+from ckptless.daemon.protocol.eviction import EvictionSource
+from ckptless.daemon.protocol.messages import Assignment, Place
+
+
+def may_say(source: EvictionSource, uid: int, owner: int, daemon: int) -> bool:
+    """Whether `uid` may take a node out of `owner`'s job; what a health check finds, only the site says."""
+    return sees_all(uid, daemon) or (source == "operator" and uid == owner)
+
+
+def sees_all(uid: int, daemon: int) -> bool:
+    """Whether `uid` may see every user's jobs: root, and the user that the daemon runs as."""
+    return uid in (0, daemon)
+
+
+def find_node(word: str, names: Sequence[str]) -> int | None:
+    """The number of the node that is meant: by its name, else by its number in the job, from 0."""
+    if word in names:
+        return names.index(word)
+    number = int(word) if word.isascii() and word.isdecimal() and len(word) < 10 else -1
+    return number if 0 <= number < len(names) else None
+
+
+def cannot_say(job: JobState) -> str | None:
+    """Why this daemon is the wrong one to ask, or None."""
+    if job.nodes[job.me].lost is not None:
+        return "this node is out of the job itself: ask on another one"
+    if not job.decides:
+        return "this node hears too few of the job's others: ask on another one"
+    return None
+
+
+def refusal(job: JobState, node: int, *, force: bool) -> str | None:
+    """Why the node stays in the job, or None; `force` where its ranks would have no place to go."""
+    assignment, spec = job.assignment, job.spec
+    if job.outcome is not None:
+        return f"the job is over: {job.outcome.reason}"
+    if assignment is None or spec is None:
+        return "the job has not begun yet"
+    if job.stage == "releasing":
+        return "training is over, and the job about to end"
+    if force:
+        return None
+    ranks = len(assignment.ranks_on(node))
+    if not ranks:
+        return None  # a spare
+    short = homeless_after(assignment, job.nodes, spec.slots_per_node, node)
+    if short <= 0:
+        return None
+    words = "its rank has" if ranks == 1 else f"its {ranks} ranks have"
+    return f"{words} no spare to go to ({short} too few), and the job would end; --force does it all the same"
+
+
+def homeless_after(
+    assignment: Assignment, nodes: Mapping[int, NodeView], slots_per_node: int, node: int
+) -> int:
+    """How many ranks would be without a slot once `node` is lost, those of nodes lost before it included.
+
+    0 or less: there is room for all.
+    """
+    gone = {number for number, view in nodes.items() if view.lost is not None} | {node}
+    known = {info.node for info in assignment.nodes}
+    known |= {number for number, view in nodes.items() if view.hello is not None}
+    taken = {*assignment.places, *assignment.bad}
+    free = sum(
+        Place(node=number, slot=slot) not in taken
+        for number in known - gone
+        for slot in range(slots_per_node)
+    )
+    return sum(place.node in gone for place in assignment.places) - free

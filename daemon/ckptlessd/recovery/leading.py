@@ -1,0 +1,326 @@
+"""Pure: how the leader of a job takes it from stage to stage, and from a fault to the first new step.
+
+    forming -> joining -> restoring -> running -> (fault) stopping -> joining -> ... -> releasing -> ended
+
+It compares what the agents report with the generation that there is. A generation, and the end, is agreed on
+before anybody hears of it; the orders between are the leader's own.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from ckptless.daemon.ckptlessd.consensus.decree import Decree
+from ckptless.daemon.ckptlessd.planning import plan, twins_agree
+from ckptless.daemon.ckptlessd.planning.faults import Finding
+from ckptless.daemon.ckptlessd.recovery import ledger_rows
+from ckptless.daemon.ckptlessd.recovery.events import Broadcast, NodeLost
+from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
+from ckptless.daemon.ckptlessd.recovery.following import Following
+from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY, JobState, cancelled_by
+from ckptless.daemon.ckptlessd.recovery.losses import Losses
+from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
+from ckptless.daemon.ckptlessd.recovery.stalls import Stalls
+from ckptless.daemon.ckptlessd.recovery.voters import Voters
+from ckptless.daemon.protocol import messages as m
+
+# An order is said again after so long, and more often where it is short: so often within the time that agents
+# have to stop, since whoever has not heard of it by then is given up.
+REPEAT_S = 1.0
+REPEATS = 3
+# So long after training an agent may be gone because the job has ended, which the leader is about to hear.
+ENDING_S = 2.0
+
+
+@dataclass
+class Leading:
+    """What a leader does; on daemons that follow it only waits.
+
+    `step`: the newest that any rank is known to have committed.
+    """
+
+    job: JobState
+    following: Following
+    log: RecoveryLog
+    losses: Losses
+    stalls: Stalls
+    voters: Voters
+    step: int = 0
+    _said: float = 0.0
+    _killed: set[m.Place] = field(default_factory=set)
+    _ending: m.Outcome | None = None
+    _progress: GenerationProgress | None = None
+
+    def begin(self, former: int, now: float) -> None:
+        """This daemon leads from now on, where `former` did."""
+        job = self.job
+        if job.stage != "forming":
+            old = "nobody else does" if former == NOBODY else f"node-{former} cannot be reached"
+            job.note(now, "warning", "leader", f"node-{job.me} leads, since {old}")
+            job.since = now
+        job.moved = now
+        self._ending = self._progress = None
+        self.log.begin_reign()
+        self.losses.begin()
+        # What the others said last was for another leader; this one waits for what they say now.
+        for view in job.nodes.values():
+            if view.node != job.me:
+                view.state = None
+        if job.assignment is not None and job.stage not in ("running", "releasing", "ended"):
+            # Half a recovery by the old leader: begin it again.
+            self._stop(job.assignment, "the leader was lost during a recovery", now)
+
+    def drive(self, now: float) -> None:
+        """Bring the job forward as far as the reports allow."""
+        job = self.job
+        if job.stage == "ended" or not job.leads:
+            self._progress = None
+            job.touched.clear()
+            return
+        progress = self._count()
+        self.losses.tell(now)
+        self.voters.look(now)
+        if job.cancelled is not None:
+            self._ending = cancelled_by(job.cancelled)
+        if self._ending is not None:
+            self._propose(job.assignment, self._ending, now)
+            return
+        assert job.spec is not None  # a daemon that knows no job does not lead
+        if progress is None:
+            self._form(job.spec, now)
+            return
+        if job.stage != "stopping":
+            self._watch(progress, job.spec.limits, now)
+            self._advance(progress, now)
+        if job.stage == "stopping":
+            self._replan(progress, job.spec, now)
+        if job.stage in ("running", "releasing"):
+            # A new generation names new voters, too; to ask for them first would only delay it.
+            self._mend_voters(now)
+        self._repeat(progress, job.spec.limits, now)
+
+    def _count(self) -> GenerationProgress | None:
+        """How far the generation is, by all that was reported so far; None before the first one."""
+        job, progress = self.job, self._progress
+        if job.assignment is None:
+            return None
+        if progress is None or progress.assignment.generation != job.generation:
+            progress = self._progress = GenerationProgress.of(job.assignment, job.nodes)
+        else:
+            progress.look(job.nodes, job.touched)
+        job.touched.clear()
+        return progress
+
+    # ---------------------------------------------------------------------------------- agreeing
+
+    def _propose(self, assignment: m.Assignment | None, outcome: m.Outcome | None, now: float) -> None:
+        """Have it agreed on, by the voters that there are; those after them are whoever lives then."""
+        agreement = self.job.agreement
+        if not agreement.ready:
+            return  # something else is being agreed on; whoever wants this comes again
+        index, voters = agreement.known.index + 1, self.voters.following(now)
+        decree = Decree(index=index, voters=voters, assignment=assignment, outcome=outcome)
+        agreement.propose(decree, now)
+
+    def _mend_voters(self, now: float) -> None:
+        """A voter lost, unable, or away for long is replaced before the next one is, if there are nodes."""
+        ready = self.job.agreement.ready and self.voters.may_change(now)
+        if ready and self.voters.following(now) != self.job.known.voters:
+            self._propose(self.job.assignment, None, now)
+
+    def _form(self, spec: m.JobSpec, now: float) -> None:
+        job = self.job
+        waiting = [n for n, view in job.nodes.items() if view.lost is None and view.hello is None]
+        if waiting and now - job.since < FORMING_DEADLINE_S:
+            return
+        self._give_up(waiting, f"its agent did not come up in {FORMING_DEADLINE_S:.0f} s")
+        try:
+            first = plan.first_assignment(spec, job.nodes, job.term, job.me)
+        except plan.NoPlanError as error:
+            self._ending = error.outcome
+            return
+        self._propose(first, None, now)
+
+    def decided_generation(self, assignment: m.Assignment, now: float) -> None:
+        """The generation that this leader has proposed is agreed on."""
+        job = self.job
+        assert job.spec is not None
+        job.share(ledger_rows.job(job.spec, "running", job.started))
+        self.log.agreed(assignment, now)
+        self._said = now
+
+    def decided_end(self, outcome: m.Outcome, now: float) -> None:
+        """The end that this leader has proposed is agreed on."""
+        job = self.job
+        self.losses.end()
+        self.log.ended(job.assignment)
+        assert job.spec is not None
+        job.share(ledger_rows.job(job.spec, outcome.state, job.started, outcome, now))
+        job.note(
+            now, "info" if outcome.exit_code == 0 else "error", "end", f"{outcome.state}: {outcome.reason}"
+        )
+
+    # ------------------------------------------------------------------------- while a generation goes
+
+    def _watch(self, progress: GenerationProgress, limits: m.Limits, now: float) -> None:
+        """Any new fault of this generation stops it."""
+        assignment = progress.assignment
+        if self.job.stage != "releasing":
+            self._part(assignment, limits, now)
+        findings = twins_agree.ripe(progress.findings, assignment, self.job.nodes, now)
+        silent = self.stalls.silent(assignment, limits, now)
+        self._give_up(silent, f"its agent has said nothing for {limits.stall_s:.0f} s")
+        findings += self.stalls.overdue(assignment, limits, now)
+        if self.job.stage == "releasing" and now - self.job.since < ENDING_S:
+            findings = [finding for finding in findings if finding.kind != "node-lost"]
+        fresh = [finding for finding in findings if self.log.add(finding, assignment, now)]
+        if self.job.stage == "releasing":
+            self._fail_after_training(fresh)
+        elif fresh:
+            self._stop(assignment, _what(fresh[0]), now, fresh[0].age_s)
+        elif progress.disputed and self.job.stage != "stopping":
+            self._stop(assignment, "another leader has stopped it, too", now)
+
+    def _part(self, assignment: m.Assignment, limits: m.Limits, now: float) -> None:
+        """Give up one of two nodes that cannot reach each other."""
+        if (found := self.stalls.in_the_way(assignment, limits, now)) is None:
+            return
+        node, text = found
+        self._give_up([node], text)
+        if not assignment.ranks_on(node):
+            # It has no ranks that would be missed, but copies of others'.
+            self._stop(assignment, f"node-lost: node-{node}: {text}", now)
+
+    def _fail_after_training(self, fresh: Collection[Finding]) -> None:
+        """Training is over and other processes may have ended well: there is nothing to go back to."""
+        undone = [f for f in fresh if f.kind != "node-lost" or not self._all_done_on(f.node)]
+        if undone:
+            first = undone[0]
+            self._ending = m.Outcome(
+                state="failed",
+                exit_code=max(1, first.exit_code or 0),
+                reason=f"after training: {_what(first)}",
+                why="after-training",
+                rank=first.rank,
+                node=first.node if first.rank is not None else None,
+            )
+
+    def _all_done_on(self, node: int) -> bool:
+        view = self.job.nodes[node]
+        return view.state is not None and all(s.phase in ("exited", "empty") for s in view.state.slots)
+
+    def _advance(self, progress: GenerationProgress, now: float) -> None:
+        """joining -> restoring -> running -> releasing -> ended, each when every rank is there."""
+        job, generation = self.job, progress.assignment.generation
+        self._see_step(progress.step, now)
+        if (line := self.stalls.returned_early(progress, now)) is not None:
+            job.announce(line, now)
+        if job.stage in ("joining", "releasing") and progress.all_have("exited"):
+            self._ending = m.Outcome(
+                state="done", exit_code=0, reason="every rank ended by itself", why="done"
+            )
+        elif job.stage == "joining" and progress.all_have("joined"):
+            self.log.mark("join", now)
+            self._broadcast(m.Go(generation=generation), now)
+        elif job.stage == "restoring" and progress.all_have("restored"):
+            self.log.mark("restore", now)
+            if progress.all_have("stepped"):
+                job.moved = now
+                self.log.recovered(progress.assignment, now)
+                self._broadcast(m.Running(generation=generation), now)
+        elif job.stage == "running" and progress.all_have("ended"):
+            self._broadcast(m.Release(generation=generation), now)
+
+    def _see_step(self, newest: int, now: float) -> None:
+        if newest > self.step:
+            self.step, self.job.moved = newest, now
+
+    # ------------------------------------------------------------------------------- stop, and plan
+
+    def _stop(self, assignment: m.Assignment, reason: str, now: float, age_s: float = 0.0) -> None:
+        self.log.stopped(now, age_s)
+        self._killed.clear()
+        self._broadcast(m.Stop(generation=assignment.generation, reason=reason), now)
+
+    def _replan(self, progress: GenerationProgress, spec: m.JobSpec, now: float) -> None:
+        """Once every agent is frozen and every rank is out: the next generation."""
+        for finding in progress.take_news():
+            self.log.add(finding, progress.assignment, now)
+        late = now - self.job.since >= spec.limits.leave_s
+        moving = progress.moving
+        if moving and late:
+            self._give_up(sorted(moving), f"its agent did not stop in {spec.limits.leave_s:.0f} s")
+        if moving:
+            return
+        self.log.mark("stop", now)
+        inside = progress.inside
+        if late:
+            told = sorted({place.node for place in inside if place in self._killed})
+            self._give_up(told, "its agent did not end a process that it was told to end")
+            self._kill(progress, [place for place in inside if place.node not in told], now)
+        if inside:
+            return
+        self.log.mark("leave", now)
+        if self.job.agreement.ready:
+            self._plan(progress, spec, now)
+
+    def _plan(self, progress: GenerationProgress, spec: m.JobSpec, now: float) -> None:
+        job, assignment = self.job, progress.assignment
+        for finding in twins_agree.findings(assignment, job.nodes):
+            self.log.add(finding, assignment, now)
+        self.log.planned(assignment, now, stepped=progress.all_have("stepped"))
+        self._see_step(progress.newest, now)
+        situation = plan.Situation(
+            spec, job.nodes, assignment, self.log.faults, self.step, job.term, job.me, now
+        )
+        try:
+            following = plan.next_assignment(situation)
+        except plan.NoPlanError as error:
+            self._ending = error.outcome
+            return
+        self._propose(following, None, now)
+
+    def _give_up(self, nodes: Collection[int], reason: str) -> None:
+        """Nodes that are lost by this leader's word alone: the others must hear it from here."""
+        for node in nodes:
+            self.job.lose(NodeLost(node, reason, 0.0, source="leader"))
+        if nodes:
+            self.job.meet()
+
+    def _kill(self, progress: GenerationProgress, places: list[m.Place], now: float) -> None:
+        if not places:
+            return
+        names, why = ", ".join(f"node-{place.node}/{place.slot}" for place in places), "did not leave in time"
+        self.job.note(now, "warning", "kill", f"{names} {why}")
+        self.job.since = now
+        self._killed.update(places)
+        generation = progress.assignment.generation
+        self._broadcast(m.Stop(generation=generation, reason=why, kill=tuple(places)), now)
+
+    # --------------------------------------------------------------------------------------- orders
+
+    def _broadcast(self, order: m.Order, now: float) -> None:
+        self._said = now
+        self.job.out.append(Broadcast(self.job.term, order))
+        self.following.obey(order, now)
+
+    def _repeat(self, progress: GenerationProgress, limits: m.Limits, now: float) -> None:
+        """Orders are idempotent: say the last one again to whoever has not followed it yet."""
+        if now - self._said < min(REPEAT_S, limits.leave_s / REPEATS):
+            return
+        generation = progress.assignment.generation
+        kill = tuple(place for place in progress.inside if place in self._killed)
+        orders: dict[str, m.Order] = {
+            "stopping": m.Stop(generation=generation, reason="repeated", kill=kill),
+            "restoring": m.Go(generation=generation),
+            "releasing": m.Release(generation=generation),
+        }
+        if self.job.stage in orders:
+            self._broadcast(orders[self.job.stage], now)
+        elif self.job.stage == "joining":
+            self._said = now
+            self.job.meet()
+
+
+def _what(finding: Finding) -> str:
+    return f"{finding.kind}: {finding.detail}" if finding.detail else finding.kind

@@ -1,0 +1,115 @@
+"""Pure: what the leader makes of a job that does not get on: who is late, and what may be why."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckptless.daemon.ckptlessd.planning import event_lines
+from ckptless.daemon.ckptlessd.planning.faults import Finding
+from ckptless.daemon.ckptlessd.recovery import pairs
+from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
+from ckptless.daemon.ckptlessd.recovery.job_state import JobState
+from ckptless.daemon.protocol import messages as m
+
+# Without a step for so long, two nodes that cannot reach each other are why.
+APART_S = 3.0
+# Many find out about one bad port, one after the other: so long after the last one it is said who gives way,
+# but before the longest stall is over.
+SETTLED_S = 1.0
+
+
+@dataclass
+class Stalls:
+    """Of the leader, and of what all daemons have told it of nodes that they cannot reach."""
+
+    job: JobState
+    apart: pairs.Apart = field(default_factory=pairs.Apart)
+    # Nodes that cannot reach each other, by what was said last, and since when it is these.
+    _pairs: set[tuple[int, int]] = field(default_factory=set)
+    _paired: float = 0.0
+    # Since when some of a generation's ranks are done and others not; never, once that was told.
+    _early: tuple[int, float] = (0, 0.0)
+    _told_early: str = ""
+
+    def _still_s(self, now: float) -> float:
+        return now - max(self.job.since, self.job.moved)
+
+    def in_the_way(self, assignment: m.Assignment, limits: m.Limits, now: float) -> tuple[int, str] | None:
+        """Of two nodes that live and cannot reach each other, which one leaves the job, and why.
+
+        Without a spare it is waited for as long as for any step: the job ends then, and says why.
+        """
+        job, still_s = self.job, self._still_s(now)
+        if still_s < APART_S:
+            return None
+        self.apart.say(job.me, job.apart, now)
+        hosts = {place.node for place in assignment.places} - job.losses.keys()
+        usable = {node for node, view in job.nodes.items() if view.usable}
+        found = pairs.pairs(self.apart.fresh(now - 3 * job.remind_s), usable, hosts)
+        if found != self._pairs:
+            self._pairs, self._paired = found, now
+        if now - self._paired < SETTLED_S < limits.stall_s - still_s:
+            return None
+        if not found or (usable <= hosts and still_s < limits.stall_s):
+            return None
+        node = pairs.gives_way(found, hosts, job.me)
+        others = ", ".join(f"node-{b if a == node else a}" for a, b in sorted(found) if node in (a, b))
+        text = f"it and {others} cannot reach each other, though others see both; no step in {still_s:.1f} s"
+        return node, text
+
+    def silent(self, assignment: m.Assignment, limits: m.Limits, now: float) -> list[int]:
+        """Nodes of which a new leader has not heard a word for as long as a step may take."""
+        if self._still_s(now) <= limits.stall_s:
+            return []
+        hosts = {place.node for place in assignment.places} - self.job.losses.keys()
+        return sorted(node for node in hosts if self.job.nodes[node].state is None)
+
+    def overdue(self, assignment: m.Assignment, limits: m.Limits, now: float) -> list[Finding]:
+        """Deadlines of joining, restoring and of steps. Only processes with hooks tell how far they are."""
+        job = self.job
+        to_join = job.stage in ("joining", "restoring") and now - job.since > limits.join_s
+        stalled = self._still_s(now) > limits.stall_s
+        slots = [*self._slots(assignment)] if to_join or stalled else []
+        if not any(slot.hooked for _, _, slot in slots):
+            return []
+        late = [*self._late(assignment, slots, limits)] if to_join else []
+        if not late and stalled and any(slot.phase == "restored" for _, _, slot in slots):
+            text = f"no step in {limits.stall_s:.0f} s"
+            if (early := event_lines.returned_early(assignment, job.nodes)) is not None:
+                text += f": {early.text}"
+            return [Finding("stall", assignment.places[0].node, None, None, text, source="leader")]
+        return late
+
+    def _slots(self, assignment: m.Assignment) -> Iterator[tuple[int, m.Place, m.SlotState]]:
+        for rank, place in enumerate(assignment.places):
+            slot = self.job.nodes[place.node].slot(place.slot)
+            if slot is not None:
+                yield rank, place, slot
+
+    def _late(
+        self, assignment: m.Assignment, slots: list[tuple[int, m.Place, m.SlotState]], limits: m.Limits
+    ) -> Iterator[Finding]:
+        want = ("joined",) if self.job.stage == "joining" else ("restored", "finished")
+        # At the very start a script may take its time before it comes to ckptless.run.
+        first = assignment.generation == 1
+        text = f"not {want[0]} in {limits.join_s:.0f} s"
+        for rank, place, slot in slots:
+            if slot.phase not in want and (slot.hooked or not first):
+                yield Finding("hung", place.node, place.slot, rank, text, source="leader")
+
+    def returned_early(self, progress: GenerationProgress, now: float) -> event_lines.Line | None:
+        """Ranks that are done long before others, which wait for them in the next collective; told once."""
+        assignment = progress.assignment
+        if not 0 < progress.counts["ended"] < len(assignment.places):
+            return None
+        if self._early[0] != assignment.generation:
+            self._early = assignment.generation, now
+        if now - self._early[1] < event_lines.EARLY_S:
+            return None
+        self._early = assignment.generation, math.inf
+        line = event_lines.returned_early(assignment, self.job.nodes)
+        # Where it comes again in every generation, it is told once.
+        if line is None or line.text == self._told_early:
+            return None
+        self._told_early = line.text
+        return line

@@ -1,0 +1,397 @@
+"""What the control plane speaks about: jobs, slots, limits, assignments, outcomes."""
+
+from bisect import bisect_left
+from functools import cached_property
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
+
+from ckptless.daemon.protocol.limits import (
+    MOST_RANKS,
+    OF_NODES,
+    OF_RANKS,
+    Age,
+    Clipped,
+    Command,
+    Digest,
+    ExitCode,
+    Generation,
+    JobName,
+    Name,
+    Names,
+    Nbytes,
+    NodeCount,
+    NodeNumber,
+    NodeOrNone,
+    Nodes,
+    Number,
+    Pid,
+    Port,
+    Rank,
+    Ranks,
+    Seconds,
+    Share,
+    SlotCount,
+    SlotNumber,
+    Step,
+    Steps,
+    Text,
+    TryCount,
+    Word,
+    clip_command,
+)
+
+
+class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Root of what messages are made of; frozen, without a tag, and in no cycle that Python had to find."""
+
+
+class Place(Value, frozen=True, order=True):
+    """A slot: node id and local index on it."""
+
+    node: NodeNumber
+    slot: SlotNumber
+
+
+class Limits(Value, frozen=True, kw_only=True):
+    """Deadlines in seconds, all derived from one knob (`from_max_stall`), and the budgets of the ladder.
+
+    `pong_s`: a rank that does not answer for so long is killed. `leave_s`: from STOP until a rank must have
+    left its training function. `join_s`: from an assignment until a rank must have joined. `stall_s`: the
+    longest time without any new step before the generation is stopped. `lease_s`: a node that does not hear a
+    majority of the job's voters for so long ends its ranks.
+
+    The ladder, and how often a rung is tried before the next one. "In a row" is without a step committed in
+    between; the last budget is for what comes again and again with steps in between.
+
+    rung        answers                          budget                            over it
+    in-process  a rank raised                    `raise_tries` in a row            process
+                a collective broke, no step      `process_tries` in a row          the job fails
+    process     a rank raised again              1 more in a row                   the job fails
+                a process ended by itself        `raise_tries` in a row            the job fails
+                the same without ckptless.run    `start_tries` in a row            the job fails
+                a process was killed, or hung    `process_tries` in a row          spare
+                any of these, with steps since   `flap_tries` in `flap_window_s`   spare, else process
+    spare       a node is lost, a slot given up  as many as there are              the job fails
+    """
+
+    pong_s: Seconds
+    leave_s: Seconds
+    join_s: Seconds
+    stall_s: Seconds
+    lease_s: Seconds = 3.0
+    raise_tries: TryCount = 1
+    process_tries: TryCount = 3
+    start_tries: TryCount = 0
+    flap_tries: TryCount = 5
+    flap_window_s: Seconds = 3600.0
+
+    @classmethod
+    def from_max_stall(cls, max_stall_s: float, start_tries: int = 0) -> "Limits":
+        """All deadlines from the longest stall (seconds) that the user accepts."""
+        return cls(
+            pong_s=max(3.0, max_stall_s / 30),
+            leave_s=max(1.0, max_stall_s / 10),
+            join_s=max_stall_s,
+            stall_s=max_stall_s,
+            lease_s=min(10.0, max(2.0, max_stall_s / 30)),
+            start_tries=start_tries,
+        )
+
+
+RunId: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+NO_RUN = "0" * 32
+"""JobSpec.run_id, or JobSpec.launch, where nobody gave one."""
+
+
+class JobSpec(Value, frozen=True, kw_only=True):
+    """What the user asked for: the first `nodes` nodes train, `spares` more wait.
+
+    `names` are the nodes' names, where a node's number is its place in them (empty in local mode). `domains`
+    are the nodes' failure domains (racks, switches, power units) in the same order; "" is one that nobody
+    knows, and an empty tuple that of none is known. `saved_step` is the one on the disk, if any.
+    Every agent of a job must tell the same: the first voters follow from it.
+
+    `recovers` False is tier 1: no fault is answered, the first one ends the job. Ranks know of no agent then.
+
+    `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
+    in all of its runs and after a requeue (see launch/allocation.py); in local mode each run has its own.
+    `launch` tells runs of one name apart: this run has it alone, and nothing of another one counts here.
+    """
+
+    job: JobName
+    command: Command
+    nodes: NodeCount
+    spares: NodeCount
+    slots_per_node: SlotCount
+    limits: Limits
+    names: Names = ()
+    domains: Names = ()
+    run_id: RunId = NO_RUN
+    launch: RunId = NO_RUN
+    saved_step: Step | None = None
+    recovers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"{self.world_size} ranks; a job has {MOST_RANKS} at most")
+        force_setattr(self, "command", clip_command(self.command))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.slots_per_node
+
+
+class NodeInfo(Value, frozen=True, kw_only=True):
+    """Where a node's agent can be reached: addresses are numeric; ports are TCP.
+
+    `nccl_port` is where NCCL's ranks find their roots, at `address`; 0 where there are none.
+    """
+
+    node: NodeNumber
+    name: Name
+    address: Name
+    agent_port: Port
+    nccl_port: Port = 0
+
+
+# What an agent knows of the process in a slot:
+#   empty     no process                         left      out of its training function, waiting
+#   starting  forked; has not said Hello         joined    ready for the generation's groups
+#   waiting   said Hello; a spare or replacement restored  groups and state are there, training
+#   assigned  told its rank                      finished  training function returned
+#   exited    ended; see `exit_code`
+Phase = Literal[
+    "empty", "starting", "waiting", "assigned", "left", "joined", "restored", "finished", "exited"
+]
+
+
+class Cause(Clipped, Value, frozen=True, kw_only=True):
+    """Why a rank left or ended. kind: "stop", "raised", "no-state", "broken", "hung", "died", "renewed"."""
+
+    kind: Word
+    text: Text = ""
+
+
+class SlotState(Value, frozen=True, kw_only=True):
+    """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
+
+    `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
+    `stepped`: one was done in this generation, whatever became of the process since.
+    `exit_code` is negative for a signal. `hooked` tells whether the process speaks to the agent
+    (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
+    """
+
+    slot: SlotNumber
+    phase: Phase
+    generation: Generation
+    pid: Pid | None = None
+    hooked: bool = False
+    step: Step | None = None
+    stepped: bool = False
+    loss: float | None = None
+    every: Number | None = None
+    share: Share | None = None
+    cause: Cause | None = None
+    exit_code: ExitCode | None = None
+    age_s: Age = 0.0
+
+
+class Holdings(Value, frozen=True, kw_only=True):
+    """What a frozen agent could give: (shard, steps) of tensors, and (rank, shard, steps) of records.
+
+    A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks. `digests`
+    are (shard, step, the rank that wrote it, digest) of those tensors that are compared (`api.twins`).
+    """
+
+    tensors: Annotated[tuple[tuple[Rank, Steps], ...], OF_RANKS]
+    records: Annotated[tuple[tuple[Rank, Rank, Steps], ...], OF_RANKS]
+    digests: Annotated[tuple[tuple[Rank, Step, Rank, Digest], ...], OF_RANKS] = ()
+
+
+class Doubt(Value, frozen=True, kw_only=True):
+    """What this node's rank has of a shard's step is not what its twin, rank `other`, has."""
+
+    shard: Rank
+    step: Step
+    rank: Rank
+    other: Rank
+
+
+class Brought(Value, frozen=True, kw_only=True):
+    """What an agent has from an earlier start of its job: what `run` held in `generation`, when it ended."""
+
+    run: Name
+    generation: Generation
+    holdings: Holdings
+
+
+class StreamState(Value, frozen=True, kw_only=True):
+    """Batches of one replica on a node: how many lie there, and how many of these nobody has taken yet."""
+
+    stream: Number
+    ready: Number
+    ahead: Number
+
+
+class ReaderState(Value, frozen=True, kw_only=True):
+    """A process that takes batches: its slot, and how many it has taken.
+
+    It waited `waits` times for one, `waited_s` in all; `share` is that of the time lately, None where that is
+    not known yet. `starved`: it has taken all that it was sent.
+    """
+
+    slot: SlotNumber
+    stream: Number
+    taken: Number
+    waits: Number
+    waited_s: Seconds
+    share: Share | None = None
+    starved: bool = False
+
+
+class RingState(Value, frozen=True, kw_only=True):
+    """The batches of one loader on a node, for people. Counts are those since the ring was opened.
+
+    `producer` is the process that makes them.
+    """
+
+    loader: Name
+    manifest: Digest
+    nbytes: Nbytes
+    budget_nbytes: Nbytes
+    prefetch: Number
+    made: Number
+    given: Number
+    streams: Annotated[tuple[StreamState, ...], OF_RANKS]
+    readers: Annotated[tuple[ReaderState, ...], OF_RANKS]
+    producer: Pid | None = None
+    closed: bool = False
+
+
+class Copies(Value, frozen=True, kw_only=True):
+    """What an agent holds now: (shard, steps, bytes) of tensors, and (rank, shard, steps, bytes) of records.
+
+    Bytes are those of all these steps; `nbytes` is the memory that is taken for them, used or not. `rings`:
+    training data, for which there is other memory.
+    """
+
+    tensors: Annotated[tuple[tuple[Rank, Steps, Nbytes], ...], OF_RANKS]
+    records: Annotated[tuple[tuple[Rank, Rank, Steps, Nbytes], ...], OF_RANKS]
+    nbytes: Nbytes
+    rings: Annotated[tuple[RingState, ...], OF_RANKS] = ()
+
+
+class Tries(Value, frozen=True, kw_only=True):
+    """How often one cause has come in a row without progress; `step` is where the job stood then."""
+
+    cause: Text
+    count: TryCount
+    step: Step
+
+
+class Replaced(Value, frozen=True, kw_only=True):
+    """When the process of a slot was replaced lately: Unix times in seconds, at most `Limits.flap_tries`."""
+
+    place: Place
+    at_s: Annotated[tuple[Age, ...], OF_NODES]
+
+
+class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
+    """One generation: who has which rank, and where the state comes from.
+
+    `places[rank]` is the rank's slot. `restore_step` is None where every rank builds anew.
+    `shards[rank]` is what the rank has tensors of (see Holdings); `tensor_nodes` are (shard, nodes that hold
+    its tensors of that step) by shard, `record_nodes[rank]` those that hold the rank's record, nearest first.
+    `renew` are slots whose process is replaced although it lives. `tries`, `replaced` and `bad` (slots that
+    may hold no rank any more) are the memory of the ladder. `flapping` are the slots of the generation before
+    whose process was replaced too often.
+    `origin`: what the first generation goes on from, for people.
+    `stock_roots`: an agent does not know this job's NCCL, which makes roots of its own from now on.
+    """
+
+    job: JobName
+    generation: Generation
+    term: Number
+    leader: NodeOrNone
+    places: Annotated[tuple[Place, ...], OF_RANKS]
+    nodes: Annotated[tuple[NodeInfo, ...], OF_RANKS]
+    restore_step: Step | None
+    shards: Ranks = ()
+    tensor_nodes: Annotated[tuple[tuple[Rank, Nodes], ...], OF_RANKS] = ()
+    record_nodes: Annotated[tuple[Nodes, ...], OF_RANKS] = ()
+    renew: Annotated[tuple[Place, ...], OF_RANKS] = ()
+    rung: Word = "start"
+    faults: Annotated[tuple[Name, ...], OF_RANKS] = ()
+    tries: Annotated[tuple[Tries, ...], OF_RANKS] = ()
+    bad: Annotated[tuple[Place, ...], OF_RANKS] = ()
+    replaced: Annotated[tuple[Replaced, ...], OF_RANKS] = ()
+    flapping: Annotated[tuple[Place, ...], OF_RANKS] = ()
+    origin: Text = ""
+    stock_roots: bool = False
+
+    @cached_property
+    def ranks_by_node(self) -> dict[int, tuple[int, ...]]:
+        """Ranks of each node that has any, ascending."""
+        found: dict[int, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            found.setdefault(place.node, []).append(rank)
+        return {node: tuple(ranks) for node, ranks in found.items()}
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The nodes of this generation, spares too."""
+        return frozenset(info.node for info in self.nodes)
+
+    def rank_at(self, place: Place) -> int | None:
+        """The rank in a slot, or None for a spare."""
+        return next((rank for rank in self.ranks_on(place.node) if self.places[rank] == place), None)
+
+    def holders_of(self, shard: int) -> tuple[int, ...]:
+        """Nodes that hold a shard's tensors of the step that is restored."""
+        at = bisect_left(self.tensor_nodes, shard, key=lambda known: known[0])
+        found = self.tensor_nodes[at : at + 1]
+        return found[0][1] if found and found[0][0] == shard else ()
+
+    def ranks_on(self, node: int) -> tuple[int, ...]:
+        """Ranks of one node, ascending."""
+        return self.ranks_by_node.get(node, ())
+
+
+# Why a job ended, for scripts: these words stay, whatever the sentence beside them says.
+#   done            every rank ended by itself     no-spare        a rank has no slot left
+#   script          it raised or ended, each time  no-common-step  no step that every rank could give
+#   cancelled       somebody wanted it             no-progress     broken or stalled again and again
+#   corrupt         twins differ, each time
+#   never-formed    too few nodes came up          after-training  a rank failed when training was over
+#   ""              for this node alone: the job goes on without it
+Why = Literal[
+    "",
+    "done",
+    "script",
+    "cancelled",
+    "never-formed",
+    "no-spare",
+    "no-common-step",
+    "no-progress",
+    "corrupt",
+    "after-training",
+    "no-quorum",
+    "node-lost",
+]
+
+
+class Outcome(Clipped, Value, frozen=True, kw_only=True):
+    """How a job ended. `reason` is for people, `why` for scripts.
+
+    `rank` and its `node` are those of the process that failed, where it is one: its log says more.
+    """
+
+    state: Literal["done", "failed", "stopped"]
+    exit_code: ExitCode
+    reason: Text
+    why: Why = ""
+    rank: Rank | None = None
+    node: NodeNumber | None = None

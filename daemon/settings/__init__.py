@@ -1,0 +1,1 @@
+"""The table of options, and what is read of it: the site's file, and the configuration of one daemon."""
