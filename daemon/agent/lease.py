@@ -1,8 +1,9 @@
 """An agent whose daemon is silent goes on only while it hears enough of the job's other agents.
 
-The lease of a node is held by its daemon (`ckptlessd/consensus/lease.py`), which says so again and again. One
-that is away, stopped or stuck says nothing, and would end no ranks of a node that is cut off; so the agent asks the other
-agents itself, by the same rule. Where it hears them its daemon may be away for as long as it likes.
+The lease of a node is held by its daemon (`ckptlessd/consensus/lease.py`), which says so again and again.
+One that is away, stopped or stuck says nothing, and would end no ranks of a node that is cut off; so the
+agent asks the other agents itself, by the same rule. Where it hears them its daemon may be away for as long
+as it likes.
 """
 
 import asyncio

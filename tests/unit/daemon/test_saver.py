@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,9 @@ class Writer:
         self.pid, self.returncode, self.killed = PID, 3, False
         self.dead = asyncio.Event()
         self._at_birth, self._at_part = at_birth, at_part
-        config: Any = SimpleNamespace(save=None, env={}, rank_socket="", cwd="/", log_dir="/", name="n0")
+        config: Any = SimpleNamespace(
+            save=None, env={}, rank_socket="", cwd="/", log_dir=gettempdir(), name="n0"
+        )
         zygote: Any = SimpleNamespace(spawn=self._spawn)
         store: Any = None
         self.saver = Saver(config, store, zygote)
@@ -51,7 +54,7 @@ class Writer:
         if isinstance(message, w.WritePart):
             self._at_part(self)
 
-    async def _spawn(self, _spec: object) -> Writer:
+    async def _spawn(self, _spec: object, _output: int) -> Writer:
         self._at_birth(self)
         return self
 
