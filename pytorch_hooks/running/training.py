@@ -464,7 +464,7 @@ class Run:
         )
 
     def _wait_for_copies(self) -> None:
-        """The rule that makes every step restorable: see docs/architecture.md, "Which step"."""
+        """The rule that makes every step restorable: see docs/design/restoring.md."""
         # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         waited_s = self._session.wait_acked(self.generation, self._saved)

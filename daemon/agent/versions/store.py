@@ -24,7 +24,7 @@ from ckptless.daemon.replication.protection import Item
 
 KEEP = 3
 # Versions of the tensors that a node keeps: the one being written, the newest committed one, and one more,
-# since a rank may be a step behind when another has gone on (see docs/architecture.md, "Which step").
+# since a rank may be a step behind when another has gone on (see docs/design/restoring.md).
 SLOTS = 3
 PAGE_NBYTES = 4096
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
