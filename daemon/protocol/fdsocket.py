@@ -20,6 +20,7 @@ def take_descriptor(sock: socket.socket, room: int = 1) -> int:
     `sock` does not block. The kernel closes descriptors that there is no `room` for.
     """
     # One more, to see that there is one too many.
+    # no deadline: the socket does not block
     data, fds, _flags, _ = socket.recv_fds(sock, 1, room + 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         raise PeerError("the other end hung up")
