@@ -80,7 +80,7 @@ def test_a_full_disk_is_known_before_a_node_dies(broken: int, dead: int) -> None
 def test_both_at_once_wait_for_the_disk(dead: int) -> None:
     """Of four voters two are left that can vote, and no quorum: it goes on when the disk is free again."""
     broken = 1 - dead
-    world = play(4, (2.0, full(broken, 15.0)), (2.1, dies(dead)))
+    world = play(4, (2.0, full(broken, 8.0)), (2.1, dies(dead)))
     assert world.checks.outcome is not None
     assert world.checks.outcome.state == "done", world.story.render()
     assert len(told(world, "vote-lost")) == 1

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.recovery import controller
+from ckptless.daemon.ckptlessd.recovery import voters
 
 from . import faults
 from .daemons import Daemon
@@ -34,7 +34,7 @@ def simulate_in_racks(seed: int) -> World:
 
 
 def test_jobs_in_racks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "VOTER_AWAY_S", AWAY_S)
+    monkeypatch.setattr(voters, "VOTER_AWAY_S", AWAY_S)
     monkeypatch.setattr(faults, "RESTART_S", RESTART_S)
     # Of four to six nodes all vote: none is left to replace one that is away.
     monkeypatch.setattr("ckptless.daemon.ckptlessd.consensus.decree.MAX_VOTERS", 3)

@@ -228,8 +228,7 @@ def _put(state: StoreState, request: Askable) -> None:
         case protocol.Set(key, value):
             state.set(key, value)
         case protocol.MultiSet(items):
-            # Each key once: a wait that the first value ends lets it be remembered.
-            state.multi_set(dict(items).items())
+            state.multi_set(items)
         case protocol.Append(key, value):
             state.append(key, value)
         case protocol.QueuePush(key, value):

@@ -62,9 +62,15 @@ class StoreState:
         self._wake(key)
 
     def multi_set(self, items: Iterable[tuple[bytes, bytes]]) -> None:
-        """`set` for each item in turn."""
-        for key, value in items:
-            self.set(key, value)
+        """`set` for each item, as one step: whoever is woken sees all of them."""
+        stored = []
+        try:
+            for key, value in items:
+                self._store(key, value)
+                stored.append(key)
+        finally:
+            for key in stored:
+                self._wake(key)
 
     def find(self, key: bytes) -> bytes | None:
         """Return the value, None if there is none."""
