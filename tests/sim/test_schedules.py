@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 RECOVERED_S = 3 * DARK_S + 3.0
 
 
-def calm(nodes: int, spares: int = 2, limits: m.Limits = LIMITS) -> World:
+def calm(nodes: int, spares: int = 2, limits: m.Limits = LIMITS, seed: int = 3) -> World:
     """A job without faults."""
     shape = Shape(nodes=nodes, without=frozenset(range(100)), spares=spares, limits=limits)
-    return World(3, shape)
+    return World(seed, shape)
 
 
 def begins(world: World, text: str) -> float:
@@ -164,7 +164,8 @@ def cancel(world: World, node: int) -> None:
 
 def cancelled_when_done(full_s: float, cancels_s: tuple[float, ...]) -> World:
     """The job is done, no disk takes the votes for that for a while, and each node is cancelled meanwhile."""
-    world = calm(4)
+    # Of this seed nobody looks whether a disk is full before the end is proposed, so the voters stay.
+    world = calm(4, seed=5)
 
     def wait(world: World) -> None:
         if not any(d.control is not None and d.control.stage == "releasing" for d in world.daemons.values()):

@@ -30,6 +30,7 @@ class Fencing:
 
     job: JobState
     _renewed: float = 0.0
+    _looked: float = 0.0
     # Since when the job is to end.
     _cancelled: float = 0.0
 
@@ -45,9 +46,13 @@ class Fencing:
             # Whoever was not met yet may just not have started; the daemon of a lost node votes on.
             heard |= set(job.known.voters) - job.losses.keys()
         job.lease.renew(job.known.voters, heard, job.agreement.dead, now)
+        asleep_s, self._looked = now - self._looked, now
         if job.spec is None or job.nodes[job.me].lost is not None:
             return
         limit_s = job.spec.limits.lease_s
+        if asleep_s > limit_s / 2 and job.lease.since is not None:
+            # A daemon that was stopped hears first what has come meanwhile; its agent asks others by itself.
+            job.lease.since = max(job.lease.since, now - limit_s / 2)
         if job.lease.held and now - self._renewed >= limit_s / RENEWALS and not self._is_behind:
             self._renewed = now
             job.out.append(ToAgent(m.Renewed()))
