@@ -145,7 +145,7 @@ def test_a_job_whose_twins_differ_each_time_ends() -> None:
         world.run()
         assert world.checks.outcome is not None
         assert world.checks.outcome.why == "corrupt"
-        # Who agrees with its next twin commits one step more, which counts as a step in between where it is new.
+        # Who agrees with its next twin commits one step more, which counts as a step in between once.
         assert 4 <= world.flips <= 7
 
 
