@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
 # Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
-CHECKED := tests/conftest.py tests/side_by_side.py $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
+CHECKED := tests/conftest.py tests/side_by_side.py docs/options.py $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
 	tests/fuzz tests/nccl tests/gpu tests/sim tests/mutants tests/local tests/slurm docs/demo
 
 .PHONY: setup demo test test-slow test-gpu test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix
