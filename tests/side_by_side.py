@@ -1,9 +1,9 @@
 """All of `make test`, in two lanes side by side: `python tests/side_by_side.py [OPTION...]`.
 
 A lane is runs of pytest one after the other. What computes (unit and property tests, the simulator) leaves a
-core to jobs and clusters, which wait most of the time. What a run prints goes to build/test-NAME.txt; here one
-line a minute says how far they are, and at the end comes the summary of each, and all of one that failed. The
-options are pytest's.
+core to jobs and clusters, which wait most of the time. What a run prints goes to build/test-NAME.txt; here
+one line a minute says how far they are, and at the end comes the summary of each, and all of one that failed.
+The options are pytest's.
 """
 
 from __future__ import annotations
