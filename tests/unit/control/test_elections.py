@@ -408,3 +408,15 @@ def test_who_is_lost_by_the_word_of_others_has_no_lease_to_tell_of() -> None:
     assert len(node.told.ends) == 1
     assert node.now > START_S
     assert agreed(NODES).voters == node.control.job.known.voters
+
+
+def test_a_daemon_that_was_stopped_hears_first_what_has_come() -> None:
+    node = Node(1, NODES)
+    node.control.handle_all([e.PeerDown(other) for other in (0, 2, 3, 4)], node.now)
+    node.now += LEASE_S + 5.0
+    assert Heard(node.control.handle(e.Tick(), node.now)).ends == []
+    ends: list[m.End] = []
+    for _ in range(4):
+        node.now += LEASE_S / 4
+        ends += Heard(node.control.handle(e.Tick(), node.now)).ends
+    assert len(ends) == 1, "nothing has come"
