@@ -81,7 +81,7 @@ BUGS = (
         "if theirs.index < job.known.index:",
         "if False:",
     ),
-    Bug("the cut off live on", Fencing, "hold_lease", "> limit_s", "> 1e9"),
+    Bug("the cut off live on", Fencing, "hold_lease", "away_s > limit_s", "away_s > 1e9"),
     Bug("the cut off decide", Fencing, "hold_lease", "job.lease.renew(", "(lambda *_: None)("),
     Bug("promises are not kept", Agreement, "_answer", "say.ballot < promised", "False"),
     Bug("a vote of before is not proposed", Agreement, "_count", "if newest is not None:", "if False:"),
