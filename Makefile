@@ -56,10 +56,10 @@ fuzz: $(STAMP)
 	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
 # How much of the control core the unit tests and the simulator reach.
-CORE := ckptless.daemon.replication,ckptless.daemon.ckptlessd.consensus,ckptless.daemon.ckptlessd.planning,ckptless.daemon.ckptlessd.recovery,ckptless.daemon.ckptlessd.membership,ckptless.daemon.ckptlessd.peering,ckptless.daemon.ckptlessd.session
+CORE := ckptless.daemon.agent.core,ckptless.daemon.replication,ckptless.daemon.ckptlessd.consensus,ckptless.daemon.ckptlessd.planning,ckptless.daemon.ckptlessd.recovery,ckptless.daemon.ckptlessd.membership,ckptless.daemon.ckptlessd.peering,ckptless.daemon.ckptlessd.session
 coverage: $(STAMP)
 	$(BIN)/python -m coverage run --branch --source=$(CORE) --data-file=build/coverage -m pytest -q \
-		-m 'not slow' tests/unit/control tests/unit/membership tests/unit/daemon tests/property tests/sim \
+		-m 'not slow' tests/unit/agent tests/unit/control tests/unit/membership tests/unit/daemon tests/property tests/sim \
 		--deselect tests/sim/test_planted.py --deselect tests/sim/test_simulation.py::test_twenty_thousand_faults
 	$(BIN)/python -m coverage report --data-file=build/coverage --skip-covered --fail-under=95
 

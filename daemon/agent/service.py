@@ -12,6 +12,9 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from ckptless.daemon.agent.config import AgentConfig
+from ckptless.daemon.agent.core import actions as a
+from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.daemon_link import DaemonLink
 from ckptless.daemon.agent.dataloader.service import RingService
 from ckptless.daemon.agent.kvstore.guard import StoreGuard
@@ -22,8 +25,6 @@ from ckptless.daemon.agent.ranks.console import ConsoleOutput
 from ckptless.daemon.agent.ranks.link import RankLink, RankServer
 from ckptless.daemon.agent.ranks.processes import Zygote
 from ckptless.daemon.agent.ranks.rank_processes import RankProcesses
-from ckptless.daemon.agent.ranks.seats import Seats
-from ckptless.daemon.agent.ranks.slots import Slot
 from ckptless.daemon.agent.saving.service import SaveService
 from ckptless.daemon.agent.versions.connections import Network
 from ckptless.daemon.agent.versions.replicas import Replicas
@@ -58,7 +59,8 @@ class Agent:
         self._versions = VersionStore()
         self._zygote = Zygote(self._event)
         self._console = ConsoleOutput(1, self._event)
-        self._crew = RankProcesses(config, self._zygote, self._console)
+        self._core = AgentCore(config.node, config.spec.slots_per_node, config.spec.limits.pong_s)
+        self._crew = RankProcesses(config, self._core, self._zygote, self._console, self._settle)
         self._replicas = Replicas(
             config.node,
             Origin(config.spec.job, config.spec.run_id),
@@ -68,8 +70,7 @@ class Agent:
             Network(config.copies_address, config.replication.bandwidth_rate or 0.0),
         )
         self._twins = Twins(config.node, config.twins, self._versions, self._replicas)
-        self._state = StateService(config.node, self._versions, self._replicas, self._crew, self._twins)
-        self._seats = Seats(config.node, self._crew, self._state)
+        self._state = StateService(self._core, self._versions, self._replicas, self._crew, self._twins)
         self._saving = SaveService(config, self._versions, self._zygote, self._replicas)
         self._requeue_memory = RequeueMemory(config, self._versions, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
@@ -79,8 +80,6 @@ class Agent:
         self._ranks = RankServer(config.rank_socket, self._rank_says, self._rank_hung_up)
         self._daemon = DaemonLink(config.daemon_socket, self._greeting, self._hear)
         self._hello: m.AgentHello | None = None
-        self._assignment: m.Assignment | None = None
-        self._frozen: int | None = None
         loop = asyncio.get_running_loop()
         self._lease = AgentLease(config.spec.limits.lease_s, loop.time())
         self._outcome: asyncio.Future[m.Outcome] = loop.create_future()
@@ -95,12 +94,10 @@ class Agent:
     async def run(self, cancelled: "asyncio.Future[m.Cancel]") -> int:
         """Serve until the daemon says End, or `cancelled` is set."""
         config = self._config
-        self._crew.on_change = self._changed
         self._crew.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
         self._store.server.refuses = StoreGuard(self._event).refuses
         self._twins.check.on_doubt = self._changed
         self._saving.saver.on_event = self._requeue_memory.on_event = self._tell_of
-        self._crew.on_hello = self._rank_hello
         self._state.on_step = self._stepped
         self._versions.on_dropped, self._versions.on_held = self._changed, self._progressed
         daemon: asyncio.Task[None] | None = None
@@ -124,7 +121,7 @@ class Agent:
             self._hello = m.AgentHello(
                 protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid(), brought=brought
             )
-            self._crew.start()
+            self._crew.watch()
             logger.info("asking the daemon at %s to be let in", config.daemon_socket)
             daemon = asyncio.create_task(self._daemon.run())
             await self._be_admitted(cancelled)
@@ -152,7 +149,9 @@ class Agent:
     @property
     def first(self) -> bool:
         """Whether this is the first of the nodes that the job has now."""
-        nodes = [info.node for info in self._assignment.nodes] if self._assignment is not None else [0]
+        nodes = (
+            [info.node for info in self._core.assignment.nodes] if self._core.assignment is not None else [0]
+        )
         return self._config.node == min(nodes)
 
     def forward(self, number: signal.Signals) -> None:
@@ -162,7 +161,7 @@ class Agent:
     async def _keep_lease(self) -> None:
         """While the daemon is silent: see `orphan`. Who is cut off ends, and the others go on without it."""
         me = self._config.node
-        nodes = lambda: self._assignment.nodes if self._assignment is not None else ()  # noqa: E731
+        nodes = lambda: self._core.assignment.nodes if self._core.assignment is not None else ()  # noqa: E731
         why = await lease_over(me, self._lease, nodes, self._replicas.knock)
         reason = f"node-{me} ends its ranks: {why}"
         logger.error("fenced: %s", reason)
@@ -237,10 +236,10 @@ class Agent:
         self._told_at = asyncio.get_running_loop().time()
         return m.AgentState(
             seq=self._seq,
-            slots=tuple(slot.told() for slot in self._crew.slots),
-            assigned=self._assignment.generation if self._assignment is not None else None,
-            frozen=self._frozen,
-            holdings=self._twins.holdings() if self._frozen is not None else None,
+            slots=tuple(slot.told(self._told_at) for slot in self._core.slots),
+            assigned=self._core.assignment.generation if self._core.assignment is not None else None,
+            frozen=self._core.frozen,
+            holdings=self._twins.holdings() if self._core.frozen is not None else None,
             copies=replace(self._versions.copies(), rings=self._rings.told()),
             daemon_pid=self._daemon.daemon_pid,
             doubts=self._twins.check.doubts,
@@ -270,7 +269,7 @@ class Agent:
 
     def _tell_of(self, level: Literal["info", "warning", "error"], kind: str, text: str) -> None:
         logger.info("%s: %s", kind, text)
-        generation = self._assignment.generation if self._assignment is not None else None
+        generation = self._core.assignment.generation if self._core.assignment is not None else None
         self._daemon.send(m.AgentEvent(level=level, kind=kind, text=text, generation=generation))
 
     def _hear(self, message: m.ToAgent | SaveNow) -> None:
@@ -293,49 +292,54 @@ class Agent:
         elif isinstance(message, SaveNow):
             self._saving.save_soon(message, self._daemon.send)
         else:
-            self._obey(message)
+            self._core.obey(message, asyncio.get_running_loop().time())
+            self._settle()
 
-    def _obey(self, order: m.Order) -> None:
-        match order:
-            case m.Stop():
-                self._stop(order)
-            case m.Assign():
-                self._assign(order.assignment)
-            case m.Go() | m.Release():
-                if self._assignment is not None and order.generation == self._assignment.generation:
-                    self._seats.tell(order)
-                    if isinstance(order, m.Release):
-                        self._replicas.release()
-            case m.End():
+    # --------------------------------------------------------------------- what the core asks for
+
+    def _settle(self) -> None:
+        """Carry out what the core has asked for since the last time."""
+        while self._core.out:
+            self._carry_out(self._core.out.pop(0))
+
+    def _carry_out(self, action: a.Action) -> None:  # noqa: C901  # a line for each kind of action
+        match action:
+            case a.StartProcess():
+                self._crew.start(action)
+            case a.KillProcess():
+                self._crew.kill(action.birth)
+            case a.SendToRank():
+                self._crew.send(action.birth, action.message)
+            case a.AssignRank():
+                self._assign_rank(action)
+            case a.PrefetchState():
+                self._state.prefetch(action.rank)
+            case a.FollowAssignment():
+                self._follow(action.assignment)
+            case a.StopAccepting():
+                self._replicas.serving.accepting = False
+            case a.ReleaseReplicas():
                 self._replicas.release()
+            case a.Report():
+                (self._progressed if action.soon else self._changed)()
+            case a.NoteEvent():
+                self._event(action.kind, action.text)
+            case a.EndJob():
                 if not self._outcome.done():
-                    self._outcome.set_result(order.outcome)
-                    self._here_only = order.here_only
-            case m.Running():
-                pass
+                    self._outcome.set_result(action.outcome)
+                    self._here_only = action.here_only
 
-    def _stop(self, order: m.Stop) -> None:
-        """Freeze, tell the ranks; processes without hooks cannot be told, so they end."""
-        if self._assignment is None or order.generation != self._assignment.generation:
-            self._changed()
-            return
-        if self._frozen != order.generation:
-            self._frozen = order.generation
-            self._replicas.serving.accepting = False
-            self._seats.stop(order)
-        for place in order.kill:
-            if place.node == self._config.node:
-                self._crew.kill_hung(self._crew.slots[place.slot])
-        self._changed()
+    def _assign_rank(self, action: a.AssignRank) -> None:
+        assert self._core.assignment is not None
+        if action.fresh:
+            self._state.prefetch(action.rank)
+            self._crew.promote(action.birth, action.rank)
+        self._crew.send(action.birth, self._state.assigned(self._core.assignment, action.rank))
 
-    def _assign(self, assignment: m.Assignment) -> None:
-        """Take the next generation: state first, then every slot as it says."""
-        if self._assignment is not None and assignment.generation <= self._assignment.generation:
-            self._changed()
-            return
+    def _follow(self, assignment: m.Assignment) -> None:
+        """Make the services those of a new generation: state first."""
         if assignment.generation == 1 and assignment.places[0].node == self._config.node:
             self._mark(mark_begun)
-        self._assignment, self._frozen = assignment, None
         self._versions.drop_after(assignment.restore_step)
         self._requeue_memory.follow(assignment)
         self._versions.drop_unnamed(assignment, self._config.node)
@@ -344,23 +348,9 @@ class Agent:
         self._store.follow(assignment, self._nccl.follow(assignment))
         self._state.follow(assignment)
         self._saving.follow(assignment)
-        self._rings.forget(self._unused_slots(assignment))
-        self._seats.follow(assignment)
-        self._changed()
-
-    def _unused_slots(self, assignment: m.Assignment) -> list[int]:
-        mine = {place.slot for place in assignment.places if place.node == self._config.node}
-        return [slot.index for slot in self._crew.slots if slot.index not in mine]
+        self._rings.forget(self._core.unused_slots(assignment))
 
     # --------------------------------------------------------------------------------- the ranks
-
-    def _rank_hello(self, slot: Slot) -> None:
-        rank = self._seats.rank(slot)
-        if rank is not None and self._frozen is None:
-            self._seats.give(slot, rank)
-        else:
-            slot.enter("waiting", slot.generation)
-        self._changed()
 
     def _rank_hung_up(self, link: RankLink) -> None:
         logger.debug("process %d hung up", link.pid)
@@ -373,54 +363,24 @@ class Agent:
         if isinstance(message, FromRing):
             self._rings.says(link, message)
             return
-        self._crew.heard(link)
         if isinstance(message, m.Hello):
             check_protocol(message.protocol, "the rank")
             self._crew.welcome(link)
             return
-        slot = self._crew.slot_of(link)
+        slot = self._crew.heard(link)
         if slot is None or isinstance(message, m.Pong):
             return
         if isinstance(message, m.Note):
             self._daemon.send(m.AgentEvent(level=message.level, kind=message.kind, text=message.text))
-            return
-        if message.generation != slot.generation:
-            what = type(message).__name__
-            self._event(
-                "stale-message",
-                f"{what} of slot {slot.index}, generation {message.generation}, here {slot.generation}",
-            )
-            link.send(m.Refused(generation=message.generation, what=what))
-            return
-        if isinstance(message, m.Twins | m.Commit | m.Stepped | m.Fetch | m.Allocate):
-            self._state.serve(slot, link, message, frozen=self._frozen is not None)
-            return
-        self._advance(slot, message)
-        self._changed()
-
-    def _advance(self, slot: Slot, message: m.Left | m.Broken | m.Joined | m.Restored | m.Finished) -> None:
-        """A rank's own word on how far it is."""
-        match message:
-            case m.Left():
-                slot.enter("left", message.generation, message.cause)
-            case m.Broken():
-                slot.blame(m.Cause(kind="broken", text=message.text))
-            case m.Joined():
-                slot.enter("joined", message.generation)
-            case m.Restored():
-                # A step that was made before the fault is none of this generation's.
-                slot.step = self._assignment.restore_step if self._assignment is not None else None
-                slot.enter("restored", message.generation)
-            case m.Finished():
-                slot.enter("finished", message.generation)
+        elif self._core.admits(slot, message.generation, type(message).__name__):
+            if isinstance(message, m.Twins | m.Commit | m.Stepped | m.Fetch | m.Allocate):
+                self._state.serve(slot, link, message)
+            else:
+                self._core.advance(slot, message, asyncio.get_running_loop().time())
+        self._settle()
 
     def _stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
-        slot.step, slot.loss = message.step, message.loss
-        slot.every, slot.share = message.every, message.share
-        slot.stepped |= first
         if isinstance(message, m.Commit):
             self._saving.saver.committed(message.step)
-        if first:
-            self._changed()
-        else:
-            self._progressed()
+        self._core.stepped(slot, message, first=first)
+        self._settle()

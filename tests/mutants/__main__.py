@@ -29,6 +29,7 @@ from .trial import Trial
 from .warm import ROOT, Fork, with_tests
 
 ROOMS = (
+    "daemon/agent/core",
     "daemon/replication",
     *(f"daemon/ckptlessd/{room}" for room in ("consensus", "planning", "recovery", "membership")),
 )

@@ -21,6 +21,7 @@ from .warm import PASSED, ROOT, Fork, Say, allow, passes, waited
 
 # What decides and nothing else: no process, socket or disk in them.
 SUITES = (
+    "tests/unit/agent",
     "tests/unit/control",
     "tests/unit/membership",
     "tests/unit/daemon/test_faults.py",

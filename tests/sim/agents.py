@@ -1,8 +1,11 @@
-"""A fake agent: obeys its daemon's orders as `daemon.agent.service` does."""
+"""An agent: the shipped core, with simulated processes, replicas and connections around it."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ckptless.daemon.agent.core import actions as a
+from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.lease import INTERVAL_S, ROUND, AgentLease, to_ask
 from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.protocol import messages as m
@@ -10,7 +13,6 @@ from ckptless.daemon.transport.messages import CompareTwins, TwinsCompared
 
 from .events import Channel
 from .ranks import SIGKILL, Process
-from .slots import Slot
 from .vault import Replicas, Vault, digest_of
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.1
 PROGRESS_S = 0.25
+FORK_S = 0.02
 
 
 class Agent:
@@ -28,13 +31,14 @@ class Agent:
         self.world, self.node, self.name = world, node, f"agent-{node}"
         self.alive, self.dark, self.deaf = True, False, False
         self.outcome: m.Outcome | None = None
-        self.slots = [Slot(index) for index in range(world.spec.slots_per_node)]
+        self.core = AgentCore(node, world.spec.slots_per_node, world.spec.limits.pong_s)
+        self.processes: dict[int, Process] = {}
         self.vault, self.replicas = Vault(world.job.twins), Replicas(self)
         self.check = TwinCheck(node, world.twins, self._compare, self._changed)
-        self.assignment: m.Assignment | None = None
-        self.frozen: int | None = None
         self._daemon: Channel[m.FromAgent] | None = None
         self._waiting: dict[tuple[int, int], set[str]] = {}
+        # Slots that have made a step in this generation.
+        self._moved: set[int] = set()
         self._seq = 0
         self._telling = False
         address = f"10.0.0.{node}"
@@ -52,6 +56,25 @@ class Agent:
     def sound(self) -> bool:
         """Whether it does its work."""
         return self.alive and not self.deaf
+
+    @property
+    def assignment(self) -> m.Assignment | None:
+        """The newest that it has accepted."""
+        return self.core.assignment
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Those of its core."""
+        return self.core.slots
+
+    @property
+    def living(self) -> list[Process]:
+        """All processes that are not dead, known or not."""
+        return [process for process in self.processes.values() if process.alive]
+
+    def phase(self, process: Process) -> m.Phase:
+        """The phase of the slot that a process is in."""
+        return self.core.slots[process.slot].phase
 
     # -------------------------------------------------------------------------------- the daemon
 
@@ -113,14 +136,13 @@ class Agent:
 
     def _told(self) -> m.AgentState:
         self._seq += 1
-        slots = tuple(slot.told(self.world.events.now) for slot in self.slots)
-        holdings = self.vault.holdings(self.check.tells) if self.frozen is not None else None
+        core, now = self.core, self.world.events.now
         return m.AgentState(
             seq=self._seq,
-            slots=slots,
-            assigned=self.assignment.generation if self.assignment is not None else None,
-            frozen=self.frozen,
-            holdings=holdings,
+            slots=tuple(slot.told(now) for slot in core.slots),
+            assigned=core.assignment.generation if core.assignment is not None else None,
+            frozen=core.frozen,
+            holdings=self.vault.holdings(self.check.tells) if core.frozen is not None else None,
             doubts=self.check.doubts,
         )
 
@@ -141,109 +163,63 @@ class Agent:
 
     def obey(self, order: m.Order | m.Announce | m.Renewed) -> None:
         """An order of the daemon."""
-        if not self.sound:
-            return
-        match order:
-            case m.Stop():
-                self._stop(order)
-            case m.Assign():
-                self._assign(order.assignment)
-            case m.Go() | m.Release():
-                if self.assignment is not None and order.generation == self.assignment.generation:
-                    self._to_ranks(order)
-            case m.End():
-                self._end(order)
+        if self.sound and isinstance(order, m.Order):
+            self.core.obey(order, self.world.events.now)
+            self._settle()
 
-    def _to_ranks(self, order: m.Stop | m.Go | m.Release) -> None:
-        for slot in self.slots:
-            process = slot.living
-            if process is None or not process.linked or self._rank(slot) is None:
-                continue
-            process.released = isinstance(order, m.Release)
-            if isinstance(order, m.Stop):
-                process.stop(order.generation)
-            elif isinstance(order, m.Go):
-                process.go(order.generation)
-            else:
-                process.release(order.generation)
+    def _settle(self) -> None:
+        """Carry out what the core has asked for, as `agent.service` does."""
+        while self.core.out:
+            self._carry_out(self.core.out.pop(0))
 
-    def _rank(self, slot: Slot) -> int | None:
-        place = m.Place(node=self.node, slot=slot.index)
-        return self.assignment.rank_at(place) if self.assignment is not None else None
+    def _carry_out(self, action: a.Action) -> None:
+        match action:
+            case a.StartProcess():
+                fork_s = self.world.random.uniform(0.0, FORK_S)
+                self.world.events.after(fork_s, lambda: self._fork(action))
+            case a.KillProcess():
+                self._kill(self.processes[action.birth])
+            case a.SendToRank():
+                self._send(self.processes[action.birth], action.message)
+            case a.AssignRank():
+                assert self.core.assignment is not None
+                self.processes[action.birth].assigned(self.core.assignment, action.rank)
+            case a.FollowAssignment():
+                self._follow(action.assignment)
+            case a.StopAccepting():
+                self.replicas.accepting = False
+            case a.Report():
+                (self._progressed if action.soon else self._changed)()
+            case a.NoteEvent():
+                self.say(m.AgentEvent(level="warning", kind=action.kind, text=action.text))
+            case a.EndJob():
+                self._end(action)
+            case a.PrefetchState() | a.ReleaseReplicas():
+                pass
 
-    def _stop(self, order: m.Stop) -> None:
-        if self.assignment is None or order.generation != self.assignment.generation:
-            self._changed()
-            return
-        if self.frozen != order.generation:
-            self.frozen = order.generation
-            self.replicas.accepting = False
-            self._to_ranks(order)
-            for slot in self.slots:
-                process = slot.living
-                if process is not None and not process.linked and self._rank(slot) is not None:
-                    self._retire(slot, process)
-                    self._enter(slot, "exited", slot.generation, m.Cause(kind="stop"))
-        for place in order.kill:
-            if place.node == self.node:
-                self._kill_hung(self.slots[place.slot])
-        self._changed()
-
-    def _assign(self, assignment: m.Assignment) -> None:
-        if self.assignment is not None and assignment.generation <= self.assignment.generation:
-            self._changed()
-            return
-        self.assignment, self.frozen = assignment, None
+    def _follow(self, assignment: m.Assignment) -> None:
         self.world.story.tell(self.name, f"accepts generation {assignment.generation}")
         self.vault.drop_after(assignment.restore_step)
         self.vault.drop_unnamed(assignment, self.node)
         self.check.follow(assignment.generation)
         self._waiting.clear()
+        self._moved.clear()
         self.replicas.follow(assignment)
-        for slot in self.slots:
-            slot.committed = False
-            self._settle(slot, assignment)
-        self._changed()
 
-    def _settle(self, slot: Slot, assignment: m.Assignment) -> None:
-        place = m.Place(node=self.node, slot=slot.index)
-        rank, process = assignment.rank_at(place), slot.living
-        if rank is None:
-            if process is not None and slot.step is not None:
-                self._retire(slot, process)
-                self._enter(slot, "empty", assignment.generation)
-            elif slot.process is None and slot.phase == "empty":
-                self._occupy(slot, 0)
-        elif process is None or not process.linked or place in assignment.renew:
-            if process is not None:
-                self._retire(slot, process)
-            self._occupy(slot, assignment.generation)
-        else:
-            self._tell_rank(slot, process, assignment, rank)
-
-    def _occupy(self, slot: Slot, generation: int) -> None:
-        slot.hooked, slot.exit_code = False, None
-        slot.process = Process(self.world, self, slot)
-        self._enter(slot, "starting", generation)
-
-    def _tell_rank(self, slot: Slot, process: Process, assignment: m.Assignment, rank: int) -> None:
-        self._enter(slot, "assigned", assignment.generation)
-        process.assigned(assignment, rank)
-
-    def _end(self, order: m.End) -> None:
-        if self.outcome is None and not order.here_only:
-            self.outcome = order.outcome
-        self.world.story.tell(self.name, f"ends: {order.outcome.reason}")
-        if order.here_only and order.outcome.why == "no-quorum":
-            self.world.living.fences(self.node, order.outcome.reason)
+    def _end(self, end: a.EndJob) -> None:
+        if self.outcome is None and not end.here_only:
+            self.outcome = end.outcome
+        self.world.story.tell(self.name, f"ends: {end.outcome.reason}")
+        if end.here_only and end.outcome.why == "no-quorum":
+            self.world.living.fences(self.node, end.outcome.reason)
         self.die(dark=False)
 
     def die(self, *, dark: bool) -> None:
         """The agent and its processes are no more; an ended agent hangs up as a killed one does."""
         self.alive, self.dark = False, dark
-        for slot in self.slots:
-            if slot.process is not None:
-                slot.process.end()
+        self.core.out.clear()
+        for process in self.processes.values():
+            process.end()
         if self._daemon is not None:
             daemon = self.world.daemons.get(self.node)
             if daemon is not None:
@@ -260,83 +236,70 @@ class Agent:
 
     # --------------------------------------------------------------------------------- the ranks
 
-    def _enter(self, slot: Slot, phase: m.Phase, generation: int, cause: m.Cause | None = None) -> None:
-        slot.phase, slot.generation, slot.cause = phase, generation, cause
-        slot.since = self.world.events.now
+    def _fork(self, start: a.StartProcess) -> None:
+        if not self.sound:
+            return
+        process = self.processes[start.birth] = Process(self.world, self, start.slot, start.birth)
+        self.core.born(start.slot, start.birth, process.pid, self.world.events.now)
+        self._settle()
 
-    def _retire(self, slot: Slot, process: Process) -> None:
-        process.retired = True
-        slot.process = None
-        process.end()
+    def _kill(self, process: Process) -> None:
+        if self.core.occupied(process.birth) is None:
+            process.end()  # its time is over: no fault
+        else:
+            process.die(SIGKILL)
 
-    def _kill_hung(self, slot: Slot) -> None:
-        if slot.living is not None:
-            slot.living.hung = True
-            slot.living.die(SIGKILL)
+    @staticmethod
+    def _send(process: Process, message: m.ToRank) -> None:
+        match message:
+            case m.Stop():
+                process.stop(message.generation)
+            case m.Go():
+                process.go(message.generation)
+            case m.Release():
+                process.release(message.generation)
 
     def silent(self, process: Process) -> None:
-        """It did not answer for too long."""
-        if self.sound and process.alive and process.linked and not process.released:
-            process.hung = True
-            process.die(SIGKILL)
+        """It did not answer for too long; all others did."""
+        if self.sound and process.alive:
+            for other in self.living:
+                if other is not process:
+                    self.core.heard(other.birth, self.world.events.now)
+            self.core.check_answers(0.0, self.world.events.now)
+            self._settle()
 
     def rank_hello(self, process: Process) -> None:
         """A process is there."""
-        slot = process.slot
-        if slot.process is not process or not self.sound:
-            return
-        slot.hooked = True
-        rank = self._rank(slot)
-        if self.assignment is not None and rank is not None and self.frozen is None:
-            self._tell_rank(slot, process, self.assignment, rank)
-        else:
-            self._enter(slot, "waiting", slot.generation)
-        self._changed()
+        if self.sound:
+            self.core.hello(process.birth, self.world.events.now)
+            self._settle()
 
-    def says(self, process: Process, what: str, cause: m.Cause | None = None) -> None:
+    def says(self, process: Process, message: m.Left | m.Broken | m.Joined | m.Restored | m.Finished) -> None:
         """A rank's own word on how far it is; of an old generation it is refused."""
-        slot = process.slot
-        if slot.process is not process or process.generation != slot.generation or not self.sound:
+        slot = self.core.occupied(process.birth)
+        if slot is None or not self.sound:
             return
-        match what:
-            case "left":
-                assert cause is not None
-                self._enter(slot, "left", process.generation, cause)
-                if cause.kind != "stop":
-                    self.world.story.tell(self.name, f"rank {process.rank} left: {cause.kind} {cause.text}")
-            case "broken":
-                slot.cause, slot.since = (
-                    m.Cause(kind="broken", text="a collective failed"),
-                    self.world.events.now,
-                )
-            case "joined" | "restored" | "finished":
-                self._enter(slot, what, process.generation)
-        self._changed()
+        if self.core.admits(slot, message.generation, type(message).__name__):
+            if isinstance(message, m.Left) and message.cause.kind != "stop":
+                why = f"{message.cause.kind} {message.cause.text}"
+                self.world.story.tell(self.name, f"rank {process.rank} left: {why}")
+            self.core.advance(slot, message, self.world.events.now)
+        self._settle()
 
     def died(self, process: Process, code: int) -> None:
-        """The process of a slot has ended."""
-        slot = process.slot
-        if slot.process is not process or not self.sound:
-            return
-        cause: m.Cause | None = m.Cause(kind="died", text=f"ended with {code}")
-        if process.retired:
-            cause = m.Cause(kind="stop")
-        elif code == 0 and (slot.phase == "finished" or process.released or not process.linked):
-            cause = None
-        elif process.hung:
-            cause = m.Cause(kind="hung", text="did not answer and was killed")
-        slot.exit_code = code
-        self._enter(slot, "exited", slot.generation, cause)
-        self._changed()
+        """A process has ended."""
+        if self.sound:
+            self.core.exited(process.birth, code, f"ended with {code}", self.world.events.now)
+            self._settle()
 
     # ------------------------------------------------------------------------------------- state
 
     def commit(self, process: Process, step: int) -> None:
         """A rank's commit; refused while frozen."""
-        slot, assignment = process.slot, self.assignment
-        if assignment is None or process.generation != slot.generation or not self.sound:
+        slot, assignment = self.core.occupied(process.birth), self.assignment
+        if assignment is None or slot is None or process.generation != slot.generation or not self.sound:
             return
-        if self.frozen is not None:
+        if self.core.frozen is not None:
             return
         rank, shard = process.rank, self.vault.shard(process.rank)
         writes = rank == min(r for r in assignment.ranks_on(self.node) if self.vault.shard(r) == shard)
@@ -346,9 +309,12 @@ class Agent:
             self.vault.contents[shard, step] = rank, process.value
         self.vault.put("record", rank, step)
         self.world.checks.committed(process, step)
-        slot.step = step
-        first = step > (assignment.restore_step or 0) and not slot.committed
-        slot.committed = slot.committed or first
+        new = step > (assignment.restore_step or 0)
+        first = new and slot.index not in self._moved
+        if new:
+            self._moved.add(slot.index)
+        told = m.Stepped(generation=process.generation, step=step, loss=None, every=1, share=None)
+        self.core.stepped(slot, told, first=first)
         self.replicas.push("record", rank, step, lambda: self._acked(rank, step, "record"))
         if writes:
             self.replicas.push("tensors", shard, step, lambda: self._acked(rank, step, "tensors"))
@@ -356,10 +322,7 @@ class Agent:
             nodes = tuple({assignment.places[twin].node for twin in ranks})
             done = lambda: self._acked(rank, step, "twins")  # noqa: E731
             self.check.committed((shard, step), rank, digest_of(process.value), nodes, done)
-        if first:
-            self._changed()
-        else:
-            self._progressed()
+        self._settle()
 
     def _compare(self, node: int, message: CompareTwins) -> None:
         """To the next twin's agent and back."""
@@ -386,6 +349,6 @@ class Agent:
         if waiting:
             return
         del self._waiting[(rank, step)]
-        for slot in self.slots:
-            if self._rank(slot) == rank and slot.living is not None and slot.living.linked:
-                slot.living.acked(step)
+        for slot in self.core.slots:
+            if self.core.rank(slot) == rank and slot.occupant is not None:
+                self.processes[slot.occupant.birth].acked(step)

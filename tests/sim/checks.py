@@ -258,7 +258,7 @@ class Checks:
         """No rank twice in one generation, no agent with two generations."""
         seen: Counter[tuple[int, int]] = Counter()
         for agent in self._world.agents.values():
-            inside = [s.living for s in agent.slots if s.living is not None and s.living.inside]
+            inside = [process for process in agent.living if process.inside]
             seen.update((process.generation, process.rank) for process in inside)
             if len({process.generation for process in inside}) > 1:
                 self._fail(f"{agent.name} runs ranks of generations {[i.generation for i in inside]}")

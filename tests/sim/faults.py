@@ -169,14 +169,13 @@ def happen(world: "World", fault: Fault) -> None:
 
 def _victim(world: "World", fault: Fault, *, linked: bool = False) -> Process | None:
     processes = [
-        slot.living
+        process
         for agent in world.agents.values()
         if agent.alive
-        for slot in agent.slots
-        if slot.living is not None
-        and (slot.living.linked or not linked)
+        for process in agent.living
+        if (process.linked or not linked)
         # What a script does after its training takes as long as it takes.
-        and not (slot.living.rank >= 0 and slot.phase == "finished")
+        and not (process.rank >= 0 and agent.phase(process) == "finished")
     ]
     return processes[int(fault.pick * len(processes))] if processes else None
 

@@ -7,7 +7,6 @@ from ckptless.daemon.protocol import messages as m
 
 if TYPE_CHECKING:
     from .agents import Agent
-    from .slots import Slot
     from .world import World
 
 BROKEN_CHANCE = 0.6
@@ -22,17 +21,17 @@ SIGKILL = -9
 
 
 class Process:
-    """One process in a slot, from its fork to its end.
+    """One process in slot number `slot`, from its fork to its end.
 
     `stuck`: its main thread does nothing any more, its listener still answers. `stopped`: nothing answers.
     `inside`: between its assignment and the moment it has left its training function.
     """
 
-    def __init__(self, world: "World", agent: "Agent", slot: "Slot") -> None:
-        self.world, self.agent, self.slot = world, agent, slot
+    def __init__(self, world: "World", agent: "Agent", slot: int, birth: int) -> None:
+        self.world, self.agent, self.slot, self.birth = world, agent, slot, birth
         self.pid = world.next_pid()
-        self.alive, self.linked, self.lived = True, False, False
-        self.retired = self.hung = self.stuck = self.stopped = self.released = False
+        self.alive, self.linked = True, False
+        self.stuck = self.stopped = False
         self.inside = self._leaving = self._built = False
         self._finished = 0
         self.part: m.Assignment | None = None
@@ -135,7 +134,7 @@ class Process:
     def _join(self) -> None:
         assert self.part is not None
         self._built = True
-        self.agent.says(self, "joined")
+        self.agent.says(self, m.Joined(generation=self.generation))
         then = self._restored if self.part.restore_step is None else self._fetch
         self._wait("go", self._went >= self.generation, lambda: self._later(0.01, 0.2, then))
 
@@ -155,7 +154,7 @@ class Process:
         # Step 0 is the same for all.
         self.value = vault.contents.get((vault.shard(self.rank), self.step), (-1, 0))[1] if self.step else 0
         self.world.checks.restored(self)
-        self.agent.says(self, "restored")
+        self.agent.says(self, m.Restored(generation=self.generation))
         self.agent.commit(self, self.step)
         self._train()
 
@@ -167,7 +166,7 @@ class Process:
             self._wait("ack", self.world.twins == "off" or self._has_ack(), self._finish)
 
     def _finish(self) -> None:
-        self.agent.says(self, "finished")
+        self.agent.says(self, m.Finished(generation=self.generation))
         self._wait("release", False, lambda: self._later(0.0, 0.2, lambda: self.die(0)))
 
     def _reduce(self) -> None:
@@ -204,7 +203,7 @@ class Process:
 
     def _broken(self) -> None:
         if not self._leaving:
-            self.agent.says(self, "broken")
+            self.agent.says(self, m.Broken(generation=self.generation, text="a collective failed"))
             self._leave(m.Cause(kind="broken", text="a collective failed"))
 
     def _leave(self, cause: m.Cause) -> None:
@@ -219,7 +218,7 @@ class Process:
         self.inside = False
         self.world.touched = True
         self.world.barriers.gone(self)
-        self.agent.says(self, "left", cause)
+        self.agent.says(self, m.Left(generation=self.generation, cause=cause))
         if self._next is not None:
             self._enter()
         elif self._finished == self.generation:
@@ -231,12 +230,12 @@ class Process:
 
     def die(self, code: int) -> None:
         """The process ends; its agent hears of it."""
-        inside, unfinished = self.inside, self.slot.phase != "finished"
+        inside, unfinished = self.inside, self.agent.phase(self) != "finished"
         if self.end():
             self.world.story.tell(self.agent.name, f"process {self.pid} (rank {self.rank}) ends: {code}")
             if code:
                 self.world.faulted("death")
-                self.world.deaths[(self.agent.node, self.slot.index)] += 1
+                self.world.deaths[(self.agent.node, self.slot)] += 1
             if inside and unfinished:
                 self.world.interrupted.append((self.generation, self.rank))
             self.world.events.after(self.world.random.uniform(0.0, 0.01), lambda: self.agent.died(self, code))

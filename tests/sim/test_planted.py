@@ -1,4 +1,4 @@
-"""Bugs planted in the shipped control core: the simulator must find each within so many seeds."""
+"""Bugs planted in the shipped cores of daemon and agent; the simulator finds each in so many seeds."""
 
 import inspect
 import textwrap
@@ -9,6 +9,7 @@ from types import FunctionType, ModuleType
 import pytest
 from _pytest.mark import ParameterSet
 
+from ckptless.daemon.agent.core.agent_core import AgentCore
 from ckptless.daemon.ckptlessd.consensus import agreement
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
 from ckptless.daemon.ckptlessd.membership.watch import Membership
@@ -56,6 +57,13 @@ class Bug:
 
 
 BUGS = (
+    Bug(
+        "an older assignment counts",
+        AgentCore,
+        "_assign",
+        "assignment.generation <= self.assignment.generation",
+        "assignment.generation == self.assignment.generation",
+    ),
     Bug("frozen agents are not waited for", Leading, "_replan", "if moving:", "if False:"),
     Bug("ranks inside are not waited for", Leading, "_replan", "if inside:", "if False:"),
     Bug("nobody is killed", Leading, "_replan", "self._kill(", "(lambda *_: None)("),

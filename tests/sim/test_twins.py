@@ -7,6 +7,7 @@ import pytest
 from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.ckptlessd.planning import sources, twins_agree
 
+from .agents import Agent
 from .faults import Shape
 from .ranks import Process, trained
 from .story import Violation
@@ -19,6 +20,11 @@ POLL_S = 0.005
 WITHOUT_OTHERS = Shape(others=False)
 QUIET = Shape(without=frozenset(range(100)), others=False)
 UNTIL_S = 7.0
+
+
+def restored(agent: Agent) -> list[Process]:
+    """Living processes that train."""
+    return [one for one in agent.living if agent.phase(one) == "restored"]
 
 
 class Flipping(World):
@@ -49,8 +55,7 @@ class Flipping(World):
 
     def _flip(self) -> None:
         """Of a rank that has agreed with its twins before."""
-        slots = [slot for agent in self.agents.values() if agent.sound for slot in agent.slots]
-        living = [slot.living for slot in slots if slot.living is not None and slot.phase == "restored"]
+        living = [one for agent in self.agents.values() if agent.sound for one in restored(agent)]
         able = [one for one in living if one.inside and self._has_agreed(one)]
         if able and self.checks.outcome is None:
             self._spoil(self.twin_chance.choice(able))
@@ -91,9 +96,8 @@ class Stubborn(Flipping):
         """None by chance."""
 
     def _flip_again(self) -> None:
-        slots = [slot for agent in self.agents.values() for slot in agent.slots]
-        for one in (slot.living for slot in slots if slot.phase == "restored"):
-            if one is not None and (one.rank, one.step) == (1, 3) and one.generation > self._spoilt:
+        for one in (one for agent in self.agents.values() for one in restored(agent)):
+            if (one.rank, one.step) == (1, 3) and one.generation > self._spoilt:
                 self._spoilt = one.generation
                 self._spoil(one)
         if self.checks.outcome is None:
@@ -115,8 +119,9 @@ def flipping(seed: int) -> Flipping | None:
     try:
         world.run()
         done = world.checks.outcome is not None and world.checks.outcome.state == "done"
-        for process in (slot.process for agent in world.agents.values() for slot in agent.slots):
-            if done and process is not None and process.generation == world.generation:
+        for process in (one for agent in world.agents.values() for one in agent.processes.values()):
+            here = process.agent.core.occupied(process.birth) is not None
+            if done and here and process.generation == world.generation:
                 world.check_restored(process)
     except Violation as violation:
         raise Violation(f"seed {seed}: {violation}\n{world.story.render()}") from violation

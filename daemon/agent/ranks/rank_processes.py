@@ -1,6 +1,6 @@
-"""The training processes of this node: starts them in their slots, sees their death, kills what hangs.
+"""The training processes of this node: forks them, prints what they say, sees their deaths, pings them.
 
-Decides nothing: what a slot should hold comes from the assignment, what has happened goes to `on_change`.
+Decides nothing: the core does, and is told of everything that happens.
 """
 
 import asyncio
@@ -10,10 +10,14 @@ import os
 import re
 import signal
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptless.daemon.agent.config import AgentConfig
+from ckptless.daemon.agent.core.actions import StartProcess
+from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.ranks.console import ConsoleOutput, RankOutput, rank_log_path
 from ckptless.daemon.agent.ranks.environment import (
     AGENT_SOCKET,
@@ -25,7 +29,6 @@ from ckptless.daemon.agent.ranks.environment import (
 )
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
-from ckptless.daemon.agent.ranks.slots import Slot, Tenant
 from ckptless.daemon.agent.ranks.socket_folder import Scratch
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import CkptlessError
@@ -38,54 +41,69 @@ KILL_DEADLINE_S = 5.0
 PINGS_PER_DEADLINE = 4
 
 
-class RankProcesses:
-    """Slots and their tenants. Owned by the agent's event loop."""
+@dataclass
+class Running:
+    """A training process that has not ended yet, and its connection once it has said Hello."""
 
-    def __init__(self, config: AgentConfig, zygote: Zygote, console: ConsoleOutput) -> None:
-        self._config, self._zygote, self._console = config, zygote, console
-        self.slots = [Slot(index) for index in range(config.spec.slots_per_node)]
-        self._outputs: dict[int, RankOutput] = {}
+    birth: int
+    process: Process
+    output: RankOutput
+    scratch: Path | None
+    link: RankLink | None = None
+
+
+class RankProcesses:
+    """Owned by the agent's event loop. `settle` carries out what the core has asked for."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        core: AgentCore,
+        zygote: Zygote,
+        console: ConsoleOutput,
+        settle: Callable[[], None],
+    ) -> None:
+        self._config, self._core, self._zygote, self._console = config, core, zygote, console
+        self._settle = settle
+        self._running: dict[int, Running] = {}
+        self._starts = [0] * config.spec.slots_per_node
         self._early: dict[int, RankLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
+        # One for each process, until it is dead and all that it has printed is written.
+        self._ends: set[asyncio.Task[None]] = set()
         self._resume = config.save.resume if config.save is not None else ""
         # Those of which a rank's end was told, and those before.
         self._oom_kills = oom_kills()
         self.store = ("", 0)
         self._scratch = Scratch(config.rank_socket)
-        self.on_change: Callable[[], None] = lambda: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
-        self.on_hello: Callable[[Slot], None] = lambda _slot: None
 
-    def start(self) -> None:
-        """Begin to watch for processes that hang."""
-        self._spawn_task(self._ping())
+    def watch(self) -> None:
+        """Begin to ask the processes whether they live."""
+        self._spawn_task(self._ping(), self._tasks)
 
-    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_task(self, work: Coroutine[Any, Any, None], into: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        into.add(task)
+        task.add_done_callback(into.discard)
 
     # ------------------------------------------------------------------------------------- start
 
     def ranks_per_root(self, assignment: m.Assignment | None) -> int:
-        """Of how many ranks NCCL's communicators may be without an id of the store's."""
+        """Return of how many ranks NCCL's communicators may be without an id of the store's."""
         stock_roots = assignment is not None and assignment.stock_roots
         return ranks_per_root(self._config.env, stock_roots=stock_roots)
 
-    def occupy(self, slot: Slot, assignment: m.Assignment | None) -> None:
-        """Start a process in an empty slot: a rank's by the assignment, or a spare's."""
-        place = m.Place(node=self._config.node, slot=slot.index)
-        rank = assignment.rank_at(place) if assignment is not None else None
-        slot.hooked, slot.exit_code, slot.tenant = False, None, None
-        slot.enter("starting", assignment.generation if assignment is not None else 0)
-        slot.births += 1
-        self._spawn_task(self._start(slot, rank, assignment))
+    def start(self, order: StartProcess) -> None:
+        """Fork a process; the core is told when it is there, or why it is not."""
+        self._spawn_task(self._start(order, self._starts[order.slot]), self._tasks)
+        self._starts[order.slot] += 1
 
-    async def _start(self, slot: Slot, rank: int | None, assignment: m.Assignment | None) -> None:
-        birth = slot.births
-        place = m.Place(node=self._config.node, slot=slot.index)
-        own = rank_env(self._config.spec, place, assignment, self.store, slot.restarts)
+    async def _start(self, order: StartProcess, restarts: int) -> None:
+        place = m.Place(node=self._config.node, slot=order.slot)
+        assignment = order.assignment
+        rank = assignment.rank_at(place) if assignment is not None else None
+        own = rank_env(self._config.spec, place, assignment, self.store, restarts)
         spec = SpawnSpec(
             argv=self._config.argv,
             module=self._config.module,
@@ -98,123 +116,112 @@ class RankProcesses:
             cwd=Path(self._config.cwd),
             scratch=self._scratch.make(),
         )
-        slot.restarts += 1
         output, theirs = os.pipe()
         try:
             process = await self._zygote.spawn(spec, theirs)
         except CkptlessError as error:
             os.close(output)
-            self._scratch.remove(spec.scratch)
-            self.on_event("spawn-failed", f"slot {slot.index}: {error}")
-            if slot.births != birth:
-                return
-            slot.exit_code = 1
-            slot.enter("exited", slot.generation, m.Cause(kind="died", text=str(error)))
-            self.on_change()
+            self._fail(order, str(error), spec)
             return
         finally:
             os.close(theirs)
-        tenant = Tenant(process, heard_at=asyncio.get_running_loop().time(), scratch=spec.scratch)
-        if self._closing or slot.births != birth:
-            # While it was forked the next generation came, which has a process of its own for this slot.
-            tenant.retired = True
+        try:
+            printed = RankOutput(output, *self._destination(process.pid, rank), self.on_event)
+        except OSError as error:
+            os.close(output)
             process.kill()
-        else:
-            slot.tenant = tenant
-        to = self._destination(process.pid, rank)
-        self._outputs[process.pid] = RankOutput(output, *to, self.on_event)
-        self._spawn_task(self._watch(slot, tenant))
-        link = self._early.pop(process.pid, None)
-        if link is not None and slot.tenant is tenant:
-            self._welcome(slot, tenant, link)
-        elif link is not None:
-            link.close()
-        self.on_change()
+            self._fail(order, f"its log cannot be opened: {error}", spec)
+            return
+        one = self._running[order.birth] = Running(order.birth, process, printed, spec.scratch)
+        self._spawn_task(self._wait(one), self._ends)
+        self._core.born(order.slot, order.birth, process.pid, asyncio.get_running_loop().time())
+        if (link := self._early.pop(process.pid, None)) is not None:
+            self._welcome(one, link)
+        self._settle()
+
+    def _fail(self, order: StartProcess, why: str, spec: SpawnSpec) -> None:
+        self._scratch.remove(spec.scratch)
+        self._core.not_born(order.slot, order.birth, why, asyncio.get_running_loop().time())
+        self._settle()
 
     def _hooks_env(self) -> dict[str, str]:
-        """By which ckptless.run finds the agent; without it a script is plain PyTorch."""
+        """Return by which ckptless.run finds the agent; without it a script is plain PyTorch."""
         if not self._config.spec.recovers:
             return {}
         return {AGENT_SOCKET: self._config.rank_socket, RESUME: self._resume}
 
     def _destination(self, pid: int, rank: int | None) -> tuple[Path, str, ConsoleOutput | None]:
-        """Log file, prefix, and the console if it is to be shown there."""
+        """Return the log file, the prefix, and the console if it is to be shown there."""
         log_dir = Path(self._config.log_dir)
         path = rank_log_path(log_dir, rank) if rank is not None else log_dir / f"spare-{pid}.log"
         shown = self._config.tee is None or rank in self._config.tee
         return path, f"[rank {rank}] " if rank is not None else "[spare] ", self._console if shown else None
 
-    def promote(self, tenant: Tenant, rank: int) -> None:
+    def promote(self, birth: int, rank: int) -> None:
         """A spare has become a rank: its output is the rank's from now on."""
-        pid = tenant.process.pid
-        if (output := self._outputs.get(pid)) is not None:
-            output.redirect(*self._destination(pid, rank))
+        if (one := self._running.get(birth)) is not None:
+            one.output.redirect(*self._destination(one.process.pid, rank))
 
-    # ------------------------------------------------------------------------------------- hello
+    # ------------------------------------------------------------------------------- connections
 
     def welcome(self, link: RankLink) -> None:
-        """A process has said Hello: find its slot."""
-        for slot in self.slots:
-            if slot.tenant is not None and slot.tenant.process.pid == link.pid:
-                self._welcome(slot, slot.tenant, link)
-                return
-        # It was faster than our own bookkeeping of its birth.
-        self._early[link.pid] = link
+        """A process has said Hello: find out which it is."""
+        one = next((one for one in self._running.values() if one.process.pid == link.pid), None)
+        if one is None:
+            # Its Hello came before the zygote's word that it is forked.
+            self._early[link.pid] = link
+            return
+        self._welcome(one, link)
+        self._settle()
 
-    def _welcome(self, slot: Slot, tenant: Tenant, link: RankLink) -> None:
-        tenant.link, tenant.hooked = link, True
-        tenant.heard_at = asyncio.get_running_loop().time()
-        slot.hooked = True
+    def _welcome(self, one: Running, link: RankLink) -> None:
+        slot = self._core.occupied(one.birth)
+        if slot is None:
+            link.close()
+            return
+        one.link = link
+        spec = self._config.spec
         link.send(
             m.Welcome(
-                job=self._config.spec.job,
-                run=self._config.spec.run_id,
+                job=spec.job,
+                run=spec.run_id,
                 slot=slot.index,
                 host=self._config.comm_address or self._config.address,
-                pong_s=self._config.spec.limits.pong_s,
+                pong_s=spec.limits.pong_s,
             )
         )
-        self.on_hello(slot)
+        self._core.hello(one.birth, asyncio.get_running_loop().time())
 
-    def slot_of(self, link: RankLink) -> Slot | None:
-        """The slot whose tenant speaks over this connection."""
-        return next((s for s in self.slots if s.tenant is not None and s.tenant.link is link), None)
+    def heard(self, link: RankLink) -> Slot | None:
+        """Note a sign of life; return the slot that the process is in."""
+        one = next((one for one in self._running.values() if one.link is link), None)
+        if one is None:
+            return None
+        self._core.heard(one.birth, asyncio.get_running_loop().time())
+        return self._core.occupied(one.birth)
 
-    def heard(self, link: RankLink) -> None:
-        """A sign of life."""
-        slot = self.slot_of(link)
-        if slot is not None and slot.tenant is not None:
-            slot.tenant.heard_at = asyncio.get_running_loop().time()
+    def send(self, birth: int, message: m.ToRank) -> None:
+        """Send a message to a process, if it still runs."""
+        one = self._running.get(birth)
+        if one is not None and one.link is not None:
+            one.link.send(message)
 
     # ------------------------------------------------------------------------------- end of life
 
-    async def _watch(self, slot: Slot, tenant: Tenant) -> None:
+    async def _wait(self, one: Running) -> None:
         # no deadline: a rank lives as long as it trains; `close` ends it
-        code = await tenant.process.wait()
-        self._early.pop(tenant.process.pid, None)
-        if tenant.link is not None:
-            tenant.link.close()
-        if tenant is slot.tenant:
-            self._died(slot, tenant, code)
-            self.on_change()
-        output = self._outputs.pop(tenant.process.pid, None)
-        if output is not None:
-            await output.finish(OUTPUT_DEADLINE_S)
-        self._scratch.remove(tenant.scratch)
-
-    def _died(self, slot: Slot, tenant: Tenant, code: int) -> None:
-        well = code == 0 and (slot.phase == "finished" or tenant.released or not tenant.hooked)
-        cause: m.Cause | None
-        if tenant.retired:
-            cause = m.Cause(kind="stop")
-        elif well:
-            cause = None
-        elif tenant.hung:
-            cause = m.Cause(kind="hung", text=tenant.hung)
-        else:
-            cause = m.Cause(kind="died", text=describe_exit(code) + self._why_killed(code))
-        slot.exit_code = code
-        slot.enter("exited", slot.generation, cause)
+        code = await one.process.wait()
+        del self._running[one.birth]
+        self._early.pop(one.process.pid, None)
+        if one.link is not None:
+            one.link.close()
+        how = describe_exit(code)
+        if self._core.occupied(one.birth) is not None:
+            how += self._why_killed(code)
+        self._core.exited(one.birth, code, how, asyncio.get_running_loop().time())
+        self._settle()
+        await one.output.finish(OUTPUT_DEADLINE_S)
+        self._scratch.remove(one.scratch)
 
     def _why_killed(self, code: int) -> str:
         if code != -signal.SIGKILL or oom_kills() <= self._oom_kills:
@@ -222,60 +229,37 @@ class RankProcesses:
         self._oom_kills += 1
         return ", out of memory (OOM): the kernel has ended a process of this cgroup for that"
 
-    def retire(self, slot: Slot, tenant: Tenant) -> None:
-        """End a process whose time is over; its death is no fault."""
-        tenant.retired = True
-        tenant.process.kill()
-        if tenant is slot.tenant:
-            slot.tenant = None
+    def kill(self, birth: int) -> None:
+        """End a process with SIGKILL."""
+        if (one := self._running.get(birth)) is not None:
+            one.process.kill()
 
     def forward(self, number: signal.Signals) -> None:
         """Send it to every process that has come up; one that is still being forked does not get it."""
-        for slot in self.slots:
-            if slot.tenant is not None:
-                slot.tenant.process.kill(number)
-
-    def kill_hung(self, slot: Slot) -> None:
-        """End a process that does not do what it is told."""
-        if slot.tenant is not None and slot.tenant.process.returncode is None:
-            slot.tenant.hung = "did not leave its training function in time and was killed"
-            slot.tenant.process.kill()
+        for one in self._running.values():
+            one.process.kill(number)
 
     async def _ping(self) -> None:
-        """Ask every process with hooks whether it lives; one that is silent for `pong_s` is killed."""
+        """Ask every process with hooks, again and again, whether it lives."""
         loop = asyncio.get_running_loop()
-        deadline_s = self._config.spec.limits.pong_s
-        pause_s = deadline_s / PINGS_PER_DEADLINE
+        pause_s = self._config.spec.limits.pong_s / PINGS_PER_DEADLINE
         sequence = 0
         while True:
             asked = loop.time()
             await asyncio.sleep(pause_s)
-            starved_s = max(0.0, loop.time() - asked - pause_s)
             sequence += 1
-            for slot in self.slots:
-                self._check_alive(slot.tenant, starved_s, deadline_s)
-                if slot.tenant is not None and slot.tenant.link is not None:
-                    slot.tenant.link.send(m.Ping(seq=sequence))
-
-    def _check_alive(self, tenant: Tenant | None, starved_s: float, deadline_s: float) -> None:
-        if tenant is None or tenant.link is None or tenant.released or tenant.process.returncode is not None:
-            return
-        # For as long as this process itself got no CPU, it could not have heard.
-        tenant.heard_at += starved_s
-        if asyncio.get_running_loop().time() - tenant.heard_at > deadline_s and not tenant.hung:
-            tenant.hung = f"did not answer for {deadline_s:.1f} s and was killed"
-            tenant.process.kill()
+            self._core.check_answers(max(0.0, loop.time() - asked - pause_s), loop.time())
+            self._settle()
+            for one in self._running.values():
+                if one.link is not None:
+                    one.link.send(m.Ping(seq=sequence))
 
     # ------------------------------------------------------------------------------------- close
 
     async def close(self) -> None:
         """End every process: SIGTERM, `shutdown_s` to act on it, SIGKILL. Their last output is kept."""
-        self._closing = True
-        processes: list[Process] = []
-        for slot in self.slots:
-            if slot.tenant is not None:
-                slot.tenant.retired = True
-                processes.append(slot.tenant.process)
+        self._core.close()
+        processes = [one.process for one in self._running.values()]
         if not await _end(processes, signal.SIGTERM, self._config.shutdown_s):
             left = [process for process in processes if process.returncode is None]
             self.on_event(
@@ -283,11 +267,11 @@ class RankProcesses:
             )
             if not await _end(left, signal.SIGKILL, KILL_DEADLINE_S):
                 self.on_event("unkillable", f"processes outlive SIGKILL by {KILL_DEADLINE_S:g} s")
-        # no deadline: each has its own
-        await asyncio.gather(*(o.finish(OUTPUT_DEADLINE_S) for o in list(self._outputs.values())))
-        for task in list(self._tasks):
+        if self._ends:
+            await asyncio.wait(self._ends, timeout=2 * OUTPUT_DEADLINE_S)
+        for task in [*self._tasks, *self._ends]:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._ends, return_exceptions=True)
         self._scratch.close()
 
 

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.rank_processes import RankProcesses
-from ckptless.daemon.agent.ranks.slots import Slot
 from ckptless.daemon.agent.versions.replicas import Replicas, put_record
 from ckptless.daemon.agent.versions.store import Held, Version, VersionStore, header_of
 from ckptless.daemon.agent.versions.twins import Twins
@@ -22,9 +23,10 @@ class StateService:
     """Owned by the agent's event loop."""
 
     def __init__(
-        self, node: int, store: VersionStore, replicas: Replicas, crew: RankProcesses, twins: Twins
+        self, core: AgentCore, store: VersionStore, replicas: Replicas, crew: RankProcesses, twins: Twins
     ) -> None:
-        self._node, self._store, self._replicas, self._crew = node, store, replicas, crew
+        self._core, self._node = core, core.node
+        self._store, self._replicas, self._crew = store, replicas, crew
         self._twins = twins
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -80,11 +82,9 @@ class StateService:
         slot: Slot,
         link: RankLink,
         message: m.Twins | m.Commit | m.Stepped | m.Fetch | m.Allocate,
-        *,
-        frozen: bool,
     ) -> None:
         """A rank's request; its generation is the slot's. Raises ProtocolError."""
-        if frozen:
+        if self._core.frozen is not None:
             link.send(m.Refused(generation=message.generation, what=type(message).__name__))
         elif isinstance(message, m.Twins):
             self._share(slot, link, message)
@@ -115,7 +115,7 @@ class StateService:
         link.send(m.Writes(generation=message.generation, writes=writer == slot.index))
 
     def _commit(self, slot: Slot, commit: m.Commit) -> None:
-        rank = self._rank(slot)
+        rank = self._core.rank(slot)
         if rank is None:
             return
         assert self._assignment is not None
@@ -180,14 +180,9 @@ class StateService:
         if waiting:
             return
         del self._waiting[(rank, step)]
-        for slot in self._crew.slots:
-            if self._rank(slot) == rank and slot.tenant is not None and slot.tenant.link is not None:
-                slot.tenant.link.send(m.Acked(generation=slot.generation, step=step))
-
-    def _rank(self, slot: Slot) -> int | None:
-        if self._assignment is None:
-            return None
-        return self._assignment.rank_at(m.Place(node=self._node, slot=slot.index))
+        for slot in self._core.slots:
+            if self._core.rank(slot) == rank and slot.occupant is not None:
+                self._crew.send(slot.occupant.birth, m.Acked(generation=slot.generation, step=step))
 
     # ----------------------------------------------------------------------------------- restore
 
@@ -226,7 +221,7 @@ class StateService:
         return task
 
     async def _give(self, slot: Slot, link: RankLink, request: m.Fetch) -> None:
-        rank, shard = self._rank(slot), slot.shard[1]
+        rank, shard = self._core.rank(slot), slot.shard[1]
         if rank is None:
             return
         if request.unsound is not None:

@@ -1,0 +1,101 @@
+"""What the agent's core asks its edge to do, in the order of the list that it appends them to."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptless.daemon.protocol import messages as m
+
+
+@dataclass(frozen=True)
+class StartProcess:
+    """Fork a process for a slot: with a rank of `assignment`, or as a spare (None)."""
+
+    slot: int
+    birth: int
+    assignment: m.Assignment | None
+
+
+@dataclass(frozen=True)
+class KillProcess:
+    """End a process with SIGKILL."""
+
+    birth: int
+
+
+@dataclass(frozen=True)
+class SendToRank:
+    """Send a message to a process that has said Hello."""
+
+    birth: int
+    message: m.ToRank
+
+
+@dataclass(frozen=True)
+class AssignRank:
+    """Tell a process its rank in the current assignment. `fresh`: it has had none before."""
+
+    birth: int
+    rank: int
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class PrefetchState:
+    """Get the state of a rank whose process is only being started."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class FollowAssignment:
+    """Make all services follow a new assignment, before its processes hear of it."""
+
+    assignment: m.Assignment
+
+
+@dataclass(frozen=True)
+class StopAccepting:
+    """Take no more replicas from other nodes: what is told of the holdings stays true."""
+
+
+@dataclass(frozen=True)
+class ReleaseReplicas:
+    """Training is over: nobody has to hold anything any more."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tell the daemon the state of this node at once, or `soon`, together with what else changes by then."""
+
+    soon: bool = False
+
+
+@dataclass(frozen=True)
+class NoteEvent:
+    """Write an event of level warning into the ledger and the log."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """The job is over on this node; `here_only`: maybe not on others."""
+
+    outcome: m.Outcome
+    here_only: bool
+
+
+Action: TypeAlias = (
+    StartProcess
+    | KillProcess
+    | SendToRank
+    | AssignRank
+    | PrefetchState
+    | FollowAssignment
+    | StopAccepting
+    | ReleaseReplicas
+    | Report
+    | NoteEvent
+    | EndJob
+)

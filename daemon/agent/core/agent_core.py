@@ -1,0 +1,271 @@
+"""What an agent makes of its daemon's orders, of its ranks' words, and of starts and deaths of processes.
+
+Every input is a method that takes the time (s, of the agent's clock) and appends to `out` what the edge has
+to do. The edge carries that out in order, before the next input.
+"""
+
+from ckptless.daemon.agent.core.actions import (
+    Action,
+    AssignRank,
+    EndJob,
+    FollowAssignment,
+    KillProcess,
+    NoteEvent,
+    PrefetchState,
+    ReleaseReplicas,
+    Report,
+    SendToRank,
+    StartProcess,
+    StopAccepting,
+)
+from ckptless.daemon.agent.core.slots import Occupant, Slot
+from ckptless.daemon.protocol import messages as m
+
+
+class AgentCore:
+    """The slots of one node, and the generation that they are in.
+
+    `assignment` is the newest one; `frozen` its generation once that was stopped. `pong_s`: who does not
+    answer for so long is killed.
+    """
+
+    def __init__(self, node: int, slots: int, pong_s: float) -> None:
+        self.node = node
+        self.slots = [Slot(index) for index in range(slots)]
+        self.assignment: m.Assignment | None = None
+        self.frozen: int | None = None
+        self.out: list[Action] = []
+        self._pong_s = pong_s
+        self._births = 0
+        self._closing = False
+
+    def rank(self, slot: Slot) -> int | None:
+        """Return the rank that is to be in a slot, if any."""
+        if self.assignment is None:
+            return None
+        return self.assignment.rank_at(m.Place(node=self.node, slot=slot.index))
+
+    def occupied(self, birth: int) -> Slot | None:
+        """Return the slot that a process is in; None once another is to be there."""
+        found = (slot for slot in self.slots if slot.occupant is not None and slot.occupant.birth == birth)
+        return next(found, None)
+
+    # -------------------------------------------------------------------------------- the daemon
+
+    def obey(self, order: m.Order, now: float) -> None:
+        """Take an order of the daemon."""
+        match order:
+            case m.Stop():
+                self._stop(order, now)
+            case m.Assign():
+                self._assign(order.assignment, now)
+            case m.Go() | m.Release():
+                if self.assignment is not None and order.generation == self.assignment.generation:
+                    self._tell_ranks(order)
+                    if isinstance(order, m.Release):
+                        self.out.append(ReleaseReplicas())
+            case m.End():
+                self.out += [ReleaseReplicas(), EndJob(order.outcome, order.here_only)]
+            case m.Running():
+                pass
+
+    def _tell_ranks(self, message: m.Stop | m.Go | m.Release) -> None:
+        for slot in self.slots:
+            one = slot.occupant
+            if one is not None and one.hooked and self.rank(slot) is not None:
+                one.released = isinstance(message, m.Release)
+                self.out.append(SendToRank(one.birth, message))
+
+    def _stop(self, order: m.Stop, now: float) -> None:
+        """Freeze, tell the ranks; processes without hooks cannot be told, so they end."""
+        if self.assignment is None or order.generation != self.assignment.generation:
+            self.out.append(Report())
+            return
+        if self.frozen != order.generation:
+            self.frozen = order.generation
+            self.out.append(StopAccepting())
+            self._tell_ranks(order)
+            for slot in self.slots:
+                one = slot.living
+                if one is not None and not one.hooked and self.rank(slot) is not None:
+                    self._retire(slot, one)
+                    slot.enter("exited", slot.generation, now, m.Cause(kind="stop"))
+        for place in order.kill:
+            hanging = self.slots[place.slot].living if place.node == self.node else None
+            if hanging is not None:
+                self._kill(hanging, "did not leave its training function in time and was killed")
+        self.out.append(Report())
+
+    def _assign(self, assignment: m.Assignment, now: float) -> None:
+        """Take the next generation: state first, then every slot as it says."""
+        if self.assignment is not None and assignment.generation <= self.assignment.generation:
+            self.out.append(Report())
+            return
+        self.assignment, self.frozen = assignment, None
+        self.out.append(FollowAssignment(assignment))
+        for slot in self.slots:
+            self._settle(slot, assignment, now)
+        self.out.append(Report())
+
+    def _settle(self, slot: Slot, assignment: m.Assignment, now: float) -> None:
+        """Make a slot what an assignment says: a rank that goes on, a new process, a spare, or nothing."""
+        place = m.Place(node=self.node, slot=slot.index)
+        rank, one = assignment.rank_at(place), slot.living
+        if rank is None:
+            if one is not None and slot.step is not None:
+                self._retire(slot, one)
+                slot.enter("empty", assignment.generation, now)
+            elif slot.occupant is None and slot.phase == "empty":
+                self._start(slot, None, now)
+        elif one is not None and one.hooked and place not in assignment.renew:
+            self._give(slot, one, rank, now)
+        else:
+            if one is not None:
+                self._retire(slot, one)
+            self._start(slot, assignment, now)
+            self.out.append(PrefetchState(rank))
+
+    def _give(self, slot: Slot, one: Occupant, rank: int, now: float) -> None:
+        """Give its rank to a process that has said Hello."""
+        assert self.assignment is not None
+        slot.enter("assigned", self.assignment.generation, now)
+        self.out.append(AssignRank(one.birth, rank, fresh=not one.lived))
+        one.lived = True
+
+    # ----------------------------------------------------------------- starts and ends of processes
+
+    def _start(self, slot: Slot, assignment: m.Assignment | None, now: float) -> None:
+        self._births += 1
+        slot.hooked, slot.exit_code, slot.occupant, slot.birth = False, None, None, self._births
+        slot.enter("starting", assignment.generation if assignment is not None else 0, now)
+        self.out.append(StartProcess(slot.index, slot.birth, assignment))
+
+    def born(self, index: int, birth: int, pid: int, now: float) -> None:
+        """A process was forked. It ends at once where another was to be started in its slot meanwhile."""
+        slot = self.slots[index]
+        if self._closing or slot.birth != birth:
+            self.out.append(KillProcess(birth))
+            return
+        slot.occupant = Occupant(index, birth, pid, now)
+        self.out.append(Report())
+
+    def not_born(self, index: int, birth: int, why: str, now: float) -> None:
+        """A process could not be forked."""
+        slot = self.slots[index]
+        self.out.append(NoteEvent("spawn-failed", f"slot {index}: {why}"))
+        if slot.birth == birth:
+            slot.exit_code = 1
+            slot.enter("exited", slot.generation, now, m.Cause(kind="died", text=why))
+            self.out.append(Report())
+
+    def exited(self, birth: int, code: int, how: str, now: float) -> None:
+        """A process has ended with `code` (as in subprocess); `how` says so in words."""
+        slot = self.occupied(birth)
+        if slot is None or slot.occupant is None:
+            return
+        one = slot.occupant
+        one.alive = False
+        cause: m.Cause | None = m.Cause(kind="died", text=how)
+        if one.retired:
+            cause = m.Cause(kind="stop")
+        elif code == 0 and (slot.phase == "finished" or one.released or not one.hooked):
+            cause = None
+        elif one.hung:
+            cause = m.Cause(kind="hung", text=one.hung)
+        slot.exit_code = code
+        slot.enter("exited", slot.generation, now, cause)
+        self.out.append(Report())
+
+    def _retire(self, slot: Slot, one: Occupant) -> None:
+        """End a process whose time is over."""
+        one.retired = True
+        slot.occupant = None
+        self.out.append(KillProcess(one.birth))
+
+    def _kill(self, one: Occupant, why: str) -> None:
+        """End a process that does not do what it is told."""
+        one.hung = why
+        self.out.append(KillProcess(one.birth))
+
+    def heard(self, birth: int, now: float) -> None:
+        """A process has sent something: it lives."""
+        slot = self.occupied(birth)
+        if slot is not None and slot.occupant is not None:
+            slot.occupant.heard_at = now
+
+    def check_answers(self, starved_s: float, now: float) -> None:
+        """Kill the processes that were silent for `pong_s`.
+
+        For `starved_s` since the last time the agent itself got no CPU, so it could not have heard.
+        """
+        for slot in self.slots:
+            one = slot.living
+            if one is None or not one.hooked or one.released:
+                continue
+            one.heard_at += starved_s
+            if now - one.heard_at > self._pong_s and not one.hung:
+                self._kill(one, f"did not answer for {self._pong_s:.1f} s and was killed")
+
+    def close(self) -> None:
+        """The agent ends: no death of a process is a fault any more, and none that is just forked stays."""
+        self._closing = True
+        for slot in self.slots:
+            if slot.occupant is not None:
+                slot.occupant.retired = True
+
+    # --------------------------------------------------------------------------------- the ranks
+
+    def hello(self, birth: int, now: float) -> None:
+        """A process has connected to the agent; it gets its rank, if it has one."""
+        slot = self.occupied(birth)
+        if slot is None or slot.occupant is None:
+            return
+        one = slot.occupant
+        one.hooked, one.heard_at, slot.hooked = True, now, True
+        rank = self.rank(slot)
+        if rank is not None and self.frozen is None:
+            self._give(slot, one, rank, now)
+        else:
+            slot.enter("waiting", slot.generation, now)
+        self.out.append(Report())
+
+    def admits(self, slot: Slot, generation: int, what: str) -> bool:
+        """Whether a rank's message is of its slot's generation; one of another is refused."""
+        if generation == slot.generation:
+            return True
+        text = f"{what} of slot {slot.index}, generation {generation}, here {slot.generation}"
+        self.out.append(NoteEvent("stale-message", text))
+        if slot.occupant is not None:
+            self.out.append(SendToRank(slot.occupant.birth, m.Refused(generation=generation, what=what)))
+        return False
+
+    def advance(
+        self, slot: Slot, message: m.Left | m.Broken | m.Joined | m.Restored | m.Finished, now: float
+    ) -> None:
+        """Take a rank's own word on how far it is; it is of the slot's generation."""
+        match message:
+            case m.Left():
+                slot.enter("left", message.generation, now, message.cause)
+            case m.Broken():
+                slot.blame(m.Cause(kind="broken", text=message.text), now)
+            case m.Joined():
+                slot.enter("joined", message.generation, now)
+            case m.Restored():
+                # A step that was made before the fault is none of this generation's.
+                slot.step = self.assignment.restore_step if self.assignment is not None else None
+                slot.enter("restored", message.generation, now)
+            case m.Finished():
+                slot.enter("finished", message.generation, now)
+        self.out.append(Report())
+
+    def stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
+        """Note a rank's step; `first`: the first new one of its slot in this generation."""
+        slot.step, slot.loss = message.step, message.loss
+        slot.every, slot.share = message.every, message.share
+        slot.stepped |= first
+        self.out.append(Report(soon=not first))
+
+    def unused_slots(self, assignment: m.Assignment) -> list[int]:
+        """Return the slots that no rank is in."""
+        mine = {place.slot for place in assignment.places if place.node == self.node}
+        return [slot.index for slot in self.slots if slot.index not in mine]

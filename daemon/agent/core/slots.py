@@ -1,0 +1,83 @@
+"""The slots of a node and the training processes in them, as its agent knows them. Times in seconds."""
+
+from dataclasses import dataclass
+
+from ckptless.daemon.protocol.messages import Cause, Phase, SlotState
+
+
+@dataclass(eq=False)
+class Occupant:
+    """A training process. `birth` tells all processes that one agent starts apart.
+
+    `hooked`: it has said Hello. `lived`: it has been given a rank. `released`: its training is over, so it
+    owes no answer any more. `retired`: its end was ordered, so its death is no fault. `hung`: why it was
+    killed. `heard_at`: when it was heard last.
+    """
+
+    slot: int
+    birth: int
+    pid: int
+    heard_at: float
+    alive: bool = True
+    hooked: bool = False
+    lived: bool = False
+    released: bool = False
+    retired: bool = False
+    hung: str = ""
+
+
+@dataclass
+class Slot:
+    """A slot's state. What the daemon is told of it outlives the process.
+
+    `birth` is that of the newest process that was to be started here. `shard`: the generation, and the shard
+    that its rank has said to have tensors of in it. `since`: when the phase or its cause has changed.
+    """
+
+    index: int
+    occupant: Occupant | None = None
+    birth: int = 0
+    phase: Phase = "empty"
+    generation: int = 0
+    step: int | None = None
+    stepped: bool = False
+    loss: float | None = None
+    every: int | None = None
+    share: float | None = None
+    cause: Cause | None = None
+    exit_code: int | None = None
+    hooked: bool = False
+    shard: tuple[int, int] = (0, 0)
+    since: float = 0.0
+
+    @property
+    def living(self) -> Occupant | None:
+        """The occupant, unless it is known to be dead."""
+        return self.occupant if self.occupant is not None and self.occupant.alive else None
+
+    def enter(self, phase: Phase, generation: int, now: float, cause: Cause | None = None) -> None:
+        """Begin a new phase."""
+        self.stepped &= generation == self.generation and phase != "starting"
+        self.phase, self.generation, self.cause, self.since = phase, generation, cause, now
+
+    def blame(self, cause: Cause, now: float) -> None:
+        """Note that something is wrong with the process; its phase stays."""
+        self.cause, self.since = cause, now
+
+    def told(self, now: float) -> SlotState:
+        """Return the slot as the daemon is told."""
+        return SlotState(
+            slot=self.index,
+            phase=self.phase,
+            generation=self.generation,
+            pid=self.occupant.pid if self.occupant is not None else None,
+            hooked=self.hooked,
+            step=self.step,
+            stepped=self.stepped,
+            loss=self.loss,
+            every=self.every,
+            share=self.share,
+            cause=self.cause,
+            exit_code=self.exit_code,
+            age_s=now - self.since,
+        )

@@ -1,0 +1,318 @@
+"""What an agent makes of orders, words, starts and deaths: pure, one node of two slots."""
+
+import pytest
+
+from ckptless.daemon.agent.core import actions as a
+from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.protocol import messages as m
+
+ME, PONG_S = 1, 5.0
+
+
+def place(slot: int, node: int = ME) -> m.Place:
+    return m.Place(node=node, slot=slot)
+
+
+def assignment(
+    generation: int, *places: m.Place, renew: tuple[m.Place, ...] = (), restore_step: int | None = None
+) -> m.Assignment:
+    """Rank 0 is on another node; `places` have the ranks after it."""
+    nodes = tuple(
+        m.NodeInfo(node=node, name=f"node-{node}", address=f"10.0.0.{node}", agent_port=1) for node in (0, ME)
+    )
+    return m.Assignment(
+        job="4711",
+        generation=generation,
+        term=1,
+        leader=0,
+        places=(place(0, 0), *places),
+        nodes=nodes,
+        restore_step=restore_step,
+        renew=renew,
+    )
+
+
+class Node:
+    """An agent's core, of which the actions are looked at and forgotten after each input."""
+
+    def __init__(self) -> None:
+        self.core = AgentCore(ME, 2, PONG_S)
+        self.now = 0.0
+
+    def out(self) -> list[a.Action]:
+        actions, self.core.out = self.core.out, []
+        return actions
+
+    def obey(self, order: m.Order) -> list[a.Action]:
+        self.core.obey(order, self.now)
+        return self.out()
+
+    def assign(self, new: m.Assignment) -> list[a.Action]:
+        return self.obey(m.Assign(assignment=new))
+
+    def births(self, actions: list[a.Action]) -> list[int]:
+        """Fork all that were to be started, in order."""
+        starts = [action for action in actions if isinstance(action, a.StartProcess)]
+        for start in starts:
+            self.core.born(start.slot, start.birth, 1000 + start.birth, self.now)
+        return [start.birth for start in starts]
+
+    def hello(self, *births: int) -> list[a.Action]:
+        self.out()
+        for birth in births:
+            self.core.hello(birth, self.now)
+        return self.out()
+
+    def train(self, new: m.Assignment) -> list[int]:
+        """Begin a generation with processes that all say Hello; the births of its ranks' processes."""
+        births = self.births(self.assign(new))
+        self.hello(*births)
+        return births
+
+    def phases(self) -> list[str]:
+        return [slot.phase for slot in self.core.slots]
+
+    def stepped(self) -> list[bool]:
+        return [slot.stepped for slot in self.core.slots]
+
+    def causes(self) -> list[str | None]:
+        return [slot.cause.kind if slot.cause is not None else None for slot in self.core.slots]
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+def kinds(actions: list[a.Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def test_state_follows_before_a_process_is_started(node: Node) -> None:
+    said = node.assign(assignment(1, place(0)))
+    assert kinds(said) == ["FollowAssignment", "StartProcess", "PrefetchState", "StartProcess", "Report"]
+    rank, spare = (action for action in said if isinstance(action, a.StartProcess))
+    assert rank.assignment is not None
+    assert spare.assignment is None
+    assert node.phases() == ["starting", "starting"]
+
+
+def test_a_process_gets_its_rank_once_it_says_hello(node: Node) -> None:
+    births = node.births(node.assign(assignment(1, place(0), place(1))))
+    said = node.hello(*births)
+    assert [one for one in said if isinstance(one, a.AssignRank)] == [
+        a.AssignRank(births[0], 1, fresh=True),
+        a.AssignRank(births[1], 2, fresh=True),
+    ]
+    again = node.assign(assignment(2, place(0), place(1)))
+    assert a.AssignRank(births[0], 1, fresh=False) in again
+    assert not node.births(again)
+
+
+def test_a_spare_waits_and_is_fresh_when_it_gets_a_rank(node: Node) -> None:
+    births = node.train(assignment(1, place(0)))
+    assert node.phases() == ["assigned", "waiting"]
+    assert a.AssignRank(births[1], 2, fresh=True) in node.assign(assignment(2, place(0), place(1)))
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_an_assignment_that_is_not_newer_changes_nothing(node: Node, generation: int) -> None:
+    node.train(assignment(2, place(0)))
+    assert kinds(node.assign(assignment(generation, place(1)))) == ["Report"]
+    assert node.phases() == ["assigned", "waiting"]
+
+
+def test_a_process_that_lives_is_replaced_where_the_assignment_says_so(node: Node) -> None:
+    births = node.train(assignment(1, place(0), place(1)))
+    said = node.assign(assignment(2, place(0), place(1), renew=(place(1),)))
+    assert a.KillProcess(births[1]) in said
+    assert a.AssignRank(births[0], 1, fresh=False) in said
+    node.births(said)
+    # Its death, which comes later, is nobody's.
+    node.core.exited(births[1], -9, "was killed", 1.0)
+    assert node.phases() == ["assigned", "starting"]
+
+
+def test_a_rank_that_trained_and_is_none_any_more_ends_and_a_spare_stays(node: Node) -> None:
+    births = node.train(assignment(1, place(0)))
+    node.core.slots[0].step = 3
+    said = node.assign(assignment(2, place(1)))
+    assert a.KillProcess(births[0]) in said
+    assert node.phases() == ["empty", "assigned"]
+    # With the generation after it a new spare is started there.
+    assert len(node.births(node.assign(assignment(3, place(1))))) == 1
+
+
+def test_stop_freezes_and_is_told_once(node: Node) -> None:
+    births = node.train(assignment(1, place(0)))
+    stop = m.Stop(generation=1, reason="a fault")
+    said = node.obey(stop)
+    assert kinds(said) == ["StopAccepting", "SendToRank", "Report"]
+    assert a.SendToRank(births[0], stop) in said
+    assert node.core.frozen == 1
+    assert kinds(node.obey(stop)) == ["Report"]
+
+
+@pytest.mark.parametrize("generation", [1, 3])
+def test_stop_of_another_generation_freezes_nothing(node: Node, generation: int) -> None:
+    node.train(assignment(2, place(0)))
+    assert kinds(node.obey(m.Stop(generation=generation, reason="a fault"))) == ["Report"]
+    assert node.core.frozen is None
+
+
+def test_stop_ends_a_process_without_hooks_that_has_a_rank(node: Node) -> None:
+    births = node.births(node.assign(assignment(1, place(0))))
+    node.out()
+    said = node.obey(m.Stop(generation=1, reason="a fault"))
+    assert [one for one in said if isinstance(one, a.KillProcess)] == [a.KillProcess(births[0])]
+    assert (node.phases()[0], node.causes()[0]) == ("exited", "stop")
+
+
+def test_a_hello_while_frozen_waits_for_the_next_generation(node: Node) -> None:
+    births = node.births(node.assign(assignment(1, place(0), place(1))))
+    node.hello(births[0])
+    node.obey(m.Stop(generation=1, reason="a fault"))
+    assert not any(isinstance(one, a.AssignRank) for one in node.hello(births[0]))
+    assert node.phases()[0] == "waiting"
+
+
+def test_only_processes_of_this_node_are_killed_and_are_hung(node: Node) -> None:
+    births = node.train(assignment(1, place(0), place(1)))
+    said = node.obey(m.Stop(generation=1, reason="late", kill=(place(0, 0), place(1))))
+    assert [one for one in said if isinstance(one, a.KillProcess)] == [a.KillProcess(births[1])]
+    node.core.exited(births[1], -9, "was killed", 1.0)
+    assert node.causes() == [None, "hung"]
+
+
+@pytest.mark.parametrize("order", [m.Go(generation=1), m.Release(generation=1)])
+def test_go_and_release_are_of_the_generation(node: Node, order: m.Order) -> None:
+    births = node.train(assignment(1, place(0)))
+    said = node.obey(order)
+    assert said[0] == a.SendToRank(births[0], order)  # type: ignore[arg-type]
+    assert kinds(said[1:]) == (["ReleaseReplicas"] if isinstance(order, m.Release) else [])
+    node.train(assignment(2, place(0)))
+    assert not node.obey(order)
+
+
+def test_the_end_is_handed_on(node: Node) -> None:
+    outcome = m.Outcome(state="done", exit_code=0, reason="every rank has ended", why="done")
+    assert node.obey(m.End(outcome=outcome))[-1] == a.EndJob(outcome, here_only=False)
+
+
+def test_a_process_that_is_forked_too_late_is_ended(node: Node) -> None:
+    late, _ = (one for one in node.assign(assignment(1, place(0))) if isinstance(one, a.StartProcess))
+    new, *_ = (one for one in node.assign(assignment(2, place(0))) if isinstance(one, a.StartProcess))
+    node.core.born(late.slot, late.birth, 11, 1.0)
+    assert node.out() == [a.KillProcess(late.birth)]
+    node.core.born(new.slot, new.birth, 12, 1.0)
+    assert [slot.occupant.pid for slot in node.core.slots if slot.occupant is not None] == [12]
+    # Neither a word nor the death of the first is this slot's.
+    node.core.hello(late.birth, 1.0)
+    node.core.exited(late.birth, -9, "was killed", 1.0)
+    assert node.phases()[0] == "starting"
+
+
+def test_a_process_that_cannot_be_forked_is_dead(node: Node) -> None:
+    start = next(one for one in node.assign(assignment(1, place(0))) if isinstance(one, a.StartProcess))
+    node.core.not_born(start.slot, start.birth, "no memory", 1.0)
+    assert kinds(node.out()) == ["NoteEvent", "Report"]
+    assert (node.phases()[0], node.causes()[0]) == ("exited", "died")
+
+
+@pytest.mark.parametrize(
+    ("code", "hooked", "phase", "cause"),
+    [
+        (0, True, "finished", None),
+        (0, True, "restored", "died"),
+        (0, False, "starting", None),
+        (1, True, "finished", "died"),
+        (-9, True, "restored", "died"),
+        (1, False, "starting", "died"),
+    ],
+)
+def test_what_a_death_is(node: Node, code: int, hooked: bool, phase: m.Phase, cause: str | None) -> None:
+    births = node.births(node.assign(assignment(1, place(0), place(1))))
+    if hooked:
+        node.hello(births[0])
+    node.core.slots[0].enter(phase, 1, 0.0)
+    node.core.exited(births[0], code, "ended", 2.0)
+    slot = node.core.slots[0]
+    assert (slot.phase, slot.exit_code, node.causes()[0]) == ("exited", code, cause)
+    assert slot.living is None
+
+
+def test_after_release_an_end_with_0_is_no_fault_until_the_next_order(node: Node) -> None:
+    births = node.train(assignment(1, place(0), place(1)))
+    node.obey(m.Release(generation=1))
+    node.core.exited(births[0], 0, "ended", 1.0)
+    assert node.causes()[0] is None
+    node.obey(m.Stop(generation=1, reason="a fault"))
+    node.core.exited(births[1], 0, "ended", 1.0)
+    assert node.causes()[1] == "died"
+
+
+def test_words_of_another_generation_are_refused(node: Node) -> None:
+    births = node.train(assignment(2, place(0)))
+    slot = node.core.slots[0]
+    assert not node.core.admits(slot, 1, "Joined")
+    assert node.out() == [
+        a.NoteEvent("stale-message", "Joined of slot 0, generation 1, here 2"),
+        a.SendToRank(births[0], m.Refused(generation=1, what="Joined")),
+    ]
+    assert node.core.admits(slot, 2, "Joined")
+
+
+def test_a_step_before_the_restore_is_none_of_the_new_generation(node: Node) -> None:
+    node.train(assignment(1, place(0)))
+    slot = node.core.slots[0]
+    step = m.Stepped(generation=1, step=9, loss=0.5, every=1, share=None)
+    node.core.stepped(slot, step, first=True)
+    node.core.stepped(slot, step, first=False)
+    assert node.out() == [a.Report(), a.Report(soon=True)]
+    assert node.stepped() == [True, False]
+    node.assign(assignment(2, place(0), restore_step=7))
+    assert node.stepped() == [False, False]
+    node.core.advance(slot, m.Restored(generation=2), 1.0)
+    assert (slot.step, slot.phase) == (7, "restored")
+
+
+def test_a_broken_collective_blames_and_changes_no_phase(node: Node) -> None:
+    node.train(assignment(1, place(0)))
+    slot = node.core.slots[0]
+    node.core.advance(slot, m.Joined(generation=1), 1.0)
+    node.core.advance(slot, m.Broken(generation=1, text="reset by peer"), 2.0)
+    assert (slot.phase, slot.since, node.causes()[0]) == ("joined", 2.0, "broken")
+
+
+def test_who_is_silent_is_killed_once_but_not_for_time_that_the_agent_was_starved(node: Node) -> None:
+    births = node.train(assignment(1, place(0), place(1)))
+    node.core.heard(births[1], 3.0)
+    node.core.check_answers(0.0, PONG_S)
+    assert not node.out()
+    node.core.check_answers(2.0, PONG_S + 1.9)
+    assert not node.out()
+    node.core.check_answers(0.0, PONG_S + 2.1)
+    node.core.check_answers(0.0, PONG_S + 2.2)
+    assert node.out() == [a.KillProcess(births[0])]
+    node.core.exited(births[0], -9, "was killed", 8.0)
+    assert node.causes() == ["hung", None]
+
+
+def test_who_was_released_owes_no_answer(node: Node) -> None:
+    node.train(assignment(1, place(0)))
+    node.obey(m.Release(generation=1))
+    node.core.slots[1].occupant = None
+    node.core.check_answers(0.0, 100.0)
+    assert not node.out()
+
+
+def test_at_the_end_of_the_agent_no_death_is_a_fault_and_nothing_is_born(node: Node) -> None:
+    said = node.assign(assignment(1, place(0), place(1)))
+    first, second = (one for one in said if isinstance(one, a.StartProcess))
+    node.core.born(first.slot, first.birth, 11, 0.0)
+    node.core.close()
+    node.out()
+    node.core.born(second.slot, second.birth, 12, 0.0)
+    assert node.out() == [a.KillProcess(second.birth)]
+    node.core.exited(first.birth, -15, "was ended by SIGTERM", 1.0)
+    assert node.causes() == ["stop", None]
