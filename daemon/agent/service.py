@@ -206,7 +206,7 @@ class Agent:
     async def _close(self, daemon: "asyncio.Task[None] | None") -> None:
         await self._crew.close()
         if not self._here_only:
-            self._replicas.serving.accepting = False
+            self._replicas.core.accepting = False
             await self._requeue_memory.at_end(self._outcome.result() if self._outcome.done() else None)
             await self._saving.at_end()
         self._ranks.close()
@@ -317,7 +317,7 @@ class Agent:
             case a.FollowAssignment():
                 self._follow(action.assignment)
             case a.StopAccepting():
-                self._replicas.serving.accepting = False
+                self._replicas.core.accepting = False
             case a.ReleaseReplicas():
                 self._replicas.release()
             case a.Report():

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
-from ckptless.daemon.agent.versions.serving import Serving, receive_payload
+from ckptless.daemon.agent.versions.replicas import Replicas, receive_payload
 from ckptless.daemon.agent.versions.store import Region, VersionStore
 from ckptless.daemon.protocol.messages import NodeInfo, TensorsAt
 from ckptless.daemon.protocol.version import (
@@ -47,7 +47,6 @@ from ckptless.daemon.protocol.version import (
     write_header,
 )
 from ckptless.daemon.transport import messages as p
-from ckptless.daemon.transport.bulk import Pace
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, serve
 
@@ -105,8 +104,8 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
         told = write_header(view, Header(JOB, 0, 0, 0, 1, "0" * 32, payload, chunks))
         data.release()
     vault.put_tensors(0, 0, TensorsAt(region=region.number, offset=0, nbytes=nbytes, digest=told))
-    serving = Serving(0, Origin(JOB), vault, Pace())
-    serving.follow(1).close()
+    replicas = Replicas(0, Origin(JOB), 0, vault)
+    replicas.core.generation = replicas.integrity.generation = 1
     ended = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -125,7 +124,9 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
         ended.set()
 
     def give_chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(asyncio.create_task(serving.serve((reader, writer), KeyCredentials(JOB.encode() * 8))))
+        tasks.add(
+            asyncio.create_task(replicas.serving.serve((reader, writer), KeyCredentials(JOB.encode() * 8)))
+        )
 
     server, port = await serve(HOST, 0, lambda *streams: tasks.add(asyncio.create_task(give(*streams))))
     _, chunks_port = await serve(HOST, 0, give_chunks)

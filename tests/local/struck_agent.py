@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from points import Point
 
 from ckptless.daemon.agent import main
+from ckptless.daemon.agent.core.replication import Replication, ReReplication
 from ckptless.daemon.agent.kvstore.home import Home
 from ckptless.daemon.agent.kvstore.proxy import Proxy
 from ckptless.daemon.agent.kvstore.service import StoreService
 from ckptless.daemon.agent.kvstore.wire import Ask, Told
 from ckptless.daemon.agent.versions.connections import TensorConnection
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
-from ckptless.daemon.agent.versions.replicas import Replicas, ReReplication
 from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import VersionStore
@@ -201,7 +201,7 @@ def acked(original: Any, rank: int, step: int, what: str) -> None:
     original(rank, step, what)
 
 
-@wrap(Replicas, "_remake")
+@wrap(Replication, "_remake")
 def remake(original: Any, *args: Any) -> None:
     """The offer is the work of another task."""
     original(*args)

@@ -9,6 +9,7 @@ from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.lease import INTERVAL_S, ROUND, AgentLease, to_ask
 from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.replication.protection import Item
 from ckptless.daemon.transport.messages import CompareTwins, TwinsCompared
 
 from .events import Channel
@@ -187,14 +188,16 @@ class Agent:
             case a.FollowAssignment():
                 self._follow(action.assignment)
             case a.StopAccepting():
-                self.replicas.accepting = False
+                self.replicas.core.accepting = False
             case a.Report():
                 (self._progressed if action.soon else self._changed)()
             case a.NoteEvent():
                 self.say(m.AgentEvent(level="warning", kind=action.kind, text=action.text))
             case a.EndJob():
                 self._end(action)
-            case a.PrefetchState() | a.ReleaseReplicas():
+            case a.ReleaseReplicas():
+                self.replicas.core.release()
+            case a.PrefetchState():
                 pass
 
     def _follow(self, assignment: m.Assignment) -> None:
@@ -305,9 +308,9 @@ class Agent:
         writes = rank == min(r for r in assignment.ranks_on(self.node) if self.vault.shard(r) == shard)
         self._waiting[(rank, step)] = {"record", "tensors", "twins"} if writes else {"record"}
         if writes and step != assignment.restore_step:
-            self.vault.put("tensors", shard, step)
+            self.vault.put(Item("tensors", shard), step)
             self.vault.contents[shard, step] = rank, process.value
-        self.vault.put("record", rank, step)
+        self.vault.put(Item("record", rank), step)
         self.world.checks.committed(process, step)
         new = step > (assignment.restore_step or 0)
         first = new and slot.index not in self._moved
@@ -315,9 +318,9 @@ class Agent:
             self._moved.add(slot.index)
         told = m.Stepped(generation=process.generation, step=step, loss=None, every=1, share=None)
         self.core.stepped(slot, told, first=first)
-        self.replicas.push("record", rank, step, lambda: self._acked(rank, step, "record"))
+        self.replicas.push(Item("record", rank), step, lambda: self._acked(rank, step, "record"))
         if writes:
-            self.replicas.push("tensors", shard, step, lambda: self._acked(rank, step, "tensors"))
+            self.replicas.push(Item("tensors", shard), step, lambda: self._acked(rank, step, "tensors"))
             ranks = range(shard, min(shard + self.vault.twins, len(assignment.places)))
             nodes = tuple({assignment.places[twin].node for twin in ranks})
             done = lambda: self._acked(rank, step, "twins")  # noqa: E731

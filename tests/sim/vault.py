@@ -1,12 +1,12 @@
-"""What a fake agent holds, and the copies it sends: `store` and `replicas` of `agent.versions`, no bytes."""
+"""What an agent holds, without bytes, and the shipped replication over simulated links."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptless.daemon.agent.core.replication import Key, Replication, verdict
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.replication.protection import Item
-from ckptless.daemon.replication.re_replication import Holders, Watermark, remakes, surplus
 
 from .events import Channel
 
@@ -23,16 +23,10 @@ class Put:
     """Hold this: a rank's record, or a shard's tensors."""
 
     generation: int
-    what: str
-    number: int
+    item: Item
     step: int
     sender: "Agent"
     content: tuple[int, int] = (-1, 0)
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """What it is about."""
-        return self.what, self.number, self.step
 
 
 def digest_of(value: int) -> str:
@@ -54,15 +48,17 @@ class Vault:
         """What a rank has tensors of: of so many ranks in a row the lowest."""
         return rank // self.twins * self.twins
 
-    def put(self, what: str, number: int, step: int) -> None:
-        """Keep the newest."""
-        known = self.tensors if what == "tensors" else self.records
-        known[number] = set(sorted({*known.get(number, ()), step})[-KEEP:])
+    def _steps(self, item: Item) -> dict[int, set[int]]:
+        return self.tensors if item.kind == "tensors" else self.records
 
-    def has(self, what: str, number: int, step: int) -> bool:
+    def put(self, item: Item, step: int) -> None:
+        """Keep the newest."""
+        known = self._steps(item)
+        known[item.number] = set(sorted({*known.get(item.number, ()), step})[-KEEP:])
+
+    def has(self, item: Item, step: int) -> bool:
         """Whether it is here."""
-        known = self.tensors if what == "tensors" else self.records
-        return step in known.get(number, ())
+        return step in self._steps(item).get(item.number, ())
 
     def drop_after(self, step: int | None) -> None:
         """What is newer never happened."""
@@ -84,11 +80,11 @@ class Vault:
 
     def newest(self, item: Item) -> int:
         """The newest step of something that is here."""
-        return max((self.tensors if item[0] == "tensors" else self.records)[item[1]])
+        return max(self._steps(item)[item.number])
 
     def give_back(self, item: Item) -> None:
         """Hold nothing of it any more."""
-        del (self.tensors if item[0] == "tensors" else self.records)[item[1]]
+        del self._steps(item)[item.number]
 
     def holdings(self, tells: Callable[[int], bool] = lambda _shard: False) -> m.Holdings:
         """As an agent tells it; of which shards also by what they are compared."""
@@ -108,90 +104,79 @@ class Vault:
 
 
 class Replicas:
-    """Pushes records and tensors to their holders, and holds those of others."""
+    """Carries out what the shipped `Replication` decides, and takes what others send."""
 
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
-        self._to: Holders | None = None
-        self._places: tuple[m.Place, ...] = ()
-        self._generation = 0
-        self._unreachable: set[int] = set()
-        self._waiting: dict[tuple[str, int, int], tuple[set[int], Callable[[], None]]] = {}
+        self.core: Replication[Put] = Replication(agent.node, COPIES, (), self)
         self._links: dict[int, Channel[Put]] = {}
         self._early: list[Put] = []
-        self._watermark = Watermark(None)
-        self.accepting = True
 
     def follow(self, assignment: m.Assignment) -> None:
-        """A new generation: other holders, and nothing of the old one is waited for."""
-        to = self._to = Holders(assignment, COPIES)
-        self._generation = assignment.generation
-        self._watermark = Watermark(assignment.restore_step)
-        self._places = assignment.places
-        self._unreachable.clear()
-        self._waiting.clear()
-        self.accepting = True
+        """A new generation; what has come for it too early is taken."""
+        self.core.follow(assignment)
         early, self._early = self._early, []
         for put in early:
             self.take(put)
-        self._remake(to)
 
-    def _saw_commit(self, step: int) -> None:
-        """Give back what this node need not hold, and the watermark has passed."""
+    def push(self, item: Item, step: int, acked: Callable[[], None]) -> None:
+        """A rank of this node has committed it."""
         agent = self._agent
-        if not (self._watermark.saw_commit(step) and self._to is not None and agent.alive and self.accepting):
-            return
-        for item in surplus(self._to, agent.node, agent.vault.items()):
-            if self._watermark.passed(agent.vault.newest(item)):
-                agent.vault.give_back(item)
-                agent.world.story.tell(agent.name, f"gives back {item.kind} {item.number}")
-
-    def _remake(self, to: Holders) -> None:
-        """Copies that went with their holders are given to others without waiting for a commit."""
-        agent, step = self._agent, to.assignment.restore_step
-        if step is None:
-            return
-        for lost in remakes(to, agent.node):
-            content = agent.vault.contents.get((lost.item.number, step), (-1, 0))
-            put = Put(self._generation, *lost.item, step, agent, content)
-            if not agent.vault.has(*put.key):
-                continue
-            takes_s = agent.world.random.uniform(0.0, TENSORS_S)
-            for node in lost.takers:
-                agent.world.events.after(takes_s, lambda put=put, node=node: self._send(put, node))  # type: ignore[misc]
-
-    def push(self, what: str, number: int, step: int, acked: Callable[[], None]) -> None:
-        """Send it to its holders; with nobody to hold it, it counts as held."""
-        agent = self._agent
-        assert self._to is not None
-        if what == "record":
-            self._saw_commit(step)
-            targets = self._to.of_node(agent.node, self._unreachable)
+        assert agent.assignment is not None
+        places, put = agent.assignment.places, self.held((item, step))
+        assert put is not None
+        if item.kind == "record":
+            self.core.push_record((item, step), put, acked)
+        elif places[item.number].node != agent.node:
+            acked()  # another node gives it
         else:
-            ranks = range(number, min(number + agent.vault.twins, len(self._places)))
-            twins = frozenset(self._places[rank].node for rank in ranks)
-            if self._places[number].node != agent.node:
-                acked()
-                return
-            targets = self._to.of_shared(agent.node, twins, self._unreachable)
-        nodes = frozenset(info.node for info in targets)
-        if not targets:
-            acked()
-            return
-        content = agent.vault.contents.get((number, step), (-1, 0))
-        put = Put(self._generation, what, number, step, agent, content)
-        self._waiting[put.key] = set(nodes), acked
-        # Tensors are many bytes.
-        takes_s = agent.world.random.uniform(0.0, TENSORS_S) if what == "tensors" else 0.0
-        for info in targets:
-            if takes_s:
-                agent.world.events.after(takes_s, lambda node=info.node: self._send(put, node))  # type: ignore[misc]
-            else:
-                self._send(put, info.node)
+            ranks = range(item.number, min(item.number + agent.vault.twins, len(places)))
+            twins = frozenset(places[rank].node for rank in ranks)
+            self.core.push_tensors((item, step), put, twins, acked)
+
+    # ----------------------------------------------------------------------- what `core` asks for
+
+    def send(self, info: m.NodeInfo, what: Put) -> None:
+        """Tensors are many bytes, and take their time."""
+        takes_s = self._agent.world.random.uniform(0.0, TENSORS_S) if what.item.kind == "tensors" else 0.0
+        self._agent.world.events.after(takes_s, lambda: self._send(what, info.node))
+
+    def held(self, key: Key) -> Put | None:
+        """What is here of it, as it is sent."""
+        item, step = key
+        vault = self._agent.vault
+        if not vault.has(item, step):
+            return None
+        content = vault.contents.get((item.number, step), (-1, 0))
+        return Put(self.core.generation, item, step, self._agent, content)
+
+    def items(self) -> Collection[Item]:
+        """All that is here."""
+        return self._agent.vault.items()
+
+    def newest(self, item: Item) -> int:
+        """The newest step of something that is here."""
+        return self._agent.vault.newest(item)
+
+    def give_back(self, items: Sequence[Item]) -> None:
+        """Hold nothing of these any more."""
+        for item in items:
+            self._agent.vault.give_back(item)
+            self._agent.world.story.tell(self._agent.name, f"gives back {item.kind} {item.number}")
+
+    def event(self, kind: str, text: str) -> None:
+        """As an agent tells its daemon."""
+        self._agent.say(m.AgentEvent(level="warning", kind=kind, text=text))
+
+    def now(self) -> float:
+        """The simulated time."""
+        return self._agent.world.events.now
+
+    # ------------------------------------------------------------------------------- other nodes
 
     def _send(self, put: Put, node: int) -> None:
         agent = self._agent
-        if not agent.alive or put.generation != self._generation:
+        if not agent.alive or put.generation != self.core.generation:
             return
         other = agent.world.agents[node]
         if other.alive:
@@ -211,42 +196,32 @@ class Replicas:
         return deliver
 
     def take(self, put: Put) -> None:
-        """Hold what is of this generation, and say so; nothing of an old one, and nothing while frozen."""
+        """Hold what may be held, and say so."""
         agent = self._agent
         if not agent.sound:
             return
-        if put.generation > self._generation:
+        found = verdict(put.generation, self.core.generation, accepting=self.core.accepting)
+        if found == "early":
             self._early.append(put)
-        elif put.generation == self._generation and self.accepting:
-            agent.vault.put(put.what, put.number, put.step)
-            if put.what == "record":
-                self._saw_commit(put.step)
-            if put.what == "tensors":
-                agent.vault.contents[put.number, put.step] = put.content
-            held = lambda: put.sender.replicas.held(agent.node, put)  # noqa: E731
+        elif found == "take":
+            agent.vault.put(put.item, put.step)
+            if put.item.kind == "record":
+                self.core.saw_commit(put.step)
+            else:
+                agent.vault.contents[put.item.number, put.step] = put.content
+            held = lambda: put.sender.replicas.has(agent.node, put)  # noqa: E731
             agent.world.soon(lambda: agent.world.network.when_joined(agent.node, put.sender.node, held))
 
-    def held(self, node: int, put: Put) -> None:
+    def has(self, node: int, put: Put) -> None:
         """A holder has it."""
-        waiting = self._waiting.get(put.key)
-        if waiting is None or put.generation != self._generation or not self._agent.alive:
-            return
-        missing, acked = waiting
-        missing.discard(node)
-        if not missing:
-            del self._waiting[put.key]
-            acked()
+        if self._agent.alive:
+            self.core.has(node, (put.item, put.step), put.generation)
 
     def lost(self, node: int) -> None:
-        """A holder cannot be reached: the next on the ring takes its place."""
+        """A holder cannot be reached."""
         self._links.pop(node, None)
-        if not self._agent.alive or self._to is None or node not in self._to.assignment.members:
-            return
-        self._unreachable.add(node)
-        for key, (missing, acked) in list(self._waiting.items()):
-            if node in missing:
-                del self._waiting[key]
-                self.push(*key, acked)
+        if self._agent.alive:
+            self.core.lost(node, "it has hung up")
 
     def _gives(self, other: "Agent") -> bool:
         return other.sound and not self._agent.world.network.apart(self._agent.node, other.node)
@@ -256,17 +231,17 @@ class Replicas:
         vault = self._agent.vault
         shard = assignment.shards[rank]
         wanted = (
-            ("record", rank, assignment.record_nodes[rank]),
-            ("tensors", shard, assignment.holders_of(shard)),
+            (Item("record", rank), assignment.record_nodes[rank]),
+            (Item("tensors", shard), assignment.holders_of(shard)),
         )
-        for what, number, nodes in wanted:
-            if vault.has(what, number, step):
+        for item, nodes in wanted:
+            if vault.has(item, step):
                 continue
             others = [self._agent.world.agents[node] for node in nodes]
-            givers = [a for a in others if self._gives(a) and a.vault.has(what, number, step)]
+            givers = [a for a in others if self._gives(a) and a.vault.has(item, step)]
             if not givers:
-                return f"StateUnavailableError: nobody could give {what} {number} of step {step}"
-            vault.put(what, number, step)
-            if what == "tensors":
-                vault.contents[number, step] = givers[0].vault.contents[number, step]
+                return f"StateUnavailableError: nobody could give {item.kind} {item.number} of step {step}"
+            vault.put(item, step)
+            if item.kind == "tensors":
+                vault.contents[item.number, step] = givers[0].vault.contents[item.number, step]
         return None

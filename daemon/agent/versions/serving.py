@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
+from ckptless.daemon.agent.core.replication import Replication, verdict
 from ckptless.daemon.agent.versions.connections import Peer
 from ckptless.daemon.agent.versions.deltas import Base, base_of, missing
 from ckptless.daemon.agent.versions.integrity import ArrivalCheck, IntegrityCheck
@@ -65,26 +66,24 @@ async def _no_store(_link: Peer, _join: p.StoreJoin) -> None:
 
 
 class Serving:
-    """Owned by the agent's event loop. `accepting`: not while this node's agent is frozen."""
+    """Owned by the agent's event loop."""
 
-    def __init__(self, node: int, origin: version.Origin, store: VersionStore, pace: Pace) -> None:
-        self._me, self._origin, self._store, self._pace = node, origin, store, pace
+    def __init__(
+        self, node: int, origin: version.Origin, store: VersionStore, pace: Pace, core: Replication[Any]
+    ) -> None:
+        self._me, self._origin, self._store, self._pace, self._core = node, origin, store, pace, core
         self.integrity = IntegrityCheck(origin, store)
-        self._generation = 0
         self._followed = asyncio.Condition()
         # The transfer locks, by digest: the same version is not taken from two nodes at once.
         self._transfers: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._refusals = TokenBucket(REFUSALS_PER_S, REFUSALS_AT_ONCE)
-        self.accepting = True
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
-        self.on_record: Callable[[int], None] = lambda _step: None
         self.on_compare: Callable[[Peer, p.CompareTwins], None] = lambda _link, _message: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
         self.on_store: Callable[[Peer, p.StoreJoin], Awaitable[None]] = _no_store
 
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
-        """A new generation: what belongs to another is not taken any more. To be awaited soon."""
-        self._generation, self.accepting = generation, True
+        """A new generation: what has come for it too early may be taken now. To be awaited soon."""
         self.integrity.generation = generation
         return self._announce()
 
@@ -151,7 +150,7 @@ class Serving:
         if taken:
             held = Held(message.record, message.digest, message.shard)
             self._store.put_record(message.rank, message.step, held)
-            self.on_record(message.step)
+            self._core.saw_commit(message.step)
         link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step, held=taken))
 
     async def _consider(self, link: Peer, offer: p.OfferTensors) -> None:
@@ -206,11 +205,9 @@ class Serving:
                 self._refuse_version(link, error)
                 return
             # The generation may have ended while they came.
-            if generation == self._generation and self.accepting:
+            if self._judge(generation, f"the tensors of shard {header.shard}"):
                 self._store.put_tensors(header.shard, header.step, coming.finish())
                 answer = "held"
-            elif generation != self._generation:
-                self._refuse(f"the tensors of shard {header.shard}", generation)
         link.send(p.TensorsAnswer(answer=answer))
 
     def _refuse_version(self, link: Peer, error: BadVersionError) -> None:
@@ -218,19 +215,20 @@ class Serving:
         link.send(p.TensorsAnswer(answer="unsound"))
 
     async def _takes(self, generation: int, what: str) -> bool:
-        """Whether it may be held: nothing of an old generation, and nothing while this agent is frozen."""
-        if generation > self._generation:
-            # The sender heard of the new generation before this agent did.
+        """Return whether it may be held; wait where the sender has heard of a new generation before us."""
+        core = self._core
+        if verdict(generation, core.generation, accepting=core.accepting) == "early":
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CATCH_UP_DEADLINE_S), self._followed:
-                    await self._followed.wait_for(lambda: generation <= self._generation)
-        if generation != self._generation:
-            self._refuse(what, generation)
-            return False
-        return self.accepting
+                    await self._followed.wait_for(lambda: generation <= core.generation)
+        return self._judge(generation, what)
 
-    def _refuse(self, what: str, generation: int) -> None:
-        self.on_event("stale-record", f"{what}, generation {generation}, here {self._generation}")
+    def _judge(self, generation: int, what: str) -> bool:
+        core = self._core
+        found = verdict(generation, core.generation, accepting=core.accepting)
+        if found in ("early", "stale"):
+            self.on_event("stale-record", f"{what}, generation {generation}, here {core.generation}")
+        return found == "take"
 
     # -------------------------------------------------------------------------------------- give
 

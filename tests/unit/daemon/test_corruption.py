@@ -17,6 +17,8 @@ from typing import Any, TypeVar, cast
 import pytest
 from msgspec.structs import replace
 
+from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import SLOTS, Held, Version, VersionStore, digest, round_up
@@ -124,12 +126,12 @@ class World:
             tensor_nodes=((SHARD, (0, 1, 2)),),
             record_nodes=((0,),),
         )
-        self.slot: Any = SimpleNamespace(
-            index=0, shard=(GENERATION, SHARD), generation=GENERATION, tenant=None
-        )
-        crew: Any = SimpleNamespace(slots=[self.slot])
+        self.slot = Slot(0, generation=GENERATION, shard=(GENERATION, SHARD))
+        crew: Any = SimpleNamespace()
+        core = AgentCore(0, 0, 5.0)
+        core.slots, core.assignment = [self.slot], self.assignment
         vault, replicas = self.nodes[0].vault, self.nodes[0].replicas
-        self.state = StateService(0, vault, replicas, crew, Twins(0, "act", vault, replicas))
+        self.state = StateService(core, vault, replicas, crew, Twins(0, "act", vault, replicas))
         for node in self.nodes:
             node.replicas.follow(self.assignment)
 
@@ -376,7 +378,7 @@ def served(world: World, step: int) -> m.Fetched:
     async def go() -> m.Fetched:
         heard: asyncio.Future[m.Fetched] = asyncio.get_running_loop().create_future()
         link: Any = SimpleNamespace(send=lambda reply, _fd=None: heard.set_result(reply))
-        world.state.serve(world.slot, link, m.Fetch(generation=GENERATION, step=step), frozen=False)
+        world.state.serve(world.slot, link, m.Fetch(generation=GENERATION, step=step))
         return await asyncio.wait_for(heard, 20)
 
     return world.run(go())

@@ -59,8 +59,7 @@ async def commit_all(nodes: Nodes, step: int) -> None:
         commit(nodes[home], rank, step)
     await until(
         lambda: all(
-            nodes[home].replicas._newest.get(Item("record", r), (0,))[0] == step
-            for r, home in enumerate(homes)
+            nodes[home].replicas.core.newest_held(Item("record", r)) == step for r, home in enumerate(homes)
         )
     )
 
@@ -86,12 +85,12 @@ def test_a_frozen_agent_keeps_what_it_has_told_of() -> None:
     async def play() -> None:
         async with Nodes(RANKS + 1) as nodes:
             await after_a_loss(nodes)
-            nodes[3].replicas.serving.accepting = False
+            nodes[3].replicas.core.accepting = False
             for step in range(STEP + 1, STEP + 5):
-                nodes[3].replicas._saw_commit(step)
+                nodes[3].replicas.core.saw_commit(step)
             assert 1 in shards(nodes[3])
-            nodes[3].replicas.serving.accepting = True
-            nodes[3].replicas._saw_commit(STEP + 5)
+            nodes[3].replicas.core.accepting = True
+            nodes[3].replicas.core.saw_commit(STEP + 5)
             assert 1 not in shards(nodes[3])
 
     asyncio.run(play())
@@ -105,11 +104,11 @@ def test_memory_that_is_being_read_is_given_back_later() -> None:
             assert found is not None
             view, inode = found[1].view(0, 10), os.fstat(found[1].fd).st_ino
             for step in range(STEP + 1, STEP + 4):
-                nodes[3].replicas._saw_commit(step)
+                nodes[3].replicas.core.saw_commit(step)
             assert nodes[3].vault.tensors(1, STEP) is None
             assert is_open(inode)
             view.release()
-            nodes[3].replicas._saw_commit(STEP + 4)
+            nodes[3].replicas.core.saw_commit(STEP + 4)
             assert nodes[3].vault.region(found[0].region) is None
             assert not is_open(inode)
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from click.testing import CliRunner
 from msgspec import structs
 
-from ckptless.daemon.agent.versions.serving import Serving
+from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore, digest
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.records import REFUSALS, EventRecord, JobRecord
 from ckptless.daemon.protocol.version import Origin
 from ckptless.daemon.transport import messages as p
-from ckptless.daemon.transport.bulk import Pace
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, serve
 
@@ -93,7 +92,8 @@ class Connected:
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
         self.vault = VersionStore()
-        self.serving = Serving(1, Origin("7"), self.vault, Pace())
+        self.replicas = Replicas(1, Origin("7"), 0, self.vault)
+        self.serving = self.replicas.serving
         self.serving.on_event = lambda kind, text: self.events.append((kind, text))
 
     @contextlib.asynccontextmanager
@@ -122,7 +122,7 @@ def test_an_agent_tells_of_a_record_of_an_older_generation() -> None:
     async def main() -> None:
         agent = Connected()
         async with asyncio.timeout(20.0), agent.link() as link:
-            await agent.serving.follow(2)
+            agent.replicas.core.generation = 2
             link.send(record(generation=1))
             link.send(record(generation=2))
             refused, answer = await link.receive(), await link.receive()

@@ -140,7 +140,7 @@ def test_a_holder_with_nothing_to_answer_may_be_silent_for_long() -> None:
             push(1)
             await until(lambda: acked == [1])
             # Frozen, as between two generations: nothing is taken, and that is an answer.
-            nodes[1].replicas.serving.accepting = False
+            nodes[1].replicas.core.accepting = False
             push(2)
             await asyncio.sleep(3 * SHORT_S)
             assert acked == [1]
