@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
-from ckptless.daemon.agent.versions.replicas import Replicas, receive_payload
+from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.serving import receive_payload
 from ckptless.daemon.agent.versions.store import Region, VersionStore
 from ckptless.daemon.protocol.messages import NodeInfo, TensorsAt
 from ckptless.daemon.protocol.version import (
