@@ -11,7 +11,7 @@ import socket
 import sys
 
 from ckptless.daemon.agent.ranks import zygote
-from ckptless.daemon.agent.signals import ignore_others
+from ckptless.daemon.agent.ranks.signals import ignore_others
 
 
 def main() -> None:

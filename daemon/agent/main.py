@@ -12,16 +12,16 @@ import click
 import msgspec
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.config import AgentConfig, of_this_node
 from ckptless.daemon.agent.ranks.prctl import set_process_name
+from ckptless.daemon.agent.ranks.signals import ENDING, USERS, ignore_others
 from ckptless.daemon.agent.ranks.socket_folder import RANKS, SocketFolder
 from ckptless.daemon.agent.service import Agent
-from ckptless.daemon.agent.signals import ENDING, USERS, ignore_others
-from ckptless.daemon.launch.requeue import stay
 from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol.errors import CkptlessError, UsageError
 from ckptless.daemon.protocol.messages import Cancel
+from ckptless.daemon.settings.agent_config import AgentConfig, of_this_node
 from ckptless.daemon.settings.config import load
+from ckptless.daemon.slurm.requeue import stay
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 

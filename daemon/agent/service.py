@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.core import actions as a
 from ckptless.daemon.agent.core.agent_core import AgentCore
 from ckptless.daemon.agent.core.slots import Slot
@@ -40,6 +39,7 @@ from ckptless.daemon.protocol.outcome import write_outcome
 from ckptless.daemon.protocol.ring import FromRing
 from ckptless.daemon.protocol.saving import FromWriter, SaveNow, WriterHello, Written
 from ckptless.daemon.protocol.version import Origin
+from ckptless.daemon.settings.agent_config import AgentConfig
 from ckptless.daemon.transport.credentials import KeyCredentials
 
 logger = logging.getLogger(__name__)

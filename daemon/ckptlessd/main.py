@@ -16,6 +16,7 @@ from ckptless import __version__
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.cluster import LocalCluster
 from ckptless.daemon.ckptlessd.service import Service, serve_forever
+from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
 from ckptless.daemon.ckptlessd.systemd import Notifier, Watchdog, Watched, inherited, period_s
 from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol.errors import CkptlessError
@@ -23,7 +24,6 @@ from ckptless.daemon.settings.bind import listen_address
 from ckptless.daemon.settings.config import DaemonConfig, KeepConfig, LocalConfig, load, read_key
 from ckptless.daemon.settings.site import Settings, load_settings, needs_restart
 from ckptless.daemon.slurm.cached import CachedSlurm
-from ckptless.daemon.slurm.cluster import SlurmCluster
 from ckptless.daemon.slurm.select import select
 from ckptless.daemon.transport.credentials import KeyCredentials, MungeCredentials
 from ckptless.daemon.transport.munge import Munge

@@ -9,8 +9,8 @@ import xxhash
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.daemon.settings.options import check_fits
 from ckptless.daemon.slurm.hostlist import expand
+from ckptless.daemon.slurm.run_name import RESTARTS, restarts
 
-RESTARTS = "SLURM_RESTART_COUNT"
 # slurm.h: the batch script, an interactive step and others of Slurm's own have numbers from here on.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -105,12 +105,6 @@ def shape(allocation: Allocation, nodes: int | None, spares: int, slots: int | N
             f"ask sbatch for --nodes={nodes + spares}"
         )
     return Shape(nodes=nodes, spares=spares, slots=slots or allocation.tasks or allocation.gpus or 1)
-
-
-def restarts(env: Mapping[str, str]) -> int:
-    """How often Slurm has started the job again."""
-    text = env.get(RESTARTS, "")
-    return int(text) if text.isdecimal() else 0
 
 
 # ------------------------------------------------------------------ what tells a run from others

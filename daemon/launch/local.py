@@ -22,12 +22,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from ckptless.daemon.agent.config import AgentConfig, SharedConfig, agent_config, thread_env
 from ckptless.daemon.agent.ranks.console import rank_log_path
 from ckptless.daemon.agent.ranks.prctl import set_child_subreaper, set_pdeathsig
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
+from ckptless.daemon.agent.ranks.signals import ENDING, USERS
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
-from ckptless.daemon.agent.signals import ENDING, USERS
 from ckptless.daemon.ckptlessd.state_dir import open_state_dir
 from ckptless.daemon.launch.console import log_end, tell_end
 from ckptless.daemon.ledger.paths import default_state_dir
@@ -35,6 +34,7 @@ from ckptless.daemon.protocol.errors import StartError, UsageError
 from ckptless.daemon.protocol.messages import Outcome
 from ckptless.daemon.protocol.outcome import outcome_path, read_outcome, which_holds
 from ckptless.daemon.protocol.peercred import unix_address
+from ckptless.daemon.settings.agent_config import AgentConfig, SharedConfig, agent_config, thread_env
 from ckptless.daemon.settings.config import LocalConfig, Peer
 from ckptless.daemon.transport.handshake import new_key
 

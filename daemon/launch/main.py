@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ckptless import __version__
-from ckptless.daemon.agent.signals import ignore_others
+from ckptless.daemon.agent.ranks.signals import ignore_others
 from ckptless.daemon.launch.options import local_run, recovers, slurm_run
 from ckptless.daemon.launch.preload import check_torch, names_ckptless, try_untested
 from ckptless.daemon.launch.step import StepRun

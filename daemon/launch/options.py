@@ -12,7 +12,6 @@ from secrets import token_hex
 
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.launch import allocation as slurm
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.preload import ALWAYS, preloads
@@ -25,6 +24,7 @@ from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.daemon.protocol.messages import JobSpec
 from ckptless.daemon.protocol.saving import SaveConfig
 from ckptless.daemon.replication.failure_domains import check_name
+from ckptless.daemon.settings.agent_config import SharedConfig
 from ckptless.daemon.settings.options import (
     DEFAULT_SHUTDOWN_S,
     NO_HET,
@@ -36,6 +36,7 @@ from ckptless.daemon.settings.options import (
     run_options,
 )
 from ckptless.daemon.settings.site import Settings, default_settings, load_settings
+from ckptless.daemon.slurm.run_name import restarts
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         spec=replace(config.spec, job=job),
         log_dir=str(log_dir),
         outcome_dir=str(log_dir),
-        restarts=slurm.restarts(env),
+        restarts=restarts(env),
         in_step=in_step,
     )
     if found.step is None:

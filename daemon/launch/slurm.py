@@ -17,24 +17,24 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, encoded
 from ckptless.daemon.agent.ranks.console import rank_log_path
 from ckptless.daemon.agent.ranks.prctl import set_pdeathsig
-from ckptless.daemon.agent.signals import ENDING, USERS
+from ckptless.daemon.agent.ranks.signals import ENDING, USERS
 from ckptless.daemon.ckptlessd.planning.plan import EXIT_UNRECOVERABLE
 from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.launch.console import Follower, log_end, tell_end
-from ckptless.daemon.launch.requeue import requeue, stay, why_requeue
 from ckptless.daemon.protocol.errors import CkptlessError, StartError, UsageError
 from ckptless.daemon.protocol.forming import clear, has_begun, nodes_up
 from ckptless.daemon.protocol.log import LOG_PREFIX
 from ckptless.daemon.protocol.messages import JobSpec, Outcome
 from ckptless.daemon.protocol.outcome import read_outcome, write_outcome
 from ckptless.daemon.replication.failure_domains import by_members
+from ckptless.daemon.settings.agent_config import AGENT_CONFIG, SharedConfig, encoded
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import from_message
 from ckptless.daemon.slurm.hostlist import compress
+from ckptless.daemon.slurm.requeue import requeue, stay, why_requeue
 from ckptless.daemon.slurm.run_name import slurm_job_id
 from ckptless.daemon.slurm.text import read_topology
 

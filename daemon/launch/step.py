@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig, encoded
 from ckptless.daemon.agent.ranks.socket_folder import rank_sockets
 from ckptless.daemon.protocol.errors import StartError
 from ckptless.daemon.protocol.outcome import read_outcome
+from ckptless.daemon.settings.agent_config import AGENT_CONFIG, SharedConfig, encoded
 
 logger = logging.getLogger(__name__)
 

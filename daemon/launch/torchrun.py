@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from ckptless.daemon.agent.signals import ENDING, USERS
+from ckptless.daemon.agent.ranks.signals import ENDING, USERS
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.settings.options import RunOptions
 

@@ -1,9 +1,11 @@
-"""Pure: the names of runs, and which Slurm job each belongs to."""
+"""Pure: the names of runs, which Slurm job each belongs to, and how often Slurm had started that."""
 
 import re
+from collections.abc import Mapping
 
 from ckptless.daemon.protocol.errors import PeerError
 
+RESTARTS = "SLURM_RESTART_COUNT"
 _RUN = re.compile(r"(\d{1,10})(?:\.(?:(\d{1,5})|s\d{1,10}(?:r(\d{1,5}))?))?")
 
 
@@ -16,6 +18,12 @@ def restarts_of(run: str) -> int:
     """How often the run's job had been started before. Raises PeerError."""
     found = _match(run)
     return int(found.group(2) or found.group(3) or 0)
+
+
+def restarts(env: Mapping[str, str]) -> int:
+    """How often Slurm has started the job before, by the environment of a step or batch script."""
+    text = env.get(RESTARTS, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _match(run: str) -> re.Match[str]:

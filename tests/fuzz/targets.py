@@ -28,7 +28,6 @@ import torch
 import xxhash
 from seeds import build, members, structs_in
 
-from ckptless.daemon.agent import config as agent_config
 from ckptless.daemon.agent.kvstore import parser as store_parser
 from ckptless.daemon.agent.kvstore import protocol as store_protocol
 from ckptless.daemon.agent.kvstore import wire as store_wire
@@ -45,6 +44,7 @@ from ckptless.daemon.protocol import eviction, keeping, messages, outcome, readi
 from ckptless.daemon.protocol import records as m_records
 from ckptless.daemon.protocol import ring as api_ring
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
+from ckptless.daemon.settings import agent_config as agent_config
 from ckptless.daemon.settings import config as daemon_config
 from ckptless.daemon.settings.site import load_settings
 from ckptless.daemon.slurm import hostlist, pyslurm_worker, text

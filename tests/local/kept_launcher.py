@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.launch import local, main
 from ckptless.daemon.launch import options as launch_options
 from ckptless.daemon.launch.options import newest, saved_step
+from ckptless.daemon.settings.agent_config import SharedConfig
 from ckptless.daemon.settings.config import KeepConfig, LocalConfig
 
 POLL_S = 0.05

@@ -584,7 +584,7 @@ def test_two_users_at_once_and_a_thief(site: Cluster) -> None:
     mine.trains()
     theirs.trains()
     # Somebody else's agent says that it is of my job, on one of my nodes.
-    config = "import base64, os, msgspec; from ckptless.daemon.agent.config import *; "
+    config = "import base64, os, msgspec; from ckptless.daemon.settings.agent_config import *; "
     config += "from ckptless.daemon.protocol.model import *; "
     config += "n = tuple('node%02d' % i for i in range(1, 6)); "
     config += f"s = JobSpec(job='{mine.job_id}', command=('x',), nodes=4, spares=1, slots_per_node=1, "

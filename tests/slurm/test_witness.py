@@ -18,8 +18,8 @@ from cluster.api import Cluster
 from cluster.plan import Plan
 
 from ckptless.daemon.ckptlessd.clock import Clock
+from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
 from ckptless.daemon.slurm.cached import CachedSlurm
-from ckptless.daemon.slurm.cluster import SlurmCluster
 from ckptless.daemon.slurm.commands import Commands
 
 ASK = Path(__file__).name

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ckptless.daemon.agent.sock_owner import Asker, Endpoint, best_asker
+from ckptless.daemon.agent.kvstore.sock_owner import Asker, Endpoint, best_asker
 from ckptless.daemon.transport.bucket import TokenBucket
 
 # Events that a stranger can cause: some at once, then few, or the ledger is full of nothing else.

@@ -13,10 +13,10 @@ from ckptless.daemon.agent.kvstore.ids import ClientIds
 from ckptless.daemon.agent.kvstore.parser import StoreParser
 from ckptless.daemon.agent.kvstore.protocol import Request
 from ckptless.daemon.agent.kvstore.proxy import Cancel, Proxy
+from ckptless.daemon.agent.kvstore.sock_owner import Endpoint
 from ckptless.daemon.agent.kvstore.state import StoreState
 from ckptless.daemon.agent.kvstore.wire import Refusal
 from ckptless.daemon.agent.nccl.ids import NcclIds
-from ckptless.daemon.agent.sock_owner import Endpoint
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.daemon.transport.listener import serve
 

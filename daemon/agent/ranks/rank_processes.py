@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.core.actions import StartProcess
 from ckptless.daemon.agent.core.agent_core import AgentCore
 from ckptless.daemon.agent.core.slots import Slot
@@ -32,6 +31,7 @@ from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.ranks.socket_folder import Scratch
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import CkptlessError
+from ckptless.daemon.settings.agent_config import AgentConfig
 
 logger = logging.getLogger(__name__)
 

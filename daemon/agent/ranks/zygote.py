@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptless.daemon.agent.ranks import zygote_messages as wire
 from ckptless.daemon.agent.ranks.prctl import set_pdeathsig, set_process_name
-from ckptless.daemon.agent.signals import ENDING, ignore_others
+from ckptless.daemon.agent.ranks.signals import ENDING, ignore_others
 from ckptless.daemon.protocol.errors import ProtocolError
 
 MIDDLE_DEADLINE_S = 10.0

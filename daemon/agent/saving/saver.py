@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.ranks.environment import AGENT_SOCKET
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
@@ -26,6 +25,7 @@ from ckptless.daemon.protocol import saving as w
 from ckptless.daemon.protocol.codec import check_protocol
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.protocol.messages import Assignment, TensorsAt
+from ckptless.daemon.settings.agent_config import AgentConfig
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.ranks.processes import Zygote
 from ckptless.daemon.agent.saving import last as last_save
 from ckptless.daemon.agent.saving import plan as save_plan
@@ -18,6 +17,7 @@ from ckptless.daemon.protocol import saved
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo
 from ckptless.daemon.protocol.saving import Saved, SaveDone, SaveNow
+from ckptless.daemon.settings.agent_config import AgentConfig
 from ckptless.daemon.transport.messages import SaveAsk, SaveReply
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ import msgspec
 import xxhash
 from msgspec import structs
 
-from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.versions.store import SIZE_SEALS, Held, Region, VersionStore, digest, header_of
 from ckptless.daemon.protocol import keeping as k
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.protocol.fdsocket import FdSocket
 from ckptless.daemon.protocol.messages import PROTOCOL, Assignment, Brought, Denied, Holdings, Outcome, Why
+from ckptless.daemon.settings.agent_config import AgentConfig
 
 logger = logging.getLogger(__name__)
 

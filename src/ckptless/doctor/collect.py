@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from ckptless.daemon.agent import sock_owner
+from ckptless.daemon.agent.kvstore import sock_owner
 from ckptless.daemon.launch.allocation import inside_slurm
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.peercred import unix_address

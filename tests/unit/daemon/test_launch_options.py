@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import ckptless
-from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.launch import main
 from ckptless.daemon.launch import options as launch_options
 from ckptless.daemon.launch.options import data_of
+from ckptless.daemon.settings.agent_config import SharedConfig
 from ckptless.daemon.settings.options import DataSettings, run_options
 
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import sock_owner
-from ckptless.daemon.agent.sock_owner import (
+from ckptless.daemon.agent.kvstore import sock_owner
+from ckptless.daemon.agent.kvstore.sock_owner import (
     CannotAskError,
     Owner,
     best_asker,

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_service import DEADLINE_S, Site, hello
 
-from ckptless.daemon.agent.config import AgentConfig
 from ckptless.daemon.agent.versions.requeue_memory import RequeueMemory
 from ckptless.daemon.agent.versions.store import (
     SIZE_SEALS,
@@ -38,6 +37,7 @@ from ckptless.daemon.protocol import keeping as k
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.fdsocket import FdSocket
+from ckptless.daemon.settings.agent_config import AgentConfig
 from ckptless.daemon.settings.config import KeepConfig
 
 RUN, NEXT = "4711", "4711.1"

@@ -17,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from ckptless.daemon.ckptlessd import slurm_cluster as module
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
 from ckptless.daemon.ckptlessd.requeue_memory import Keeper
 from ckptless.daemon.ckptlessd.requeue_shelf import Entry
+from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster, reason_text
 from ckptless.daemon.ledger.precedence import precedence
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import LedgerWriter
@@ -29,10 +31,8 @@ from ckptless.daemon.protocol.messages import PROTOCOL, AgentHello, Cancel, JobE
 from ckptless.daemon.protocol.records import BY_SLURM, JobRecord, JobState
 from ckptless.daemon.settings.bind import Interface
 from ckptless.daemon.settings.config import KeepConfig
-from ckptless.daemon.slurm import cluster as module
 from ckptless.daemon.slurm.adapter import Job, Node, check_text
 from ckptless.daemon.slurm.cached import CachedSlurm, Reading
-from ckptless.daemon.slurm.cluster import SlurmCluster, reason_text
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError

@@ -17,11 +17,11 @@ from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decided, Decree, 
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.recovery.events import Said
 from ckptless.daemon.ckptlessd.session import is_as_new
+from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.errors import LedgerError
 from ckptless.daemon.slurm.adapter import Node
 from ckptless.daemon.slurm.cached import Reading
-from ckptless.daemon.slurm.cluster import SlurmCluster
 
 sys.path.insert(0, str(Path(__file__).parent))
 

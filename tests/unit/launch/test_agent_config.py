@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent import config
-from ckptless.daemon.agent.config import (
+from ckptless.daemon.protocol.errors import StartError, UsageError
+from ckptless.daemon.protocol.messages import JobSpec, Limits
+from ckptless.daemon.settings import agent_config as config
+from ckptless.daemon.settings.agent_config import (
     AGENT_CONFIG,
     SharedConfig,
     of_this_node,
     thread_env,
 )
-from ckptless.daemon.protocol.errors import StartError, UsageError
-from ckptless.daemon.protocol.messages import JobSpec, Limits
 from ckptless.daemon.settings.bind import Interface
 from ckptless.daemon.settings.options import ReplicationSettings
 

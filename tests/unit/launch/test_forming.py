@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.launch import slurm
 from ckptless.daemon.launch.slurm import Forming, SlurmRun, waiting_text
 from ckptless.daemon.protocol.errors import StartError
 from ckptless.daemon.protocol.forming import has_begun, mark_begun, mark_up, nodes_up
 from ckptless.daemon.protocol.messages import JobSpec, Limits
+from ckptless.daemon.settings.agent_config import SharedConfig
 from ckptless.daemon.settings.options import DEFAULT_SHUTDOWN_S
 
 NAMES = ("n01", "n02", "n03", "n04")

@@ -8,11 +8,11 @@ from typing import cast
 
 import pytest
 
-from ckptless.daemon.launch import requeue as module
-from ckptless.daemon.launch.requeue import LATE_S, LONGEST_S, stay
+from ckptless.daemon.slurm import requeue as module
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmUnreachableError
+from ckptless.daemon.slurm.requeue import LATE_S, LONGEST_S, stay
 
 GRACE = Ending(state="RUNNING", preempt_s=1000.0)
 KNOWN = Ending(state="RUNNING", preempt_s=1000.0, end_s=1060.0)

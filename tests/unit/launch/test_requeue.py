@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.launch.allocation import restarts
 from ckptless.daemon.launch.main import command, given
 from ckptless.daemon.launch.options import local_run
-from ckptless.daemon.launch.requeue import MENDABLE, requeue, why_requeue
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.messages import Outcome, Why
+from ckptless.daemon.slurm.requeue import MENDABLE, requeue, why_requeue
+from ckptless.daemon.slurm.run_name import restarts
 
 
 def failed(why: Why) -> Outcome:

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.agent.ranks.socket_folder import RANKS, SocketFolder
 from ckptless.daemon.launch import slurm, step
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_env, step_log_dir
@@ -25,6 +24,7 @@ from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.protocol.errors import StartError, UsageError
 from ckptless.daemon.protocol.messages import JobSpec, Limits, Outcome
 from ckptless.daemon.protocol.outcome import write_outcome
+from ckptless.daemon.settings.agent_config import AGENT_CONFIG, SharedConfig
 
 
 def config(log_dir: Path = Path("/nowhere"), job: str = "4711") -> SharedConfig:

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from ckptless.daemon.agent.config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.launch import main
 from ckptless.daemon.launch.options import slurm_run
 from ckptless.daemon.launch.preload import ALWAYS
@@ -19,6 +18,7 @@ from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.model import Limits
 from ckptless.daemon.settings import site as site_settings
+from ckptless.daemon.settings.agent_config import AGENT_CONFIG, SharedConfig
 from ckptless.daemon.settings.options import ReplicationSettings
 
 JOB = {

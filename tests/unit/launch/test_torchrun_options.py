@@ -16,7 +16,6 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
-from ckptless.daemon.agent.config import SharedConfig
 from ckptless.daemon.launch import main
 from ckptless.daemon.launch import options as launch_options
 from ckptless.daemon.launch.torchrun import (
@@ -29,6 +28,7 @@ from ckptless.daemon.launch.torchrun import (
     shown,
 )
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.settings.agent_config import SharedConfig
 from ckptless.daemon.settings.options import RunOptions
 
 # What does the same here, and a value for it.

@@ -13,13 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from ckptless.daemon.launch.allocation import restarts
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.messages import Outcome, Why
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmError
+from ckptless.daemon.slurm.run_name import restarts
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptless.daemon.ckptlessd.cluster import EXPLAIN_S
+from ckptless.daemon.ckptlessd.down_nodes import is_dead, newly_down
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
@@ -24,7 +25,6 @@ from ckptless.daemon.settings.config import Peer
 from ckptless.daemon.slurm.adapter import MAX_REASON, Job, Node, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.closing import close
-from ckptless.daemon.slurm.down import is_dead, newly_down
 from ckptless.daemon.slurm.ending import Ending, why_signalled
 from ckptless.daemon.slurm.errors import (
     SlurmError,
