@@ -93,7 +93,7 @@ class Reached:
         return [one for one, by_then in zip(ordered, spent, strict=True) if by_then <= seconds]
 
     def _by_name(self, source: str, line: int) -> set[str]:
-        """Of a constant: what reaches a line that names it."""
+        """Of a constant: what reaches a line that names it, and the tests of files that do."""
         names = {
             target.id
             for node in ast.parse(source).body
@@ -107,7 +107,9 @@ class Reached:
             for number, ids in lines.items():
                 if names.intersection(re.findall(r"\w+", text[number - 1])):
                     found.update(ids)
-        return found
+        files = {one.partition("::")[0] for one in self.seconds if names and "::" in one}
+        naming = {file for file in files if names.intersection(re.findall(r"\w+", (ROOT / file).read_text()))}
+        return found | {one for one in self.seconds if one.partition("::")[0] in naming}
 
 
 def measure(checks: Mapping[str, Check], rooms: Sequence[str]) -> Reached:

@@ -143,6 +143,22 @@ def test_a_rank_that_trained_and_is_none_any_more_ends_and_a_spare_stays(node: N
     assert len(node.births(node.assign(assignment(3, place(1))))) == 1
 
 
+def test_before_the_first_assignment_nothing_is_stopped_and_nobody_is_known(node: Node) -> None:
+    assert kinds(node.obey(m.Stop(generation=1, reason="a fault"))) == ["Report"]
+    assert node.core.frozen is None
+    assert node.core.rank(node.core.slots[0]) is None
+    node.core.heard(99, 1.0)
+    node.core.hello(99, 1.0)
+    assert not node.out()
+
+
+def test_a_spare_that_never_was_a_rank_stays_over_generations(node: Node) -> None:
+    births = node.train(assignment(1, place(0)))
+    said = node.assign(assignment(2, place(0)))
+    assert kinds(said) == ["FollowAssignment", "AssignRank", "Report"]
+    assert node.core.occupied(births[1]) is node.core.slots[1]
+
+
 def test_stop_freezes_and_is_told_once(node: Node) -> None:
     births = node.train(assignment(1, place(0)))
     stop = m.Stop(generation=1, reason="a fault")

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import Accepted, Ballot, Canvass, Decided, Decree
+from ckptless.daemon.ckptlessd.consensus.decree import (
+    Accepted,
+    Ballot,
+    Canvass,
+    Decided,
+    Decree,
+)
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
@@ -420,3 +426,18 @@ def test_a_daemon_that_was_stopped_hears_first_what_has_come() -> None:
         node.now += LEASE_S / 4
         ends += Heard(node.control.handle(e.Tick(), node.now)).ends
     assert len(ends) == 1, "nothing has come"
+
+
+def campaigns(node: Node) -> bool:
+    return node.control.job.agreement.campaigns
+
+
+def test_the_first_try_after_a_silence_is_not_late_as_one_that_failed() -> None:
+    node = Node(1, NODES)
+    node.control.handle(e.PeerDown(0), node.now)
+    assert campaigns(node)
+    # Node 0 leads again, and is gone again: nothing of before delays the next try.
+    node.feed(e.PeerUp(0, e.Standing(3, 0, "running", index=1)))
+    assert not campaigns(node)
+    node.control.handle(e.PeerDown(0), node.now)
+    assert campaigns(node)

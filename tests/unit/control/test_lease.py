@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree
-from ckptless.daemon.ckptlessd.consensus.lease import Lease
+from ckptless.daemon.ckptlessd.consensus.lease import WITNESS_AFTER_S, WITNESS_AGAIN_S, Lease
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
@@ -100,6 +100,15 @@ def test_the_witness_is_asked_once_it_is_the_same_half_for_a_while() -> None:
     lease.renew(voters, {0, 2}, {1, 3}, 23.0)
     assert lease.held
     assert not lease.witness_due(30.0, 0)
+
+
+def test_the_witness_is_asked_from_the_very_moment_on_that_it_is_due() -> None:
+    lease = Lease()
+    lease.renew((0, 1), {0}, set(), 10.0)
+    assert not lease.witness_due(10.0, 0)
+    assert lease.witness_due(10.0 + WITNESS_AFTER_S, 0)
+    assert not lease.witness_due(10.0 + WITNESS_AFTER_S + WITNESS_AGAIN_S / 2, 0)
+    assert lease.witness_due(10.0 + WITNESS_AFTER_S + WITNESS_AGAIN_S, 0)
 
 
 # ---------------------------------------------------------------------------- what a daemon makes of it

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ckptless.daemon.ckptlessd.planning.faults import Finding, NodeView, observe
 from ckptless.daemon.ckptlessd.planning.plan import first_assignment
 from ckptless.daemon.ckptlessd.planning.sources import NoCommonStepError, state_sources
-from ckptless.daemon.ckptlessd.planning.twins_agree import SAY_S, disputes, findings, ripe
+from ckptless.daemon.ckptlessd.planning.twins_agree import SAY_S, Comparison, disputes, findings, ripe
 from ckptless.daemon.protocol import messages as m
 
 STEPS = 4
@@ -171,3 +171,27 @@ def test_doubts_of_an_older_generation_are_no_news() -> None:
 
 def told(one: NodeView) -> m.Holdings | None:
     return one.state.holdings if one.state is not None else None
+
+
+def test_of_a_disputed_step_only_what_most_have_is_given_and_only_where_nothing_else_is() -> None:
+    held = {0: {1: (0, GOOD), 2: (0, GOOD)}, 1: {1: (1, GOOD), 2: (1, BAD)}, 2: {1: (2, GOOD), 2: (2, GOOD)}}
+    told = [state.holdings for node in held if (state := view(node, held[node], 3).state) is not None]
+    compared = Comparison([one for one in told if one is not None])
+    assert [compared.sound(one, disputed=False) for one in told if one is not None] == [[(0, (1,))]] * 3
+    steps = [compared.sound(one, disputed=True)[0][1] for one in told if one is not None]
+    assert steps == [(1, 2), (1,), (1, 2)]
+    # Two sides of the same size: nobody can say which is right, so neither is.
+    pair = Comparison([one for one in told[:2] if one is not None])
+    assert [pair.sound(one, disputed=True) for one in told[:2] if one is not None] == [[(0, (1,))]] * 2
+
+
+def test_a_suspect_whose_node_is_lost_is_no_finding() -> None:
+    held = {0: {1: (0, GOOD)}, 1: {1: (1, BAD)}, 2: {1: (2, GOOD)}}
+    whole = {node: view(node, one, 3) for node, one in held.items()}
+    spec = m.JobSpec(job="j", command=("t",), nodes=3, spares=0, slots_per_node=1, limits=LIMITS)
+    assignment = first_assignment(spec, whole, 1, 0)
+    assert [one.node for one in findings(assignment, whole)] == [1]
+    # What it holds is known by another's copy of it, too.
+    copy = {**held, 2: {1: (1, BAD)}}
+    lost = {node: view(node, one, 3, "dark" if node == 1 else None) for node, one in copy.items()}
+    assert all(one.node != 1 for one in findings(assignment, lost))

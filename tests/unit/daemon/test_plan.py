@@ -191,6 +191,8 @@ def test_the_ranks_of_a_lost_node_go_together_to_a_spare() -> None:
     assert set(following.bad) == {m.Place(node=1, slot=0), m.Place(node=1, slot=1)}
     assert 1 not in following.holders_of(0)
     assert all(1 not in nodes for nodes in following.record_nodes)
+    # A loss has no budget, and no process of the node is worth another try.
+    assert (following.tries, following.renew) == ((), ())
 
 
 def test_two_nodes_at_once_and_the_nearest_record_first() -> None:
@@ -279,6 +281,11 @@ def test_another_exception_has_its_own_budget() -> None:
     # The first cause is remembered for as long as there is no progress.
     with pytest.raises(plan.NoPlanError):
         plan.next_assignment(situation([fault("raised", detail="ValueError: a")], current=second))
+
+
+def test_the_same_exception_on_several_ranks_is_one_cause() -> None:
+    following = again([fault("raised", node, slot) for node in (0, 1) for slot in (0, 1)], 1)
+    assert [(tries.cause, tries.count) for tries in following.tries] == [("raised:E: x", 1)]
 
 
 def test_progress_gives_the_budgets_back() -> None:
@@ -450,7 +457,11 @@ def ended(node: int, slot: int, code: int, age_s: float) -> tuple[Fault, m.SlotS
 
 @pytest.mark.parametrize(
     ("code", "wanted", "text"),
-    [(7, 7, "rank 3 ended with exit code 7"), (-9, 137, "rank 3 was ended by SIGKILL")],
+    [
+        (7, 7, "rank 3 ended with exit code 7"),
+        (1, 1, "rank 3 ended with exit code 1"),
+        (-9, 137, "rank 3 was ended by SIGKILL"),
+    ],
 )
 def test_where_nothing_recovers_the_first_rank_that_failed_ends_the_job(
     code: int, wanted: int, text: str
