@@ -3,10 +3,12 @@
 from collections.abc import Callable, Collection, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from ckptless.daemon.agent.core.replication import Key, Replication, verdict
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.replication.protection import Item
+from ckptless.daemon.replication.re_replication import Holders, surplus
 
 RANKS, NODES, COPIES, STEP = 4, 6, 2, 10
 RECORD, TENSORS = Item("record", 1), Item("tensors", 1)
@@ -327,3 +329,10 @@ def test_an_own_commit_moves_the_watermark_as_others_do(node: Node) -> None:
     for step in range(STEP + 1, STEP + 4):
         node.record(step)
     assert node.edge.given_back == [Item("record", 3)]
+
+
+def test_a_twin_of_a_shard_needs_no_record_of_its_rank() -> None:
+    twins = replace(assignment(2, STEP, record_nodes=[(0,), (1,), (2,), (3,)]), shards=(0, 1, 2, 0))
+    to = Holders(twins, copies=1)
+    here = [Item("record", 0), Item("tensors", 0), Item("record", 3), Item("record", 2)]
+    assert surplus(to, 3, here) == (Item("record", 0),)

@@ -546,3 +546,11 @@ def test_a_cancel_where_all_agents_are_gone_and_all_daemons_live_ends_the_job() 
     for node in nodes:
         node.wait(LONG_S)
         assert node.control.job.outcome is not None
+
+
+def test_a_node_that_is_lost_already_has_no_turn_to_ask_the_witness() -> None:
+    """Its daemon votes on, and is heard; it asks nobody."""
+    node = Node(1, 4)
+    node.feed(lost_by(0, "gone"))
+    heard = Heard(node.silent((2, 3)).outputs + node.wait(1.5).outputs)
+    assert e.AskWitness((2, 3), (0, 1)) in heard.outputs
