@@ -28,7 +28,7 @@ class Item(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """What one node holds of an item; `nbytes` of all these steps. `old`: it does not come along any more."""
+    """One node's copy of an item; `nbytes` of all these steps. `old`: it does not come along any more."""
 
     node: int
     steps: tuple[int, ...]
@@ -43,7 +43,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Exposure:
-    """Which items the failure of a node would lose, and which that of two that neither of them loses alone.
+    """The items that one node's failure would lose, and those that it takes two for.
 
     `gone`: those that nobody holds.
     """
@@ -55,7 +55,7 @@ class Exposure:
 
 @dataclass(frozen=True)
 class Protection:
-    """How a job's state is held. `ranks`: the ranks of each shard, as far as they are known.
+    """A job's protection against losses. `ranks`: the ranks of each shard, as far as they are known.
 
     `step`: the newest step that everything can be restored at, the watermark; `after[k]`: the same once any k
     nodes have failed, whichever would be worst. None where something is held by nobody (any more).
@@ -75,7 +75,7 @@ class Protection:
 def protection(
     holdings: Iterable[HoldingRecord], lost: Collection[int], world_size: int, nodes: int
 ) -> Protection:
-    """Of a job of so many ranks and nodes; what `lost` nodes held is gone."""
+    """Return the protection of a job of so many ranks and nodes; what `lost` nodes held is gone."""
     living = [one for one in holdings if one.node not in lost]
     shards = {rank: shard for one in living for rank, shard, _, _ in one.records if rank < world_size}
     ranks: dict[int, list[int]] = {}
@@ -141,7 +141,7 @@ def step_after(steps: Iterable[Sequence[int]], failures: int) -> int | None:
 
 
 def exposure(holders: Mapping[Item, Collection[int]]) -> Exposure:
-    """Which failures would lose what. Grows with the items, not with pairs of nodes."""
+    """Return which failures would lose what. Grows with the items, not with pairs of nodes."""
     gone: list[Item] = []
     one: dict[int, list[Item]] = {}
     two: dict[tuple[int, int], list[Item]] = {}

@@ -32,7 +32,7 @@ class Remake:
 
 
 class Holders:
-    """Who is to hold what in the generation of `assignment`; made once for it.
+    """The nodes that are to hold each item in the generation of `assignment`; made once for it.
 
     `copies`: how many there are to be, besides a shard's or a rank's own nodes; `domains` as in JobSpec.
     """
@@ -80,7 +80,7 @@ class Holders:
 
 
 def remakes(of: Holders, me: int) -> tuple[Remake, ...]:
-    """What node `me` is to give, so that the restored step is held as a new one would be.
+    """Return what node `me` is to give, so that the restored step is held as a new one would be.
 
     A node with ranks of a shard gets it for them anyway. The home of a shard or rank gives it where it has
     it, and otherwise one of those that have it, in turn. Every node finds out its own part alone.
@@ -103,7 +103,7 @@ def _giver(have: Sequence[int], home: int, number: int) -> int:
 
 
 def surplus(to: Holders, node: int, here: Collection[Item]) -> tuple[Item, ...]:
-    """What of all that is `here`, on `node`, has another place in this generation."""
+    """Return what of all that is `here`, on `node`, has another place in this generation."""
     if to.assignment.restore_step is None:
         return ()
     return tuple(item for item in sorted(here) if not _belongs(to, node, item))

@@ -226,7 +226,7 @@ class Agreement:
     # ------------------------------------------------------------------------------ for all of them
 
     def hear(self, node: int, say: Say, now: float, *, content: bool) -> None:
-        """What another daemon says, or this one to itself. `content`: this one has a leader that it hears."""
+        """Take what another daemon says, or the own one. `content`: this one hears its leader."""
         match say:
             case Canvass():
                 self.highest = max(self.highest, say.ballot)

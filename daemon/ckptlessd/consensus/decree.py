@@ -124,7 +124,7 @@ Say: TypeAlias = Canvass | Support | Prepare | Promise | Propose | Accepted | Re
 
 
 def first_decree(nodes: Sequence[int], domains: Sequence[str] = ()) -> Decree:
-    """What a job begins with: nothing is assigned. `domains`: see JobSpec, the same on every daemon.
+    """Return the decree that a job begins with: nothing is assigned. `domains`: as in JobSpec.
 
     Voters are spread over the failure domains, and far apart beside that: neighbours share a rack.
     """

@@ -24,7 +24,7 @@ class Lease:
     _asked: float = 0.0
 
     def renew(self, voters: tuple[int, ...], heard: set[int], dead: set[int], now: float) -> None:
-        """What is known at `now`. `dead`: see `is_quorum`."""
+        """Note who is heard at `now`. `dead`: see `is_quorum`."""
         ours = heard.intersection(voters)
         if ours != self._ours:
             self._ours, self._ours_since = ours, now

@@ -57,7 +57,7 @@ class MissingBaseError(Exception):
 
 
 def digest_of(decree: Decree) -> str:
-    """By which a decree is known to be the one that was meant."""
+    """Return the digest by which a decree is known to be the one that was meant."""
     return hashlib.blake2b(_ENCODER.encode(decree), digest_size=16).hexdigest()
 
 
@@ -85,7 +85,7 @@ def pack(decree: Decree, base: Decree) -> bytes | None:
 
 
 def unpack(body: bytes, base: Decree, digest: str, nodes: Collection[int]) -> Decree:
-    """What was packed: of these nodes, and of that digest. Raises MissingBaseError, ProtocolError."""
+    """Return the decree, of these nodes and with that digest. Raises MissingBaseError, ProtocolError."""
     try:
         decree = _whole(_DECODER.decode(_inflate(body)), base)
     except (zlib.error, msgspec.MsgspecError, ValueError, IndexError, RecursionError) as error:
@@ -166,7 +166,7 @@ def _shared(old: Sequence[T], new: Iterable[T]) -> tuple[T, ...]:
 
 
 def _steps(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Of each the difference from the one before."""
+    """Return of each number the difference from the one before."""
     return tuple(b - a for a, b in pairwise((0, *numbers)))
 
 
@@ -181,7 +181,7 @@ def _chosen(of: Sequence[int], steps: Sequence[int]) -> list[int]:
 
 
 def _lists(found: Sequence[tuple[int, Sequence[int]]]) -> _Lists:
-    """Of (home, nodes): the first node beside the home, each other one beside the one before."""
+    """Pack lists of (home, nodes): the first node relative to the home, each other one to the one before."""
     return _Lists(
         counts=tuple(len(nodes) for _, nodes in found),
         nodes=tuple(b - a for home, nodes in found for a, b in pairwise((home, *nodes))),

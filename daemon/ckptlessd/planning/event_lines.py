@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 def fault_line(fault: Finding, nodes: Mapping[int, NodeView]) -> Line:
-    """Who it was, where, and what happened: "rank 3 on node02 (slot 1, pid 4711) raised ValueError: x"."""
+    """Return rank, place and what happened: "rank 3 on node02 (slot 1, pid 4711) raised ValueError: x"."""
     name = name_of(nodes, fault.node)
     code = fault.exit_code
     ended_by = SIGNALS.get(-code, f"signal {-code}") if code is not None and code < 0 else None
@@ -135,7 +135,7 @@ def returned_text(done: Sequence[int], others: Sequence[int], step: int | None) 
 
 
 def name_of(nodes: Mapping[int, NodeView], node: int) -> str:
-    """What the node is called."""
+    """Return the node's name."""
     hello = nodes[node].hello
     return hello.info.name if hello is not None else f"node-{node}"
 

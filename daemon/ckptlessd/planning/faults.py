@@ -40,7 +40,7 @@ class NodeLost:
 
 @dataclass
 class NodeView:
-    """What the control plane knows of one node; `lost`: why it is.
+    """The control plane's knowledge of one node; `lost`: why it is.
 
     `told_s`: when `state` came, by this daemon's clock. `copies`: the newest that its agent has told of what
     it holds, with the `seq` of that state and when it came; in jobs of many nodes not every state has it.
@@ -56,7 +56,7 @@ class NodeView:
     copies: tuple[Copies, int, float] | None = None
 
     def slots(self) -> tuple[SlotState, ...]:
-        """What its agent has told of its slots."""
+        """The slots as the node's agent has told of them."""
         return self.state.slots if self.state is not None else ()
 
     def take_copies(self, state: AgentState, now: float) -> bool:
@@ -175,7 +175,7 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[tuple[int, Place]]) -> list[Finding]:
-    """What of it is one node's fault, which has these ranks."""
+    """Return the faults of one node, which has these ranks."""
     if not ranks:
         return []
     if view.lost is not None:

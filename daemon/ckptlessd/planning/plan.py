@@ -75,7 +75,7 @@ def causes(faults: Sequence[Fault]) -> Sequence[Fault]:
 
 @dataclass
 class _Answers:
-    """What the ladder decides: slots to renew, slots that may hold no rank any more, the highest rung.
+    """The ladder's decisions: slots to renew, slots that may hold no rank any more, the highest rung.
 
     `flapping` are slots to renew that a rank had better leave; `suspect` too, to another node.
     """
@@ -242,7 +242,7 @@ def _answer_death(now: Situation, fault: Fault, count: int, answers: _Answers) -
 
 
 def _first_failure(now: Situation) -> Outcome:
-    """How a job ends whose faults are not answered: as its first rank that failed, what it was ended by too.
+    """Return the end of a job that answers no faults: that of its first rank that failed.
 
     The others' failures are consequences as a rule, and may have come to the leader before it.
     """
@@ -257,7 +257,7 @@ def _first_failure(now: Situation) -> Outcome:
 
 
 def _began_s(now: Situation, finding: Finding) -> float:
-    """When, by the leader's clock; agents tell ages, since their clocks are their own."""
+    """Return when it began, by the leader's clock; agents tell ages, since their clocks are their own."""
     assert finding.slot is not None  # only a process has an exit code
     view = now.nodes[finding.node]
     slot = view.slot(finding.slot)
@@ -276,7 +276,7 @@ def _renew(now: Situation, place: Place, answers: _Answers) -> None:
 
 
 def _lately(now: Situation, place: Place) -> tuple[float, ...]:
-    """When the process of a slot was replaced, as far back as that counts."""
+    """Return the times at which the process of a slot was replaced, as far back as that counts."""
     window_s = now.spec.limits.flap_window_s
     known = (at for old in now.current.replaced if old.place == place for at in old.at_s)
     return tuple(at for at in known if now.now_s - at < window_s)
@@ -295,7 +295,7 @@ def _remembered(now: Situation, answers: _Answers, left: set[Place]) -> tuple[Re
 
 
 def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
-    """How often this cause has come in a row without a step in between, this time included."""
+    """Return how often this cause has come in a row without a step in between, this time included."""
     finding = fault.finding
     where = "" if finding.kind == "raised" else f"@{finding.node}/{finding.slot}"
     if finding.kind == "silent-corruption":

@@ -13,7 +13,7 @@ Free = dict[int, list[int]]
 
 @dataclass(frozen=True)
 class Seats:
-    """What the choice of a slot depends on. `lost` are the nodes that were lost in this recovery."""
+    """The facts that the choice of a slot depends on. `lost`: the nodes lost in this recovery."""
 
     nodes: Mapping[int, NodeView]
     slots_per_node: int
@@ -31,7 +31,7 @@ class Seats:
         return {node: slots for node, slots in found.items() if slots}
 
     def choose(self, free: Free, home: int, count: int) -> list[Place]:
-        """So many of the free slots, or all there are, for ranks that leave node `home`; best first.
+        """Return so many of the free slots, or all there are, for ranks that leave node `home`; best first.
 
         Nodes come in the order of: room for all `count` ranks; that many warm slots; the failure domain (the
         home's own, whose network is the nearest, or if that has lost several nodes now, any other one); the

@@ -27,7 +27,7 @@ class NoCommonStepError(Exception):
 
 @dataclass(frozen=True)
 class Sources:
-    """As in `Assignment`; all empty where every rank builds anew."""
+    """The holders of a step, as in `Assignment`; all empty where every rank builds anew."""
 
     step: int | None = None
     shards: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class _Held:
-    """What may be restored, by node in their order; `shards`: of each rank that has any record."""
+    """The steps that may be restored, by node in order; `shards`: of each rank that has any record."""
 
     shards: Mapping[int, int]
     records: _Steps
@@ -67,7 +67,7 @@ class _Common:
 
 
 def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progress: int) -> Sources:
-    """Where the state of ranks in these places comes from. Raises NoCommonStepError.
+    """Return where the state of ranks in these places comes from. Raises NoCommonStepError.
 
     The step is the newest of which every rank's record and tensors are held by some usable node; one at which
     twins differ only where there is no other.
@@ -110,13 +110,13 @@ def _nearest_first(nodes: tuple[int, ...], home: int) -> tuple[int, ...]:
 
 
 def _told(nodes: Iterable[NodeView]) -> list[Told]:
-    """What the frozen agents of usable nodes have told."""
+    """Return what the frozen agents of usable nodes have told."""
     states = [(view.node, view.state.holdings) for view in nodes if view.usable and view.state is not None]
     return [(node, holdings) for node, holdings in states if holdings is not None]
 
 
 def _newest_held(told: Sequence[Told], world_size: int) -> tuple[_Held, _Common | None]:
-    """What is held, and the step to go on from: one at which twins differ only where there is no other."""
+    """Return what is held, and the step to go on from: one at which twins differ only as the last."""
     compared = Comparison([holdings for _, holdings in told])
     held = _held(told, world_size, compared, disputed=False)
     complete = len(held.shards) == world_size
@@ -139,7 +139,7 @@ def _held(told: Sequence[Told], world_size: int, compared: Comparison, *, disput
 def _holders(
     held: _Steps, step: int, same: dict[tuple[int, ...], tuple[int, ...]]
 ) -> dict[int, tuple[int, ...]]:
-    """Of each the nodes that have this step, ascending; equal ones, as a node's ranks have, are kept once."""
+    """Return of each the nodes that have this step, ascending; equal lists are kept once."""
     found: dict[int, list[int]] = defaultdict(list)
     for node, some in held:
         for one in some:

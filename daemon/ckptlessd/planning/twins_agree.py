@@ -63,7 +63,7 @@ def _dispute(said: Mapping[int, str]) -> Dispute:
 
 
 class Comparison:
-    """Which versions may be restored, by what these nodes hold."""
+    """The versions that may be restored, by what these nodes hold."""
 
     def __init__(self, told: Sequence[Holdings]) -> None:
         self._disputes = disputes(told)
@@ -75,7 +75,7 @@ class Comparison:
         return bool(self._compared)
 
     def sound(self, held: Holdings, *, disputed: bool) -> Sequence[tuple[int, Sequence[int]]]:
-        """What a node could give: no step that is disputed; or with `disputed`, of those what most have.
+        """Return what a node could give: no disputed step; or, with `disputed`, the side that most have.
 
         Where some say by which digest theirs is compared, only theirs is.
         """

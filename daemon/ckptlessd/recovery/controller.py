@@ -67,7 +67,7 @@ class Controller:
         return self.handle_all((event,), now)
 
     def handle_all(self, events: Iterable[e.Input], now: float) -> list[e.Output]:
-        """What has come at one time; what follows from it is looked at once."""
+        """Take inputs that came at one time; what follows from them is looked at once."""
         job = self.job
         if not job.started:
             job.since = job.moved = job.led = job.started = now

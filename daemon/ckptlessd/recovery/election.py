@@ -34,7 +34,7 @@ class Election:
     _campaigns: int = 0
 
     def hear(self, said: Said, now: float) -> None:
-        """What a daemon says to agree with the others."""
+        """Take a message of the agreement from another daemon."""
         job = self.job
         content = said.node != job.leader and (job.lease.held if job.leads else job.hears_leader)
         if content and isinstance(said.say, Canvass | Prepare):
@@ -81,7 +81,7 @@ class Election:
 
     @property
     def _turn(self) -> int | None:
-        """How many others it lets try before it; None where it cannot be elected.
+        """The number of others it lets try before it; None where it cannot be elected.
 
         Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where each
         voter's node is lost, whose daemon may vote on, or cannot vote, any node.

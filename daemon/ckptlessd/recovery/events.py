@@ -1,4 +1,4 @@
-"""What goes into the control plane and what comes out: plain values, whoever carries them."""
+"""Inputs and outputs of the control plane: plain values, whoever carries them."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
@@ -28,7 +28,7 @@ Stage = Literal["forming", "joining", "restoring", "running", "stopping", "relea
 
 @dataclass(frozen=True)
 class Standing:
-    """What a daemon tells another when they meet: who leads, how far the job is, which nodes are lost.
+    """A daemon's word when two meet: who leads, how far the job is, which nodes are lost.
 
     `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `index` is the
     number of the newest decree that it knows; `promised` the ballot below which it accepts nothing.
@@ -112,7 +112,7 @@ class OrderFrom:
 
 @dataclass(frozen=True)
 class Said:
-    """What a daemon says to agree with the others; the own node's, too."""
+    """A message of the agreement from a daemon; the own one's, too."""
 
     node: NodeNumber
     say: Say

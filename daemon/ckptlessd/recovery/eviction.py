@@ -27,7 +27,7 @@ def find_node(word: str, names: Sequence[str]) -> int | None:
 
 
 def cannot_say(job: JobState) -> str | None:
-    """Why this daemon is the wrong one to ask, or None."""
+    """Return why this daemon is the wrong one to ask, or None."""
     if job.nodes[job.me].lost is not None:
         return "this node is out of the job itself: ask on another one"
     if not job.decides:
@@ -36,7 +36,7 @@ def cannot_say(job: JobState) -> str | None:
 
 
 def refusal(job: JobState, node: int, *, force: bool) -> str | None:
-    """Why the node stays in the job, or None; `force` where its ranks would have no place to go."""
+    """Return why the node stays in the job, or None; `force` where its ranks would have no place to go."""
     assignment, spec = job.assignment, job.spec
     if job.outcome is not None:
         return f"the job is over: {job.outcome.reason}"
@@ -59,7 +59,7 @@ def refusal(job: JobState, node: int, *, force: bool) -> str | None:
 def homeless_after(
     assignment: Assignment, nodes: Mapping[int, NodeView], slots_per_node: int, node: int
 ) -> int:
-    """How many ranks would be without a slot once `node` is lost, those of nodes lost before it included.
+    """Return how many ranks had no slot once `node` was lost, those of nodes lost before it included.
 
     0 or less: there is room for all.
     """

@@ -54,7 +54,7 @@ class Following:
     # ------------------------------------------------------------------------------------- reports
 
     def take(self, report: Report, now: float) -> None:
-        """What an agent says, of this node or of another one."""
+        """Take a message of an agent, of this node or of another one."""
         job, message = self.job, report.message
         view = job.nodes[report.node]
         job.touched.add(report.node)
@@ -144,7 +144,7 @@ class Following:
         self.obey(event.order, now)
 
     def obey(self, order: m.Order, now: float) -> None:
-        """What a leader's order means for this node: know it, and hand it to the agent."""
+        """Take a leader's order: know it, and hand it to the agent."""
         job, kind = self.job, type(order)
         if isinstance(order, m.Assign | m.End):
             raise TypeError(f"{kind.__name__} is agreed on, not ordered")
@@ -198,7 +198,7 @@ class Following:
 
 
 def _but_for_steps(state: m.AgentState) -> m.AgentState:
-    """What of an agent's state the leader has to hear of at once: all but how far ranks are in training."""
+    """Return the part of an agent's state that the leader has to hear of at once: all but steps."""
     if state.frozen is not None:
         return state
     blank = {"step": None, "loss": None, "every": None, "share": None, "age_s": 0.0}

@@ -19,7 +19,7 @@ REACHED = {
 
 
 def _reached(phase: Phase, *, stepped: bool, well: bool) -> tuple[str, ...]:
-    """How far a slot of the generation has come; `well`: there is no cause for why it left or ended."""
+    """Return how far a slot of the generation has come; `well`: it left or ended without a cause."""
     more = ("stepped",) if stepped and phase != "finished" else ()
     # Its training function has returned; where the leader that released it is gone, it may have ended.
     ended = ("ended",) if phase == "finished" or (phase == "exited" and well) else ()
@@ -36,7 +36,7 @@ _REACHED = {
 
 @dataclass
 class _Work:
-    """What is counted of one node."""
+    """The counts of one node."""
 
     counts: dict[str, int] = field(default_factory=dict)
     inside: list[tuple[int, Place]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class _Work:
 
 @dataclass
 class GenerationProgress:
-    """Of the generation of `assignment`, by what the agents have told so far.
+    """The progress of the generation of `assignment`, by what the agents have told so far.
 
     `counts`: of how many ranks the slot is of this generation ("here"), and has come as far as "joined",
     "restored", "stepped" (a step since then), "exited" or "ended" (for good). `moving`: nodes that have not

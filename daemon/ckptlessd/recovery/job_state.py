@@ -31,7 +31,7 @@ NOBODY = -1
 
 @dataclass
 class JobState:
-    """Of the daemon of node `me`; `session` makes ids of events unique. Times are in seconds.
+    """The state of a job on the daemon of node `me`; `session` makes ids of events unique. Times in seconds.
 
     Reports are whole states, so whoever takes over knows everything after one report of each node.
 
@@ -84,7 +84,7 @@ class JobState:
 
     @property
     def outcome(self) -> m.Outcome | None:
-        """How the job has ended: as agreed, or for this node alone."""
+        """The job's end: as agreed, or for this node alone."""
         return self.known.outcome or self.ended_here
 
     @property
@@ -130,14 +130,14 @@ class JobState:
         return self.assignment is None or node in self.assignment.members
 
     def still_s(self, now: float) -> float:
-        """How long this node's ranks have made no step; 0 where none is due, or there are none."""
+        """Return for how long this node's ranks have made no step; 0 where none is due, or there are none."""
         here = self.assignment.ranks_on(self.me) if self.assignment is not None else ()
         due = here and self.stage in ("joining", "restoring", "running")
         return now - max(self.since, self.stepped[1]) if due else 0.0
 
     @property
     def remind_s(self) -> float:
-        """How often all is said again to the leader: one ear hears all of them, so many do it seldom."""
+        """The pause until all is said again to the leader: it hears all of them, so many do it seldom."""
         return max(1.0, len(self.nodes) / FEW_NODES)
 
     def own_reports(self, *, short: bool = True) -> tuple[Report, ...]:
@@ -152,7 +152,7 @@ class JobState:
 
     @property
     def standing(self) -> Standing:
-        """What to tell other daemons; whoever lacks the newest decree will ask for it."""
+        """Return the word for other daemons; whoever lacks the newest decree will ask for it."""
         lost = tuple((node, loss.reason, loss.source) for node, loss in self.losses.items())
         return Standing(
             term=self.term,
@@ -227,10 +227,10 @@ class JobState:
 
 
 def introduction(hello: m.AgentHello | m.Introduction) -> m.Introduction:
-    """What other daemons need to know of an agent that is up."""
+    """Return what other daemons need to know of an agent that is up."""
     return m.Introduction(info=hello.info, pid=hello.pid, brought=hello.brought)
 
 
 def cancelled_by(cancel: m.Cancel) -> m.Outcome:
-    """How a job ends that its user, or Slurm, has cancelled."""
+    """Return the end of a job that its user, or Slurm, has cancelled."""
     return m.Outcome(state="stopped", exit_code=cancel.exit_code, reason=cancel.reason, why="cancelled")

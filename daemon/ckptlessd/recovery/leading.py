@@ -34,7 +34,7 @@ ENDING_S = 2.0
 
 @dataclass
 class Leading:
-    """What a leader does; on daemons that follow it only waits.
+    """The leader's work; on daemons that follow it only waits.
 
     `step`: the newest that any rank is known to have committed.
     """
@@ -100,7 +100,7 @@ class Leading:
         self._repeat(progress, job.spec.limits, now)
 
     def _count(self) -> GenerationProgress | None:
-        """How far the generation is, by all that was reported so far; None before the first one."""
+        """Return how far the generation is, by all that was reported so far; None before the first one."""
         job, progress = self.job, self._progress
         if job.assignment is None:
             return None

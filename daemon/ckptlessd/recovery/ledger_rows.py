@@ -53,7 +53,7 @@ def forming(spec: m.JobSpec, started_s: float, waits_for: Sequence[int]) -> JobR
 
 
 def name_in(spec: m.JobSpec, node: int) -> str:
-    """What the launcher calls a node."""
+    """Return the launcher's name for a node."""
     return spec.names[node] if node < len(spec.names) else f"node-{node}"
 
 

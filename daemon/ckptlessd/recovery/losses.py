@@ -22,7 +22,7 @@ class Losses:
     _returned: set[int] = field(default_factory=set)
 
     def begin(self) -> None:
-        """Of losses that a generation has been planned without whoever led then has told."""
+        """Tell of losses that a generation was planned without, and whoever led then has not told of."""
         assignment = self.job.assignment
         planned = {info.node for info in assignment.nodes} if assignment is not None else set()
         self._told = self.job.losses.keys() - planned

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Apart:
-    """What the daemons have said lately: whom each cannot reach, though others see them."""
+    """The daemons' latest words on whom each cannot reach, though others see them."""
 
     _said: dict[int, tuple[frozenset[int], float]] = field(default_factory=dict)
 
@@ -21,7 +21,7 @@ class Apart:
         self._said[node] = frozenset(others), now
 
     def fresh(self, since: float) -> dict[int, frozenset[int]]:
-        """What was said since then, by whom."""
+        """Return what was said since then, by whom."""
         return {node: others for node, (others, at) in self._said.items() if at >= since}
 
 

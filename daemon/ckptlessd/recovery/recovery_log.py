@@ -14,7 +14,7 @@ from ckptless.daemon.protocol import messages as m
 
 @dataclass
 class RecoveryLog:
-    """Of one reign. A recovery goes from the stop of a generation to the first steps of the next one."""
+    """The recoveries of one reign. Each goes from the stop of a generation to the first steps of the next."""
 
     job: JobState
     _log: FaultLog = field(default_factory=FaultLog)

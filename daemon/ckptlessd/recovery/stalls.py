@@ -20,7 +20,7 @@ SETTLED_S = 1.0
 
 @dataclass
 class Stalls:
-    """Of the leader, and of what all daemons have told it of nodes that they cannot reach."""
+    """The leader's watch over deadlines, and what daemons have told it of nodes that they cannot reach."""
 
     job: JobState
     apart: pairs.Apart = field(default_factory=pairs.Apart)
@@ -35,7 +35,7 @@ class Stalls:
         return now - max(self.job.since, self.job.moved)
 
     def in_the_way(self, assignment: m.Assignment, limits: m.Limits, now: float) -> tuple[int, str] | None:
-        """Of two nodes that live and cannot reach each other, which one leaves the job, and why.
+        """Return which one of two nodes that live and cannot reach each other leaves the job, and why.
 
         Without a spare it is waited for as long as for any step: the job ends then, and says why.
         """

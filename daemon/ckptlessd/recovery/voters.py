@@ -13,7 +13,7 @@ LEAST_ABLE = 2
 
 @dataclass
 class Voters:
-    """Of the leader: who votes now and lives, and others in the place of those that are lost or away."""
+    """The leader's choice of voters: who votes now and lives, and others for those that are lost or away."""
 
     job: JobState
     # Since when the leader has not reached a voter's daemon, whose node lives.
