@@ -39,7 +39,7 @@ def check_protocol(theirs: int, who: str) -> None:
 
 
 def undecodable(body: bytes, error: Exception, what: str) -> ProtocolError:
-    """Why a message was not understood; of another protocol, that is why, whatever else is wrong with it."""
+    """Return why a message was not understood; of another protocol, that is why, whatever else is wrong."""
     try:
         found = msgspec.msgpack.decode(body)
         if isinstance(found, dict) and isinstance(opening := found.get("opening", found), dict):

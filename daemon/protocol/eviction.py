@@ -1,4 +1,4 @@
-"""What `ckptctl evict` and a daemon say to each other, over the daemon's Unix socket."""
+"""The messages of `ckptctl evict` and a daemon, over the daemon's Unix socket."""
 
 from typing import Annotated, Literal, TypeAlias
 

@@ -1,4 +1,4 @@
-"""Which nodes of a run are there before its first generation, as files from agents to the launcher.
+"""The nodes of a run that are there before its first generation, as files from agents to the launcher.
 
 They lie in the folder that all of the run's nodes share, as `outcome.json` does, and go once training begins.
 """

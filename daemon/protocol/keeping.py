@@ -1,4 +1,4 @@
-"""What is said where a daemon keeps an agent's memory over a requeue: agent and daemon; ckptctl and daemon.
+"""The messages about memory that a daemon keeps over a requeue: agent and daemon; ckptctl and daemon.
 
     agent: Keep(sizes)    daemon: KeepAnswer(go)      agent: a memfd of each size    daemon: KeepAnswer(kept)
     agent: Claim          daemon: Claimed(sizes)      daemon: a memfd of each size   agent: Taken
@@ -87,7 +87,7 @@ class WhatIsKept(Message, frozen=True, kw_only=True):
 
 
 class KeptMemory(Value, frozen=True, kw_only=True):
-    """What a daemon keeps of one run of user `uid`; it is dropped in `left_s` seconds."""
+    """The memory that a daemon keeps of one run of user `uid`; it is dropped in `left_s` seconds."""
 
     run: Name
     uid: Uid
@@ -134,7 +134,7 @@ class KeptRecord(Value, frozen=True, kw_only=True):
 
 
 class Catalog(Value, frozen=True, kw_only=True):
-    """What a node held when its agent ended: of which run, in which generation; `digests` as in Holdings."""
+    """The holdings of a node when its agent ended: of which run and generation; `digests` as in Holdings."""
 
     run: Name
     generation: Generation

@@ -84,7 +84,7 @@ class AgentHello(Message, frozen=True, kw_only=True):
 
 
 class Introduction(Message, frozen=True, kw_only=True):
-    """What daemons tell each other of an agent's hello. What the job is, each knows from its own agent."""
+    """An agent's hello as daemons tell it each other. What the job is, each knows from its own agent."""
 
     info: NodeInfo
     pid: Pid
@@ -341,7 +341,7 @@ class Allocated(Message, frozen=True, kw_only=True):
 
 
 class TensorsAt(Value, frozen=True, kw_only=True):
-    """Where a version of a step's tensors lies: `nbytes` of header and payload; `digest` is the header's."""
+    """The place of a version of a step's tensors: `nbytes` with the header; `digest` is the header's."""
 
     region: Number
     offset: Nbytes
@@ -402,7 +402,7 @@ class Fetched(Clipped, Message, frozen=True, kw_only=True):
 
 
 class Refused(Clipped, Message, frozen=True, kw_only=True):
-    """What you sent belongs to a generation that is over."""
+    """No to a message that belongs to a generation that is over."""
 
     generation: Generation
     what: Text

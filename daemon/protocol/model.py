@@ -1,4 +1,4 @@
-"""What the control plane speaks about: jobs, slots, limits, assignments, outcomes."""
+"""The terms of the control plane: jobs, slots, limits, assignments, outcomes."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -106,7 +106,7 @@ NO_RUN = "0" * 32
 
 
 class JobSpec(Value, frozen=True, kw_only=True):
-    """What the user asked for: the first `nodes` nodes train, `spares` more wait.
+    """The job that the user asked for: the first `nodes` nodes train, `spares` more wait.
 
     `names` are the nodes' names, where a node's number is its place in them (empty in local mode). `domains`
     are the nodes' failure domains (racks, switches, power units) in the same order; "" is one that nobody
@@ -145,7 +145,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
 
 class NodeInfo(Value, frozen=True, kw_only=True):
-    """Where a node's agent can be reached: addresses are numeric; ports are TCP.
+    """The addresses of a node's agent: they are numeric; ports are TCP.
 
     `nccl_port` is where NCCL's ranks find their roots, at `address`; 0 where there are none.
     """
@@ -169,7 +169,7 @@ Phase = Literal[
 
 
 class Cause(Clipped, Value, frozen=True, kw_only=True):
-    """Why a rank left or ended. kind: "stop", "raised", "no-state", "broken", "hung", "died", "renewed"."""
+    """The reason why a rank left or ended. kind: stop, raised, no-state, broken, hung, died, renewed."""
 
     kind: Word
     text: Text = ""
@@ -200,7 +200,7 @@ class SlotState(Value, frozen=True, kw_only=True):
 
 
 class Holdings(Value, frozen=True, kw_only=True):
-    """What a frozen agent could give: (shard, steps) of tensors, and (rank, shard, steps) of records.
+    """The holdings of a frozen agent: (shard, steps) of tensors, and (rank, shard, steps) of records.
 
     A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks. `digests`
     are (shard, step, the rank that wrote it, digest) of those tensors that are compared (`api.twins`).
@@ -212,7 +212,7 @@ class Holdings(Value, frozen=True, kw_only=True):
 
 
 class Doubt(Value, frozen=True, kw_only=True):
-    """What this node's rank has of a shard's step is not what its twin, rank `other`, has."""
+    """A difference: this node's rank has not of a shard's step what its twin, rank `other`, has."""
 
     shard: Rank
     step: Step
@@ -221,7 +221,7 @@ class Doubt(Value, frozen=True, kw_only=True):
 
 
 class Brought(Value, frozen=True, kw_only=True):
-    """What an agent has from an earlier start of its job: what `run` held in `generation`, when it ended."""
+    """The memory that an agent has from an earlier start of its job: what `run` held in `generation`."""
 
     run: Name
     generation: Generation
@@ -272,7 +272,7 @@ class RingState(Value, frozen=True, kw_only=True):
 
 
 class Copies(Value, frozen=True, kw_only=True):
-    """What an agent holds now: (shard, steps, bytes) of tensors, and (rank, shard, steps, bytes) of records.
+    """The holdings of an agent now: (shard, steps, bytes) of tensors, (rank, shard, steps, bytes) of records.
 
     Bytes are those of all these steps; `nbytes` is the memory that is taken for them, used or not. `rings`:
     training data, for which there is other memory.
@@ -285,7 +285,7 @@ class Copies(Value, frozen=True, kw_only=True):
 
 
 class Tries(Value, frozen=True, kw_only=True):
-    """How often one cause has come in a row without progress; `step` is where the job stood then."""
+    """The count of one cause in a row without progress; `step` is where the job stood then."""
 
     cause: Text
     count: TryCount
@@ -293,7 +293,7 @@ class Tries(Value, frozen=True, kw_only=True):
 
 
 class Replaced(Value, frozen=True, kw_only=True):
-    """When the process of a slot was replaced lately: Unix times in seconds, at most `Limits.flap_tries`."""
+    """The latest times a slot's process was replaced: Unix times in s, at most `Limits.flap_tries`."""
 
     place: Place
     at_s: Annotated[tuple[Age, ...], OF_NODES]
@@ -384,7 +384,7 @@ Why = Literal[
 
 
 class Outcome(Clipped, Value, frozen=True, kw_only=True):
-    """How a job ended. `reason` is for people, `why` for scripts.
+    """The end of a job. `reason` is for people, `why` for scripts.
 
     `rank` and its `node` are those of the process that failed, where it is one: its log says more.
     """

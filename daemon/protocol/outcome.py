@@ -1,4 +1,4 @@
-"""How a job ended, as a file: whoever is left of it writes it down for the launcher and for people."""
+"""The end of a job, as a file: whoever is left of it writes it down for the launcher and for people."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ class _OutcomeFile(msgspec.Struct):
 
 
 def outcome_path(directory: Path) -> Path:
-    """Where the outcome stands."""
+    """Return the path of the outcome."""
     return directory / OUTCOME_FILE
 
 

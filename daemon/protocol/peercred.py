@@ -15,7 +15,7 @@ _UCRED = struct.Struct("3i")
 
 
 def unix_address(name: str) -> str:
-    """What bind(2) and connect(2) take for `name` (unix(7): an abstract name begins with a zero byte)."""
+    """Return what bind(2) and connect(2) take for `name` (unix(7): abstract ones begin with a zero byte)."""
     return "\0" + name[1:] if name.startswith("@") else name
 
 

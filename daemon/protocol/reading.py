@@ -1,4 +1,4 @@
-"""What `ckptctl` and a daemon say to each other where somebody reads what is recorded of a job."""
+"""The messages of `ckptctl` and a daemon where somebody reads what is recorded of a job."""
 
 from typing import Annotated, Literal, TypeAlias
 

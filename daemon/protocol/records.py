@@ -1,4 +1,4 @@
-"""What the ledger keeps: one frozen struct per kind of row, written by the daemon and read by ckptctl.
+"""The rows of the ledger: one frozen struct per kind of row, written by the daemon and read by ckptctl.
 
 Every record carries the identity that makes writing it twice harmless (`key`), so that daemons may tell
 each other what they saw and ckptctl may merge several nodes' ledgers. Times are seconds since the Unix
@@ -108,7 +108,7 @@ class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_f
 
 
 class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unknown_fields=True):
-    """What a node's agent holds. Key: job, node. A later `seq`, the agent's own count, replaces.
+    """The holdings of a node's agent. Key: job, node. A later `seq`, the agent's own count, replaces.
 
     `tensors` are (shard, steps, bytes), `records` are (rank, shard, steps, bytes), where bytes are those of
     all these steps; `nbytes` is the memory taken for them. `updated_s`: when the agent told it.
@@ -184,7 +184,7 @@ VOTE_LOST, VOTE_AGAIN = "vote-lost", "vote-again"
 
 
 class Subject(Clipped, Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of whom an event tells: a node, and of it a slot, its rank and process; and what became of that.
+    """The subject of an event: a node, and of it a slot, its rank and process; and what became of that.
 
     `error` is one line: what a rank raised, or why a node is out.
     """

@@ -1,4 +1,4 @@
-"""What is said about batches: a rank's reader and its agent, a producer and its agent.
+"""The messages about batches: a rank's reader and its agent, a producer and its agent.
 
 A connection is a reader's or a producer's, as its first message says. Batches go by number: number `seq` of
 `stream`, where a stream is what one data-parallel replica trains on, or one epoch of that. A position is

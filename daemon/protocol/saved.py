@@ -1,4 +1,4 @@
-"""What lies in a directory of saved steps, and how the newest whole one is found.
+"""The files in a directory of saved steps, and how the newest whole one is found.
 
     DIR/step-00000100/            a step in the format of torch.distributed.checkpoint
         .metadata                 its index, for plain DCP
@@ -58,7 +58,7 @@ class Plain(Value, frozen=True, kw_only=True):
 
 
 class ShardIndex(Value, frozen=True, kw_only=True):
-    """What lies where in a shard's file. `layout`, `payload_nbytes`, `chunks`: see version.Header."""
+    """The index of a shard's file. `layout`, `payload_nbytes`, `chunks`: see version.Header."""
 
     shard: int
     step: int
@@ -95,7 +95,7 @@ class SavedRecord(Value, frozen=True, kw_only=True):
 
 
 class Part(Value, frozen=True, kw_only=True):
-    """What one node has written of a step."""
+    """The part of a step that one node has written."""
 
     node: int
     shards: tuple[SavedShard, ...]
@@ -150,7 +150,7 @@ def record_name(rank: int) -> str:
 
 
 def part_name(node: int) -> str:
-    """What a node leaves for whoever puts the parts together."""
+    """Return the name of a node's part, which it leaves for whoever puts the parts together."""
     return f"part-{node}.json"
 
 

@@ -1,4 +1,4 @@
-"""What is said where a step is saved to a directory: agent and writer; ckptctl, daemon and agent."""
+"""The messages about saving a step to a directory: agent and writer; ckptctl, daemon and agent."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -29,7 +29,7 @@ MAX_DEADLINE_S = 24 * 3600.0
 
 
 class SaveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where and when steps are saved.
+    """The directory that steps are saved in, and how often.
 
     `every`: steps between two of them, 0 for none but at the end and when asked. `keep`: so many are kept.
     `end_s`: seconds that saving may take at the end. `resume`: the folder of the step to go on from, if any.

@@ -20,7 +20,7 @@ _HALF = 16
 
 
 def shape_of(digest: str) -> str:
-    """What two digests must have alike to be compared."""
+    """Return what two digests must have alike to be compared."""
     return digest[:_HALF]
 
 
@@ -32,7 +32,7 @@ def compare(one: str, other: str) -> Likeness:
 
 
 def twin_digest(header: version.Header, payload: memoryview, own: Sequence[Span] = ()) -> str:
-    """Of the version that `header` heads, with its chunks; `own` bytes of the payload are each rank's own.
+    """Return the digest of the version that `header` heads; `own` bytes of the payload are each rank's own.
 
     `own` ascends, without overlaps. The payload is read in the chunks that these lie in, and nowhere else.
     """

@@ -43,7 +43,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a version is of. `layout`, `digest` and `run` are hex (32 digits), `nbytes` those of the payload.
+    """The header of a version. `layout`, `digest`, `run` are hex (32 digits), `nbytes` those of the payload.
 
     `chunks` are xxh3_64, of `chunk_nbytes` bytes each; the last one may be shorter. Versions of twins are
     compared by `twins` (`api.twins`, hex), unless it is "". `digest` is the header's own, "" before it is
@@ -118,7 +118,7 @@ def header_nbytes(nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
 
 
 def spans(nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> Iterator[tuple[int, int]]:
-    """Where each chunk of a payload begins and ends."""
+    """Return where each chunk of a payload begins and ends."""
     for start in range(0, nbytes, chunk_nbytes):
         yield start, min(start + chunk_nbytes, nbytes)
 
@@ -238,7 +238,7 @@ class ChunkDigests:
         self._found: list[int] = []
 
     def came(self, upto: int) -> None:
-        """What lies before offset `upto` is there, and stays as it is."""
+        """Note that what lies before offset `upto` is there, and stays as it is."""
         while self._at < upto:
             end = min((len(self._found) + 1) * self._chunk_nbytes, len(self._payload))
             until = min(upto, end)

@@ -1,4 +1,4 @@
-"""How fast something may be sent: a token bucket, which knows no clock."""
+"""A token bucket, which says how fast something may be sent and knows no clock."""
 
 
 class TokenBucket:

@@ -55,7 +55,7 @@ class CountingReader(asyncio.StreamReader):
         return data
 
     async def readexactly(self, n: int) -> bytes:
-        """As many as `n` bytes."""
+        """Return up to `n` bytes."""
         # no deadline: the caller's, as with any stream
         data = await super().readexactly(n)
         self.unread -= len(data)

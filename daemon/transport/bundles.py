@@ -44,7 +44,7 @@ def _bundle(job: str, group: list[msgspec.Raw], last: p.Relayed | None) -> p.Rel
 
 
 def unbundle(bundle: p.Bundle) -> tuple[p.Relayed, ...]:
-    """What `bundles` has put together. Raises ProtocolError."""
+    """Return the messages that `bundles` has put together. Raises ProtocolError."""
     # Beside the messages there is the head of an array.
     limit = MOST_NBYTES + 16
     unpacker = zlib.decompressobj()

@@ -1,4 +1,4 @@
-"""How one end of a connection shows the other that it may speak for a daemon, or for an agent of a job.
+"""Shows the other end of a connection that this one may speak for a daemon, or for an agent of a job.
 
 An offer is a credential that goes over the wire in the clear, and a secret that only whom it is meant for
 gets out of it. The handshake binds both to the connection, and proves that both ends know both secrets.

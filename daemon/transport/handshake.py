@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, and frames it cannot forge; sans I/O.
+"""Proves who is at the other end of a connection, and makes frames it cannot forge; sans I/O.
 
 Each end opens with who it says it is, a nonce, and a credential (see `vouch`), out of which both get a
 secret. Each proves that it knows the key made of both secrets, and both derive a frame key per direction:
@@ -45,7 +45,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What each end says first."""
+    """The first message of each end."""
 
     protocol: Protocol
     job: LinkName
@@ -54,7 +54,7 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     credential: Annotated[bytes, Meta(max_length=GREETING_LIMIT)] = b""
 
     def context(self, dialler: "Opening | None" = None) -> bytes:
-        """What the credential is bound to; the acceptor's also to the opening that it answers."""
+        """Return what the credential is bound to; the acceptor's also to the opening that it answers."""
         fields = (self.protocol, self.job, self.node, self.nonce, dialler.nonce if dialler else b"")
         return msgspec.msgpack.encode(fields)
 
@@ -79,7 +79,7 @@ def encode(greeting: "Opening | Answer | Proof") -> bytes:
 
 
 def parse_length(head: bytes) -> int:
-    """Of the greeting that follows. Raises ProtocolError over the limit."""
+    """Return the length of the greeting that follows. Raises ProtocolError over the limit."""
     length = int(_LENGTH.unpack(head)[0])
     if length > GREETING_LIMIT:
         raise ProtocolError(f"a greeting of {length} bytes")

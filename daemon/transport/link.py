@@ -33,7 +33,7 @@ class GreetingCutError(PeerError):
 
 
 class Route(NamedTuple):
-    """Where to connect to, and from which address of this node; None: as the kernel likes.
+    """The address to connect to, and the one of this node to do it from; None: as the kernel likes.
 
     `node` is who has to answer there, and `Link.dial` takes nobody else: whoever listens on a port that
     another has left, or sits on the wire, may pass everything on to a sound end of the job. None: any node.
@@ -208,7 +208,7 @@ class Link(Generic[T]):
         return self._out.mask(salt, data)
 
     def unmask(self, salt: bytes, data: bytes) -> bytes:
-        """What the other end has masked. Raises ProtocolError."""
+        """Return what the other end has masked. Raises ProtocolError."""
         assert self._in is not None, "the handshake comes first"
         return self._in.mask(salt, data)
 
@@ -304,7 +304,7 @@ async def _vouched(
 
 
 async def _connect(route: Route) -> tuple[CountingReader, asyncio.StreamWriter]:
-    """As asyncio.open_connection. Raises OSError."""
+    """Connect as asyncio.open_connection does. Raises OSError."""
     loop = asyncio.get_running_loop()
     reader = CountingReader(READ_BUFFER_BYTES, loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)

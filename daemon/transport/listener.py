@@ -1,4 +1,4 @@
-"""Where agents and daemons listen for others: who greets gets streams, and a `Link` then does the handshake.
+"""Listens for agents and daemons: who greets gets streams, and a `Link` then does the handshake.
 
 What is no greeting is refused here, at little cost.
 
@@ -49,7 +49,7 @@ OnRefused: TypeAlias = Callable[[str, str], None]
 
 
 def most_unproved() -> int:
-    """So many connections may be there of which nothing is proved."""
+    """Return how many connections may be there of which nothing is proved."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_UNPROVED if soft == resource.RLIM_INFINITY else min(MOST_UNPROVED, max(16, soft // 4))
 

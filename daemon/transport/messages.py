@@ -1,4 +1,4 @@
-"""What daemons tell each other, and what agents tell each other."""
+"""The messages between daemons, and those between agents."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -37,7 +37,7 @@ class PeerMessage(Message, frozen=True, kw_only=True):
 
 
 class Meeting(PeerMessage, frozen=True, kw_only=True):
-    """Where the sender stands, and what its agent last said."""
+    """The sender's standing, and what its agent last said."""
 
     standing: Standing
     reports: Annotated[tuple[Report, ...], OF_RANKS]
@@ -57,7 +57,7 @@ class Ordered(PeerMessage, frozen=True, kw_only=True):
 
 
 class Agree(PeerMessage, frozen=True, kw_only=True):
-    """What the control planes say to each other to choose the next decree."""
+    """The messages by which the control planes choose the next decree."""
 
     say: Say
 
@@ -104,7 +104,7 @@ Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Packed | Rows | Gone
 
 
 class Relayed(PeerMessage, frozen=True, kw_only=True):
-    """What the daemon of node `origin` says, passed on: to that of node `to`, or with None to all.
+    """A message of the daemon of node `origin`, passed on: to that of node `to`, or with None to all.
 
     `serial` grows with every message of an origin, `clock_ms` is its clock; `hops` is how often it may still
     be passed on.
@@ -178,7 +178,7 @@ class Held(Message, frozen=True, kw_only=True):
 
 
 class TwinsMessage(Message, frozen=True, kw_only=True):
-    """What `rank` here has of a shard's step, by its digest; `known`: it has agreed with twins before."""
+    """The digest of a shard's step that `rank` has here; `known`: it has agreed with twins before."""
 
     generation: Generation
     shard: Rank
@@ -213,7 +213,7 @@ class RecordReply(Message, frozen=True, kw_only=True):
 
 
 class GetTensors(Message, frozen=True, kw_only=True):
-    """What have you of a shard's tensors of a step?"""
+    """A question: what have you of a shard's tensors of a step?"""
 
     shard: Rank
     step: Step
@@ -246,7 +246,7 @@ class ChunksReply(Message, frozen=True, kw_only=True):
 
 
 class SaveAsk(Message, frozen=True, kw_only=True):
-    """How far are your ranks? With `step`: save that one, too, when they have it."""
+    """A question: how far are your ranks? With `step`: save that one, too, when they have it."""
 
     generation: Generation
     step: Step | None = None
@@ -266,7 +266,7 @@ class StoreJoin(Message, frozen=True, kw_only=True):
 
 
 class StoreSaid(Message, frozen=True, kw_only=True):
-    """What is to be said of them; see `agent/kvstore/wire.py`."""
+    """Words about the keys; see `agent/kvstore/wire.py`."""
 
     body: Annotated[bytes, Meta(max_length=MOST_STORE_NBYTES)]
 

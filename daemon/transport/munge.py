@@ -38,7 +38,7 @@ _MAX_UID = 2**32 - 2  # the last one means "any" to munge
 
 
 class CredentialKind(StrEnum):
-    """Why a credential is refused."""
+    """The reason for which a credential is refused."""
 
     BOGUS = "bogus"
     EXPIRED = "expired"
@@ -73,7 +73,7 @@ class CredentialError(PeerError):
 
 
 class Decoded(Struct, frozen=True):
-    """What a credential says, vouched for by munged; `uid` is that of the process that made it."""
+    """The content of a credential, vouched for by munged; `uid` is that of the process that made it."""
 
     payload: bytes
     uid: int
@@ -108,7 +108,7 @@ class Munge:
             return context.encode(payload)
 
     def decode(self, credential: bytes) -> Decoded:
-        """What a credential says; this munged decodes each only once.
+        """Return the content of a credential; this munged decodes each only once.
 
         Raises CredentialError where it is refused, PeerError where munged does not answer, UsageError without
         libmunge.

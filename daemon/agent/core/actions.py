@@ -1,4 +1,4 @@
-"""What the agent's core asks its edge to do, in the order of the list that it appends them to."""
+"""The actions that the agent's core asks its edge for, in the order in which they are carried out."""
 
 from dataclasses import dataclass
 from typing import TypeAlias

@@ -1,4 +1,4 @@
-"""What an agent makes of its daemon's orders, of its ranks' words, and of starts and deaths of processes.
+"""The agent's decisions on its daemon's orders, its ranks' words, and starts and deaths of processes.
 
 Every input is a method that takes the time (s, of the agent's clock) and appends to `out` what the edge has
 to do. The edge carries that out in order, before the next input.

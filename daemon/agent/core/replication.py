@@ -1,4 +1,4 @@
-"""Which replicas a node gives to whom in a generation, who has them already, and what has become garbage."""
+"""Decides which replicas a node gives to whom in a generation, who has them, and what has become garbage."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ def verdict(generation: int, here: int, *, accepting: bool) -> Literal["early", 
 
 
 class Edge(Protocol[P]):
-    """What the decisions are carried out by."""
+    """The functions that carry the decisions out."""
 
     def send(self, info: NodeInfo, what: P) -> None:
         """Send it to a holder; `Replication.has` is called when it is held there."""
@@ -228,7 +228,7 @@ class Replication(Generic[P]):
         return found[0] if found is not None else None
 
     def unsound(self, key: Key, what: P) -> None:
-        """What was to be sent is bad here, too: nobody can hold it, and nothing waits for it any more."""
+        """Wait no more for what was to be sent: it is bad here, too, so nobody can hold it."""
         task = self._waiting.get(key)
         if task is None or task.what != what:
             return

@@ -1,4 +1,4 @@
-"""How much a ring may take: what its loader asks for, the site allows, and is free at its opening."""
+"""The memory that a ring may take: what its loader asks for, the site allows, and is free at its opening."""
 
 from pathlib import Path
 from typing import NamedTuple

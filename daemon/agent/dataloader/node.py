@@ -77,7 +77,7 @@ class RingNode:
 
     @property
     def count(self) -> int:
-        """How many batches are there."""
+        """The number of batches that are there."""
         return len(self._memory)
 
     # ----------------------------------------------------------------------------------- readers

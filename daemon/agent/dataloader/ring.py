@@ -1,4 +1,4 @@
-"""Which batches of a loader a node makes, keeps and gives to whom: a state machine.
+"""The batches of a loader that a node makes, keeps and gives to its readers: a state machine.
 
 Pure: every input gives back what is to be done. Readers take their stream's batches in order. A batch is kept
 until no reader can be sent back behind it, or until its memory is wanted for one that comes next: then the
@@ -162,7 +162,7 @@ class Ring:
 
     @property
     def marks(self) -> Mapping[int, Mark]:
-        """Where each reader stands, the dead ones included."""
+        """The position of each reader, the dead ones included."""
         return self._marks
 
     @property
@@ -211,7 +211,7 @@ class Ring:
         return out + self._decide()
 
     def _begin_anew(self, number: int, first: int, seq: int, position: bytes) -> list[Action]:
-        """What is here from `first` on does not belong to `position`, which is that before `seq`."""
+        """Drop what is here from `first` on: it does not belong to `position`, which is that before `seq`."""
         stream = self._streams[number]
         gone = [other for other in stream.ready if other >= first]
         for other in gone:
@@ -279,7 +279,7 @@ class Ring:
         return out + self._decide()
 
     def lease_late(self, lease: int) -> list[Action]:
-        """Who was to start the producer has not done so in time: somebody else is to."""
+        """Ask another reader to start the producer: the one that was to has not done so in time."""
         if self._granted is not None and lease == self._lease and not self._up:
             self._late.add(self._granted)
             self._granted = None
@@ -320,7 +320,7 @@ class Ring:
         self._jobs.pop(0)
 
     def _skip_rest(self, stream: int) -> None:
-        """What was asked for behind the end is not there either; its answer changes nothing."""
+        """Forget what was asked for behind the end; its answer changes nothing."""
         for job in self._jobs:
             job.stale = job.stale or job.make.stream == stream
 
@@ -334,7 +334,7 @@ class Ring:
         return out
 
     def _free(self) -> Iterator[Action]:
-        """What nobody can be sent back to."""
+        """Free the batches that no reader can be sent back to."""
         for number, stream in list(self._streams.items()):
             marks = [mark for mark in self._marks.values() if mark.stream == number]
             floor = min((mark.done for mark in marks), default=None)

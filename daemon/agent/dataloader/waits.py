@@ -1,4 +1,4 @@
-"""How long readers of a ring have waited for batches, of all their time. Pure."""
+"""The share of their time that readers of a ring have waited for batches. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ WORDS = 16
 
 @dataclass
 class Waits:
-    """Of the processes of one slot, as each of them has told; times are in seconds."""
+    """The waits of the processes of one slot, as each of them has told; times are in seconds."""
 
     stream: int = 0
     taken: int = 0
@@ -35,7 +35,7 @@ class Waits:
 
     @property
     def share(self) -> float | None:
-        """Of the time lately that it waited, 0 to 1; None where there has been none."""
+        """Return the share of the time lately that it waited, 0 to 1; None where there has been none."""
         if len(self._told) < 2 or self._told[-1][0] <= self._told[0][0]:
             return None
         (begin_s, before_s), (end_s, after_s) = self._told[0], self._told[-1]

@@ -32,7 +32,7 @@ async def refuse(link: Peer, generation: int, patience_s: float) -> None:
 
 
 class Connection(Generic[Heard]):
-    """What is said within one turn of the event loop goes out as one message, in order, or never.
+    """One client's connection: words of one turn of the event loop go out together, in order, or never.
 
     `hear(item)` takes what the other end says, and may raise ProtocolError, by which the connection ends. An
     end that says nothing for `silence_s`, while `expects()`, is taken for lost. `messages` counts those sent.

@@ -1,4 +1,4 @@
-"""Who may use the agent's store: processes of this job on this node, and nobody else.
+"""Lets processes of this job on this node use the agent's store, and nobody else.
 
 The store listens on loopback, which every process of the node can reach: those of other users, and those of
 the same user's other jobs. Neither knows a secret that could be asked for, since torch's clients send none.
@@ -49,7 +49,7 @@ class StoreGuard:
         self._likely = ""
 
     def refuses(self, own: Endpoint, peer: Endpoint) -> str | None:
-        """Why the process at `peer`, connected to us at `own`, may not come in; None where it may."""
+        """Return why the process at `peer`, connected to us at `own`, may not come in; None where it may."""
         why = self._why(own, peer)
         if why is not None:
             self._tell(f"{why}, from {peer[0]} port {peer[1]}")

@@ -126,7 +126,7 @@ class Home:
         return Reply(values=values, keep=self._let_keep(node, keys, values))
 
     def _brought(self, node: int, keys: Keys) -> Reply:
-        """Who has waited asks for the values next: small ones come along."""
+        """Return the small ones among the values: a client that has waited for keys asks for them next."""
         left_nbytes = BRING_NBYTES
         values = []
         for key in keys:

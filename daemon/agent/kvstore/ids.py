@@ -21,7 +21,7 @@ Left: TypeAlias = Request | bytes
 
 
 class ClientIds:
-    """What one client of the store asks and says of ids.
+    """One client's calls of the store that are about ids.
 
     A group may have several communicators in one generation, one after the other, and torch gives them the
     same keys. Which one a client means follows from how often the root that it is has set its own; or, where

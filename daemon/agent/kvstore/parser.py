@@ -37,7 +37,7 @@ class _Fields:
         return data
 
     def _text(self, limit: int, what: str, more: int = 0) -> bytes:
-        """Of a length that stands before it; at least `more` such follow."""
+        """Read a text of a length that stands before it; at least `more` such follow."""
         size = int.from_bytes(self.take(_U64), "little")
         if size > limit:
             raise ProtocolError(f"a {what} of {size} bytes; the limit is {limit}")

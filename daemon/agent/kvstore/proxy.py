@@ -118,7 +118,7 @@ class Proxy:
             self._send(CancelAsk(number))
 
     def _get(self, keys: Keys, done: Done) -> None:
-        """What is remembered is taken at once: the home's answer may come after it was dropped."""
+        """Take what is remembered at once: the home's answer may come after it was dropped."""
         known = {key: self._cache.get(key) for key in keys}
         unknown = tuple(key for key, value in known.items() if value is None)
 

@@ -92,7 +92,7 @@ class StoreServer:
 
     @property
     def clients(self) -> "set[_Client]":
-        """Who is connected."""
+        """The clients that are connected."""
         return self._clients
 
 

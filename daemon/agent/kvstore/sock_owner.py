@@ -34,7 +34,7 @@ Asker: TypeAlias = Callable[[Endpoint, Endpoint], "Owner | None"]
 
 
 class Owner(NamedTuple):
-    """Of a socket: the user that made it, and the number that names it in /proc/PID/fd."""
+    """The owner of a socket: the user that made it, and the number that names it in /proc/PID/fd."""
 
     uid: int
     inode: int
@@ -99,7 +99,7 @@ def encode_request(own: Endpoint, peer: Endpoint) -> bytes:
 
 
 def decode_reply(reply: bytes, own: Endpoint, peer: Endpoint) -> Owner | None:
-    """What `encode_request` was answered. Raises CannotAskError."""
+    """Return the owner that the kernel's answer names. Raises CannotAskError."""
     _, kind, _, _, _ = _HEADER.unpack_from(reply)
     if kind == _NLMSG_ERROR:
         (number,) = struct.unpack_from("=i", reply, _HEADER.size)

@@ -1,4 +1,4 @@
-"""What a TCPStore server knows: keys, queues, and who waits for which key.
+"""The state of a TCPStore server: keys, queues, and who waits for which key.
 
 It answers as torch's own server does, but for what is plainly a mistake there (see `compare_set` and
 `queue_push`). No input or output here. ProtocolError means that the client asked for the impossible.

@@ -1,4 +1,4 @@
-"""What agents and the home of a generation's keys tell each other: several at once, as one body. Pure."""
+"""The messages between agents and the home of a generation's keys: several at once, as one body. Pure."""
 
 from collections.abc import Iterable
 from typing import Annotated, TypeAlias, TypeVar

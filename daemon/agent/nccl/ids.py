@@ -37,7 +37,7 @@ def magic_of(key: bytes, generation: int, group: bytes, round_: int) -> int:
 
 
 def generation_of(key: bytes, magic: int, near: Iterable[int]) -> int | None:
-    """Which generation of these a magic was made for, if any: by chance 1 of 4 billion is."""
+    """Return for which generation of these a magic was made, if any: by chance 1 of 4 billion is."""
     data = magic.to_bytes(8, "little")
     name, proof = data[:_NAME_NBYTES], data[_NAME_NBYTES:]
     return next((g for g in near if hmac.compare_digest(_proof(key, g, name), proof)), None)
@@ -87,7 +87,7 @@ class NcclIds:
         return [encode_id(UniqueId(magic, home)) for home in self.roots(group, count)]
 
     def roots(self, group: bytes, count: int) -> list[Address]:
-        """Where they are. With as many as the whole job has, each is on the node of its block's first rank.
+        """Return the roots' addresses. With as many as ranks, each is on the node of its block's first rank.
 
         Of a smaller group nobody says who is in it: its roots are dealt out over the nodes that have ranks,
         so that losing one of them ends the generation in any case.

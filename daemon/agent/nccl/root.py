@@ -24,7 +24,7 @@ MAX_REMEMBERED = 16384
 
 
 class Answer(Struct, frozen=True):
-    """What a rank is to be sent: what the rank after it has said of itself."""
+    """An answer to a rank: what the rank after it has said of itself."""
 
     magic: int
     rank: int
@@ -59,7 +59,7 @@ class _Root:
 
     @property
     def expected(self) -> int:
-        """How many come: with one root the last is followed by the first."""
+        """The number of check-ins that come: with one root the last is followed by the first."""
         return len(self.block) + (self.roots > 1)
 
     def next_of(self, index: int) -> int:
@@ -87,7 +87,7 @@ class Roots:
 
     @property
     def kept(self) -> int:
-        """How many check-ins are kept."""
+        """The number of check-ins that are kept."""
         return self._kept
 
     def check_in(self, magic: int, generation: int, message: CheckIn, now: float) -> list[Answer]:
@@ -154,7 +154,7 @@ class Roots:
         return self._drop([key for key, root in self._open.items() if root.deadline <= now])
 
     def due(self) -> float | None:
-        """When `expire` has something to do, if nothing happens before."""
+        """Return when `expire` has something to do, if nothing happens before."""
         return next(iter(self._open.values())).deadline if self._open else None
 
     def _drop(self, keys: list[_Key]) -> list[Dropped]:

@@ -37,7 +37,7 @@ class Address(Struct, frozen=True):
 
 
 class UniqueId(Struct, frozen=True):
-    """What is inside of an ncclUniqueId."""
+    """The content of an ncclUniqueId."""
 
     magic: int
     root: Address
@@ -51,7 +51,7 @@ class Opening(Struct, frozen=True):
 
 
 class Layout(Struct, frozen=True):
-    """Where things lie in a check-in. Before `listen_at` stand integers: rank, number of ranks, and so on."""
+    """The offsets in a check-in. Before `listen_at` stand integers: rank, number of ranks, and so on."""
 
     versions: str
     ints: struct.Struct
@@ -67,7 +67,7 @@ LAYOUTS = {
 
 
 class CheckIn(Struct, frozen=True):
-    """What a rank tells a root: `listen` is where it wants its answer, `connect` what the rank before needs.
+    """A rank's check-in: `listen` is where it wants its answer, `connect` what the rank before needs.
 
     `connect` is opaque to a root. `root` and `roots` are this root's number, and how many there are; `offset`
     is that of a communicator that is made larger (ncclCommGrow), else 0.
@@ -160,7 +160,7 @@ def decode_check_in(data: bytes) -> CheckIn:
 
 
 def encode_check_in(check_in: CheckIn, nbytes: int) -> bytes:
-    """What a rank sends after its opening, in the layout of that length."""
+    """Return the bytes that a rank sends after its opening, in the layout of that length."""
     layout = LAYOUTS[nbytes]
     ints = (check_in.rank, check_in.ranks, check_in.root, check_in.roots, check_in.offset)
     head = layout.ints.pack(*ints[: layout.ints.size // 4])

@@ -1,4 +1,4 @@
-"""What ranks print: every byte to a log file each, and whole lines, with a prefix, to the agent's console.
+"""The output of ranks: every byte to a log file each, and whole lines, with a prefix, to the agent's console.
 
 The log is the record: nothing that a rank wrote is left out of it, also if the rank was killed. The console
 is for people: when nobody reads it (a stopped pager, a stalled srun) it loses lines, and says so, rather

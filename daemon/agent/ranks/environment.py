@@ -50,7 +50,7 @@ def rank_env(
     store: tuple[str, int],
     restarts: int,
 ) -> dict[str, str]:
-    """What torchrun sets (torch.distributed.elastic, LocalElasticAgent), for the rank in `place`.
+    """Return what torchrun sets (torch.distributed.elastic, LocalElasticAgent), for the rank in `place`.
 
     A spare has rank -1 until it takes one over; ckptless.run then corrects its environment.
     """

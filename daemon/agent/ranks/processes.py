@@ -154,7 +154,7 @@ class ZygoteLink:
 
     @property
     def status(self) -> str:
-        """How the zygote ended, in words."""
+        """The zygote's end, in words."""
         code = self.process.returncode
         return f"killed by signal {-code}" if code is not None and code < 0 else f"status {code}"
 
@@ -255,7 +255,7 @@ class ZygoteLink:
 
 
 class Zygote:
-    """Where training processes come from.
+    """The process that training processes are forked from.
 
     `on_event(kind, text)` hears of what was mended or could not be: "zygote-died", "zygote-restarted",
     "zygote-warning", "environment", and what `Process` reports. Processes outlive the zygote.

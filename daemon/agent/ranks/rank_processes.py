@@ -290,7 +290,7 @@ async def _end(processes: list[Process], number: signal.Signals, deadline_s: flo
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many processes of its cgroup the kernel has ended for want of memory; 0 where nothing tells."""
+    """Return how many processes of its cgroup the kernel has ended for want of memory; 0 if unknown."""
     kills = 0
     with contextlib.suppress(OSError, ValueError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():

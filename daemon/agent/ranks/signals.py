@@ -1,4 +1,4 @@
-"""Which signals end a run, which are a user's own word to the ranks, and which mean nothing to us."""
+"""Signals that end a run, those that are a user's word to the ranks, and those that mean nothing to us."""
 
 import signal
 
@@ -10,6 +10,6 @@ _NOBODYS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, sign
 
 
 def ignore_others() -> None:
-    """What neither ends a run nor is ended by it: the default of these is to end the process."""
+    """Ignore signals that are no word to a run: the default of these is to end the process."""
     for number in (*USERS, *_NOBODYS):
         signal.signal(number, signal.SIG_IGN)

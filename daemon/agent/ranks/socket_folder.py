@@ -88,7 +88,7 @@ class Scratch:
 
 
 def rank_sockets(job: str) -> list[str]:
-    """Where an agent of this user may listen for ranks of a job on this node."""
+    """Return where an agent of this user may listen for ranks of a job on this node."""
     return [str(path / RANKS) for path in _ours(_prefix(job))]
 
 

@@ -52,7 +52,7 @@ Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
 class Job(NamedTuple):
-    """What a new training process starts with: its program and the descriptors that came with it."""
+    """A new training process: its program, and the descriptors that came with it."""
 
     program: wire.Program
     gate: int
@@ -239,7 +239,7 @@ def _restore_interpreter(program: wire.Program) -> None:
 
 
 def _run(program: wire.Program) -> None:
-    """What CPython's own start does for `python SCRIPT` and `python -m MODULE`."""
+    """Do what CPython's own start does for `python SCRIPT` and `python -m MODULE`."""
     target, *arguments = map(os.fsdecode, program.argv)
     sys.modules["__main__"] = main_module = ModuleType("__main__")
     main_module.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -370,7 +370,7 @@ def live(connection: socket.socket, agent: int, modules: list[str]) -> None:
 
 
 def main() -> None:
-    """Of a zygote that its agent starts."""
+    """Run a zygote that its agent starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--preload", action="append", default=[])

@@ -1,4 +1,4 @@
-"""What the agent and its zygote say to each other, and the limits on it.
+"""The messages of the agent and its zygote, and the limits on them.
 
 They share an AF_UNIX SOCK_SEQPACKET socket: a packet is sent whole or not at all, so a cancelled spawn
 never leaves half a request behind. A packet is bounded by the socket's buffer, an environment is not;
@@ -26,7 +26,7 @@ SPAWN_FDS = ("program", "gate", "stdout", "stderr")
 
 
 class Program(Struct, frozen=True, kw_only=True, tag="program", forbid_unknown_fields=True):
-    """What a new process is to run. Strings are bytes: the system's names need not be UTF-8.
+    """The program of a new process. Strings are bytes: the system's names need not be UTF-8.
 
     `argv` is the script (or the module, with `module`) and its arguments; `env` is the whole environment.
     `scratch`: where multiprocessing puts its sockets, "" for its own.

@@ -27,7 +27,7 @@ DECISION = "decision.json"
 
 
 class Decision(Value, frozen=True, kw_only=True):
-    """What is saved, and who writes it; None for nothing."""
+    """The step that is saved, and who writes it; None for nothing."""
 
     task: Task | None
 
@@ -35,7 +35,7 @@ class Decision(Value, frozen=True, kw_only=True):
 async def agree(
     folder: Path, me: int, nodes: Sequence[int], holdings: Holdings, world_size: int, gather_s: float
 ) -> Task | None:
-    """What to save, the same at all who call this. Raises ProtocolError, OSError."""
+    """Return what to save, the same at all who call this. Raises ProtocolError, OSError."""
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(_tell, folder, me, holdings)
     began_s = loop.time()

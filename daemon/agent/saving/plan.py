@@ -22,11 +22,11 @@ class Task(Value, frozen=True, kw_only=True):
         return tuple(sorted({node for _, node in (*self.shards, *self.records)}))
 
     def shards_of(self, node: int) -> tuple[int, ...]:
-        """What a node writes."""
+        """Return the shards that a node writes."""
         return tuple(shard for shard, where in self.shards if where == node)
 
     def records_of(self, node: int) -> tuple[int, ...]:
-        """What a node writes."""
+        """Return the records that a node writes."""
         return tuple(rank for rank, where in self.records if where == node)
 
 
@@ -44,7 +44,7 @@ def nodes_of(assignment: Assignment) -> tuple[int, ...]:
 
 
 def own_shards(assignment: Assignment, node: int, shards: Mapping[int, int]) -> tuple[int, ...]:
-    """Of the shards of a node's ranks (by rank) those that it writes: where the lowest twin is."""
+    """Return, of the shards of a node's ranks (by rank), those that it writes: where the lowest twin is."""
     return tuple(sorted({s for s in shards.values() if assignment.places[s].node == node}))
 
 
@@ -56,7 +56,7 @@ def last_step(held: Mapping[int, Holdings], world_size: int) -> Task | None:
 
 
 def _task_of(step: int, held: Mapping[int, Holdings], world_size: int) -> Task | None:
-    """Who writes what of this step, if these nodes have all of it.
+    """Return who writes what of this step, if these nodes have all of it.
 
     A shard is written by a node that has a record of one of its ranks, too: that describes the tensors.
     """

@@ -49,7 +49,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Hold:
-    """What a part is written from. Nobody has to keep it for us: versions are copied before all else."""
+    """The memory that a part is written from. Nobody has to keep it: versions are copied before all else."""
 
     shards: tuple[Taken, ...]
     records: tuple[w.WriteRecord, ...]
@@ -86,7 +86,7 @@ class Saver:
 
     @property
     def steps_per_s(self) -> float:
-        """How fast they come, as of now."""
+        """The rate at which steps come, as of now."""
         if len(self._paced) < 2:
             return 0.0
         (first, since), (last, _) = self._paced[0], self._paced[-1]
@@ -129,7 +129,7 @@ class Saver:
         self._spawn(self._save_aside(task, part, self._hold(task)))
 
     def _own_part(self, step: int) -> save_plan.Task | None:
-        """What this node writes of a step, once all of that is committed."""
+        """Return what this node writes of a step, once all of that is committed."""
         assert self._assignment is not None
         me = self._agent.node
         shards: dict[int, int] = {}
@@ -188,7 +188,7 @@ class Saver:
         return self.save(mine, self._part(mine, "end", task.nodes, deadline_s), self._hold(mine))
 
     def _hold(self, task: save_plan.Task) -> Hold:
-        """What is to be written, as it lies here now; what is missing the writer misses, too."""
+        """Return what is to be written, as it lies here now; what is missing the writer misses, too."""
         found = [(shard, self._store.tensors(shard, task.step)) for shard, _ in task.shards]
         kept = [(rank, self._store.record(rank, task.step)) for rank, _ in task.records]
         return Hold(
@@ -271,7 +271,7 @@ class Saver:
         return link
 
     async def _next_word(self, process: Process) -> tuple[RankLink, w.FromWriter]:
-        """What this writer says next. Raises PeerError where it has ended."""
+        """Return what this writer says next. Raises PeerError where it has ended."""
         dead = asyncio.create_task(process.wait())
         try:
             while True:

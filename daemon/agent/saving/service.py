@@ -1,4 +1,4 @@
-"""When steps are saved: every so many, when somebody asks, and at the job's end."""
+"""Saves steps: every so many, when somebody asks, and at the job's end."""
 
 import asyncio
 import contextlib

@@ -142,7 +142,7 @@ class TensorConnection(Connection):
         self._queue.put_nowait(version)
 
     def forget(self) -> None:
-        """What was to be sent is wanted no more."""
+        """Drop what was to be sent: it is wanted no more."""
         while not self._queue.empty():
             self._queue.get_nowait()
 

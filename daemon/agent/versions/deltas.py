@@ -1,4 +1,4 @@
-"""Which bytes of a version its holder has already, in one of an earlier step: they are not sent again.
+"""Finds the bytes of a version that its holder has already, of an earlier step: they are not sent again.
 
 Chunks are the same where they stand in the same place with the same digest: so parameters that no optimizer
 touches go over the network once. All of it is verified as if it had been sent.
@@ -23,7 +23,7 @@ Span: TypeAlias = tuple[int, int]
 
 
 def unchanged(header: Header, base: Header) -> tuple[Run, ...]:
-    """Which chunks of a version another one has in the same place; the first so many runs of them."""
+    """Return the chunks that another version has in the same place; the first so many runs of them."""
     shape = (header.layout, header.nbytes, header.chunk_nbytes)
     if shape != (base.layout, base.nbytes, base.chunk_nbytes):
         return ()
@@ -41,7 +41,7 @@ def unchanged(header: Header, base: Header) -> tuple[Run, ...]:
 
 
 def spans_of(header: Header, runs: Sequence[Run]) -> list[Span]:
-    """Where those chunks lie. Raises ProtocolError where they are not in order, or not chunks of it."""
+    """Return where those chunks lie. Raises ProtocolError where they are not in order, or not its chunks."""
     found: list[Span] = []
     done, size = 0, header.chunk_nbytes
     for first, count in runs:

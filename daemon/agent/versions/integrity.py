@@ -60,13 +60,13 @@ class IntegrityCheck:
         return self._store.tensors(shard, step) == found
 
     def drop(self, shard: int, step: int, at: TensorsAt, why: str) -> None:
-        """What lies there is held no more, and everybody is told, unless something else took its place."""
+        """Hold what lies there no more, and tell everybody, unless something else took its place."""
         if self._store.drop_tensors(shard, step, at):
             self.on_event("bad-version", f"shard {shard}, step {step}: {why}")
 
 
 class ArrivalCheck:
-    """Of the chunks that fill a view: digested while the rest comes, by the thread that receives them."""
+    """Digests the chunks that fill a view while the rest comes, in the thread that receives them."""
 
     def __init__(self, view: memoryview, header: version.Header, start: int = 0) -> None:
         """`view`: whole chunks of the payload, from byte `start` on."""
@@ -77,7 +77,7 @@ class ArrivalCheck:
         self._given_up = False
 
     def feed(self, nbytes: int) -> None:
-        """So many bytes of the view, from its begin, are there by now."""
+        """Note that so many bytes of the view, from its begin, are there by now."""
         self._upto = min(nbytes, self._upto + STEP_NBYTES)
         self._digests.came(self._upto)
 

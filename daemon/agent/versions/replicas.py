@@ -183,7 +183,7 @@ class Replicas:
         self.core.has(node, (Item("tensors", version.shard), version.step), version.generation)
 
     async def _is_sound(self, version: Version) -> bool:
-        """Of what a holder refused. Bad here too, nobody can hold it, and nothing waits for it any more."""
+        """Return whether a version that a holder has refused is sound here."""
         found = self._store.tensors(version.shard, version.step)
         here = found is not None and found[0] == version.at
         if here and await self.integrity.holds(version.shard, version.step):
@@ -239,7 +239,7 @@ class Replicas:
         (await self.dial(info)).close()
 
     async def ask_save(self, info: NodeInfo, ask: p.SaveAsk) -> p.SaveReply:
-        """What another agent answers to it. Raises CkptlessError, OSError, TimeoutError."""
+        """Return what another agent answers to it. Raises CkptlessError, OSError, TimeoutError."""
         reply = await self._ask(info, ask, DIAL_DEADLINE_S)
         if not isinstance(reply, p.SaveReply):
             raise PeerError(f"{type(reply).__name__} is no answer to SaveAsk")
@@ -274,7 +274,7 @@ class Replicas:
 
 
 def put_record(generation: int, rank: int, step: int, held: Held) -> p.PutRecord:
-    """What a holder is sent."""
+    """Return the message by which a holder is given a record."""
     return p.PutRecord(
         generation=generation,
         rank=rank,

@@ -41,7 +41,7 @@ Level: TypeAlias = Literal["info", "warning", "error"]
 
 @dataclass
 class _Kept:
-    """What was kept: the catalog, as a file and as it reads, and the regions in its order."""
+    """The kept memory: its catalog, as a file and as it reads, and the regions in its order."""
 
     file: int
     catalog: k.Catalog
@@ -66,13 +66,13 @@ class RequeueMemory:
 
     @property
     def _program(self) -> str:
-        """What the run is of: another command, or another number of ranks, is another program."""
+        """Return what the run is of: another command, or another number of ranks, is another program."""
         config = self._config
         what = (config.argv, config.module, config.cwd, config.spec.world_size)
         return hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16).hexdigest()
 
     def _origin(self, run: str) -> version.Origin:
-        """Of a run of this Slurm job: all have the same run id."""
+        """Return the origin of runs of this Slurm job: all have the same run id."""
         return version.Origin(run, self._config.spec.run_id)
 
     # ----------------------------------------------------------------------------------- at first

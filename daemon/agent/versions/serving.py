@@ -1,4 +1,4 @@
-"""What other agents ask of this one: to hold their records and tensors, and to give what is held here."""
+"""Serves other agents: holds their records and tensors, and gives what is held here."""
 
 import asyncio
 import contextlib

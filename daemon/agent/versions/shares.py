@@ -23,7 +23,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
+        """The bytes of it."""
         return self.end - self.start
 
 
@@ -37,7 +37,7 @@ class _Source:
 
 
 class Shares:
-    """Of a payload, for `sources` of them. Every piece is open, asked of one source, or done.
+    """The pieces of a payload, for `sources` of them. Each is open, asked of one source, or done.
 
     Whoever is fast asks for more of them. Times are in seconds, by whatever clock the caller has.
     """
@@ -67,7 +67,7 @@ class Shares:
         return piece
 
     def _size(self) -> int:
-        """Of the next piece."""
+        """Return the bytes of the next piece."""
         share = sum(piece.nbytes for piece in self._open) // (AHEAD * self._count)
         nbytes = min(max(share, LEAST_NBYTES), MOST_NBYTES)
         return max(1, nbytes // self._chunk_nbytes) * self._chunk_nbytes

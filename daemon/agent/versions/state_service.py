@@ -103,7 +103,7 @@ class StateService:
             task.add_done_callback(lambda done: self._given(done, link, message.step))
 
     def _share(self, slot: Slot, link: RankLink, message: m.Twins) -> None:
-        """Of the twins on this node the first to come writes for all of them."""
+        """Have the first of the twins on this node to come write for all of them."""
         assert self._assignment is not None
         ranks = message.ranks or tuple(range(len(self._assignment.places)))
         if any(rank not in range(len(self._assignment.places)) for rank in ranks):
@@ -163,7 +163,7 @@ class StateService:
             raise
 
     def _push_tensors(self, shard: int, commit: m.Commit, acked: Callable[[], None]) -> None:
-        """Of the nodes that have a shard anyway, that of its lowest rank gives it to others."""
+        """Give a shard to others where this is the node of its lowest rank, of those that have it anyway."""
         assert self._assignment is not None
         found = self._store.tensors(shard, commit.step)
         if found is None or self._assignment.places[shard].node != self._node:

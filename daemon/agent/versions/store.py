@@ -230,7 +230,7 @@ class VersionStore:
         self.on_held()
 
     def tensors(self, shard: int, step: int) -> tuple[TensorsAt, Region] | None:
-        """Where a shard's tensors of a step lie, if they are here. Whoever reads them checks the digest."""
+        """Return where a shard's tensors of a step lie, if here. Whoever reads them checks the digest."""
         at = self._tensors.get(shard, {}).get(step)
         return (at, self._regions[at.region]) if at is not None else None
 
@@ -248,7 +248,7 @@ class VersionStore:
         return True
 
     def _free_older_regions(self, newest: Region) -> None:
-        """Of that shard those that no step lies in: nobody writes to them any more."""
+        """Close the shard's older regions that no step lies in: nobody writes to them any more."""
         used = {at.region for at in self._tensors[newest.shard].values()}
         older = [r for r in self._regions.values() if r.shard == newest.shard and r.number < newest.number]
         self._close_regions([region for region in older if region.number not in used])
@@ -296,7 +296,7 @@ class VersionStore:
                 del steps[newer]
 
     def drop_unnamed(self, assignment: Assignment, node: int) -> None:
-        """Of the restored step a version that others are not to have from here is not used here either."""
+        """Drop the restored step where others are not to have it from here: it is not used here either."""
         for shard, steps in self._tensors.items():
             if assignment.restore_step in steps and node not in assignment.holders_of(shard):
                 del steps[assignment.restore_step]
@@ -304,13 +304,13 @@ class VersionStore:
     # --------------------------------------------------------------------------------------- all
 
     def holdings(self) -> Holdings:
-        """What could be given."""
+        """Return what could be given."""
         held = self.copies()
         tensors = tuple((shard, tuple(sorted(steps))) for shard, steps in sorted(self._tensors.items()))
         return Holdings(tensors=tensors, records=tuple(one[:3] for one in held.records))
 
     def copies(self) -> Copies:
-        """What is held, and in how much memory."""
+        """Return what is held, and in how much memory."""
         records = tuple(
             (rank, next(iter(steps.values())).shard, tuple(sorted(steps)), _nbytes_of(steps))
             for rank, steps in sorted(self._records.items())

@@ -31,7 +31,7 @@ class _Mine:
 
 @dataclass
 class TwinCheck:
-    """Of one agent, over all generations.
+    """The comparison of twins on one agent, over all generations.
 
     `send(node, message)` asks another one; `on_doubt` is called when `doubts` has a new one.
     """
@@ -123,7 +123,7 @@ class TwinCheck:
         answer(self._say(TwinsCompared, key, mine))
 
     def answered(self, message: TwinsCompared) -> None:
-        """What the next node has."""
+        """Take the next node's answer."""
         key = message.shard, message.step
         mine = self._mine.get(key)
         if message.generation != self._generation or mine is None or key not in self._asked:

@@ -37,7 +37,7 @@ class Twins:
         return replace(held, digests=tuple(one for one in digests if one[3]))
 
     def _digest(self, shard: int, step: int) -> tuple[int, str]:
-        """Who has written a version, and by what it is compared."""
+        """Return who has written a version, and the digest by which it is compared."""
         found = self._store.tensors(shard, step)
         if found is None:
             return -1, ""
