@@ -1,4 +1,4 @@
-"""What runs inside the training process: `run`, `Run`, `State`."""
+"""The hooks inside the training process: `run`, `Run`, `State`."""
 
 from ckptless.pytorch_hooks.running.main import run
 from ckptless.pytorch_hooks.running.training import Run

@@ -9,7 +9,7 @@ RESUME = "CKPTLESS_RESUME"
 
 @dataclass(frozen=True)
 class Environment:
-    """What torchrun's variables say; a process that nobody launched is a world of one.
+    """The values of torchrun's variables; a process that nobody launched is a world of one.
 
     `resume`: the folder of a saved step to go on from, "" for none.
     """

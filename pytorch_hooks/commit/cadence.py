@@ -55,7 +55,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def first_plan(step: int) -> Plan:
-    """What every rank begins with at a step that is restored, or at 0."""
+    """Return the plan that every rank begins with at a step that is restored, or at 0."""
     return Plan(after=step, every=1, commits=FIRST_COMMITS)
 
 
@@ -81,7 +81,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def together(mine: Costs, others: Sequence[Costs], every: int) -> Costs:
-    """Of ranks that wait for each other: the slowest commit is everybody's; the rest of the time is steps."""
+    """Return the cost for ranks that wait for each other: the slowest commit is everybody's."""
     commit_s = max([mine.commit_s, *(one.commit_s for one in others)])
     cycle_s = mine.commit_s + every * mine.step_s
     return Costs(commit_s, max(0.0, cycle_s - commit_s) / every)
@@ -89,7 +89,7 @@ def together(mine: Costs, others: Sequence[Costs], every: int) -> Costs:
 
 @dataclass
 class Meter:
-    """What commits cost this rank; times are in seconds by any clock that does not go back.
+    """The cost of commits on this rank; times are in seconds by any clock that does not go back.
 
     `share` is the part of the time that they take, over the last some dozen seconds; None before it is known.
     """
@@ -135,7 +135,7 @@ class Meter:
         self._follow(later_s + (now - entered if committed else 0.0), now - left)
 
     def _follow(self, held_up_s: float, whole_s: float) -> None:
-        """What is older fades."""
+        """Let what is older fade."""
         self._told_s = min(self._told_s + whole_s, AVERAGED_S)
         if self._told_s > 0:
             known = self.share or 0.0
@@ -212,7 +212,7 @@ class Tuner:
 
 
 class Cadence:
-    """When this rank commits: the same as every other rank, or nothing could be restored. Main thread only.
+    """The steps at which this rank commits: the same as every other rank's. Main thread only.
 
     `commit_every`: every that many steps, and the first one, in which DDP settles its buckets; or "auto": as
     often as `budget`, a part of the time, allows. Raises UsageError.
@@ -272,7 +272,7 @@ class Cadence:
             self._plan = msgspec.json.decode(self._hear(key), type=Plan)
 
     def _costs(self) -> Costs | None:
-        """What commits cost, with what the other ranks have told last; none of them is waited for."""
+        """Return what commits cost, with what the other ranks have told last; none of them is waited for."""
         mine = self.meter.take()
         if mine is None or self._world_size == 1:
             return mine

@@ -64,11 +64,11 @@ class Copying:
             self._refuse_moved(moved)
 
     def wait(self) -> None:
-        """As `Versions.wait`."""
+        """Do as `Versions.wait`."""
         self._say(self._versions.wait)
 
     def leave(self) -> None:
-        """As `Versions.leave`."""
+        """Do as `Versions.leave`."""
         self._trial = None
         moved = self._versions.leave()
         if moved is not None:
@@ -95,7 +95,7 @@ class Copying:
 
 
 def checked_overlap(wanted: object) -> Wanted:
-    """What the user has asked for. Raises UsageError."""
+    """Return the mode that the user has asked for. Raises UsageError."""
     if wanted == "on":
         return "on"
     if wanted == "off":

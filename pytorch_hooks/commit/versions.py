@@ -114,7 +114,7 @@ class Versions:
         return written
 
     def begin(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
-        """As `write`; but what only an update changes is copied while the training goes on, up to `fence`."""
+        """Begin as `write`; but copy what only an update changes beside the training, up to `fence`."""
         written = self._place(tensors, step, generation, shard, rank)
         now, later = tensors.copies(written.payload)
         private.copy_all([one.target for one in now], [one.source for one in now])
@@ -224,7 +224,7 @@ class Versions:
         return moved
 
     def _settle(self) -> tuple[list[Future[Any]], str | None]:
-        """What the threads had, once they are through with it, as fast as memory is; and what has moved."""
+        """Finish what the threads had, as fast as memory is, and what has moved."""
         coming, self._coming = self._coming, None
         pending, self._pending = self._pending, []
         wait(pending)

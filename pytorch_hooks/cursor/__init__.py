@@ -1,4 +1,4 @@
-"""Where a rank stands in its data, so that after a fault no batch is seen twice and none is left out."""
+"""A rank's position in its data, so that after a fault no batch is seen twice and none is left out."""
 
 from ckptless.pytorch_hooks.cursor.cursor import Cursor, Cursors
 

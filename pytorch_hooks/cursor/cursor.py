@@ -1,4 +1,4 @@
-"""Where a rank stands in its data, so that after a fault no batch is seen twice and none is left out.
+"""A rank's position in its data, so that after a fault no batch is seen twice and none is left out.
 
 The order of batches is the loader's own. A loader with state_dict/load_state_dict (torchdata's stateful
 protocol) is asked for its position; any other iterable is begun again with the random state it was begun
@@ -93,7 +93,7 @@ class Cursors:
 
     @property
     def position(self) -> Position:
-        """Where the loader stands that is not named."""
+        """The position of the loader that is not named."""
         return self._named[""].position
 
     def batches(self, loader: Iterable[Any], epochs: int, name: str) -> Iterator[Any]:
@@ -266,7 +266,7 @@ class Cursor:
         return gone_on or (self._epoch_end is not None and _order(self._epoch_end) == here)
 
     def _repeat(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """What this process had taken beyond the position, in the same order and random states."""
+        """Give again what this process had taken beyond the position, in the same order and random states."""
         if self._iterator is None or not self._is_source(loader):
             return
         for taken in [t for t in self._taken if _order(t.position) > _order(self.position)]:
@@ -301,7 +301,7 @@ class Cursor:
         self._looks = self._kept.look() if is_due(self._fetches) and not self._told else None
 
     def _look_at_commit(self) -> None:
-        """What has changed in the loader since its batch was fetched, the script has changed."""
+        """Note what the script has changed in the loader since its batch was fetched."""
         looks, self._looks = self._looks, None
         if looks is None:
             return
@@ -395,7 +395,7 @@ _END = object()
 
 
 def _digest(batch: Any) -> int:
-    """Of the begin of each tensor and array on the CPU, and of numbers and strings: what tells two apart."""
+    """Return a digest of the begin of each tensor and array on the CPU, and of numbers and strings."""
     hasher = xxhash.xxh3_64()
     _add(hasher, batch, 0)
     return hasher.intdigest()

@@ -1,4 +1,4 @@
-"""What a loader, its samplers and its dataset keep for themselves: the order of batches may depend on it.
+"""The state that a loader, its samplers and dataset keep: the order of batches may depend on it.
 
 Read as an epoch begins, and put back where that epoch is begun again: a sampler that counts its epochs, that
 shuffles its last order again, or has a generator of numpy's, goes on as it would have.
@@ -63,11 +63,11 @@ class LoaderState:
         self.large: str | None = None
 
     def look(self) -> dict[str, Any]:
-        """What compares equal as long as nothing has changed, by place."""
+        """Return, by place, what compares equal as long as nothing has changed."""
         return {place: _look(getattr(*at)) for place, at in self._places().items()}
 
     def read(self) -> list[Any]:
-        """What an epoch begins with: as `drawn`, and behind it what else is not as built, if anything is.
+        """Return what an epoch begins with: as `drawn`, and behind it what else is not as built.
 
         `large`: the first place at which something has changed that cannot be kept.
         """

@@ -81,7 +81,7 @@ class Arrow(FileSource[_Rows]):
                 first += count
 
     def _mapped(self, given: DataFile, file: DataFile, *, stream: bool) -> tuple[_Load, list[int]]:
-        """What gives the record batches of a file by number, and how many rows each has."""
+        """Return what gives the record batches of a file by number, and how many rows each has."""
         arrow = _pyarrow()
         source = arrow.memory_map(str(file.path))
         if stream:

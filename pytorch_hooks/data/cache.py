@@ -128,7 +128,7 @@ class Cache:
         self._path(name).unlink(missing_ok=True)
 
     def _unusable(self, path: Path) -> str | None:
-        """Why it cannot be used: "" where it is not there, None where it can be.
+        """Return why it cannot be used: "" where it is not there, None where it can be.
 
         Its age is the time of its last use; that of the last change is part of what it is.
         """

@@ -35,14 +35,14 @@ _NONCE = struct.Struct("<Q?3x")
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """By what a changed file is known: name, size in bytes, time of the last change in ns."""
+    """The signs by which a changed file is known: name, size in bytes, time of the last change in ns."""
 
     path: str
     nbytes: int
     changed_ns: int
 
     def same_content(self) -> tuple[str, int]:
-        """What is the same for a copy of the file on another node."""
+        """The part that is the same for a copy of the file on another node."""
         return Path(self.path).name, self.nbytes
 
 
@@ -126,7 +126,7 @@ class _Chunks:
 
 
 def new_header(key: bytes) -> bytes:
-    """Of a new file."""
+    """Return the header of a new file."""
     return _HEADER.pack(MAGIC, VERSION, 0, CHUNK_NBYTES, _derived(key, b"id")[:16], secrets.token_bytes(32))
 
 
@@ -142,7 +142,7 @@ def check_header(header: bytes, key: bytes) -> None:
 
 
 class SealingWriter(io.RawIOBase):
-    """What is written to it comes to `out` encrypted; `finish` writes the rest."""
+    """A file whose content comes to `out` encrypted; `finish` writes the rest."""
 
     def __init__(self, out: BinaryIO, key: bytes, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a loader's batches depend on, as a manifest that can be compared: nothing of another one is ever used.
+"""The facts that a loader's batches depend on, as a manifest: nothing of another one is ever used.
 
 Two levels. The *order* (data, seed, batch size and so on) says which samples are in which batch: a position
 means something only where it is the same. The *whole* manifest also says what is made of them: functions,
@@ -31,17 +31,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
 
     @cached_property
     def order_digest(self) -> str:
-        """Of the order, as hex."""
+        """The digest of the order, as hex."""
         return digest(sorted(self.order.items()))
 
     def digest_of_all(self, replicas: int) -> str:
-        """Of all of it but which of the `replicas` it is, as hex."""
+        """The digest of all of it but which of the `replicas` it is, as hex."""
         made = sorted(item for item in self.made.items() if item[0] != "replica")
         return digest([self.format, sorted(self.order.items()), made, replicas])
 
 
 def digest(value: object) -> str:
-    """Of plain data, as hex."""
+    """Return the digest of plain data, as hex."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(value, order="deterministic"))
 
 
@@ -131,7 +131,7 @@ def _plain(value: Any) -> object:
 
 
 def _word(value: Any) -> object:
-    """What the object says itself: a version, a tokenizer's whole content, a dataset's fingerprint."""
+    """Return what the object says itself: a version, a tokenizer's whole content, a dataset's fingerprint."""
     if isinstance(value, type):
         return None
     for name in ("data_version", "to_str", "_fingerprint"):
@@ -145,7 +145,7 @@ def _word(value: Any) -> object:
 
 
 def _library(value: Any) -> object:
-    """What came with Python or an installed package, by its name."""
+    """Return the name of the installed package, or of Python, that it came with."""
     if isinstance(value, types.ModuleType):
         return ["module", value.__name__]
     if isinstance(value, types.BuiltinFunctionType):

@@ -57,7 +57,7 @@ class Options(TypedDict, total=False):
 
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `state_dict` gives."""
+    """The dict that `state_dict` gives."""
 
     format: int
     order: str
@@ -121,14 +121,14 @@ class MappedLoader:
 
     @property
     def layout(self) -> Layout:
-        """Which replica this process is now."""
+        """The number of this replica, and of all."""
         found = env.read()
         replica = found.rank if self._replica is None else self._replica
         return Layout(replica, found.world_size if self._replicas is None else self._replicas)
 
     @property
     def production(self) -> Production:
-        """What makes the batches of the present layout, opened."""
+        """The maker of the batches of the present layout, opened."""
         if self._production is None or self._production.layout != self.layout:
             made = Production(self._source, self._recipe, self.layout)
             made.open(lambda: self._table(made))
@@ -147,7 +147,7 @@ class MappedLoader:
 
     @property
     def manifest(self) -> Manifest:
-        """What the batches depend on."""
+        """The facts that the batches depend on."""
         made = self.production
         return self._manifest or made.manifest()
 
@@ -159,7 +159,7 @@ class MappedLoader:
 
     @property
     def skipped(self) -> int:
-        """How many records of this epoch this replica has skipped up to here."""
+        """The number of records of this epoch that this replica has skipped up to here."""
         return self._position.skipped
 
     # ------------------------------------------------------------------------------------------ position
@@ -274,7 +274,7 @@ class MappedLoader:
     # ------------------------------------------------------------------------------------- table of blocks
 
     def _table(self, production: Production) -> packing.Rows:
-        """How many sequences each block makes, from the cache or counted now."""
+        """Return how many sequences each block makes, from the cache or counted now."""
         recipe, cache = self._recipe, self._recipe.cache or Cache()
         how = recipe.pack
         assert how is not None

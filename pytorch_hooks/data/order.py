@@ -1,4 +1,4 @@
-"""Which samples come in which order: a pure function of their number, the seed, the epoch and the replicas.
+"""The order of samples: a pure function of their number, the seed, the epoch and the replicas.
 
     global order of an epoch   a keyed permutation of 0 .. n-1, or 0 .. n-1 itself
     global batch b             its places  b * B .. (b + 1) * B - 1, in the last one maybe fewer
@@ -56,7 +56,7 @@ class Permutation:
             self._table = _by_hash(every, self._keys)
 
     def at(self, places: Indices) -> Indices:
-        """What stands at these places, each in 0 .. count-1; any shape."""
+        """Return what stands at these places, each in 0 .. count-1; any shape."""
         if self._table is not None:
             return self._table[places]
         found = self._once(places.astype(np.uint64))
@@ -108,7 +108,7 @@ def _by_hash(value: npt.NDArray[np.uint64], keys: list[np.uint64]) -> Indices:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which of how many data-parallel replicas."""
+    """One of so many data-parallel replicas."""
 
     replica: int = 0
     replicas: int = 1
@@ -118,7 +118,7 @@ class Layout:
             raise UsageError(f"replica {self.replica} of {self.replicas}: it must be in 0 .. replicas-1")
 
     def slice(self, count: int) -> tuple[int, int]:
-        """Of `count` places in a global batch this replica's: the first, and the one after the last."""
+        """Return this replica's of `count` places in a global batch: first, and one after the last."""
         return count * self.replica // self.replicas, count * (self.replica + 1) // self.replicas
 
 
@@ -145,7 +145,7 @@ class Batches:
 
     @property
     def number(self) -> int:
-        """How many batches an epoch has."""
+        """Return how many batches an epoch has."""
         return self.count // self.size if self.drop_last else -(-self.count // self.size)
 
     def places(self, batch: int, layout: Layout) -> Indices:

@@ -50,7 +50,7 @@ class Pack:
             raise UsageError(f"a Pack's tail is 'pad' or 'drop', not {self.tail!r}")
 
     def rows(self, tokens: int) -> int:
-        """How many sequences so many tokens make."""
+        """Return how many sequences so many tokens make."""
         return tokens // self.length if self.tail == "drop" else -(-tokens // self.length)
 
 
@@ -124,11 +124,11 @@ class Packed:
 
 
 def documents_of(block: int, count: int, how: Pack, seed: int, *, shuffle: bool) -> Indices:
-    """Which of `count` documents are in a block."""
+    """Return which of `count` documents are in a block."""
     places = np.arange(block * how.block, min((block + 1) * how.block, count), dtype=np.int64)
     return permutation(count, seed, _DOCUMENTS).at(places) if shuffle else places
 
 
 def blocks(count: int, how: Pack) -> int:
-    """How many blocks so many documents make."""
+    """Return how many blocks so many documents make."""
     return -(-count // how.block)

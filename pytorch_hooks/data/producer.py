@@ -65,7 +65,7 @@ class Numbered:
         self._pools: dict[int, tuple[Pool, list[list[str]]]] = {}
 
     def place(self, position: Position) -> Place:
-        """Of the batch of this replica that follows a position."""
+        """Return the place of the batch of this replica that follows a position."""
         replica, batches = self.production.layout.replica, self.production.batches
         if batches is None:
             return Place(position.epoch * m.STREAMS + replica, position.batch)
@@ -123,7 +123,7 @@ def _storable(position: Position, events: list[list[str]]) -> Position:
 
 
 class _Standing(NamedTuple):
-    """Where the maker of a replica's batches stands: it makes number `seq` of a stream's history next."""
+    """The position of the maker of a replica's batches: it makes number `seq` of a stream's history next."""
 
     stream: int
     history: int
@@ -204,7 +204,7 @@ class _Maker:
 
 
 def encode_position(position: object) -> bytes:
-    """As rings compare and keep it."""
+    """Return a position as rings compare and keep it."""
     return codec.encode(position, name="position", limit=m.POSITION_LIMIT)
 
 

@@ -39,7 +39,7 @@ KEPT_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is to be made of a source: the keywords of `MappedLoader`."""
+    """The recipe for making batches of a source: the keywords of `MappedLoader`."""
 
     batch_size: int | None = None
     seed: int = 0
@@ -106,18 +106,18 @@ class Production:
         self._batches = batches
 
     def of(self, layout: Layout) -> Production:
-        """What makes the batches of another replica, open as this is; the source is shared."""
+        """Return the maker of another replica's batches, open as this is; the source is shared."""
         other = Production(self.source, self.recipe, layout)
         other._order, other._packed, other._batches = self._order, self._packed, self._batches
         return other
 
     @property
     def batches(self) -> int | None:
-        """How many batches an epoch has; None where only the end of the stream tells."""
+        """Return how many batches an epoch has; None where only the end of the stream tells."""
         return self._batches.number if self._batches else None
 
     def manifest(self) -> Manifest:
-        """What the batches depend on."""
+        """Return the facts that the batches depend on."""
         recipe = self.recipe
         order = {
             "source": digest(self.source.describe(strict=False)),

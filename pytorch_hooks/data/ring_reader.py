@@ -36,7 +36,7 @@ FEW = 2
 
 @dataclass(frozen=True)
 class RingName:
-    """Which loader's batches: its name, and the digest of all that they depend on (32 hex digits)."""
+    """The name of a loader's batches, and the digest of all that they depend on (32 hex digits)."""
 
     loader: str
     manifest: str
@@ -176,7 +176,7 @@ class Reader:
         self._socket.close()
 
     def _tell(self) -> None:
-        """What was taken, and is not needed again."""
+        """Tell the agent what was taken, and is not needed again."""
         if not self._untold:
             return
         took = m.RingTook(
@@ -261,7 +261,7 @@ class RingFeed:
         self._generation = self._stopped = 0
 
     def enter(self, generation: int) -> None:
-        """What is taken from here on is for this generation."""
+        """Take batches for this generation from here on."""
         with self._lock:
             self._generation = generation
             if self._reader is not None and self._stopped < generation:

@@ -55,7 +55,7 @@ class RingSocket(Generic[T]):
             raise PeerError(f"the agent is gone: {error}") from error
 
     def next(self) -> tuple[T, int | None] | None:
-        """What has come, the oldest first, without waiting; the descriptor is the caller's."""
+        """Return what has come, the oldest first, without waiting; the descriptor is the caller's."""
         if not self._messages:
             self._read()
         if not self._messages:

@@ -1,4 +1,4 @@
-"""What a loader takes its samples from: the protocol of sources, sources of files, and files of JSON.
+"""The sources of a loader's samples: their protocol, sources of files, and files of JSON.
 
 Where the records of a file of JSON lines begin is found once, and kept in the cache. A line of white space is
 no record.
@@ -41,16 +41,16 @@ class Source(Protocol):
         """Get ready; a second time it does nothing. Raises DataError, UsageError."""
 
     def __len__(self) -> int:
-        """How many samples there are, once it is open."""
+        """Return how many samples there are, once it is open."""
 
     def get(self, index: int) -> Any:
         """One sample. Raises BadRecordError where only this one is bad, DataError otherwise."""
 
     def where(self, index: int) -> str:
-        """Where the sample is, for a reader of an error message."""
+        """Return where the sample is, for a reader of an error message."""
 
     def describe(self, *, strict: bool) -> object:
-        """What it is made of, as plain data: equal only where the samples are.
+        """Return what it is made of, as plain data: equal only where the samples are.
 
         `strict`: also what differs between copies of the same files, such as their times.
         """
@@ -81,7 +81,7 @@ class FileSource(Generic[Part]):
 
     @property
     def cache(self) -> Cache:
-        """Where its entries are."""
+        """The folder of its entries."""
         return self._cache
 
     def open(self) -> None:
@@ -171,7 +171,7 @@ class JsonLines(FileSource[_Lines]):
 
     @property
     def damage(self) -> list[str]:
-        """What is missing of damaged files, one sentence for each."""
+        """The samples missing of damaged files, one sentence for each."""
         return [lines.damage for lines in self._parts if lines.damage]
 
     def _open(self, given: DataFile) -> Iterator[tuple[_Lines, int]]:

@@ -83,7 +83,7 @@ class Stream:
         return self._iterator
 
     def state(self) -> object:
-        """Where the iteration stands, None if it cannot say."""
+        """Return the position of the iteration, None if it cannot say."""
         for one in (self._iterable, self._iterator):
             if _stateful(one):
                 held: Any = one

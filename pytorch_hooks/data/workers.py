@@ -162,7 +162,7 @@ def _let_go_of_files() -> None:
 
 
 def _let_go_of_batches() -> None:
-    """What the parent has mapped would be kept for as long as this process lives."""
+    """Unmap what the parent has mapped: it would be kept for as long as this process lives."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if BATCH_MEMORY in line:
             begin, end = (int(word, 16) for word in line.split()[0].split("-"))

@@ -1,4 +1,4 @@
-"""What stands between the groups of models and the backend of a generation, whichever way torch takes it."""
+"""Stands between the groups of models and the backend of a generation, whichever way torch takes it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Exchange:
         return self._inner, scope
 
     def _blocking(self, call: Callable[[Any], None]) -> None:
-        """What blocks in Gloo, in another thread so that it can be left."""
+        """Call what blocks in Gloo in another thread, so that it can be left."""
         inner, scope = self._ready()
         scope.calls += 1
         if not self._fake:

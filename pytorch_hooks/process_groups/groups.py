@@ -161,7 +161,7 @@ class ProcessGroups:
             return self._scope
 
     def create(self, options: Any) -> Exchange:
-        """What serves a group, as torch asks for it (`dist.Backend.register_backend`, extended)."""
+        """Return what serves a group, as torch asks for it (`dist.Backend.register_backend`, extended)."""
         scope = self._scope
         if scope is None:
             raise RuntimeError("the process groups are not open")
@@ -222,7 +222,7 @@ class ProcessGroups:
                 self._link = None  # it may have been cut, and the thread that was left may still be in it
 
     def in_store(self, call: Callable[[torch_private.Store], T]) -> T:
-        """What `call` gets from the generation's key-value store, where it may wait as long as that lasts.
+        """Return what `call` gets from the generation's store, where it may wait as long as that lasts.
 
         In a helper thread. Raises GenerationEnded and CollectiveFailed.
         """
@@ -342,12 +342,12 @@ class ProcessGroups:
 
     @property
     def broken(self) -> str | None:
-        """What the first collective that failed by itself said."""
+        """The error of the first collective that failed by itself."""
         return None if self._scope is None else self._scope.broken
 
     @property
     def calls(self) -> int:
-        """How many collectives this process has begun in this generation."""
+        """The number of collectives that this process has begun in this generation."""
         return 0 if self._scope is None else self._scope.calls
 
     @property
@@ -409,7 +409,7 @@ class ProcessGroups:
 
 
 def _create(options: Any, _backend_options: Any = None) -> Exchange:
-    """What torch calls for each new group of backend "ckptless"."""
+    """Make the backend of a new group "ckptless", as torch calls for it."""
     groups = ProcessGroups._current
     if groups is None:
         raise RuntimeError("no ckptless process groups are open in this process")

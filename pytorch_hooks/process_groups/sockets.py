@@ -1,4 +1,4 @@
-"""Which TCP sockets a piece of native code has opened, and how to cut them from outside."""
+"""Finds the TCP sockets that a piece of native code has opened, and cuts them from outside."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Scope:
         self._unsettled: set[Pending] = set()
 
     def error(self) -> GenerationEnded | CollectiveFailed | None:
-        """Why nothing may be done in this generation any more, or None."""
+        """The reason why nothing may be done in this generation any more, or None."""
         if self.ended:
             return GenerationEnded(f"generation {self.generation} is over")
         if self.broken is not None:
@@ -100,7 +100,7 @@ class Scope:
 
     @property
     def unsettled(self) -> int:
-        """How many operations the backend still works on, or is stuck in."""
+        """The number of operations that the backend still works on, or is stuck in."""
         with self.lock:
             return len(self._unsettled)
 
@@ -333,7 +333,7 @@ class AbortableWork(torch_private.Work):
         return self._good
 
     def exception(self) -> BaseException | None:
-        """What wait() raises, if it does at once."""
+        """Return what wait() raises, if it does at once."""
         return self._scope.error() if self._done and not self._good else None
 
     def result(self) -> list[torch.Tensor]:
@@ -344,7 +344,7 @@ class AbortableWork(torch_private.Work):
         return torch_private.source_rank(self._work)
 
     def source_rank(self) -> int:
-        """Where a received message came from."""
+        """Return the rank that a received message came from."""
         return self._source_rank()
 
 

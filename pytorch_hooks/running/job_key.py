@@ -1,4 +1,4 @@
-"""What this process's job encrypts with: a key that all its processes have, and nobody outside of them.
+"""The key that this process's job encrypts with: all its processes have it, and nobody outside of them.
 
 It comes from the agent with the assignment, never by a command line or the environment. Without an agent a
 process has one of its own.

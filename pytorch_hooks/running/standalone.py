@@ -14,7 +14,7 @@ from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 
 class StandaloneRun:
-    """What `Run` is, where nobody watches: nothing is written, nothing is waited for."""
+    """A `Run` where nobody watches: nothing is written, nothing is waited for."""
 
     generation = 1
     spare = False
@@ -53,7 +53,7 @@ class StandaloneRun:
 
 
 def checked_state(built: object) -> State:
-    """What `build` has made. Raises UsageError where that is no State."""
+    """Return what `build` has made. Raises UsageError where that is no State."""
     if not isinstance(built, State):
         raise UsageError(f"the function given to run.keep returned {type(built).__name__}, not a State")
     return built

@@ -53,7 +53,7 @@ TELL_INTERVAL_S = 0.2
 
 @dataclass
 class _Kept:
-    """What this process has of a State that was built in it, for as long as it lives."""
+    """The things that this process keeps of a State that was built in it, for as long as it lives."""
 
     state: State
     tensors: TensorSet
@@ -142,7 +142,7 @@ class Run:
             self._warn("state-slow", text)
 
     def _shared(self) -> Container[int]:
-        """By id what the State has as plain data."""
+        """Return by id what the State has as plain data."""
         return parts_of(self._built.state).own if self._built is not None else ()
 
     # ------------------------------------------------------------------------------------- words
@@ -170,7 +170,7 @@ class Run:
 
     @property
     def _shard(self) -> int:
-        """What this rank has tensors of: the lowest of its twins, itself among them."""
+        """The shard that this rank has tensors of: the lowest of its twins, itself among them."""
         return min(self._kept.twins)
 
     @property
@@ -418,7 +418,7 @@ class Run:
         gradients.check_used(kept.state, pending=kept.fsdp.holds_gradients())
 
     def _compare_here(self) -> None:
-        """Of twins on this node one writes: others are compared with it now and then."""
+        """Compare twins on this node now and then with the one of them that writes."""
         self._commits += 1
         here = tuple(rank for rank in self._kept.twins if rank in self._assigned.local_ranks)
         if len(here) >= 2 and is_due(self._commits):

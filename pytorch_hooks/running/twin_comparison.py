@@ -23,7 +23,7 @@ _SHOULD = (
 
 
 class Digests(msgspec.Struct, frozen=True):
-    """What a rank has.
+    """The digests of a rank's version.
 
     `twins`: digest of the ranks that it takes for its twins. `whole`: of all its tensors and of what its
     optimizers have. `parts`: 8 hex digits for each of the first tensors.
@@ -86,7 +86,7 @@ def _digests(twins: tuple[int, ...], tensors: TensorSet) -> Digests:
 
 
 def _where(mine: Digests, theirs: Digests, tensors: TensorSet) -> str:
-    """What differs first, as far as that is known."""
+    """Return what differs first, as far as that is known."""
     for index, (name, tensor) in enumerate(tensors.named()):
         span = slice(8 * index, 8 * index + 8)
         if index < TOLD and mine.parts[span] != theirs.parts[span]:

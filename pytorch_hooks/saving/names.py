@@ -19,7 +19,7 @@ def key_of(path: Path) -> str:
 
 
 def tensor_paths(layout: Layout, catalog: Catalog, optimizers: dict[str, Saved]) -> list[Path]:
-    """Of each entry of a layout, in its order. Raises ProtocolError where catalog and layout do not fit.
+    """Return the path of each entry of a layout, in order. Raises ProtocolError if the catalog does not fit.
 
     Parameters and buffers are under their model by their names there, without what wrappers add to them; an
     optimizer's tensors are under its `state` by their parameter's name.
@@ -45,7 +45,7 @@ def tensor_paths(layout: Layout, catalog: Catalog, optimizers: dict[str, Saved])
 
 
 def parameter_name(name: str, catalog: Catalog) -> str:
-    """Of a parameter or buffer, in its model: without the parts that wrappers add."""
+    """Return the name of a parameter or buffer in its model: without the parts that wrappers add."""
     name = name[2:]
     # From within: the outer ones are the beginning of the inner ones.
     for wrapper in sorted(catalog.wrappers, key=len, reverse=True):
@@ -59,7 +59,7 @@ def parameter_name(name: str, catalog: Catalog) -> str:
 def optimizer_values(
     layout: Layout, catalog: Catalog, optimizers: dict[str, Saved]
 ) -> Iterator[tuple[Path, object]]:
-    """What of the optimizers is no tensor, as get_optimizer_state_dict has it: groups, and plain state."""
+    """Return optimizers' groups and plain state, as get_optimizer_state_dict has them."""
     for role, saved in optimizers.items():
         entries = catalog.optimizers.get(role, ())
         names = [parameter_name(layout.entries[entry].name, catalog) for entry in entries]

@@ -1,4 +1,4 @@
-"""What a State is made of, and what of it lies in one memory: the same in every process, as it was built.
+"""The parts of a State, and which of them share memory: the same in every process, as it was built.
 
 Some scripts put other weights into a model by `p.data = other`. Where that is cut off two tensors share
 memory that did not; to copy both back into it would make one of them wrong.

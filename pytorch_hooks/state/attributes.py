@@ -191,7 +191,7 @@ def _is_large(value: Any, depth: int) -> bool:
 
 
 def look(value: Any) -> Any:
-    """What compares equal for a tensor, an array or a random generator as long as it has not changed."""
+    """Return what compares equal for a tensor, array or random generator as long as it has not changed."""
     state = state_of_generator(value)
     return look_at(value, {}) if state is None else repr(state)
 
@@ -233,7 +233,7 @@ def pack_value(value: Any) -> bytes:
 
 
 def content(value: Any) -> Any:
-    """As `look`, whichever tensor or array it is that has the bytes."""
+    """Return the same as `look`, whichever tensor or array it is that has the bytes."""
     found = look(value)
     if isinstance(value, torch.Tensor):
         return found[2], value.shape
@@ -343,7 +343,7 @@ def _tree(value: Any, names: Mapping[int, str], depth: int = 0) -> Any:
 
 
 def _told(state: Any, names: Mapping[int, str]) -> set[bytes | None]:
-    """What a state_dict has, as a whole and item by item, packed."""
+    """Return what a state_dict has, as a whole and item by item, packed."""
     return {packed(value, names) for value in (state, *(state.values() if isinstance(state, dict) else ()))}
 
 
@@ -368,7 +368,7 @@ def merge(
     tensors: Mapping[str, torch.Tensor],
     may: Callable[[Any], bool] = lambda _living: True,
 ) -> Any:
-    """What was saved, in the living containers and tensors where they fit: others may hold on to them.
+    """Put what was saved into the living containers and tensors where it fits: others may hold on to them.
 
     Only in those that `may` be written to.
     """

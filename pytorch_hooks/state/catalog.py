@@ -1,4 +1,4 @@
-"""What the tensors of a State are in the whole model: where a DTensor's part begins, whose moments are whose.
+"""The place of a State's tensors in the whole model: where a DTensor's part begins, whose moments are whose.
 
 Goes with every record, so that whoever has record and tensors can write them for others to read.
 """
@@ -22,7 +22,7 @@ _LIMIT = 64 << 20
 
 
 class Catalog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By number of the layout's entry.
+    """The names and places of tensors, by number of the layout's entry.
 
     `parts`: (entry, shape of the whole, where this rank's part begins), of DTensors. `optimizers`: of each
     optimizer the parameters' entries, in its order. `wrappers`: parts of names that a state_dict of torch
@@ -58,7 +58,7 @@ def make(
 
 
 def read(data: bytes) -> Catalog:
-    """What `make` packed. Raises ProtocolError."""
+    """Return what `make` packed. Raises ProtocolError."""
     try:
         return msgspec.msgpack.decode(zlib.decompressobj().decompress(data, _LIMIT), type=Catalog)
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Where each tensor lies in the one flat buffer."""
+"""The place of each tensor in the one flat buffer."""
 
 import zlib
 from collections.abc import Iterable

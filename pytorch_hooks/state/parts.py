@@ -1,4 +1,4 @@
-"""What a State is made of: every object taken apart into what can be saved, or refused in one sentence."""
+"""Takes a State apart: every object into what can be saved, or refused in one sentence."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _ROLES: dict[str, str] = {
 
 @dataclass
 class Parts:
-    """What a State is made of, by name ("model", "optimizer['gen']", "ema"); made by `State`.
+    """The parts of a State, by name ("model", "optimizer['gen']", "ema"); made by `State`.
 
     `holders`: all that is none of torch's, whose own attributes may be state as well.
     """
@@ -233,7 +233,7 @@ def _inner(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _add_inner(parts: Parts, name: str, value: Any) -> None:
-    """What an object has inside, as far as nobody else has it."""
+    """Add what an object has inside, as far as nobody else has it."""
     for path, one in _inner(value):
         known = {id(m) for root in parts.modules.values() for m in root.modules()}
         for role in (parts.optimizers, parts.stateful, parts.scalers, parts.generators, parts.holders):

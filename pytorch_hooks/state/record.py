@@ -26,7 +26,7 @@ DdpLayouts = dict[str, list[list[int]]]
 
 
 class RecordView(msgspec.Struct, frozen=True):
-    """What a record says of itself: its step, data cursor, DDP's buckets and the tensors' layout then."""
+    """The record's own description: its step, data cursor, DDP's buckets and the tensors' layout then."""
 
     step: int
     cursor: Any
@@ -35,7 +35,7 @@ class RecordView(msgspec.Struct, frozen=True):
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What a record says of its tensors, and of each optimizer but its tensors."""
+    """The record's description of its tensors, and of each optimizer but its tensors."""
 
     layout: Layout
     catalog: Catalog
@@ -210,7 +210,7 @@ def _load(one: Any, saved: Any) -> None:
 
 
 def _restore_attributes(record: _Record, state: State) -> None:
-    """Of objects, and of the modules in which some other process has seen one change."""
+    """Restore attributes of objects, and of modules in which some other process has seen one change."""
     known, places = attributes_of(state), dict(tree_of(state).modules())
     for name, (kept, _covered) in record.attributes.items():
         if name in places:

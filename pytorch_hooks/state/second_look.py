@@ -166,7 +166,7 @@ class SecondLook:
             self._reached[name] = now
 
     def known(self) -> dict[int, Any]:
-        """By id what the State has anyway."""
+        """Return by id what the State has anyway."""
         parts = parts_of(self._state)
         objects = {
             **self._state.__dict__["_objects"],
@@ -269,7 +269,7 @@ def _is_small(value: Any) -> bool:
 
 
 def _large(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Of the large tensors which object it is, and how often it was written in place."""
+    """Return which object each large tensor is, and how often it was written in place."""
     for key, value in _own(module):
         if isinstance(value, torch.Tensor) and value.grad_fn is None and not _is_small(value):
             yield key, (id(value), private.version(value))

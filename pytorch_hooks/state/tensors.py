@@ -81,7 +81,7 @@ class TensorSet:
 
     @property
     def catalog(self) -> bytes:
-        """What the tensors of the layout last looked at are in the whole model, packed; made once for it."""
+        """The packed catalog of the layout last looked at; made once for it."""
         if self._catalog is None:
             optimizers = parts_of(self._state).optimizers
             self._catalog = catalog.make(self._named, optimizers, tree_of(self._state).modules())
@@ -203,7 +203,7 @@ class TensorSet:
         watch_of(self._state).rebase(changed)
 
     def spans(self, names: frozenset[str]) -> tuple[tuple[int, int], ...]:
-        """Where these tensors lie in what was packed last: (start, end), ascending, neighbours in one."""
+        """Return where these tensors lie in what was packed last: (start, end), neighbours in one."""
         key = (self._layout.digest, names)
         if self._spans[0] != key:
             found: list[tuple[int, int]] = []
@@ -245,14 +245,14 @@ class TensorSet:
         self._scans += 1
 
     def _updates(self) -> list[bool]:
-        """Of each tensor, whether it is an optimizer's to change."""
+        """Return of each tensor whether it is an optimizer's to change."""
         optimizers = parts_of(self._state).optimizers.values()
         theirs = {id(parameter) for one in optimizers for _place, parameter in optim.parameters(one)}
         roots = {n.name.split(":")[1] for n in self._named if n.name[0] == "p" and id(n.tensor) in theirs}
         return [n.name[0] == "o" or (n.name[0] == "p" and n.name.split(":")[1] in roots) for n in self._named]
 
     def _aliased(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each part another tensor on the same memory, made anew where any has got another."""
+        """Return for each part another tensor on the same memory, made anew where any has got another."""
         if not self._aliases or any(
             a.data_ptr() != p.data_ptr() for a, p in zip(self._aliases, parts, strict=True)
         ):

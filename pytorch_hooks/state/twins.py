@@ -1,4 +1,4 @@
-"""Which ranks hold exactly the same tensors, as a State itself tells."""
+"""Finds the ranks that hold exactly the same tensors, as a State itself tells."""
 
 import sys
 from typing import Any

@@ -94,7 +94,7 @@ class Tree:
 
 
 class BufferWatch:
-    """Which buffers differ from those that the State was built with: they are each rank's own.
+    """The buffers that differ from those that the State was built with: they are each rank's own.
 
     A buffer has changed when it was replaced, or written in place: torch counts that, but not by `.data`; so
     those on the CPU are digested as well (some 0.1 ms for each MiB that has not changed). So has one whose

@@ -1,1 +1,1 @@
-"""What we use of torch that is private: names, calls, and the test of whether they still work."""
+"""The private names and calls of torch that we use, and the test of whether they still work."""

@@ -148,7 +148,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 
 def group_count() -> int:
-    """How many groups torch has given a number to: the next group's name."""
+    """Return how many groups torch has given a number to: the next group's name."""
     return c10d._world.group_count
 
 

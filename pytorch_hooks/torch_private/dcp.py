@@ -1,4 +1,4 @@
-"""What of torch.distributed.checkpoint's format and of DTensor is not public, each behind one function."""
+"""The private parts of torch.distributed.checkpoint's format and of DTensor, each behind one function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WRAPPERS = (
 
 
 def part_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Where this rank's part of a DTensor begins in the whole; None for a plain tensor."""
+    """Return where this rank's part of a DTensor begins in the whole; None for a plain tensor."""
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None or not isinstance(tensor, kind):
         return None
@@ -62,7 +62,7 @@ def check() -> None:
 
 
 def storage(file: str, offset: int, nbytes: int) -> object:
-    """Where an item of a checkpoint lies."""
+    """Return where an item of a checkpoint lies."""
     refuse_moved(_NEEDED_DCP)
     made: object = importlib.import_module(_FILESYSTEM)._StorageInfo(file, offset, nbytes)
     return made

@@ -1,4 +1,4 @@
-"""What recovery does inside FSDP2 and DTensor that they have no public call for, each behind one function.
+"""The private calls of FSDP2 and DTensor that recovery needs, each behind one function.
 
 Apart from `torch_private`, since it is looked at only where a model uses it: importing it takes a second.
 """
@@ -37,7 +37,7 @@ def check() -> None:
 
 
 def states(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, Any]]:
-    """What `fully_shard` has attached to modules, each once, with the (first) module that has it.
+    """Return what `fully_shard` has attached to modules, each once, with the (first) module that has it.
 
     Raises `TorchMismatch` if it is not what we know.
     """
@@ -73,7 +73,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def switches(state: Any) -> tuple[dict[str, bool], list[dict[str, bool]]]:
-    """What a script turns between micro-batches: of the root, and of each group of parameters."""
+    """Return what a script turns between micro-batches: of the root, and of each group of parameters."""
     root = {name: getattr(state._state_ctx, name) for name in _ROOT_SWITCHES}
     groups = [{name: getattr(group, name) for name in _SWITCHES} for group in _groups(state)]
     refuse(

@@ -28,7 +28,7 @@ _PARAM = f"{_FSDP}._fsdp_param:FSDPParam"
 
 @dataclass(frozen=True)
 class Name:
-    """Where torch has something ("module:path"), what for, and words that its signature must hold.
+    """A name of torch ("module:path"), what it is for, and words that its signature must hold.
 
     `held`: only objects of that class have it. `since`: before, something else is used, if anything.
     """
@@ -154,7 +154,7 @@ def _signature(thing: object) -> str:
 
 
 def _moved(name: Name) -> str | None:
-    """What is wrong with it, or None."""
+    """Return what is wrong with it, or None."""
     if name.held or version() < name.since:
         return None
     module, _, path = name.where.partition(":")

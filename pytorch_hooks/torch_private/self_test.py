@@ -47,7 +47,7 @@ SENTENCE_NBYTES = 4096
 
 
 class Wrong(Exception):
-    """What does not work with this torch, as the end of a sentence."""
+    """The failure of this torch, as the end of a sentence."""
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def tried() -> str:
-    """What does not work with this torch, in a sentence; "" for nothing. Forks, and leaves no process."""
+    """Return what does not work with this torch, or "". Forks, and leaves no process."""
     try:
         torch_private.check()
         torch_fsdp.check()
@@ -84,7 +84,7 @@ def _raised(error: BaseException) -> str:
 
 
 def _processes() -> str:
-    """What the two processes say is wrong, "" for nothing."""
+    """Return what the two processes say is wrong, "" for nothing."""
     ports, tell = os.pipe()
     said, say = os.pipe()
     children = [_fork(rank, ports, say) for rank in range(SIZE)]
@@ -307,7 +307,7 @@ class _StaticDdp(_Ddp):
         return torch_ddp.settled_layout(self._ddp)
 
     def renew(self, layout: torch_ddp.Layout | None) -> None:
-        """As of any, while the memory of the old buckets is free."""
+        """Renew as any, while the memory of the old buckets is free."""
         model: Any = self._ddp
         make = model._ddp_init_helper
 
@@ -352,7 +352,7 @@ class _Fsdp(_Kept):
             raise Wrong("FSDP2 does not show the parameters that it has sharded")
 
     def train(self, rank: int) -> None:
-        """As of any; and what comes of parameters is of the mesh that they are on."""
+        """Train as any; and check that what comes of parameters is of the mesh that they are on."""
         del self._seen[:]
         super().train(rank)
         if not self._seen:
@@ -470,7 +470,7 @@ def _survive(models: list[_Kept], groups: ProcessGroups, store: torch_private.St
 
 
 def _come_anew(rank: int, groups: ProcessGroups, store: torch_private.Store) -> list[_Kept]:
-    """As a process does that is started for another one: it builds before it has anybody."""
+    """Come as a process that is started for another one: it builds before it has anybody."""
     groups.in_store(lambda store: torch_private.store_get(store, "left"))
     groups.reset()
     groups.open(rank=rank, world_size=SIZE, generation=2, store=None)

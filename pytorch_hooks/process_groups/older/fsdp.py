@@ -1,4 +1,4 @@
-"""What FSDP2 and DTensor have no call for before 2.15: an iteration is given up by hand."""
+"""Gives up an iteration of FSDP2 and DTensor by hand: before 2.15 they have no call for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check(state: Any, groups: list[Any]) -> None:
 
 
 def reset(root: Any, groups_of: Callable[[Any], list[Any]]) -> None:
-    """What `FSDPModule.reset_iter_state` does, but for gradients."""
+    """Do what `FSDPModule.reset_iter_state` does, but for gradients."""
     idle = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common").TrainingState.IDLE
     shared, comm = root._state_ctx, root._comm_ctx
     stream = comm.device_handle.current_stream()

@@ -77,7 +77,7 @@ class Group(Exchange, torch_private.GroupBase):
 
     @property
     def group_desc(self) -> str:
-        """What it is for, if its maker said."""
+        """The purpose of the group, if its maker said."""
         return self._group_desc
 
     @property

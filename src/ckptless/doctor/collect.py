@@ -69,7 +69,7 @@ def _tried() -> str:
 
 
 def _moved() -> dict[str, str] | None:
-    """What the guards refuse, by part; None where torch cannot even be loaded."""
+    """Return what the guards refuse, by part; None where torch cannot even be loaded."""
     try:
         from ckptless.pytorch_hooks.errors import TorchMismatch
         from ckptless.pytorch_hooks.torch_private import calls as torch_private

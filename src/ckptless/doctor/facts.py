@@ -1,4 +1,4 @@
-"""What the findings are made of: everything the doctor has read, as plain values."""
+"""The facts that findings are made of: everything the doctor has read, as plain values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of this process and machine, in bytes; None is no limit, or not known.
+    """The limits of this process and machine, in bytes; None is no limit, or not known.
 
     `memlock` (RLIMIT_MEMLOCK) and `files` (RLIMIT_NOFILE, a number) are the soft ones. `memfd`: "" where one
     can be made, else why not.

@@ -136,7 +136,7 @@ def _nccl2(facts: Facts) -> bool:
 
 
 def _why_stock(facts: Facts, version: Version) -> str:
-    """Why ids are not computed; "" where they are."""
+    """Return why ids are not computed; "" where they are."""
     if version[:2] < OLDEST_SCALABLE_NCCL:
         return f"it takes one id only, as all before {shown(OLDEST_SCALABLE_NCCL)}"
     if facts.torch is not None and facts.torch.version[:2] < OLDEST_SCALABLE_TORCH:
