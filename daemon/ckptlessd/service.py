@@ -21,7 +21,7 @@ from ckptless.daemon.ckptlessd.recovery import eviction, ledger_rows
 from ckptless.daemon.ckptlessd.requests import evict, save
 from ckptless.daemon.ckptlessd.requeue_memory import Keeper
 from ckptless.daemon.ckptlessd.requeue_shelf import Entry
-from ckptless.daemon.ckptlessd.session import LIFE_BITS, Memory, is_as_new
+from ckptless.daemon.ckptlessd.session import LIFE_BITS, Forgotten, Memory, recall
 from ckptless.daemon.ckptlessd.state_dir import open_state_dir
 from ckptless.daemon.ckptlessd.unix_server import Client, UnixServer, listen
 from ckptless.daemon.ledger.reader import LedgerReader
@@ -414,13 +414,11 @@ class Service:
             if not hello.identity:
                 raise
             return self._forgotten(hello, nothing, f"its ledger cannot be read: {error}")
-        if kept is not None and not kept[0].startswith(launch):
-            kept = None  # of another run of this name
-        if kept is not None and is_as_new(kept[0], hello.identity):
-            return Memory(life, *kept, launch=launch)
-        if hello.identity:
-            what = "nothing is left of" if kept is None else "its agent knows of something later than"
-            return self._forgotten(hello, nothing, f"{what} what it knew of it")
+        match recall(kept, launch, hello.identity):
+            case Forgotten(why):
+                return self._forgotten(hello, nothing, why)
+            case (identity, durable):
+                return Memory(life, identity, durable, launch=launch)
         identity = launch + secrets.token_hex(8)
         # Before the agent hears of it: whoever knows the identity knows that there was something to forget.
         # And a job that this daemon could not vote for does not begin here.

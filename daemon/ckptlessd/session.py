@@ -6,7 +6,7 @@ The daemon's job host (`runtime`) and the simulator run the same `JobSession`, a
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ckptless.daemon.ckptlessd.consensus.decree import Durable, Say
 from ckptless.daemon.ckptlessd.membership.watch import Times
@@ -76,6 +76,10 @@ class Memory:
     launch: str = NO_RUN
 
 
+# The identity under which votes lie on the disk, and the votes.
+Kept: TypeAlias = tuple[str, Durable]
+
+
 def next_identity(identity: str) -> str:
     """Of a memory with one promise more. The agent hears of it before any daemon hears of the promise.
 
@@ -93,6 +97,29 @@ def is_as_new(kept: str, agents: str) -> bool:
         return True
     numbers = [number or "0" for number in (count, its_count)]
     return name == its_name and all(map(str.isdecimal, numbers)) and int(numbers[0]) >= int(numbers[1])
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """The reason why a daemon may have promised what it does not know any more."""
+
+    why: str
+
+
+def recall(kept: Kept | None, launch: str, agents: str) -> Kept | Forgotten | None:
+    """Return what a daemon goes on from as it meets a job; None where it has promised nothing yet.
+
+    `kept` lies on its disk under the job's name, `agents` is the identity that the job's agent has heard of.
+    A number is used again, by Slurm or after a requeue: what is of another launch is none of this job's.
+    """
+    if kept is not None and not kept[0].startswith(launch):
+        kept = None
+    if kept is not None and is_as_new(kept[0], agents):
+        return kept
+    if agents:
+        what = "nothing is left of" if kept is None else "its agent knows of something later than"
+        return Forgotten(f"{what} what it knew of it")
+    return None
 
 
 class JobSession:

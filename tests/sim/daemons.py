@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
+from ckptless.daemon.ckptlessd import session
 from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Durable, Prepare, Propose
 from ckptless.daemon.ckptlessd.membership.watch import Answer
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .agents import Agent
     from .world import World
 
+# What tells this launch of the job from others of its number.
+LAUNCH = "b" * 32
 TICK_S = 0.1
 TIMES = Timers(beat_s=0.1, dark_s=0.6)
 KNOCK_DEADLINE_S = 0.2
@@ -110,7 +113,8 @@ class Daemon:
         if self._session is None:
             peers = tuple(Peer(node=n, name="", address="", port=0) for n in sorted(self.world.agents))
             lost = "its disk is another one" if self.node in self.world.forgot else ""
-            durable = None if lost else self.world.disks.get(self.node)
+            found = None if lost else session.recall(self.world.row(self.node), LAUNCH, "")
+            durable = found[1] if isinstance(found, tuple) else None
             memory = Memory(self._life, durable=durable, lost=lost)
             roster = Roster(self.node, peers)
             self._session = _Session(self, roster, memory)

@@ -10,6 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.ckptlessd import session
 from ckptless.daemon.ckptlessd.consensus import agreement
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
 from ckptless.daemon.ckptlessd.membership.watch import Membership
@@ -57,6 +58,13 @@ class Bug:
 
 
 BUGS = (
+    Bug(
+        "votes of a former job of the number count",
+        session,
+        "recall",
+        "kept is not None and not kept[0].startswith(launch)",
+        "False",
+    ),
     Bug(
         "an older assignment counts",
         AgentCore,

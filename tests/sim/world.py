@@ -6,10 +6,11 @@ from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
-from ckptless.daemon.ckptlessd.consensus.decree import Durable
+from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decree, Durable
 from ckptless.daemon.ckptlessd.membership.overlay import overlay
 from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
-from ckptless.daemon.ckptlessd.session import LIFE_BITS
+from ckptless.daemon.ckptlessd.session import LIFE_BITS, Kept
+from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import JobRecord
 from ckptless.daemon.settings.options import TwinsMode
 from ckptless.daemon.transport import messages as p
@@ -17,7 +18,7 @@ from ckptless.daemon.transport import messages as p
 from . import components
 from .agents import Agent
 from .checks import Checks
-from .daemons import Daemon
+from .daemons import LAUNCH, Daemon
 from .events import Channel, Events
 from .faults import ANY, Fault, Job, Shape, draw, happen, share
 from .frames import tamper
@@ -37,6 +38,9 @@ EVENTS_MAX = 1_000_000
 FIRST_COMPONENT = 1000
 SLOW_CHANCE = 0.03
 LATE_CHANCE = 0.3
+# How often something of an earlier job of the same number lies on disks, or of this job's start before.
+FORMER_CHANCE = 0.3
+FORMER_LAUNCH = "a" * 32
 
 
 class World:
@@ -92,6 +96,7 @@ class World:
         self.full_until: dict[int, float] = {}
         # Nodes on which no write ever ends.
         self.hung: set[int] = set()
+        self.former = self._former_job()
         # Nodes whose daemon has lost what it had promised.
         self.forgot: set[int] = set()
         self._pid = 100
@@ -102,6 +107,35 @@ class World:
         self.flips = 0
         self.twin_chance = Random(f"twins of {seed}")
         self._waiting: list[Fault] = []
+
+    # ------------------------------------------------------------------------------------- disks
+
+    def _former_job(self) -> dict[int, Kept]:
+        """What lies on some disks of a job of the same number, or of this one before it was requeued."""
+        chance = Random(f"former job of {self.seed}")
+        if chance.random() > FORMER_CHANCE:
+            return {}
+        nodes = range(self.spec.nodes + self.spec.spares)
+        end = m.Outcome(state="done", exit_code=0, reason="every rank has ended", why="done")
+        last = Decree(index=chance.randint(2, 9), voters=tuple(nodes), outcome=end)
+        begin = Decree(index=0, voters=tuple(nodes))
+        return {
+            node: (
+                FORMER_LAUNCH + "0" * 16,
+                Durable(
+                    promised=Ballot(number=chance.randint(1, 99), node=node),
+                    vote=None,
+                    known=chance.choice((last, begin)),
+                ),
+            )
+            for node in nodes
+            if chance.random() < 0.7
+        }
+
+    def row(self, node: int) -> Kept | None:
+        """What a daemon finds under the job's name on its disk."""
+        mine = self.disks.get(node)
+        return (LAUNCH + "0" * 16, mine) if mine is not None else self.former.get(node)
 
     # ----------------------------------------------------------------------------------- running
 
