@@ -29,7 +29,7 @@ _NOT_HERE = ("unknown", "elsewhere")
 
 
 class NoSuchJobError(UsageError):
-    """What there is to read can be read, but the job is not in it."""
+    """The job is not in what can be read."""
 
     exit_code = 4
 
@@ -39,7 +39,7 @@ class RefusedError(CkptlessError):
 
 
 def sockets(asked: Asked) -> tuple[str, ...]:
-    """Where daemons listen: the one given, else those of the local run, and the node's own. UsageError."""
+    """Return the daemons' sockets: the one given, else the local run's and the node's own. UsageError."""
     if asked.socket is not None:
         return (asked.socket,)
     local = sorted(asked.state_dir.glob("node-*/daemon.json"))

@@ -1,4 +1,4 @@
-"""What every command may be asked: which job, where to read or ask, tables or JSON."""
+"""The options of every command: which job, where to read or ask, tables or JSON."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ class Asked:
 
     @property
     def state_dir(self) -> Path:
-        """Where to read: as given, as the environment says, or the default; UsageError if there is none."""
+        """Return the directory to read: as given, by the environment, or the default; UsageError if none."""
         # Not click's envvar: behind the command it would outrank what was given before the command.
         told = os.environ.get("CKPTLESS_STATE_DIR")
         return self.given_state_dir or (Path(told) if told else default_state_dir())

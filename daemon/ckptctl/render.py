@@ -1,4 +1,4 @@
-"""How things look on stdout: tables (plain where nobody looks), JSON, times, harmless text."""
+"""Renders things for stdout: tables (plain where nobody looks), JSON, times, harmless text."""
 
 import io
 import sys

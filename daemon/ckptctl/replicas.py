@@ -85,7 +85,7 @@ def _shards(found: Snapshot, safety: safe.Safety) -> list[dict[str, Any]]:
 
 
 def _role(node: int, owners: set[int], copy: Copy | None) -> str | None:
-    """What a node holds the tensors as; None where it has only records."""
+    """Return as what a node holds the tensors; None where it has only records."""
     if copy is None:
         return None
     return "old" if copy.old else "owner" if node in owners else "copy"

@@ -1,4 +1,4 @@
-"""What could be lost now: of a job's holdings in the ledgers, as a sentence or two and as JSON."""
+"""Says what could be lost now: of a job's holdings in the ledgers, as a sentence or two and as JSON."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Safety:
-    """How a running job's state is held. `unknown`: living nodes of which these ledgers do not tell it."""
+    """The protection of a running job's state. `unknown`: living nodes that ledgers do not tell of."""
 
     held: Protection
     newest: int | None
@@ -38,7 +38,7 @@ def safety(job: JobRecord, found: Snapshot) -> Safety | None:
 
 
 def safety_of(job: JobRecord, found: Snapshot) -> Safety:
-    """As last told, whether the job is over or not."""
+    """Return the protection as last told, whether the job is over or not."""
     lost, generation = found.lost, found.generation
     known = {one.node for one in found.holdings}
     held = protection(found.holdings, lost, job.world_size, job.nodes + job.spares)
@@ -55,7 +55,7 @@ def safety_of(job: JobRecord, found: Snapshot) -> Safety:
 
 @dataclass(frozen=True)
 class Commits:
-    """How often the ranks commit, in steps, and which part of the slowest one's time that takes."""
+    """The steps between two commits, and which part of the slowest rank's time they take."""
 
     every: int
     share: float | None

@@ -1,4 +1,4 @@
-"""Where `ckptctl` reads: the daemon of this node, over its Unix socket, or ledgers, as files.
+"""The places that `ckptctl` reads: the daemon of this node, over its Unix socket, or ledgers, as files.
 
 The daemon tells everybody of their own jobs, and root of all. The files are their owner's: those of a local
 run belong to whoever started it, the daemon's ledger is root's, and needed where no daemon runs.
@@ -61,7 +61,7 @@ class Feed:
         self._away: set[str] = set()
 
     def poll(self) -> tuple[EventRecord, ...]:
-        """What has come since the last poll, by time. That a place cannot be read is told once, on stderr."""
+        """Return what has come since the last poll, by time. An unreadable place is told once, on stderr."""
         fresh: dict[str, EventRecord] = {}
         for name, page_of in self._places().items():
             try:

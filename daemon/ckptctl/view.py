@@ -84,7 +84,7 @@ def _age(job: JobRecord) -> tuple[float, str]:
 
 
 def refused(found: Snapshot) -> dict[str, int]:
-    """How often something of an older generation or an older leader was refused, by kind of event."""
+    """The number of refusals of an older generation or leader, by kind of event."""
     return dict(sorted(Counter(event.kind for event in found.events if event.kind in REFUSALS).items()))
 
 
@@ -96,7 +96,7 @@ class Cause(NamedTuple):
 
 
 def causes(found: Snapshot) -> tuple[Cause, ...]:
-    """What broke, oldest first. Of faults that follow from others one is told where no cause is known."""
+    """The causes, oldest first. Of faults that follow from others one is told where no cause is known."""
     told: list[Cause] = []
     for _, group in groupby(sorted(found.faults, key=_when), key=lambda fault: fault.generation):
         faults = list(group)
@@ -126,7 +126,7 @@ def returned_early(job: JobRecord, found: Snapshot) -> str | None:
 
 
 def voteless(found: Snapshot) -> tuple[str, ...]:
-    """Of each node that cannot vote, why: the last that it has said of that."""
+    """The latest reason of each node that cannot vote."""
     last: dict[int, EventRecord] = {}
     for event in found.events:
         known = last.get(event.node)
@@ -136,7 +136,7 @@ def voteless(found: Snapshot) -> tuple[str, ...]:
 
 
 def spares_left(found: Snapshot) -> int:
-    """How many slots could still take a rank: none in the newest generation, and not on a lost node."""
+    """The number of slots that could still take a rank: in no generation now, and not on a lost node."""
     lost, generation = found.lost, found.generation
     return sum(slot.node not in lost and rank_of(slot, generation) == "spare" for slot in found.slots)
 
@@ -155,5 +155,5 @@ def rank_of(slot: SlotRecord, generation: GenerationRecord | None) -> int | str:
 
 
 def total_s(recovery: RecoveryRecord) -> float:
-    """How long the recovery took, as far as it came."""
+    """The duration of the recovery, as far as it came."""
     return sum(recovery.phases.values())

@@ -111,7 +111,7 @@ class Admission:
 
 
 class EventQuota:
-    """How many events of one job's agent are written; those beyond are counted, and that is told."""
+    """A limit on the events of one job's agent; those beyond are counted, and that is told."""
 
     def __init__(self) -> None:
         self._bucket = TokenBucket(EVENTS_PER_S, EVENTS_AT_ONCE)
@@ -126,7 +126,7 @@ class EventQuota:
         return False
 
     def dropped(self, now: float) -> int:
-        """How many were not written since this was told last, where it is to be told now; else 0."""
+        """Return how many were not written since this was told last, where it is to be told now; else 0."""
         if not self._dropped or now - self._told_at < LOG_AGAIN_S:
             return 0
         count, self._dropped, self._told_at = self._dropped, 0, now

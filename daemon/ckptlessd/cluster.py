@@ -1,4 +1,4 @@
-"""What gives out nodes, and says who may speak for a job: Slurm (`daemon.slurm.cluster`), or local mode."""
+"""The manager that gives out nodes and says who speaks for a job: Slurm (`slurm_cluster`) or local mode."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ EXPLAIN_S = 1.0
 
 
 class Cluster(Protocol):
-    """What gives out nodes: Slurm (`daemon.slurm.cluster`), or the launcher in local mode."""
+    """The manager that gives out nodes: Slurm (`slurm_cluster`), or the launcher in local mode."""
 
     async def admit(self, hello: AgentHello, uid: int) -> Roster:
         """The roster of an agent's job. Raises PeerError where `uid` may not speak for that job here."""

@@ -32,7 +32,7 @@ CUT_SHORT_CODE = 128 + signal.SIGTERM
 
 @dataclass
 class Surroundings:
-    """What all jobs of a daemon share."""
+    """The things that all jobs of a daemon share."""
 
     now: Callable[[], float]
     timers: Timers

@@ -92,12 +92,12 @@ class AgentProcess:
 
 
 def _state(pid: str) -> str:
-    """Of proc(5)'s stat; the name before it may have anything in it. Raises OSError."""
+    """Return the state in proc(5)'s stat; the name before it may have anything in it. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 class LocalAgent:
-    """What a daemon has of a job's agent on this node, if that is connected. Owned by the event loop."""
+    """The daemon's end of a job's agent on this node, if that is connected. Owned by the event loop."""
 
     def __init__(self, job: str, now: Callable[[], float]) -> None:
         self._job, self._now = job, now

@@ -51,7 +51,7 @@ async def _serve_local(config: LocalConfig) -> int:
 
 
 def daemon_config(settings: Settings, name: str) -> DaemonConfig:
-    """What the service needs of the settings. Raises UsageError where this node has no such address."""
+    """Return the service's part of the settings. Raises UsageError where this node has no such address."""
     return DaemonConfig(
         name=name,
         address=listen_address(settings.daemon.bind, name),
@@ -98,7 +98,7 @@ async def _serve(settings: Settings, name: str) -> int:
 
 @dataclass
 class _Supervised:
-    """What systemd hears of the daemon, and asks of it."""
+    """The daemon under systemd: what that hears of it, and asks of it."""
 
     settings: Settings
     name: str

@@ -50,7 +50,7 @@ class Roster:
 
     @cached_property
     def by_node(self) -> dict[int, Peer]:
-        """Where each one's daemon listens."""
+        """The addresses of the nodes' daemons."""
         return {peer.node: peer for peer in self.peers}
 
 
@@ -119,7 +119,7 @@ class Peering:
         self._carry()
 
     def looked(self, node: int, answer: w.Answer) -> None:
-        """What came of `Links.look`."""
+        """Take the result of `Links.look`."""
         self._member.looked(node, answer, self._now())
         self._carry()
 
@@ -320,7 +320,7 @@ class Peering:
         self._links.want(wanted)
 
     def _look_around(self, now: float) -> frozenset[int]:
-        """Who is no neighbour, and looked at in its turn; two nodes look at each other at the same time."""
+        """Look at one that is no neighbour, in its turn; two nodes look at each other at the same time."""
         still_s = self._session.control.still_s(now)
         if self.overlay.complete or still_s < STILL_S:
             return frozenset()
@@ -407,7 +407,7 @@ class Decrees:
         )
 
     def unpack(self, packed: p.Packed) -> p.Agree | None:
-        """What was packed; None where that cannot be known here. Raises ProtocolError."""
+        """Return what was packed; None where that cannot be known here. Raises ProtocolError."""
         base = self._known(packed.base)
         if base is None:
             return None

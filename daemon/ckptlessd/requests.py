@@ -1,4 +1,4 @@
-"""What a daemon does with a job because somebody says so: an operator, the job's owner, a health check.
+"""Requests about a job from outside: of an operator, the job's owner, a health check.
 
 `uid` is the asker's, by the kernel's word. Each request is done, or one sentence says why not.
 """

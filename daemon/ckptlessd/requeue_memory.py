@@ -130,7 +130,7 @@ class Keeper:
         self.shelf.limit_nbytes, self.shelf.ttl_s = config.nbytes, config.ttl_s
 
     def drop(self, is_over: Callable[[Entry], str]) -> None:
-        """What is wanted no more, for the reason that `is_over` gives."""
+        """Drop what is wanted no more, for the reason that `is_over` gives."""
         for entry in self.shelf.resting:
             if why := is_over(entry):
                 self._free(entry, why)
@@ -158,7 +158,7 @@ class Keeper:
     # -------------------------------------------------------------------------------------- show
 
     def shown(self, uid: int) -> k.KeptList:
-        """What user `uid` may see of it: root and the daemon's own user all, others their own."""
+        """Return what user `uid` may see of it: root and the daemon's own user all, others their own."""
         now = self.now()
         kept = tuple(
             k.KeptMemory(
@@ -193,7 +193,7 @@ def _close(fds: Sequence[int]) -> None:
 
 
 def _node_is_short() -> bool:
-    """By the kernel's estimate of what could be had without swapping; not where it gives none."""
+    """Judge by the kernel's estimate of what could be had without swapping; not where it gives none."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError):
         for line in MEMINFO.read_text().splitlines():

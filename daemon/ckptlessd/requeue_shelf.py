@@ -32,13 +32,13 @@ class Entry:
 
     @property
     def owner(self) -> tuple[str, int, str]:
-        """Who may have it; there is never more than one entry of the same."""
+        """The owner, who may have it; there is never more than one entry of the same."""
         return (self.job, self.uid, self.program)
 
 
 @dataclass
 class Shelf:
-    """What is kept now: at most `limit_nbytes` together, each for `ttl_s` seconds at most.
+    """The entries that are kept now: at most `limit_nbytes` together, each for `ttl_s` seconds at most.
 
     Who drops an entry is told which; whatever it stands for is to be given back then.
     """
@@ -101,7 +101,7 @@ class Shelf:
         return sum(entry.nbytes for entry in left) + new.nbytes <= self.limit_nbytes and pieces <= MAX_PIECES
 
     def lend(self, owner: tuple[str, int, str], restarts: int) -> Entry | None:
-        """What an earlier start of its owner's job has left; `settled` or `drop` is to follow."""
+        """Return what an earlier start of its owner's job has left; `settled` or `drop` is to follow."""
         for entry in self.resting:
             if entry.owner == owner and entry.restarts < restarts:
                 self._moving.add(entry.number)
@@ -128,5 +128,5 @@ def is_short(available_nbytes: int, total_nbytes: int) -> bool:
 
 
 def allocation_of(run: str) -> str:
-    """What a run was in: its Slurm job, of which 4711, 4711.1 and 4711.s3r1 all are runs."""
+    """Return the Slurm job of a run: 4711, 4711.1 and 4711.s3r1 all are runs of 4711."""
     return run.partition(".")[0]

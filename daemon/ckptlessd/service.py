@@ -98,7 +98,7 @@ class Service:
         self.on_ready: Callable[[], None] = lambda: None
 
     def set_timers(self, timers: Timers) -> None:
-        """How daemons watch each other, in jobs that begin from now on."""
+        """Set how daemons watch each other, in jobs that begin from now on."""
         self._around.timers = timers
 
     @property
@@ -234,7 +234,7 @@ class Service:
                 visit.job.agent_gone(client)
 
     async def _read(self, visit: "_Visit") -> bytes:
-        """What has come. Raises PeerError where somebody who is no agent yet takes too long."""
+        """Return what has come. Raises PeerError where somebody who is no agent yet takes too long."""
         client = visit.client
         if visit.job is not None:
             return await client.read()
@@ -273,7 +273,7 @@ class Service:
         visit.job.agent_says(message)
 
     async def _aside(self, message: _Aside, client: Client) -> None:
-        """What others than agents say, and they on a connection of its own. Raises CkptlessError."""
+        """Answer what others than agents say, and they on a connection of its own. Raises CkptlessError."""
         if isinstance(message, Evict):
             client.write(evict(self.jobs, message, client.uid))
         elif isinstance(message, Read):
@@ -288,7 +288,7 @@ class Service:
             self._notice(message, client.uid)
 
     async def _read_out(self, message: Read, client: Client) -> None:
-        """What the ledger has of a job of the asker's. Raises CkptlessError."""
+        """Send what the ledger has of a job of the asker's. Raises CkptlessError."""
         sees_all = eviction.sees_all(client.uid, os.getuid())
         client.write_frame(await self._reader.answer(message, client.uid, sees_all=sees_all))
         try:
@@ -402,7 +402,7 @@ class Service:
             logger.warning("job %s: an earlier run had this name; its records are removed", name)
 
     async def _remember(self, hello: m.AgentHello, roster: Roster) -> Memory:
-        """What is on the disk of what this daemon has promised the others. Raises LedgerError."""
+        """Return what this daemon has promised the others, from the disk. Raises LedgerError."""
         name, launch = hello.spec.job, hello.spec.launch
         # The same for every daemon of the job, as its agents all have their spec from one launcher.
         first = first_decree(roster.nodes, hello.spec.domains)

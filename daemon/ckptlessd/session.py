@@ -25,7 +25,7 @@ LIFE_BITS = 40
 
 
 class Outlets(Protocol):
-    """Where a job's outputs go, and its clock: the daemon's job host, or a simulator's daemon."""
+    """The way out for a job's outputs, and its clock: the daemon's job host, or a simulator's daemon."""
 
     @property
     def peer_links(self) -> Links:
@@ -33,7 +33,7 @@ class Outlets(Protocol):
 
     @property
     def times(self) -> Times:
-        """How they watch each other."""
+        """The times by which daemons watch each other."""
 
     def now(self) -> float:
         """Seconds of this daemon's clock, which never jumps."""
@@ -62,7 +62,7 @@ class Outlets(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """What this daemon knows of a job from an earlier life; `lost`: why nothing, though it had one.
+    """This daemon's knowledge of a job from an earlier life; `lost`: why nothing, though it had one.
 
     `life`, of LIFE_BITS random bits, is this life's alone (by its clock it could not be told from an earlier
     one: clocks are set back). `identity` is the same as long as it remembers, but for a count of what was
@@ -81,7 +81,7 @@ Kept: TypeAlias = tuple[str, Durable]
 
 
 def next_identity(identity: str) -> str:
-    """Of a memory with one promise more. The agent hears of it before any daemon hears of the promise.
+    """Return the identity of a memory with one promise more. The agent hears of it before any daemon does.
 
     So what its daemon reads from a damaged disk is known to be old, where the end of it is lost: SQLite takes
     a log whose end is damaged for one that was cut off by a power failure.
@@ -189,13 +189,13 @@ class JobSession:
         return True
 
     def hear(self, node: int, message: p.Said) -> None:
-        """What another daemon says of this job, over a connection to it."""
+        """Take another daemon's word on this job, over a connection to it."""
         events = self._heard(node, message, direct=True)
         if events:
             self.feed(*events)
 
     def hear_all(self, said: Sequence[tuple[int, p.Said]]) -> None:
-        """What other daemons say that there are no connections to: (node, message) of each."""
+        """Take the words of daemons that there are no connections to: (node, message) of each."""
         events = [event for node, message in said for event in self._heard(node, message, direct=False)]
         if events:
             self.feed(*events)
@@ -269,7 +269,7 @@ class JobSession:
             self.say(None, p.Rows(job=self.job, records=output.records))
 
     def agent_address(self, node: int) -> tuple[str, int] | None:
-        """Where a node's agent listens, if anybody has told."""
+        """Return where a node's agent listens, if anybody has told."""
         hello = self.control.nodes[node].hello
         if hello is not None:
             return hello.info.address, hello.info.agent_port

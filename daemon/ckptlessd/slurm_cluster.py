@@ -70,7 +70,7 @@ def _marked(nodes: Iterable[Node], mark: str) -> set[str]:
 
 
 def reason_text(reason: str) -> str:
-    """What stands in `sinfo -R`: ours, printable and short enough."""
+    """Return the text that stands in `sinfo -R`: ours, printable and short enough."""
     return _UNFIT.sub(" ", f"ckptless: {reason}")[:MAX_REASON]
 
 
@@ -287,7 +287,7 @@ class SlurmCluster:
         self._spawn(ask())
 
     async def _ending(self, runtime: "JobHost") -> Ending:
-        """What Slurm says of the job's end. Raises TimeoutError, CkptlessError."""
+        """Return what Slurm says of the job's end. Raises TimeoutError, CkptlessError."""
         async with asyncio.timeout(EXPLAIN_S):
             return await self._slurm.direct.ending(slurm_job_id(runtime.job), deadline_s=EXPLAIN_S)
 
@@ -395,7 +395,7 @@ class SlurmCluster:
             logger.warning("no job could be closed: %s", error)
 
     async def _look_at_kept(self, keeper: Keeper, poll_s: float) -> None:
-        """What is kept of jobs that will not start again is kept for nothing."""
+        """Drop what is kept of jobs that will not start again."""
         if not keeper.shelf.resting or (found := await self._jobs_lately(poll_s)) is None:
             return
         known, age_s = found

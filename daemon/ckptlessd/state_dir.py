@@ -45,7 +45,7 @@ def open_state_dir(path: Path) -> None:
 
 
 def _check_way(path: Path) -> None:
-    """Whoever may rename a folder on the way, or has a link in it, puts another one in its place."""
+    """Refuse folders on the way that others may rename, and their links: they could swap them."""
     for one in (path, *path.parents):
         if one.is_symlink() and (uid := one.lstat().st_uid) not in (0, os.geteuid()):
             raise StateDirError(

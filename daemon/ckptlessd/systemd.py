@@ -1,4 +1,4 @@
-"""What the daemon says to systemd and takes from it; without libsystemd, and silent without systemd.
+"""The daemon's talk with systemd; without libsystemd, and silent without systemd.
 
 sd_listen_fds(3): sockets that systemd opened for the daemon and keeps open over its restarts.
 
@@ -79,7 +79,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> "Notifier":
-        """Where systemd listens. Takes NOTIFY_SOCKET out, so that no child speaks for the daemon."""
+        """Return where systemd listens. Takes NOTIFY_SOCKET out, so that no child speaks for the daemon."""
         return cls(environment.pop("NOTIFY_SOCKET", None) or None)
 
     @property

@@ -132,7 +132,7 @@ class Client:
         self.stays = False
 
     async def read(self, nbytes: int = READ_NBYTES) -> bytes:
-        """What has come, at most so many bytes; b"" at the end of the connection."""
+        """Return what has come, at most so many bytes; b"" at the end of the connection."""
         while await self._ready(self._loop.add_reader, self._loop.remove_reader):
             try:
                 # no deadline: there is something to read, and a worker that is stuck is interrupted
@@ -346,7 +346,7 @@ class UnixServer:
         self._on_client(client)
 
     def _make_room(self) -> None:
-        """Of whoever has most connections, the one that has been here longest for nothing gives way."""
+        """Close, of whoever has most connections, the one that has been here longest for nothing."""
         for uid in sorted(self._clients, key=lambda uid: len(self._clients[uid]), reverse=True):
             if self._admission.may_stay(uid):
                 continue

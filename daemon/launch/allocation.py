@@ -40,7 +40,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a run uses its nodes: the first `nodes` train, the next `spares` wait; further ones stay unused."""
+    """The use of a run's nodes: the first `nodes` train, the next `spares` wait; further ones stay unused."""
 
     nodes: int
     spares: int
@@ -83,7 +83,7 @@ def _step(env: Mapping[str, str]) -> Step | None:
 
 
 def _first_number(text: str | None) -> int | None:
-    """Of "2", or "2(x4)" as Slurm writes what is the same on many nodes."""
+    """Return the first number of "2", or "2(x4)" as Slurm writes what is the same on many nodes."""
     found = re.match(r"\d+", text or "")
     return int(found.group()) if found else None
 
@@ -94,7 +94,7 @@ def _gpus(env: Mapping[str, str]) -> int | None:
 
 
 def shape(allocation: Allocation, nodes: int | None, spares: int, slots: int | None) -> Shape:
-    """How the run uses the allocation, by the options, else by what Slurm says. Raises UsageError."""
+    """Return how the run uses the allocation, by options, else by what Slurm says. Raises UsageError."""
     total = len(allocation.names)
     check_fits(spares, total)
     if nodes is None:

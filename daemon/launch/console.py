@@ -83,7 +83,7 @@ def last_words(log: Path | None, rank: int | None, elsewhere: str) -> None:
 
 
 def told(lines: list[str]) -> list[str]:
-    """Of a log's last lines those that say why: a traceback's, if it ends with one, else the last ones."""
+    """Return those of a log's last lines that say why: a traceback's, if it ends with one, else the last."""
     # torch puts the rank in front of what nobody has caught.
     lines = [PREFIX.sub("", line) for line in lines]
     begin = max((n for n, line in enumerate(lines) if line.strip() == TRACEBACK), default=None)

@@ -1,4 +1,4 @@
-"""What `ckptless-run` runs first: from here on no signal of a user's own ends it, while the rest loads."""
+"""Runs first in `ckptless-run`: no signal of a user's own ends it from here on, while the rest loads."""
 
 from ckptless.daemon.agent.ranks.signals import ignore_others
 

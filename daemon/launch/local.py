@@ -291,7 +291,7 @@ class LocalRun:
                     send(child, signal.SIGCONT)
 
     async def _revive_daemon(self, node: Node) -> None:
-        """What systemd does on a cluster (Restart=always)."""
+        """Start a daemon again, as systemd does on a cluster (Restart=always)."""
         if node.daemon is None or node.daemon.returncode is None or self.outcome() is not None:
             return
         await asyncio.sleep(RESTART_PAUSE_S)
@@ -330,7 +330,7 @@ class LocalRun:
             await asyncio.sleep(POLL_S)
 
     def outcome(self) -> Outcome | None:
-        """What the daemons wrote of the job's end."""
+        """The job's end as the daemons wrote it."""
         spec = self._spec
         return which_holds(read_outcome(node.dir, spec.job, spec.launch) for node in self._nodes)
 
@@ -440,7 +440,7 @@ async def wait_ready(
 
 
 def _cpu(pid: int) -> tuple[int, str]:
-    """Of proc(5)'s stat: clock ticks in user and kernel mode, and the state; (-1, "X") where it is gone."""
+    """Return proc(5)'s clock ticks in user and kernel mode, and the state; (-1, "X") where it is gone."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -128,7 +128,7 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
 
 
 def _config(spec: JobSpec, given: Given, options: RunOptions, settings: Settings, env: Env) -> SharedConfig:
-    """What both ways to run tell their agents. Raises UsageError."""
+    """Return what both ways to run tell their agents. Raises UsageError."""
     config = SharedConfig(
         spec=spec,
         argv=spec.command,
@@ -246,7 +246,7 @@ def _preload(spec: JobSpec, options: RunOptions) -> tuple[str, ...]:
 
 
 def replication_of(options: RunOptions, site: ReplicationSettings) -> ReplicationSettings:
-    """How copies go to other nodes: as the run says, else as the site does."""
+    """Return how copies go to other nodes: as the run says, else as the site does."""
     own = options.replication_bandwidth_rate
     return ReplicationSettings(
         bandwidth_rate=(site.bandwidth_rate if own is None else own) or None,
@@ -255,7 +255,7 @@ def replication_of(options: RunOptions, site: ReplicationSettings) -> Replicatio
 
 
 def data_of(options: RunOptions, site: DataSettings) -> DataSettings:
-    """What training data may take: the lower of what the run and the site say."""
+    """Return what training data may take: the lower of what the run and the site say."""
     return DataSettings(
         budget_nbytes=_lower(options.data_budget_nbytes, site.budget_nbytes),
         prefetch=_lower(options.data_prefetch, site.prefetch),
@@ -270,7 +270,7 @@ def _lower(one: int | None, other: int | None) -> int | None:
 
 
 def save_config(given: Given, options: RunOptions, world_size: int) -> SaveConfig | None:
-    """Where steps are saved, and which one it goes on from; None without --save-dir. Raises UsageError."""
+    """Return where steps are saved and which one to go on from; None without --save-dir. UsageError."""
     if options.save_dir is None:
         if options.save_every or "save_total_limit" in given:
             raise UsageError("--save-every and --save-total-limit need --save-dir")

@@ -1,4 +1,4 @@
-"""What the ranks load: whether this environment's torch will do, and what a zygote imports before it forks.
+"""The modules that ranks load: whether this torch will do, and what a zygote imports before it forks.
 
 That is nothing that a script has not asked for: torch's exit, for one, depends on what was imported (a
 process group that dies with the interpreter may wait for ever for a thread that wants the GIL).
@@ -43,7 +43,7 @@ def names_ckptless(target: str, cwd: Path, *, module: bool) -> bool:
 
 
 def _sources(target: str, cwd: Path, *, module: bool) -> tuple[Path, ...]:
-    """Where the program may be. Elsewhere no module is looked for: that would import its parents."""
+    """Return where the program may be. Elsewhere no module is looked for: that would import its parents."""
     if not module:
         return (Path(target), Path(target) / "__main__.py")
     path = cwd.joinpath(*target.split("."))
@@ -96,7 +96,7 @@ def try_untested() -> None:
 
 
 def self_test() -> str:
-    """What is wrong with the torch of this environment, "" for nothing; some seconds."""
+    """Return what is wrong with the torch of this environment, "" for nothing; takes some seconds."""
     command = [sys.executable, "-m", SELF_TEST]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -109,7 +109,7 @@ def self_test() -> str:
 
 
 def _good_file(version: str) -> Path:
-    """What stands for this ckptless with this torch, as it is installed: another one has another file."""
+    """Return the file that stands for this ckptless with this torch: another installation has another one."""
     spec = importlib.util.find_spec("torch")
     origin = Path(spec.origin if spec is not None and spec.origin is not None else "/")
     told = f"{version} {origin} {origin.stat().st_mtime_ns} {__version__}"

@@ -85,7 +85,7 @@ class Step:
 
     @property
     def state(self) -> str:
-        """What is known of it while its agent is not up."""
+        """The knowledge of it while its agent is not up."""
         if self.process is not None and self.process.returncode is not None:
             return f"its step has ended with {self.process.returncode}: {_last_line(self.log)}"
         if not self.log.exists():
@@ -176,7 +176,7 @@ class SlurmRun:
 
     @property
     def log_dir(self) -> Path:
-        """Where output and outcome go; on a file system that every node sees."""
+        """The folder of output and outcome, on a file system that every node sees."""
         return Path(self.config.log_dir)
 
     async def run(self) -> int:
@@ -330,7 +330,7 @@ class SlurmRun:
             write_outcome(self.log_dir, spec.job, failed, spec.launch)
 
     def outcome(self) -> Outcome | None:
-        """What the agents wrote down, in the log directory that they share with this process."""
+        """The end as agents wrote it, in the log directory that they share with this process."""
         return read_outcome(self.log_dir, self.config.spec.job, self.config.spec.launch)
 
     def _result(self) -> int:

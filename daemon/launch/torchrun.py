@@ -125,7 +125,7 @@ _SAYS_NOTHING = (-1,)
 
 
 def _own(tee: str | None) -> tuple[int, ...] | None:
-    """What torchrun has no word for: all, none, or ranks of the whole job with a comma."""
+    """Read what torchrun has no word for: all, none, or ranks of the whole job with a comma."""
     if tee in ("all", "none"):
         return None if tee == "all" else ()
     if isinstance(tee, str) and re.fullmatch(r"\d{1,6}(,\d{1,6})+", tee, re.ASCII):

@@ -1,4 +1,4 @@
-"""What becomes of a ledger that is damaged: it is set aside, for whoever wants to look into it."""
+"""Sets a damaged ledger aside, for whoever wants to look into it."""
 
 import time
 from pathlib import Path

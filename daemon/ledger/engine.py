@@ -50,7 +50,7 @@ def _close_to_others(path: Path) -> None:
 
 
 def beside(path: Path) -> tuple[Path, Path]:
-    """What SQLite keeps beside a ledger while it is open, or when its writer was killed."""
+    """Return what SQLite keeps beside a ledger while it is open, or when its writer was killed."""
     return Path(f"{path}-wal"), Path(f"{path}-shm")
 
 

@@ -36,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is recorded, each thing once; jobs, faults and events by time, the rest by key.
+    """The recorded things, each once; jobs, faults and events by time, the rest by key.
 
     `sources` are the ledgers that were read, `problems` those that could not be.
     """

@@ -1,4 +1,4 @@
-"""Where a ledger lies: the default state directory, and the ledger files under one."""
+"""The paths of ledgers: the default state directory, and the ledger files under one."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ LATEST = "latest"
 
 
 def default_state_dir() -> Path:
-    """Where `ckptctl` looks unasked: `latest` of the user's state folder, a link to local mode's newest run.
+    """Return where `ckptctl` looks unasked: `latest`, a link to local mode's newest run.
 
     Raises UsageError where no home folder can be told.
     """

@@ -1,4 +1,4 @@
-"""Which of two records about the same thing holds: the one rule for merging ledgers, pure."""
+"""Decides which of two records about the same thing holds: the one rule for merging ledgers, pure."""
 
 from typing import Any, TypeAlias
 
@@ -34,7 +34,7 @@ Freshness: TypeAlias = tuple[int, float]
 
 
 def key(record: Record) -> tuple[Any, ...]:
-    """What the record is about. Two records with the same key, and of one type, are never both kept."""
+    """Return what the record is about. Of two records of one type and key one is kept."""
     return tuple(getattr(record, name) for name in KEYS[type(record)])
 
 

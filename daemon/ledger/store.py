@@ -136,7 +136,7 @@ class Ledger:
             connection.execute(models.votes.insert().prefix_with("OR REPLACE"), row)
 
     def vote(self, job: str) -> tuple[str, Durable] | None:
-        """What `save_vote` kept last, (identity, durable), to the bit."""
+        """Return what `save_vote` kept last, (identity, durable), to the bit."""
         table = models.votes
         with self._reading() as connection:
             row = connection.execute(select(table).where(table.c.job == job)).one_or_none()

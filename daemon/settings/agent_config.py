@@ -1,4 +1,4 @@
-"""What the launcher tells an agent: in a file that only the user can read, or in the step's environment."""
+"""The launcher's word to an agent: in a file that only the user can read, or in the step's environment."""
 
 import base64
 import re
@@ -28,7 +28,7 @@ _RUN = RunOptions()
 
 
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is the same for every agent of a job.
+    """The part that is the same for every agent of a job.
 
     `argv` is the script (or, with `module`, the module) and its arguments. `tee`: ranks whose output is shown
     on the console as well, by rank; None for all. `copies` is how many other nodes hold each record.
@@ -64,7 +64,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def leave_s(self) -> float:
-        """What an agent may take for its ranks' end and the last save, once the job is over."""
+        """The time that an agent may take for its ranks' end and the last save, once the job is over."""
         return self.shutdown_s + (self.save.end_s if self.save is not None else 0.0)
 
 
@@ -130,7 +130,7 @@ def encoded(shared: SharedConfig) -> str:
 
 
 def thread_env(env: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """What must be set before torch is loaded: as torchrun, 1 where several ranks share a machine.
+    """Return what must be set before torch is loaded: as torchrun, 1 where several ranks share a machine.
 
     No other number: sums depend on it, and a recovery may take a rank to another node.
     """
@@ -138,7 +138,7 @@ def thread_env(env: Mapping[str, str], ranks: int) -> dict[str, str]:
 
 
 def _threads(env: Mapping[str, str], slots: int, cores: int) -> dict[str, str]:
-    """As torchrun; where Slurm gave one rank fewer CPUs than it lets a process see, those."""
+    """Return as many as torchrun; where Slurm gave one rank fewer CPUs than it lets a process see, those."""
     given = env.get("SLURM_CPUS_ON_NODE", "")
     mine = min(cores, int(given)) if re.fullmatch(r"[1-9]\d{0,5}", given) else cores
     if "OMP_NUM_THREADS" not in env and slots == 1 and mine < cores:

@@ -1,4 +1,4 @@
-"""Which address of a node is meant by an address, a network or an interface, as in `daemon.bind`."""
+"""Finds the address of a node that an address, a network or an interface means, as in `daemon.bind`."""
 
 import contextlib
 import ctypes

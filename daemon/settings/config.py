@@ -26,7 +26,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How daemons watch each other.
+    """The times by which daemons watch each other.
 
     `beat_s`: seconds between two signs of life. `dark_s`: a daemon that is silent for so long is taken for
     unreachable, and its node for lost when nothing else on it answers either, by the word of others too.
@@ -37,14 +37,14 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class KeepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many bytes of ended jobs' memory a daemon keeps for their next start, and how many seconds each."""
+    """The bytes of ended jobs' memory that a daemon keeps for their next start, and for how long (s)."""
 
     nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     ttl_s: Seconds = KeepSettings().ttl_s
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What any daemon is told: who it is, where it listens, where it writes."""
+    """The settings of any daemon: who it is, where it listens, where it writes."""
 
     name: str
     address: str

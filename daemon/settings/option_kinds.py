@@ -69,7 +69,7 @@ class Option:
         return field(metadata={"option": self})
 
     def wanted(self, nothing: str = "") -> str:
-        """What is accepted, in the words of an error message; `nothing` is one more alternative."""
+        """Return what is accepted, in the words of an error message; `nothing` is one more alternative."""
         if nothing:
             return f"{', '.join(self.words)}, or {nothing}"
         return " or ".join(filter(None, (", ".join(self.words[:-1]), self.words[-1])))

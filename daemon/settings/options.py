@@ -132,7 +132,7 @@ _LADDER = Limits.from_max_stall(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """How often a rung of the ladder is tried; `Limits` says what each is for. The window is in seconds."""
+    """The tries of each rung of the ladder; `Limits` says what each is for. The window is in seconds."""
 
     raise_tries: int = number(high=100).default(_LADDER.raise_tries)
     process_tries: int = number(high=100).default(_LADDER.process_tries)
@@ -142,7 +142,7 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonSettings:
-    """Where a daemon listens and what it keeps. Port 6821 is the first after those that Slurm uses.
+    """The daemon's port and memory. Port 6821 is the first after those that Slurm uses.
 
     `bind` is the address, interface or network for the other daemons; None is the address of the node's name.
     """
@@ -158,7 +158,7 @@ class DaemonSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmSettings:
-    """How the daemon speaks with Slurm.
+    """The ways in which the daemon speaks with Slurm.
 
     `poll_s`: seconds between two looks at the jobs, and at the nodes of those that are led from here; one
     costs about 10 ms of CPU.
@@ -176,14 +176,14 @@ class SlurmSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MungeSettings:
-    """Where munged listens; None is where libmunge looks by itself."""
+    """The socket of munged; None is where libmunge looks by itself."""
 
     socket: str | None = text(_SOCKET, good=_is_socket, restart=True).default()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationSettings:
-    """How copies of the state go from agent to agent.
+    """The network of copies of the state from agent to agent.
 
     `bandwidth_rate`: bytes per second that each agent sends at most; None for no limit. `interface`: an
     interface or a network that each node has an address of; None is the address of the node's name.
@@ -202,7 +202,7 @@ class CommSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What the batches of one loader may take on a node, where its script would take more; None: no limit.
+    """The memory of one loader's batches on a node, where its script would take more; None: no limit.
 
     `prefetch`: batches made ahead of each replica's use.
     """
@@ -213,7 +213,7 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepSettings:
-    """What a daemon keeps of the memory of jobs that end before their training; see `requeue_shelf`."""
+    """The memory that a daemon keeps of jobs that end before their training; see `requeue_shelf`."""
 
     memory_nbytes: int = memory(low=0, high=1 << 50, such_as="512MiB or 64GiB").default(4 << 30)
     ttl_s: float = span(low=1, high=86400, such_as="15m").default(900.0)
@@ -405,7 +405,7 @@ class Row(NamedTuple):
 
     @property
     def unsaid(self) -> str:
-        """What holds where it is not said on the command line; "" for nothing."""
+        """The default where nothing is said on the command line; "" for nothing."""
         fixed = "{}" if self.default not in (None, ()) and self.default is not False else ""
         return (self.option.unsaid or fixed).format(self.default)
 

@@ -1,4 +1,4 @@
-"""What an administrator sets for ckptless on a cluster: /etc/ckptless/ckptless.yaml, the same on every node.
+"""An administrator's settings for a cluster: /etc/ckptless/ckptless.yaml, the same on every node.
 
 The keys are those of the table in `options`, and `version: 1` alone is a working file. Every timeout follows
 from one knob, `max_stall`; one that is set by hand must fit the others, or the file is refused.
@@ -83,7 +83,7 @@ class Settings(SettingsFile):
 
     @property
     def timers(self) -> Timers:
-        """How the daemons watch each other."""
+        """The times by which daemons watch each other."""
         return Timers(beat_s=self.timeouts.beat_s, dark_s=self.timeouts.dark_s)
 
 

@@ -1,1 +1,1 @@
-"""What ckptless asks of Slurm and tells it: through its commands or pyslurm, with a cache in front."""
+"""The calls of Slurm: through its commands or pyslurm, with a cache in front."""

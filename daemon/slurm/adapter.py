@@ -1,4 +1,4 @@
-"""What Slurm says of jobs and nodes, and what may be said to it of them."""
+"""The facts that Slurm tells of jobs and nodes, and the limits of what may be said to it of them."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading(Generic[T]):
-    """What is known. `value` is None if there never was an answer; then `age_s` is inf.
+    """A fact that is known. `value` is None if there never was an answer; then `age_s` is inf.
 
     `fresh` says that its query began late enough for what was asked, and after our own last order. `trouble`
     says why the newest query had no answer, "" if it had.

@@ -57,7 +57,7 @@ class Commands:
         raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
 
     async def ending(self, job_id: int, *, deadline_s: float = DEADLINE_S) -> Ending:
-        """What tells why a job is signalled."""
+        """Return what tells why a job is signalled."""
         form = JobFormat.of_ending(f"s{secrets.token_hex(8)}")
         found = form.read_endings(await self._ask(form, Deadline(deadline_s), f"--jobs={check_job(job_id)}"))
         if job_id not in found:
@@ -200,7 +200,7 @@ class Commands:
 
 
 def name_of(job: Job) -> str:
-    """What Slurm's commands are to call this job, and only this one.
+    """Return what Slurm's commands are to call this job, and only this one.
 
     The number of one of an array's tasks is that of the whole array: `scancel 7` would end them all. So a
     task is `7_3`. Tasks that wait together are not touched: nothing of ours is in them.

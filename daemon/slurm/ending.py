@@ -1,4 +1,4 @@
-"""Why Slurm ends a job, as far as it can be told from what Slurm says of it.
+"""The reason why Slurm ends a job, as far as it can be told from what Slurm says of it.
 
 At the begin of a preemption's grace time Slurm signals the steps, not the batch script, and the job is
 RUNNING as before: only PreemptTime tells. A job that ends is COMPLETING, whatever its end will be called.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What Slurm says of one job that may be about to end.
+    """The facts that Slurm tells of one job that may be about to end.
 
     Times are seconds since the Unix epoch, None where Slurm has none.
     """

@@ -1,4 +1,4 @@
-"""What can go wrong between ckptless and Slurm, told apart by what a caller can do about it.
+"""The errors between ckptless and Slurm, told apart by what a caller can do about them.
 
 SlurmError
  +- SlurmUnreachableError   no answer: ask again later, and use what was last known

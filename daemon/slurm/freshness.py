@@ -1,4 +1,4 @@
-"""When to ask Slurm again, and what an answer is worth. Pure: time is handed in.
+"""Decides when to ask Slurm again, and what an answer is worth. Pure: time is handed in.
 
 One `Track` per kind of question (all jobs, all nodes). The rules:
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often Slurm may be asked, in seconds."""
+    """The pauses between questions to Slurm, in seconds."""
 
     min_interval_s: float = 1.0
     most_interval_s: float = 30.0
@@ -26,7 +26,7 @@ class Pace:
 
 
 class Track:
-    """What was asked and answered. Times are seconds of one clock that never goes back; -inf is never.
+    """The latest question and answer. Times are seconds of one clock that never goes back; -inf is never.
 
     `asked_s` is the begin of the newest query, `answered_s` of the newest that was answered. `failures`
     counts queries without an answer since then; `trouble` says why the newest had none, "" if it had.

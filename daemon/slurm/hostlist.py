@@ -101,7 +101,7 @@ def _expand_part(part: str, most: int) -> Iterator[str]:
 
 
 def _expand_brackets(inside: str) -> tuple[int, Iterable[str]]:
-    """How many values, and the values, which are made only when they are asked for."""
+    """Return how many values, and the values, which are made only when they are asked for."""
     count = 0
     ranges: list[Iterable[str]] = []
     for item in inside.split(","):

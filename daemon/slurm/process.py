@@ -31,7 +31,7 @@ _PASSED_ON = ("PATH", "SLURM_CONF")
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How a command ended, and what it said."""
+    """The end of a command, and what it said."""
 
     status: int
     out: str
@@ -63,7 +63,7 @@ class Account:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """What a command runs in: English, UTC, the site's slurm.conf, and `more`."""
+    """Return the environment of a command: English, UTC, the site's slurm.conf, and `more`."""
     kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     return {"PATH": os.defpath, **kept, "LC_ALL": "C", "TZ": "UTC", **more}
 

@@ -31,7 +31,7 @@ class UnfitError(SlurmUnreachableError):
 
 
 class Pyslurm(Commands):
-    """As `Commands`, where it can by pyslurm, which the interpreter `python` has. Its owner closes it."""
+    """The same as `Commands`, where possible by the pyslurm of interpreter `python`. Its owner closes it."""
 
     def __init__(self, folder: Path | None = None, python: str = sys.executable) -> None:
         super().__init__(folder)

@@ -35,7 +35,7 @@ LONGEST_S = 86_400.0
 
 
 def why_requeue(outcome: Outcome | None, most: int, env: Mapping[str, str]) -> str | None:
-    """Why the job is to start again, or None. `most`: how often it may; `env`: Slurm's, of this start.
+    """Return why the job is to start again, or None. `most`: how often it may; `env`: Slurm's, of this start.
 
     Without an outcome every node has ended for itself: none heard a majority of the voters, and nobody could
     say how the job ends. No node is left that runs any of it, since all steps are over.

@@ -110,7 +110,7 @@ def _request(
 
 
 def _no_nodes(job_id: int, count: int, said: str) -> SlurmError:
-    """What salloc's refusal means."""
+    """Return what salloc's refusal means."""
     if "Requested operation not supported" in said or "Requested operation is presently disabled" in said:
         return SlurmRefusedError(
             f"Slurm may not grow job {job_id}: add permit_job_expansion to SchedulerParameters in slurm.conf"

@@ -15,13 +15,13 @@ def slurm_job_id(run: str) -> int:
 
 
 def restarts_of(run: str) -> int:
-    """How often the run's job had been started before. Raises PeerError."""
+    """Return how often the run's job had been started before. Raises PeerError."""
     found = _match(run)
     return int(found.group(2) or found.group(3) or 0)
 
 
 def restarts(env: Mapping[str, str]) -> int:
-    """How often Slurm has started the job before, by the environment of a step or batch script."""
+    """Return how often Slurm has started the job before, by the environment of a step or batch script."""
     text = env.get(RESTARTS, "")
     return int(text) if text.isdecimal() else 0
 

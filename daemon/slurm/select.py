@@ -1,4 +1,4 @@
-"""Which backend speaks to Slurm here, and why: `auto`, `commands` or `pyslurm`."""
+"""Chooses the backend that speaks to Slurm here, and says why: `auto`, `commands` or `pyslurm`."""
 
 import logging
 from pathlib import Path
@@ -44,7 +44,7 @@ async def select(choice: Choice, folder: Path | None = None, *, deadline_s: floa
 
 
 async def _fitness(pyslurm: Pyslurm, commands: Commands, choice: str, deadline: Deadline) -> str:
-    """What pyslurm calls itself. SlurmError if it cannot be used."""
+    """Return what pyslurm calls itself. SlurmError if it cannot be used."""
     what = await pyslurm.hello(deadline_s=deadline.left_s)
     if choice == "auto":
         # pyslurm is compiled against one release's structures, and reads nonsense out of another's.
@@ -58,5 +58,5 @@ async def _fitness(pyslurm: Pyslurm, commands: Commands, choice: str, deadline: 
 
 
 def _gist(node: Node) -> tuple[object, ...]:
-    """What does not change from one moment to the next."""
+    """Return what does not change from one moment to the next."""
     return node.name, node.address, node.cpus, node.version

@@ -117,7 +117,7 @@ class JobFormat:
         return tuple(map(_job, self._records(text)))
 
     def read_endings(self, text: str) -> dict[int, Ending]:
-        """What may end the jobs of an answer, by their numbers. Raises ProtocolError."""
+        """Return what may end the jobs of an answer, by their numbers. Raises ProtocolError."""
         return {number(got["JobID"], "job id"): _ending(got) for got in self._records(text)}
 
 

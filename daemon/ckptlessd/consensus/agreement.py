@@ -64,7 +64,7 @@ class Save:
 
 @dataclass
 class Agreement:
-    """Of the daemon of node `me`. What it puts out collects in `out`.
+    """The agreement as the daemon of node `me` takes part in it. What it puts out collects in `out`.
 
     `may_vote`: not for a daemon that has forgotten what it had promised. `dead`: voters that can never again
     be part of another quorum, by a witness. `trouble`: why the disk takes nothing, None while it does.

@@ -1,1 +1,1 @@
-"""Who lives: each daemon watches a few others, and asks others before it accuses one. All pure."""
+"""Finds out who lives: each daemon watches a few others, and asks others before it accuses one. All pure."""

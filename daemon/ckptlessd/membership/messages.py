@@ -1,4 +1,4 @@
-"""What daemons say to each other about who lives."""
+"""The messages of daemons about who lives."""
 
 from typing import Annotated
 

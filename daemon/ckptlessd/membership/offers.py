@@ -25,7 +25,7 @@ class _Wanted:
 
 @dataclass
 class Offers(Generic[T]):
-    """What this daemon can give, and what it has asked for. A key is (origin, serial)."""
+    """The messages that this daemon can give, and those it has asked for. A key is (origin, serial)."""
 
     _kept: OrderedDict[Key, T] = field(default_factory=OrderedDict)
     _wanted: OrderedDict[Key, _Wanted] = field(default_factory=OrderedDict)

@@ -23,7 +23,7 @@ MOST = 32
 
 @dataclass
 class Pulses:
-    """Of the daemon of node `me`."""
+    """The newest signs of life, as the daemon of node `me` knows them."""
 
     me: int
     _newest: dict[int, int] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Pulses:
     _doubted: dict[int, int] = field(default_factory=dict)
 
     def beat(self, voters: tuple[int, ...], now: float) -> tuple[Pulse, ...]:
-        """What the next beat carries; `now` in seconds of a clock that also grows from life to life."""
+        """Return what the next beat carries; `now` in s of a clock that grows from life to life, too."""
         if self.me in voters:
             self._newest[self.me] = max(self.clock_ms(now), self._newest.get(self.me, 0) + 1)
         for gone in self._newest.keys() - set(voters):
@@ -47,7 +47,7 @@ class Pulses:
         return 0 if node == self.me else max(0, int((now - self._seen[node]) * 1000))
 
     def hear(self, pulses: tuple[Pulse, ...], now: float) -> list[Pulse]:
-        """What a beat has brought; what of it was news."""
+        """Take what a beat has brought; return what of it was news."""
         news = [one for one in pulses[:MOST] if one[1] > self._newest.get(one[0], 0)]
         for node, pulse, age_ms in news:
             # Of itself: a former life of this daemon had a faster clock.

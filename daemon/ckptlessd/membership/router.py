@@ -22,7 +22,7 @@ MOST_HOPS = 32
 
 @dataclass
 class _Life:
-    """Which messages of one life have come: all up to `floor` (or they never will), and `above` it."""
+    """The messages of one life that have come: all up to `floor` (or they never will), and `above` it."""
 
     floor: int = 0
     above: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -40,7 +40,7 @@ class _Life:
 
 @dataclass
 class Router:
-    """Of the daemon of node `me`. Serials grow within a `life`, a number that no other of its lives has."""
+    """Routes messages for the daemon of node `me`. Serials grow within a `life`, a number of its own."""
 
     me: int
     life: int

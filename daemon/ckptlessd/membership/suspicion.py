@@ -27,14 +27,14 @@ def suspicion_s(shortest_s: float, confirmed: int, asked: int) -> float:
 
 @dataclass
 class LocalHealth:
-    """Of this daemon: 0 is sound; each point makes it wait once more as long before it accuses."""
+    """The health of this daemon: 0 is sound; each point makes it wait once more as long before it accuses."""
 
     score: int = 0
     _since: float = 0.0
 
     @property
     def factor(self) -> int:
-        """What timeouts are multiplied by."""
+        """The factor for timeouts."""
         return 1 + self.score
 
     def worse(self, now: float, points: int = 1) -> None:

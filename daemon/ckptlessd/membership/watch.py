@@ -30,7 +30,7 @@ APART = 3.0
 
 
 class Times(Protocol):
-    """How daemons watch each other, in seconds; see `config.Timers`."""
+    """The times by which daemons watch each other, in seconds; see `config.Timers`."""
 
     @property
     def beat_s(self) -> float:
@@ -103,7 +103,7 @@ class _Watched:
 
 @dataclass
 class Membership:
-    """Of the daemon of node `me`."""
+    """The membership as the daemon of node `me` sees it."""
 
     me: int
     times: Times
@@ -116,7 +116,7 @@ class Membership:
     _out: list[Output] = field(default_factory=list)
 
     def take(self) -> list[Output]:
-        """What is to be done since the last time."""
+        """Return what is to be done since the last time."""
         out, self._out = self._out, []
         return out
 
@@ -226,7 +226,7 @@ class Membership:
         return beat
 
     def looked(self, node: int, answer: Answer, now: float) -> None:
-        """What came of a Look."""
+        """Take the result of a Look."""
         self._looking.discard(node)
         askers = self._askers.pop(node, set())
         if answer != "unsure":
@@ -249,7 +249,7 @@ class Membership:
             self._lose(node, one, "its agent is gone", now, dark=False)
 
     def hear(self, sender: int, message: Suspect | Saw, now: float) -> None:
-        """What another daemon says of who lives."""
+        """Take another daemon's word about who lives."""
         match message:
             case Suspect():
                 self._asked(sender, message, now)
