@@ -123,7 +123,7 @@ def _rows(rings: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
 
 
 def _sentences(rings: list[dict[str, Any]]) -> Iterator[str]:
-    """Return sentences about what somebody should do something about."""
+    """Yield sentences about what somebody should do something about."""
     for ring in rings:
         shares = [one["share"] for one in ring["readers"] if one["share"] is not None]
         if ring["closed"] or max(shares, default=0.0) < BOTTLENECK:

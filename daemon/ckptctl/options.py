@@ -25,7 +25,7 @@ class Asked:
 
     @property
     def state_dir(self) -> Path:
-        """Return the directory to read: as given, by the environment, or the default; UsageError if none."""
+        """The directory to read: as given, by the environment, or the default; UsageError if none."""
         # Not click's envvar: behind the command it would outrank what was given before the command.
         told = os.environ.get("CKPTLESS_STATE_DIR")
         return self.given_state_dir or (Path(told) if told else default_state_dir())

@@ -409,7 +409,7 @@ class _Tie:
 async def wait_ready(
     name: str, daemon: asyncio.subprocess.Process, listens: str, patience_s: float, stop: Callable[[], bool]
 ) -> None:
-    """Return when the socket `listens` takes connections, or when `stop` says so.
+    """Wait until the socket `listens` takes connections, or `stop` says so.
 
     Raises StartError for a daemon that has ended, or that has used no CPU time for `patience_s`; on a busy
     machine one that works may take MOST_TIMES as long.

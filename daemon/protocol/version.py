@@ -118,7 +118,7 @@ def header_nbytes(nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
 
 
 def spans(nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> Iterator[tuple[int, int]]:
-    """Return where each chunk of a payload begins and ends."""
+    """Yield where each chunk of a payload begins and ends."""
     for start in range(0, nbytes, chunk_nbytes):
         yield start, min(start + chunk_nbytes, nbytes)
 

@@ -183,7 +183,7 @@ class MungeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationSettings:
-    """The network of copies of the state from agent to agent.
+    """The network and the rate of copies of the state from agent to agent.
 
     `bandwidth_rate`: bytes per second that each agent sends at most; None for no limit. `interface`: an
     interface or a network that each node has an address of; None is the address of the node's name.

@@ -64,7 +64,7 @@ async def requeue(job_id: int, why: str) -> bool:
 async def stay(
     job_id: int, slurm: Commands | None = None, now: Callable[[], float] = time.time, poll_s: float = POLL_S
 ) -> None:
-    """Return at once unless the job is in its grace time; else when Slurm has done with it what it wanted.
+    """Wait, in the job's grace time, until Slurm has done with the job what it wanted.
 
     Where Slurm does nothing in time, because what it wanted the nodes for has gone, the job is requeued from
     here. Slurm ends this process, too; so it may not return.

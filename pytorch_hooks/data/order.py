@@ -145,7 +145,7 @@ class Batches:
 
     @property
     def number(self) -> int:
-        """Return how many batches an epoch has."""
+        """The number of batches of an epoch."""
         return self.count // self.size if self.drop_last else -(-self.count // self.size)
 
     def places(self, batch: int, layout: Layout) -> Indices:

@@ -113,7 +113,7 @@ class Production:
 
     @property
     def batches(self) -> int | None:
-        """Return how many batches an epoch has; None where only the end of the stream tells."""
+        """The number of batches of an epoch; None where only the end of the stream tells."""
         return self._batches.number if self._batches else None
 
     def manifest(self) -> Manifest:

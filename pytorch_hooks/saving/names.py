@@ -59,7 +59,7 @@ def parameter_name(name: str, catalog: Catalog) -> str:
 def optimizer_values(
     layout: Layout, catalog: Catalog, optimizers: dict[str, Saved]
 ) -> Iterator[tuple[Path, object]]:
-    """Return optimizers' groups and plain state, as get_optimizer_state_dict has them."""
+    """Yield optimizers' groups and plain state, as get_optimizer_state_dict has them."""
     for role, saved in optimizers.items():
         entries = catalog.optimizers.get(role, ())
         names = [parameter_name(layout.entries[entry].name, catalog) for entry in entries]

@@ -80,7 +80,7 @@ def _work(sock: socket.socket) -> Written:
 
 
 def _received(sock: socket.socket) -> Iterator[tuple[WriteShard | WriteRecord | WritePart, int | None]]:
-    """Return what the agent says, each shard with its memfd. Raises PeerError where it hangs up."""
+    """Yield what the agent says, each shard with its memfd. Raises PeerError where it hangs up."""
     decoder: Decoder[ToWriter] = Decoder(ToWriter, RANK_LIMIT)
     fds: list[int] = []
     while True:

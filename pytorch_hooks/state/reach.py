@@ -110,7 +110,7 @@ def _of_container(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_function(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return what a function keeps for itself: its closure and its defaults, and whose method it is."""
+    """Yield what a function keeps for itself: its closure and its defaults, and whose method it is."""
     if isinstance(value, MethodType):
         if is_looked_into(value.__self__):
             yield ".__self__", value.__self__
@@ -127,7 +127,7 @@ def _of_function(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_class(value: type) -> Iterator[tuple[str, Any]]:
-    """Return what all objects of a class have together, and what its methods keep."""
+    """Yield what all objects of a class have together, and what its methods keep."""
     for key, item in list(vars(value).items()):
         if isinstance(item, (staticmethod, classmethod)):
             yield f".{key}", item.__func__

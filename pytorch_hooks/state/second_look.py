@@ -269,7 +269,7 @@ def _is_small(value: Any) -> bool:
 
 
 def _large(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Return which object each large tensor is, and how often it was written in place."""
+    """Yield which object each large tensor is, and how often it was written in place."""
     for key, value in _own(module):
         if isinstance(value, torch.Tensor) and value.grad_fn is None and not _is_small(value):
             yield key, (id(value), private.version(value))

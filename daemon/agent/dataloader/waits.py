@@ -35,7 +35,7 @@ class Waits:
 
     @property
     def share(self) -> float | None:
-        """Return the share of the time lately that it waited, 0 to 1; None where there has been none."""
+        """The share of the time lately that it waited, 0 to 1; None where there has been none."""
         if len(self._told) < 2 or self._told[-1][0] <= self._told[0][0]:
             return None
         (begin_s, before_s), (end_s, after_s) = self._told[0], self._told[-1]

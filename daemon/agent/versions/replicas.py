@@ -235,7 +235,7 @@ class Replicas:
                 return
 
     async def knock(self, info: NodeInfo) -> None:
-        """Returns where another agent of the job answers. Raises as `dial` does."""
+        """See that another agent of the job answers. Raises as `dial` does."""
         (await self.dial(info)).close()
 
     async def ask_save(self, info: NodeInfo, ask: p.SaveAsk) -> p.SaveReply:

@@ -59,7 +59,7 @@ def refusal(job: JobState, node: int, *, force: bool) -> str | None:
 def homeless_after(
     assignment: Assignment, nodes: Mapping[int, NodeView], slots_per_node: int, node: int
 ) -> int:
-    """Return how many ranks had no slot once `node` was lost, those of nodes lost before it included.
+    """Return how many ranks would have no slot with `node` lost, those of nodes lost before it included.
 
     0 or less: there is room for all.
     """

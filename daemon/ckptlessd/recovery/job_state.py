@@ -152,7 +152,7 @@ class JobState:
 
     @property
     def standing(self) -> Standing:
-        """Return the word for other daemons; whoever lacks the newest decree will ask for it."""
+        """The word for other daemons; whoever lacks the newest decree will ask for it."""
         lost = tuple((node, loss.reason, loss.source) for node, loss in self.losses.items())
         return Standing(
             term=self.term,
