@@ -66,7 +66,7 @@ class RequeueMemory:
 
     @property
     def _program(self) -> str:
-        """The digest of what the run is of: another command, or another number of ranks, is another program."""
+        """The digest of what the run is of: another command or number of ranks is another program."""
         config = self._config
         what = (config.argv, config.module, config.cwd, config.spec.world_size)
         return hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16).hexdigest()
