@@ -159,7 +159,7 @@ class Agent:
         self._crew.forward(number)
 
     async def _keep_lease(self) -> None:
-        """While the daemon is silent: see `orphan`. Who is cut off ends, and the others go on without it."""
+        """End this node's ranks where its lease is over, see `lease`: the others go on without it."""
         me = self._config.node
         nodes = lambda: self._core.assignment.nodes if self._core.assignment is not None else ()  # noqa: E731
         why = await lease_over(me, self._lease, nodes, self._replicas.knock)

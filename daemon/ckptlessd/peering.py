@@ -308,7 +308,7 @@ class Peering:
     # --------------------------------------------------------------------------------- membership
 
     def _choose(self, now: float) -> None:
-        """Whom to be connected to: neighbours, those in place of neighbours that are away, other voters."""
+        """Choose the nodes to connect to: neighbours, those in place of neighbours that are away, voters."""
         self._voters = self._session.control.known.voters
         self._away = self._member.away(now)
         agreement = self._session.control.agreement

@@ -118,7 +118,7 @@ class Shelf:
         self._entries.pop(entry.number, None)
 
     def expired(self, now_s: float) -> tuple[Entry, ...]:
-        """Whose time is over; they are still to be dropped."""
+        """Return the entries whose time is over; they are still to be dropped."""
         return tuple(entry for entry in self.resting if now_s - entry.since_s >= self.ttl_s)
 
 

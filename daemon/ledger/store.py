@@ -61,7 +61,7 @@ _DECISIONS = (GenerationRecord, FaultRecord, RecoveryRecord)
 
 
 class Owner(NamedTuple):
-    """Whose the run of a name is: its user's, and JobSpec.launch, as a name comes again."""
+    """The owner of a run's name: its user, and JobSpec.launch, as a name comes again."""
 
     uid: int
     launch: str

@@ -68,7 +68,7 @@ class WriteRecord(Message, frozen=True, kw_only=True):
 
 
 class WritePart(Message, frozen=True, kw_only=True):
-    """That was all: write it to `folder`, as the part of `node`.
+    """All has been sent: write it to `folder`, as the part of `node`.
 
     `parts` are the nodes whose parts make a whole; where this one `finishes` it, it waits for them, at most
     `deadline_s`, puts them together, and keeps the newest `keep` steps.

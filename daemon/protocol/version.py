@@ -32,7 +32,7 @@ STEP_LIMIT = 1 << 62
 
 
 class Origin(NamedTuple):
-    """Whose state it is: the job's name, and JobSpec.run_id (32 hex digits), as names are used again."""
+    """The owner of a state: the job's name, and JobSpec.run_id (32 hex digits), as names are used again."""
 
     job: str
     run: str = NO_RUN
@@ -65,7 +65,7 @@ class Header:
 
     @property
     def origin(self) -> Origin:
-        """Whose state it is."""
+        """The owner of the state."""
         return Origin(self.job, self.run)
 
     @property

@@ -411,7 +411,7 @@ class Row(NamedTuple):
 
     @property
     def wanted(self) -> str:
-        """What the file's value must be, in words."""
+        """The words for what the file's value must be."""
         return self.option.wanted(self.option.nothing if self.optional else "")
 
 

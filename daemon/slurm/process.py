@@ -40,7 +40,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Whom a command runs as, if not as ourselves."""
+    """The user that a command runs as, if not as ourselves."""
 
     uid: int
     gid: int

@@ -288,7 +288,7 @@ def _write_all(writer: int, data: bytes | memoryview) -> None:
 
 
 class _Word(NamedTuple):
-    """What a pool's worker sends: a batch with its number, the source's state after it, and of each record
+    """The word of a pool's worker: a batch with its number, the source's state after it, and of each record
     left out of it why; or that its epoch has no more batches (`number` is -1).
     """
 

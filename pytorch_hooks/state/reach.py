@@ -142,8 +142,10 @@ def _shown(key: object) -> str:
 
 
 class Outside:
-    """What a training function has beside its State: its script's globals, its closure, its object; and what
-    functions in the State, and the classes of its objects, keep for themselves.
+    """The surroundings of a training function, beside its State.
+
+    They are its script's globals, its closure, its object; and what functions in the State, and the classes
+    of its objects, keep for themselves.
 
     Nobody can say whether the next step depends on it: what changes is told of, each once, and few in all.
     Main thread only.

@@ -73,7 +73,7 @@ class SecondLook:
         return is_due(self._looks)
 
     def functions(self) -> Iterator[tuple[str, Any]]:
-        """What may keep something that no commit has: functions that the State's objects call, their classes,
+        """Yield what may keep something that no commit has: functions that its objects call, their classes,
         and what a forward pass has left of its graph.
         """
         for prefix, module in tree_of(self._state).modules():

@@ -200,7 +200,7 @@ def refuse(moved: list[str]) -> None:
 
 
 def version() -> Version:
-    """That of this torch, two numbers."""
+    """Return the version of this torch, two numbers."""
     return parse(torch.__version__)[:2]
 
 

@@ -110,7 +110,7 @@ class Agent:
             self.world.events.after(RETRY_S, self.connect)
 
     def _keep_lease(self) -> None:
-        """As `agent.orphan` does; who does not answer takes all of a round's time."""
+        """As `agent.lease` does; who does not answer takes all of a round's time."""
         world = self.world
         if not self.sound:
             return

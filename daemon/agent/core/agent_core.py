@@ -187,11 +187,12 @@ class AgentCore:
         one.hung = why
         self.out.append(KillProcess(one.birth))
 
-    def heard(self, birth: int, now: float) -> None:
-        """A process has sent something: it lives."""
+    def heard(self, birth: int, now: float) -> Slot | None:
+        """A process has sent something: it lives. Return its slot, unless another is to be there."""
         slot = self.occupied(birth)
         if slot is not None and slot.occupant is not None:
             slot.occupant.heard_at = now
+        return slot
 
     def check_answers(self, starved_s: float, now: float) -> None:
         """Kill the processes that were silent for `pong_s`.

@@ -222,11 +222,6 @@ class Replication(Generic[P]):
         if not task.missing:
             self._all_have(key, task)
 
-    def newest_held(self, item: Item) -> int | None:
-        """Return the newest step of an item that all who are to hold it have."""
-        found = self._newest.get(item)
-        return found[0] if found is not None else None
-
     def unsound(self, key: Key, what: P) -> None:
         """Wait no more for what was to be sent: it is bad here, too, so nobody can hold it."""
         task = self._waiting.get(key)

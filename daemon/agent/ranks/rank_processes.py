@@ -90,7 +90,7 @@ class RankProcesses:
     # ------------------------------------------------------------------------------------- start
 
     def ranks_per_root(self, assignment: m.Assignment | None) -> int:
-        """Return of how many ranks NCCL's communicators may be without an id of the store's."""
+        """Return the most ranks of an NCCL communicator that needs no id of the store's."""
         stock_roots = assignment is not None and assignment.stock_roots
         return ranks_per_root(self._config.env, stock_roots=stock_roots)
 
@@ -130,6 +130,8 @@ class RankProcesses:
         except OSError as error:
             os.close(output)
             process.kill()
+            if (link := self._early.pop(process.pid, None)) is not None:
+                link.close()
             self._fail(order, f"its log cannot be opened: {error}", spec)
             return
         one = self._running[order.birth] = Running(order.birth, process, printed, spec.scratch)
@@ -145,7 +147,7 @@ class RankProcesses:
         self._settle()
 
     def _hooks_env(self) -> dict[str, str]:
-        """Return by which ckptless.run finds the agent; without it a script is plain PyTorch."""
+        """Return the variables by which ckptless.run finds the agent; a script without them is plain."""
         if not self._config.spec.recovers:
             return {}
         return {AGENT_SOCKET: self._config.rank_socket, RESUME: self._resume}
@@ -197,8 +199,7 @@ class RankProcesses:
         one = next((one for one in self._running.values() if one.link is link), None)
         if one is None:
             return None
-        self._core.heard(one.birth, asyncio.get_running_loop().time())
-        return self._core.occupied(one.birth)
+        return self._core.heard(one.birth, asyncio.get_running_loop().time())
 
     def send(self, birth: int, message: m.ToRank) -> None:
         """Send a message to a process, if it still runs."""

@@ -41,14 +41,14 @@ class Decree(Value, frozen=True, kw_only=True):
 
 
 class Vote(Value, frozen=True, kw_only=True):
-    """That a voter has accepted a decree, and in which ballot."""
+    """A voter's acceptance of a decree, and its ballot."""
 
     ballot: Ballot
     decree: Decree
 
 
 class Durable(Value, frozen=True, kw_only=True):
-    """What a daemon must know again after its death: it is on the disk before an answer tells of it.
+    """The facts that a daemon must know again after its death: on the disk before an answer tells of them.
 
     `vote` is for the decree after `known`, the newest that this daemon knows to be chosen.
     """

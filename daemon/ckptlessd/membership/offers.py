@@ -55,7 +55,7 @@ class Offers(Generic[T]):
         return True
 
     def overdue(self, now: float) -> list[tuple[Key, int]]:
-        """Whom to ask instead of those who have not answered."""
+        """Return whom to ask instead of those who have not answered."""
         again: list[tuple[Key, int]] = []
         for key, wanted in list(self._wanted.items()):
             if now - wanted.asked_at < ASK_AGAIN_S:

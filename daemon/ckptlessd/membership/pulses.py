@@ -40,7 +40,7 @@ class Pulses:
         return tuple((node, pulse, self._age_ms(node, now)) for node, pulse in sorted(self._newest.items()))
 
     def clock_ms(self, now: float) -> int:
-        """That of this daemon; no less than a former life of it has said."""
+        """Return this daemon's clock in ms; no less than a former life of it has said."""
         return max(int(now * 1000), self._newest.get(self.me, 0))
 
     def _age_ms(self, node: int, now: float) -> int:

@@ -49,9 +49,9 @@ class LocalHealth:
 
 @dataclass
 class Suspicion:
-    """That a node is dark: `asked` were asked last, at `asked_at`; `confirmed` hear nothing of it either.
+    """The suspicion that a node is dark. `asked`: who was asked last, at `asked_at`.
 
-    `since`: when somebody was asked first.
+    `confirmed`: who hears nothing of it either. `since`: when somebody was asked first.
     """
 
     asked: frozenset[int]

@@ -122,7 +122,7 @@ class Membership:
 
     @property
     def watched(self) -> Collection[int]:
-        """Whom it watches."""
+        """The nodes that it watches."""
         return self._watched.keys()
 
     def was_met(self, node: int) -> bool:

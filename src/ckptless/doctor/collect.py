@@ -92,7 +92,7 @@ def _moved() -> dict[str, str] | None:
 
 
 def installed_nccl() -> Nccl | None:
-    """That of torch, else the wheel's, else what the dynamic linker finds; None for none."""
+    """Return the NCCL of torch, else the wheel's, else what the dynamic linker finds; None for none."""
     for ask in (_nccl_of_torch, _nccl_of_wheel, _nccl_of_linker):
         found = ask()
         if found is not None:

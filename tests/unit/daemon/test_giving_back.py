@@ -57,9 +57,10 @@ async def commit_all(nodes: Nodes, step: int) -> None:
     homes = (0, 4, 2, 3)
     for rank, home in enumerate(homes):
         commit(nodes[home], rank, step)
+    cores = [nodes[home].replicas.core for home in homes]
     await until(
         lambda: all(
-            nodes[home].replicas.core.newest_held(Item("record", r)) == step for r, home in enumerate(homes)
+            core._newest.get(Item("record", rank), (0,))[0] == step for rank, core in enumerate(cores)
         )
     )
 
