@@ -2,7 +2,7 @@
 
 `--count N`: so many seeds from SEED on, or `--until N`: as many as it takes to inject N faults, on all cores.
 `--nodes` and `--faults` of each job, where they are not left to the seed; `--components`: so many faults of
-components more, which are what N counts.
+components more, which are what N counts, with `--elections` only of disks and of leaders.
 """
 
 import argparse
@@ -42,7 +42,8 @@ def batch(first: int, count: int, shape: Shape) -> Found:
     violations: list[str] = []
     for seed in range(first, first + count):
         try:
-            injected += simulate(seed, shape).injected
+            world = simulate(seed, shape)
+            injected += world.injected + world.elections
         except Violation as violation:
             violations.append(str(violation).splitlines()[0])
         try:
@@ -120,9 +121,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--components", type=int, default=0)
+    parser.add_argument("--elections", action="store_true", help="of disks and leaders only")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    shape = Shape(nodes=args.nodes, faults=args.faults, components=args.components)
+    shape = Shape(nodes=args.nodes, faults=args.faults, components=args.components, elections=args.elections)
     several = args.count > 1 or args.until
     sys.exit(many(args, shape) if several else one(args.seed, shape))
 

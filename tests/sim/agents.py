@@ -14,7 +14,7 @@ from ckptless.daemon.transport.messages import CompareTwins, TwinsCompared
 
 from .events import Channel
 from .ranks import SIGKILL, Process
-from .vault import Replicas, Vault, digest_of
+from .vault import Content, Replicas, Vault, digest_of
 
 if TYPE_CHECKING:
     from .daemons import Daemon
@@ -30,14 +30,15 @@ class Agent:
 
     def __init__(self, world: "World", node: int) -> None:
         self.world, self.node, self.name = world, node, f"agent-{node}"
-        self.alive, self.dark, self.deaf = True, False, False
+        self.alive, self.dark, self.deaf, self.died_at = True, False, False, 0.0
         self.outcome: m.Outcome | None = None
         self.core = AgentCore(node, world.spec.slots_per_node, world.spec.limits.pong_s)
         self.processes: dict[int, Process] = {}
         self.vault, self.replicas = Vault(world.job.twins), Replicas(self)
         self.check = TwinCheck(node, world.twins, self._compare, self._changed)
         self._daemon: Channel[m.FromAgent] | None = None
-        self._waiting: dict[tuple[int, int], set[str]] = {}
+        # Of each rank's step what is not held yet where it is to be, and since when it is given.
+        self.waiting: dict[tuple[int, int], tuple[set[str], float]] = {}
         # Slots that have made a step in this generation.
         self._moved: set[int] = set()
         self._seq = 0
@@ -138,12 +139,15 @@ class Agent:
     def _told(self) -> m.AgentState:
         self._seq += 1
         core, now = self.core, self.world.events.now
+        holdings = self.vault.holdings(self.check.tells) if core.frozen is not None else None
+        if holdings is not None:
+            self.world.protected.told(self, holdings)
         return m.AgentState(
             seq=self._seq,
             slots=tuple(slot.told(now) for slot in core.slots),
             assigned=core.assignment.generation if core.assignment is not None else None,
             frozen=core.frozen,
-            holdings=self.vault.holdings(self.check.tells) if core.frozen is not None else None,
+            holdings=holdings,
             doubts=self.check.doubts,
         )
 
@@ -201,11 +205,12 @@ class Agent:
                 pass
 
     def _follow(self, assignment: m.Assignment) -> None:
+        self.world.protected.goes_on(self)
         self.world.story.tell(self.name, f"accepts generation {assignment.generation}")
         self.vault.drop_after(assignment.restore_step)
         self.vault.drop_unnamed(assignment, self.node)
         self.check.follow(assignment.generation)
-        self._waiting.clear()
+        self.waiting.clear()
         self._moved.clear()
         self.replicas.follow(assignment)
 
@@ -219,7 +224,7 @@ class Agent:
 
     def die(self, *, dark: bool) -> None:
         """The agent and its processes are no more; an ended agent hangs up as a killed one does."""
-        self.alive, self.dark = False, dark
+        self.alive, self.dark, self.died_at = False, dark, self.world.events.now
         self.core.out.clear()
         for process in self.processes.values():
             process.end()
@@ -306,12 +311,14 @@ class Agent:
             return
         rank, shard = process.rank, self.vault.shard(process.rank)
         writes = rank == min(r for r in assignment.ranks_on(self.node) if self.vault.shard(r) == shard)
-        self._waiting[(rank, step)] = {"record", "tensors", "twins"} if writes else {"record"}
+        what = {"record", "tensors", "twins"} if writes else {"record"}
+        self.waiting[(rank, step)] = what, self.world.events.now
         if writes and step != assignment.restore_step:
-            self.vault.put(Item("tensors", shard), step)
-            self.vault.contents[shard, step] = rank, process.value
-        self.vault.put(Item("record", rank), step)
+            self.vault.put(Item("tensors", shard), step, Content(rank, process.generation, process.value))
+        if step != assignment.restore_step:
+            self.vault.put(Item("record", rank), step, Content(rank, process.generation, step))
         self.world.checks.committed(process, step)
+        self.world.protected.committed(process, step)
         new = step > (assignment.restore_step or 0)
         first = new and slot.index not in self._moved
         if new:
@@ -345,13 +352,22 @@ class Agent:
 
     def _acked(self, rank: int, step: int, what: str) -> None:
         """Every holder has it."""
-        waiting = self._waiting.get((rank, step))
-        if waiting is None:
+        if (rank, step) not in self.waiting:
             return
+        self._held(rank, step, what)
+        waiting, _ = self.waiting[(rank, step)]
         waiting.discard(what)
         if waiting:
             return
-        del self._waiting[(rank, step)]
+        del self.waiting[(rank, step)]
         for slot in self.core.slots:
             if self.core.rank(slot) == rank and slot.occupant is not None:
                 self.processes[slot.occupant.birth].acked(step)
+
+    def _held(self, rank: int, step: int, what: str) -> None:
+        assert self.assignment is not None
+        shard = self.vault.shard(rank)
+        if what == "record":
+            self.world.protected.acked(self, Item("record", rank), step)
+        elif what == "tensors" and self.assignment.places[shard].node == self.node:
+            self.world.protected.acked(self, Item("tensors", shard), step)

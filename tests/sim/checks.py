@@ -124,7 +124,9 @@ class Checks:
         seen_by = [n for n in others if not network.apart(n, node) and not network.apart(n, daemon.node)]
         # It asks a few: these may be those that do not see it.
         blind = len(daemon.links.keys() - {node, *seen_by})
-        if 2 * len(seen_by) > len(others) and blind < ASKED:
+        # In a storm questions and answers are lost, or come after the verdict.
+        stormy = world.events.now < world.storm_until + ASKED_OFTEN_S
+        if 2 * len(seen_by) > len(others) and blind < ASKED and not stormy:
             self._fail(f"{daemon.name} says of node-{node}, which {seen_by} see: {loss.reason}")
         reached = network.reached_from(daemon.node)
         assert daemon.control is not None
@@ -146,8 +148,8 @@ class Checks:
             node
             for node, daemon in world.daemons.items()
             if daemon.control is not None
-            and node not in world.forgot | world.hung
-            and not world.is_full(node)
+            and node not in world.forgot
+            and world.takes_votes(node)
             and world.agents[node].sound
         }
         dead = world.witness.down
@@ -193,6 +195,7 @@ class Checks:
             self._fail(f"a rank in a bad slot: {sorted(set(new.places) & set(new.bad))}")
         self._only_the_dead_are_lost(daemon, new)
         self._restores(new)
+        self._world.protected.assigned(new)
 
     def _only_the_dead_are_lost(self, daemon: "Daemon", new: m.Assignment) -> None:
         control = daemon.control

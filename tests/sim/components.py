@@ -29,6 +29,8 @@ WEIGHTS = {
     **{"slurm-late": 4, "slurm-fails-over": 3, "slurm-says-no": 2, "slurm-lies": 1, "slurm-resumes": 1},
     **{"restart": 6, "stop": 4},
 }
+# Where leaders die again and again, among disks that take nothing, or not soon.
+ELECTIONS = {"leader": 10, "slow-disk": 6, "hung-disk": 6, "full-disk": 6, "lost-disk": 1, "old-disk": 1}
 CANCEL_CHANCE = 0.1
 
 
@@ -53,9 +55,10 @@ def limits(random: Random) -> m.Limits:
     )
 
 
-def draw(random: Random, count: int) -> tuple[Broken, ...]:
+def draw(random: Random, count: int, *, elections: bool = False) -> tuple[Broken, ...]:
     """So many, by time; a user may cancel the job among them, or as it ends."""
-    kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
+    drawn = ELECTIONS if elections else WEIGHTS
+    kinds, weights = list(drawn), list(drawn.values())
     chosen = random.choices(kinds, weights, k=count)
     lasts_s = EVERY_S * count
     found = [Broken(kind, random.uniform(0.0, lasts_s), random.random(), random.random()) for kind in chosen]
@@ -283,6 +286,15 @@ def _restarted(world: "World", fault: Broken) -> bool:
     return True
 
 
+def _leader(world: "World", fault: Broken) -> bool:
+    leaders = [node for node in sorted(world.daemons) if world.leads(node)]
+    if not leaders:
+        return False
+    _tell(world, "daemon", f"daemon-{leaders[0]} dies, which leads")
+    _restart(world, leaders[0])
+    return True
+
+
 def _stopped(world: "World", fault: Broken) -> bool:
     node, for_s = _node(world, fault), 0.2 + 1.5 * fault.twist
     if node is None:
@@ -330,6 +342,7 @@ _KINDS: dict[str, Callable[["World", Broken], bool]] = {
     "slurm-lies": _slurm_lies,
     "slurm-resumes": _slurm_resumes,
     "restart": _restarted,
+    "leader": _leader,
     "stop": _stopped,
     "cancel": _cancel,
 }

@@ -59,6 +59,7 @@ class Daemon:
         self._held: list[tuple[Durable, Callable[[], None], Callable[[str], None]]] = []
         self._deaf_until = 0.0
         self._awake_at = 0.0
+        self._leads = False
         # When its life began, and when the job did for it: until then everybody counts as heard.
         self.born = self.began = world.events.now
         self._life = world.next_life()
@@ -144,6 +145,9 @@ class Daemon:
             self.began = self.world.events.now
         if control is not None and control.stage != before and control.leads:
             self.world.stage_entered(control.stage)
+        led, self._leads = self._leads, control is not None and control.leads
+        if self._leads and not led:
+            self.world.elected()
 
     # ------------------------------------------------------------------------------------- peers
 

@@ -26,6 +26,7 @@ MANY_CHANCE = 0.2
 NETWORK_CHANCE = 0.3
 BIG_CHANCE = 0.05
 TWINS_CHANCE = 0.5
+LONG_CHANCE = 0.25
 MANY = 12
 AGREEING = ("electing", "proposing", "voting")
 STAGES = (*(stage for stage in get_args(Stage) if stage not in ("ended", "forming")), *AGREEING)
@@ -55,7 +56,8 @@ class Fault:
 class Shape:
     """What is not left to the seed; 0: it is. `without`: faults that are left out, by their numbers.
 
-    `others`: whether disks and cables have faults, too. `components`: so many faults of components more.
+    `others`: whether disks and cables have faults, too. `components`: so many faults of components more,
+    with `elections` only of disks and leaders.
     """
 
     nodes: int = 0
@@ -65,6 +67,7 @@ class Shape:
     spares: int = 0
     limits: m.Limits = LIMITS
     components: int = 0
+    elections: bool = False
 
 
 ANY = Shape()
@@ -75,6 +78,7 @@ class Job:
     """The job: `sticky` is a rank and step at which the script itself always raises.
 
     Of `twins` ranks in a row all have the same tensors: all ranks (DDP), one (FSDP), or some (HSDP).
+    `long_step` takes a good part of what any step may take; 0: none does.
     """
 
     spec: m.JobSpec
@@ -83,6 +87,7 @@ class Job:
     sticky: tuple[int, int] | None
     faults: tuple[Fault, ...]
     twins: int = 1
+    long_step: int = 0
 
     def raises_at(self, rank: int, step: int) -> str | None:
         """What the script raises there."""
@@ -128,10 +133,11 @@ def draw(random: Random, shape: Shape, name: str, others: Random) -> Job:
 
 
 def share(job: Job, random: Random) -> Job:
-    """Say which ranks are twins. Not by the seed's own draws, which so stay what they are."""
+    """Say which ranks are twins, and which step is long: not by the seed's own draws, which stay the same."""
     world_size = job.spec.world_size
     twins = world_size if random.random() < TWINS_CHANCE else random.choice((1, 1, 2, 3))
-    return replace(job, twins=min(twins, world_size))
+    long_step = random.randint(1, job.steps) if random.random() < LONG_CHANCE else 0
+    return replace(job, twins=min(twins, world_size), long_step=long_step)
 
 
 def _draw_fault(random: Random, kinds: tuple[str, ...], agreeing: tuple[str, ...] = CONTROL_KINDS) -> Fault:

@@ -68,7 +68,7 @@ class Living:
         if group is not None and control is not None and not any(c.leads for c in controls.values()):
             # Only those that can write begin a job, or lead it; what trains goes on without that. Who
             # counts as lost, or has ended by itself, votes and does not lead.
-            able = {n for n, c in controls.items() if c.agreement.able}
+            able = {n for n, c in controls.items() if c.agreement.able and world.takes_votes(n)}
             leads = any(n not in controls[n].losses and controls[n].stage != "ended" for n in able)
             group = group if leads and is_quorum(control.known.voters, able, control.agreement.dead) else None
         if group is not None and steady_s > world.spec.limits.lease_s + 2 * DARK_S + 1.0:

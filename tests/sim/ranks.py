@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.replication.protection import Item
 
 if TYPE_CHECKING:
     from .agents import Agent
     from .world import World
 
 BROKEN_CHANCE = 0.6
+# Of what a step may take at most, how much a long one does.
+LONG = 0.2, 0.4
 
 
 def trained(value: int, gradient: frozenset[int], step: int) -> int:
@@ -152,18 +155,26 @@ class Process:
         self.step = self.part.restore_step or 0
         vault = self.agent.vault
         # Step 0 is the same for all.
-        self.value = vault.contents.get((vault.shard(self.rank), self.step), (-1, 0))[1] if self.step else 0
+        shard = Item("tensors", vault.shard(self.rank))
+        self.value = vault.contents[shard, self.step].value if self.step else 0
         self.world.checks.restored(self)
+        self.world.protected.restored(self)
         self.agent.says(self, m.Restored(generation=self.generation))
         self.agent.commit(self, self.step)
         self._train()
 
     def _train(self) -> None:
         if self.step < self.world.job.steps:
-            self._later(*self.world.job.compute_s, self._reduce)
+            self._later(*self._compute_s(), self._reduce)
         else:
             # Where twins are compared the last step, too, counts only then.
             self._wait("ack", self.world.twins == "off" or self._has_ack(), self._finish)
+
+    def _compute_s(self) -> tuple[float, float]:
+        stall_s = self.world.spec.limits.stall_s
+        if self.step + 1 == self.world.job.long_step:
+            return LONG[0] * stall_s, LONG[1] * stall_s
+        return self.world.job.compute_s
 
     def _finish(self) -> None:
         self.agent.says(self, m.Finished(generation=self.generation))
@@ -192,7 +203,7 @@ class Process:
 
     def _commit(self) -> None:
         self.step += 1
-        self.value = trained(self.value, self._gradient, self.step)
+        self.value = trained(self.value, self._gradient, self.step) + self.world.noise(self.generation)
         self.agent.commit(self, self.step)
         self._train()
 

@@ -9,7 +9,9 @@ from types import FunctionType, ModuleType
 import pytest
 from _pytest.mark import ParameterSet
 
+from ckptless.daemon.agent.core import replication
 from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.agent.core.replication import Replication
 from ckptless.daemon.ckptlessd import session
 from ckptless.daemon.ckptlessd.consensus import agreement
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
@@ -22,6 +24,7 @@ from ckptless.daemon.ckptlessd.recovery.leading import Leading
 from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
 from ckptless.daemon.ckptlessd.recovery.stalls import Stalls
 from ckptless.daemon.ckptlessd.session import JobSession
+from ckptless.daemon.replication.re_replication import Watermark
 
 from .agreeing import quarrel
 from .story import Violation
@@ -71,6 +74,48 @@ BUGS = (
         "_assign",
         "assignment.generation <= self.assignment.generation",
         "assignment.generation == self.assignment.generation",
+    ),
+    Bug(
+        "a frozen agent takes replicas", replication, "verdict", '"take" if accepting else "frozen"', '"take"'
+    ),
+    Bug(
+        "what comes too early is dropped",
+        replication,
+        "verdict",
+        '"early" if generation > here else "stale"',
+        '"stale"',
+    ),
+    Bug(
+        "replicas of another generation are taken",
+        replication,
+        "verdict",
+        '"early" if generation > here else "stale"',
+        '"early" if generation > here else "take"',
+        rare=True,
+    ),
+    Bug("one holder is enough", Replication, "has", "if not task.missing", "if True"),
+    Bug(
+        "who waits for a lost holder waits on",
+        Replication,
+        "lost",
+        "if node in task.missing | task.held",
+        "if False",
+    ),
+    Bug(
+        "a holder lost before the others have it counts",
+        Replication,
+        "lost",
+        "if node in task.missing | task.held",
+        "if node in task.missing",
+    ),
+    Bug("a lost holder is not replaced", Replication, "lost", "self._replace((item, step), task)", "pass"),
+    Bug("the unreachable is asked again", Replication, "lost", "self._unreachable.add(node)", "pass"),
+    Bug(
+        "given back at the first commit",
+        Watermark,
+        "saw_commit",
+        "sorted([*self._seen, step])[-HELD_AFTER:]",
+        "[step] * HELD_AFTER",
     ),
     Bug("frozen agents are not waited for", Leading, "_replan", "if moving:", "if False:"),
     Bug("ranks inside are not waited for", Leading, "_replan", "if inside:", "if False:"),

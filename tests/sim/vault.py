@@ -2,20 +2,32 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckptless.daemon.agent.core.replication import Key, Replication, verdict
+from ckptless.daemon.agent.core import replication
+from ckptless.daemon.agent.core.replication import Key, Replication
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.replication.protection import Item
 
 from .events import Channel
+from .protected import COPIES
 
 if TYPE_CHECKING:
     from .agents import Agent
 
 KEEP = 3
-COPIES = 2
 TENSORS_S = 0.4
+# How often a replica is under way for long, as among much else, and how long.
+LATE_CHANCE = 0.02
+LATE_S = 0.3, 1.5
+
+
+class Content(NamedTuple):
+    """What is in a version: which rank wrote it, in which generation it was trained, and its value."""
+
+    rank: int
+    generation: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,7 @@ class Put:
     item: Item
     step: int
     sender: "Agent"
-    content: tuple[int, int] = (-1, 0)
+    content: Content
 
 
 def digest_of(value: int) -> str:
@@ -41,8 +53,7 @@ class Vault:
     twins: int
     tensors: dict[int, set[int]] = field(default_factory=dict)
     records: dict[int, set[int]] = field(default_factory=dict)
-    # Of a shard's step who wrote it, and what is in it.
-    contents: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    contents: dict[Key, Content] = field(default_factory=dict)
 
     def shard(self, rank: int) -> int:
         """What a rank has tensors of: of so many ranks in a row the lowest."""
@@ -51,14 +62,19 @@ class Vault:
     def _steps(self, item: Item) -> dict[int, set[int]]:
         return self.tensors if item.kind == "tensors" else self.records
 
-    def put(self, item: Item, step: int) -> None:
+    def steps(self, item: Item) -> set[int]:
+        """Those of an item that are here."""
+        return self._steps(item).get(item.number, set())
+
+    def put(self, item: Item, step: int, content: Content) -> None:
         """Keep the newest."""
+        self.contents[item, step] = content
         known = self._steps(item)
         known[item.number] = set(sorted({*known.get(item.number, ()), step})[-KEEP:])
 
     def has(self, item: Item, step: int) -> bool:
         """Whether it is here."""
-        return step in self._steps(item).get(item.number, ())
+        return step in self.steps(item)
 
     def drop_after(self, step: int | None) -> None:
         """What is newer never happened."""
@@ -95,10 +111,11 @@ class Vault:
         )
         tensors = tuple((shard, tuple(sorted(steps))) for shard, steps in sorted(self.tensors.items()))
         digests = tuple(
-            (shard, step, self.contents[shard, step][0], digest_of(self.contents[shard, step][1]))
+            (shard, step, content.rank, digest_of(content.value))
             for shard, steps in tensors
             for step in steps
             if tells(shard)
+            for content in (self.contents[Item("tensors", shard), step],)
         )
         return m.Holdings(tensors=tensors, records=records, digests=digests)
 
@@ -147,8 +164,7 @@ class Replicas:
         vault = self._agent.vault
         if not vault.has(item, step):
             return None
-        content = vault.contents.get((item.number, step), (-1, 0))
-        return Put(self.core.generation, item, step, self._agent, content)
+        return Put(self.core.generation, item, step, self._agent, vault.contents[key])
 
     def items(self) -> Collection[Item]:
         """All that is here."""
@@ -161,6 +177,7 @@ class Replicas:
     def give_back(self, items: Sequence[Item]) -> None:
         """Hold nothing of these any more."""
         for item in items:
+            self._agent.world.protected.gives_back(self._agent, item)
             self._agent.vault.give_back(item)
             self._agent.world.story.tell(self._agent.name, f"gives back {item.kind} {item.number}")
 
@@ -182,10 +199,15 @@ class Replicas:
         if other.alive:
             link = self._links.get(node)
             if link is None:
-                link = self._links[node] = agent.world.channel(self._deliver(other))
+                link = self._links[node] = Channel(agent.world.events, self._takes_s, self._deliver(other))
             link.send(put)
         elif not other.dark:
             agent.world.soon(lambda: self.lost(node))
+
+    def _takes_s(self) -> float:
+        world = self._agent.world
+        late_s = world.bulk_chance.uniform(*LATE_S) if world.bulk_chance.random() < LATE_CHANCE else 0.0
+        return late_s + world.delay_s()
 
     def _deliver(self, other: "Agent") -> Callable[[Put], None]:
         network, node = self._agent.world.network, self._agent.node
@@ -200,17 +222,19 @@ class Replicas:
         agent = self._agent
         if not agent.sound:
             return
-        found = verdict(put.generation, self.core.generation, accepting=self.core.accepting)
+        found = replication.verdict(put.generation, self.core.generation, accepting=self.core.accepting)
         if found == "early":
             self._early.append(put)
         elif found == "take":
-            agent.vault.put(put.item, put.step)
+            agent.world.protected.takes(agent, put.item, put.step, put.content.generation)
+            agent.vault.put(put.item, put.step, put.content)
             if put.item.kind == "record":
                 self.core.saw_commit(put.step)
-            else:
-                agent.vault.contents[put.item.number, put.step] = put.content
             held = lambda: put.sender.replicas.has(agent.node, put)  # noqa: E731
-            agent.world.soon(lambda: agent.world.network.when_joined(agent.node, put.sender.node, held))
+            delay_s = self._takes_s()
+            agent.world.events.after(
+                delay_s, lambda: agent.world.network.when_joined(agent.node, put.sender.node, held)
+            )
 
     def has(self, node: int, put: Put) -> None:
         """A holder has it."""
@@ -237,11 +261,11 @@ class Replicas:
         for item, nodes in wanted:
             if vault.has(item, step):
                 continue
-            others = [self._agent.world.agents[node] for node in nodes]
-            givers = [a for a in others if self._gives(a) and a.vault.has(item, step)]
+            others = [a for node in nodes if self._gives(a := self._agent.world.agents[node])]
+            for other in others:
+                self._agent.world.protected.fetches(assignment, item, step, other)
+            givers = [other for other in others if other.vault.has(item, step)]
             if not givers:
                 return f"StateUnavailableError: nobody could give {item.kind} {item.number} of step {step}"
-            vault.put(item, step)
-            if item.kind == "tensors":
-                vault.contents[item.number, step] = givers[0].vault.contents[item.number, step]
+            vault.put(item, step, givers[0].vault.contents[item, step])
         return None

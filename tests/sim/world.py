@@ -24,6 +24,7 @@ from .faults import ANY, Fault, Job, Shape, draw, happen, share
 from .frames import tamper
 from .living import Living
 from .network import Network, Witness
+from .protected import Protected
 from .ranks import Barriers, Process
 from .story import Story, Violation
 
@@ -31,8 +32,9 @@ T = TypeVar("T")
 
 # A clock like a daemon's, which is never 0.
 EPOCH_S = 100_000.0
-# With no more faults, a job is over within this time.
+# With no more faults, a job is over within this time, and what its steps take, their replicas late.
 BOUND_S = 60.0
+STEP_BOUND_S = 0.5
 EVENTS_MAX = 1_000_000
 # The number of the first of the faults that are drawn apart, see `Shape.without`.
 FIRST_COMPONENT = 1000
@@ -54,12 +56,12 @@ class World:
         chance, self._broken = Random(f"{seed}-components"), tuple[components.Broken, ...]()
         if shape.components:
             job = replace(job, spec=components.of_components(job.spec, chance))
-            drawn = components.draw(chance, shape.components)
+            drawn = components.draw(chance, shape.components, elections=shape.elections)
             job = replace(job, steps=components.steps(shape.components), sticky=None)
             self._broken = components.without(drawn, shape.without, FIRST_COMPONENT)
         self.job: Job = share(job, Random(f"shards of {seed}"))
         self.spec = self.job.spec
-        self.checks = Checks(self)
+        self.checks, self.protected = Checks(self), Protected(self)
         self.barriers = Barriers(self)
         self.agents: dict[int, Agent] = {}
         self.daemons: dict[int, Daemon] = {}
@@ -74,6 +76,8 @@ class World:
         self.raised: Counter[str] = Counter()
         # Faults that happened, and messages that were lost or doubled, or held up by a broken network.
         self.injected: Counter[str] = Counter()
+        # Leaders that were elected, and those of them while some disk took nothing, or not soon.
+        self.elections: Counter[str] = Counter()
         nodes = range(self.spec.nodes + self.spec.spares)
         self.graph = overlay(self.spec.job, tuple(nodes))
         self.deaths: Counter[tuple[int, int]] = Counter()
@@ -106,6 +110,7 @@ class World:
         # How many values have changed where they lay.
         self.flips = 0
         self.twin_chance = Random(f"twins of {seed}")
+        self.bulk_chance = Random(f"bulk transfers of {seed}")
         self._waiting: list[Fault] = []
 
     # ------------------------------------------------------------------------------------- disks
@@ -150,19 +155,23 @@ class World:
                 self.checks.after_event()
             if self.events.now > self._deadline():
                 if self.checks.can_agree():
-                    raise Violation(f"not over {BOUND_S:.0f} s after the last fault")
+                    raise Violation(f"not over {self._bound_s:.0f} s after the last fault")
                 return
         if not self.over:
             raise Violation(f"not over after {EVENTS_MAX} events")
         self.checks.finished()
+
+    @property
+    def _bound_s(self) -> float:
+        return BOUND_S + STEP_BOUND_S * self.job.steps
 
     def _deadline(self) -> float:
         controls = [daemon.control for daemon in self.daemons.values()]
         newest = max([self.formed_at, *self.training_faults[-1:], *self.control_faults[-1:]])
         if not self.generation or any(c is not None and c.stage == "forming" for c in controls):
             # Nobody who lives may know that there was a first generation.
-            return newest + 2 * FORMING_DEADLINE_S + BOUND_S
-        return newest + BOUND_S
+            return newest + 2 * FORMING_DEADLINE_S + self._bound_s
+        return newest + self._bound_s
 
     def _begin(self) -> None:
         spec = self.spec
@@ -214,6 +223,13 @@ class World:
             slot.phase in ("finished", "exited") for agent in self.agents.values() for slot in agent.slots
         )
 
+    def elected(self) -> None:
+        """A daemon has come to lead."""
+        self.elections["elections"] += 1
+        broken = self.hung | self.forgot
+        bad = any(node in broken or self.is_full(node) or self.slow_s(node) for node in self.agents)
+        self.elections["elections beside a bad disk"] += bad
+
     def stage_entered(self, stage: str) -> None:
         """A leader has brought the job, or the agreement, to a stage: what waits for that is due."""
         due = next((fault for fault in self._waiting if fault.stage == stage), None)
@@ -237,9 +253,10 @@ class World:
 
     def channel(self, deliver: Callable[[T], None]) -> Channel[T]:
         """One direction of a new connection."""
-        return Channel(self.events, self._delay, deliver)
+        return Channel(self.events, self.delay_s, deliver)
 
-    def _delay(self) -> float:
+    def delay_s(self) -> float:
+        """Of one message on its way, in seconds."""
         if self.random.random() < SLOW_CHANCE:
             return self.random.uniform(0.05, 0.3)
         return self.random.uniform(0.0005, 0.01)
@@ -254,10 +271,19 @@ class World:
         """Whether a node's disk takes nothing now."""
         return self.events.now < self.full_until.get(node, 0.0)
 
+    def takes_votes(self, node: int) -> bool:
+        """Whether a node's disk takes anything now."""
+        return node not in self.hung and not self.is_full(node)
+
     def slow_s(self, node: int) -> float:
         """How much longer a write takes there."""
         until, slow_s = self.slow_until.get(node, (0.0, 0.0))
         return slow_s if self.events.now < until else 0.0
+
+    @staticmethod
+    def noise(generation: int) -> int:
+        """Return by how much a generation's steps differ from what another would make of them."""
+        return generation
 
     def next_pid(self) -> int:
         """A new number for a process."""
