@@ -124,7 +124,13 @@ def main() -> None:
     parser.add_argument("--elections", action="store_true", help="of disks and leaders only")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    shape = Shape(nodes=args.nodes, faults=args.faults, components=args.components, elections=args.elections)
+    shape = Shape(
+        nodes=args.nodes,
+        faults=args.faults,
+        components=args.components,
+        elections=args.elections,
+        others=not args.elections,
+    )
     several = args.count > 1 or args.until
     sys.exit(many(args, shape) if several else one(args.seed, shape))
 

@@ -30,7 +30,7 @@ WEIGHTS = {
     **{"restart": 6, "stop": 4},
 }
 # Where leaders die again and again, among disks that take nothing, or not soon.
-ELECTIONS = {"leader": 10, "slow-disk": 6, "hung-disk": 6, "full-disk": 6, "lost-disk": 1, "old-disk": 1}
+ELECTIONS = {"leader": 20, "slow-disk": 3, "hung-disk": 2, "full-disk": 3, "lost-disk": 1, "old-disk": 1}
 CANCEL_CHANCE = 0.1
 
 

@@ -101,7 +101,6 @@ class ReReplication(Generic[P]):
     def clear(self) -> None:
         """Wait for nothing of this any more: a new generation, or the end."""
         self._missing.clear()
-        self._made.clear()
 
 
 class Replication(Generic[P]):
@@ -244,11 +243,9 @@ class Replication(Generic[P]):
             self._edge.event("unprotected", "no other node can hold this node's records")
         for key, task in list(self._waiting.items()):
             if node in task.missing | task.held:
-                task.held.discard(node)
                 self._push(key, task)
         for item, (step, task) in list(self._newest.items()):
             if node in task.held and (item, step) not in self._waiting:
-                task.held.discard(node)
                 self._replace((item, step), task)
 
     def _replace(self, key: Key, task: ReplicationTask[P]) -> None:

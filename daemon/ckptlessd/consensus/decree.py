@@ -111,7 +111,7 @@ class Refusal(Message, frozen=True, kw_only=True):
     ballot: Ballot
     promised: Ballot
     index: Number
-    content: bool = False
+    content: bool
 
 
 class Decided(Message, frozen=True, kw_only=True):

@@ -112,6 +112,7 @@ class Membership:
     _looking: set[int] = field(default_factory=set)
     _askers: dict[int, set[int]] = field(default_factory=dict)
     _due: float = 0.0
+    _wanted: frozenset[int] = frozenset()
     _seldom: frozenset[int] = frozenset()
     _out: list[Output] = field(default_factory=list)
 
@@ -163,19 +164,24 @@ class Membership:
         now: float,
         seldom: Collection[int] = (),
     ) -> None:
-        """These, and no others, from now on; to some of them there are connections already.
+        """Judge these, and no others, from now on; to some of them there are connections already.
 
-        To those that are looked at `seldom` nobody here wants one: their agents are enough.
+        To those that are looked at `seldom` nobody here wants one: their agents are enough. A connection to
+        any other is ended where it is silent, as long as it is there: over it that daemon counts as heard.
         """
         self._seldom = frozenset(seldom) - frozenset(nodes)
-        wanted = frozenset(nodes) | self._seldom
+        self._wanted = wanted = frozenset(nodes) | self._seldom
         for node in self._watched.keys() - wanted:
-            if not self._watched.pop(node).linked:
-                # Nobody looks any more: that it answered once must not stand for ever.
-                self._out.append(AgentAnswers(node, answers=False))
+            if not self._watched[node].linked:
+                self._forget(node)
         for node in sorted(wanted):
             if node not in self._watched:
                 self._watched[node] = _Watched(heard=now, lived=now, linked=node in links)
+
+    def _forget(self, node: int) -> None:
+        del self._watched[node]
+        # Nobody looks any more: that it answered once must not stand for ever.
+        self._out.append(AgentAnswers(node, answers=False))
 
     def linked(self, node: int, now: float) -> None:
         """There is a connection to its daemon."""
@@ -187,9 +193,13 @@ class Membership:
     def unlinked(self, node: int, why: str, now: float) -> None:
         """There is none any more."""
         one = self._watched.get(node)
-        if one is not None:
-            one.linked, one.why, one.looked = False, why, 0.0
-            self._look(node, one, now)
+        if one is None:
+            return
+        if node not in self._wanted:
+            self._forget(node)
+            return
+        one.linked, one.why, one.looked = False, why, 0.0
+        self._look(node, one, now)
 
     def heard(self, node: int, now: float) -> None:
         """Its daemon has said something."""
@@ -221,7 +231,7 @@ class Membership:
             if one.linked and now - one.heard > self.times.dark_s:
                 # However this daemon is: what it does not hear keeps no lease of its own alive.
                 self._out.append(HangUp(node, f"its daemon was silent for {now - one.heard:.1f} s"))
-            if not one.gone:
+            if not one.gone and node in self._wanted:
                 self._consider(node, one, now, judge)
         return beat
 

@@ -300,6 +300,14 @@ def test_a_broken_collective_blames_and_changes_no_phase(node: Node) -> None:
     assert (slot.phase, slot.since, node.causes()[0]) == ("joined", 2.0, "broken")
 
 
+def test_who_has_not_come_to_the_hooks_may_be_silent(node: Node) -> None:
+    """A script before ckptless.run answers nobody."""
+    births = node.births(node.assign(assignment(1, place(0), place(1))))
+    node.hello(births[0])
+    node.core.check_answers(0.0, PONG_S + 1.0)
+    assert [one.birth for one in node.out() if isinstance(one, a.KillProcess)] == [births[0]]
+
+
 def test_who_is_silent_is_killed_once_but_not_for_time_that_the_agent_was_starved(node: Node) -> None:
     births = node.train(assignment(1, place(0), place(1)))
     node.core.heard(births[1], 3.0)

@@ -189,6 +189,28 @@ def test_what_a_lost_holder_had_is_given_to_another_and_told_when_it_is_there(no
     assert node.acked == [("r", 1), ("r", 2)]
 
 
+def test_a_step_that_is_held_late_is_not_the_newest_again(node: Node) -> None:
+    for step in (1, 2):
+        node.record(step)
+    for step in (2, 1):
+        for holder in (2, 3):
+            node.core.has(holder, (RECORD, step), 1)
+    node.sent()
+    node.core.lost(3, "it has hung up")
+    assert node.sent() == [(4, "r2")]
+
+
+def test_what_was_the_newest_in_an_older_generation_is_not_given_again(node: Node) -> None:
+    node.record(1)
+    for holder in (2, 3):
+        node.core.has(holder, (RECORD, 1), 1)
+    node.core.follow(assignment(2))
+    node.sent()
+    node.core.lost(3, "it has hung up")
+    assert not node.sent()
+    assert node.events() == ["holder-lost"]
+
+
 def test_a_newer_step_on_its_way_replaces_a_lost_holder_by_itself(node: Node) -> None:
     node.record(1)
     for holder in (2, 3):
@@ -219,6 +241,7 @@ def test_a_step_that_is_committed_again_acknowledges_both(node: Node) -> None:
 def test_what_is_bad_here_too_is_waited_for_no_more(node: Node) -> None:
     node.tensors(1)
     node.core.unsound((TENSORS, 1), "what was there before")
+    node.core.unsound((TENSORS, 2), "t2")
     assert not node.acked
     node.core.unsound((TENSORS, 1), "t1")
     assert node.acked == [("t", 1)]

@@ -76,6 +76,11 @@ def test_who_it_was_and_why(
     assert line.about == Subject(**{"node": 1, "name": "n01", "slot": 0, "rank": 3, "pid": 4711, **more})
 
 
+def test_a_slot_whose_process_is_not_known() -> None:
+    line = event_lines.fault_line(Finding("hung", 1, 0, 3, "", source="process"), NODES)
+    assert line.text == "rank 3 on n01 (slot 0) hung"
+
+
 def test_signals_have_their_names() -> None:
     assert {number: signal.Signals(number).name for number in event_lines.SIGNALS} == event_lines.SIGNALS
     assert event_lines.SIGNALS.keys() == {*range(1, 16), 24, 25, 31}
@@ -148,6 +153,7 @@ def test_a_line_stays_one() -> None:
     assert event_lines.one_line("\n  a \nb") == "a"
     assert event_lines.one_line("") == ""
     assert event_lines.one_line("\x1b[2Jforged") == "\\x1b[2Jforged"
-    assert len(event_lines.one_line("x" * 9999)) == event_lines.TEXT_LIMIT
+    assert event_lines.one_line("dépassé") == "dépassé"
+    assert len(event_lines.one_line("x" * 9999)) == event_lines.TEXT_LIMIT == 500
     longest = "x" * event_lines.TEXT_LIMIT
     assert event_lines.one_line(longest) == longest

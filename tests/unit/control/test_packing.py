@@ -154,6 +154,16 @@ def test_a_shard_of_no_rank_goes_unpacked_and_a_slot_beyond_all_is_refused() -> 
         unpack(pack(beyond, BASE) or b"", BASE, digest_of(beyond), NODES)
 
 
+def test_a_node_twice_goes_unpacked_and_a_rank_on_no_node_is_refused() -> None:
+    assert DECREE.assignment is not None
+    twice = (*DECREE.assignment.nodes, DECREE.assignment.nodes[-1])
+    assert pack(replace(DECREE, assignment=replace(DECREE.assignment, nodes=twice)), BASE) is None
+    places = (Place(node=0, slot=0), Place(node=-1, slot=0))
+    nowhere = replace(DECREE, assignment=replace(DECREE.assignment, places=places))
+    with pytest.raises(ProtocolError, match="a node that there is not"):
+        unpack(pack(nowhere, BASE) or b"", BASE, digest_of(nowhere), NODES)
+
+
 # ----------------------------------------------------------------------------- from daemon to daemon
 
 

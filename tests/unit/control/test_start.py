@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.planning.start import start_from
 from ckptless.daemon.protocol import messages as m
@@ -57,3 +59,11 @@ def test_runs_and_generations_are_never_mixed() -> None:
 def test_nothing_to_choose_from() -> None:
     assert start_from([view(0, ()), view(1, ())], PLACES, None).text == ""
     assert start_from([view(0, ()), view(1, ())], PLACES, 3).text == "step 3 from the disk"
+
+
+def test_a_memory_without_a_step_is_not_spoken_of() -> None:
+    """Nodes that have kept nothing of a run that committed nothing."""
+    empty = m.Brought(run="7", generation=1, holdings=m.Holdings(tensors=(), records=()))
+    nodes = [NodeView(n, structs.replace(view(n, (5,)).hello, brought=empty), None, None) for n in (0, 1)]
+    assert start_from(nodes, PLACES, None).text == ""
+    assert start_from(nodes, PLACES, 3).text == "step 3 from the disk"

@@ -345,6 +345,14 @@ def test_as_long_as_there_are_steps_they_need_not_reach_each_other() -> None:
     assert apart_for(Job(), 3 * APART_S, steps=False).lost == [2]
 
 
+def test_without_a_spare_they_are_waited_for_as_long_as_for_any_step() -> None:
+    job = Job()
+    job.node.feed(lost_by(3, "its agent is gone"))
+    stall_s = LIMITS.stall_s
+    assert apart_for(job, stall_s - 5.0, steps=False).lost == [3]
+    assert apart_for(job, 10.0, steps=False).lost == [2, 3]
+
+
 def test_after_training_nobody_needs_to_reach_another() -> None:
     assert apart_for(finished(), 3 * APART_S, steps=False).lost == []
 

@@ -36,3 +36,15 @@ def test_a_lease_ends_all_the_same() -> None:
     follower.feed(e.Suspended(600.0))
     follower.wait(LIMITS.lease_s + 1.0)
     assert follower.outcome is not None or follower.told.ends
+
+
+def test_the_wait_for_a_rank_to_join_does_not_go_on() -> None:
+    """Of a generation that has just begun, and is suspended for longer than its ranks may take."""
+    leader = Node(me=0, nodes=3)
+    job = leader.control.job
+    before = job.since, job.moved, job.led
+    leader.now += 50.0
+    leader.feed(e.Suspended(20.0))
+    assert (job.since, job.moved) == (before[0] + 20.0, before[1] + 20.0)
+    leader.feed(e.Suspended(1000.0))
+    assert (job.since, job.moved, job.led) == (leader.now, leader.now, leader.now)

@@ -185,6 +185,13 @@ def test_of_a_disputed_step_only_what_most_have_is_given_and_only_where_nothing_
     assert [pair.sound(one, disputed=True) for one in told[:2] if one is not None] == [[(0, (1,))]] * 2
 
 
+def test_a_disputed_step_is_restored_where_there_is_no_other() -> None:
+    held = {0: {1: (0, GOOD)}, 1: {1: (1, BAD)}, 2: {1: (2, GOOD)}}
+    nodes = {node: view(node, one, 3) for node, one in held.items()}
+    sources = state_sources(nodes, [m.Place(node=node, slot=0) for node in held], 1)
+    assert (sources.step, sources.tensor_nodes) == (1, ((0, (0, 2)),))
+
+
 def test_a_suspect_whose_node_is_lost_is_no_finding() -> None:
     held = {0: {1: (0, GOOD)}, 1: {1: (1, BAD)}, 2: {1: (2, GOOD)}}
     whole = {node: view(node, one, 3) for node, one in held.items()}

@@ -112,7 +112,7 @@ def test_what_another_has_voted_for_is_proposed_by_whoever_is_elected() -> None:
 def test_a_refusal_of_a_try_is_answered_by_a_higher_one() -> None:
     daemon = Daemon()
     daemon.campaign()
-    told = daemon.hear(2, Refusal(ballot=MINE, promised=HIGHER, index=0))
+    told = daemon.hear(2, Refusal(ballot=MINE, promised=HIGHER, index=0, content=False))
     ask = Canvass(ballot=Ballot(number=8, node=0), index=0)
     assert told == [(1, ask), (2, ask)]
 
@@ -170,7 +170,7 @@ def test_a_leader_that_is_refused_for_a_higher_promise_stands_down() -> None:
     ):
         daemon = Daemon()
         daemon.lead()
-        daemon.hear(2, Refusal(ballot=ballot, promised=promised, index=0))
+        daemon.hear(2, Refusal(ballot=ballot, promised=promised, index=0, content=False))
         assert daemon.elected() is leads, (ballot, promised)
 
 
@@ -189,9 +189,9 @@ def test_who_refuses_since_it_lags_is_sent_the_decree() -> None:
     daemon.lead()
     daemon.propose(decree(1))
     daemon.hear(1, Accepted(ballot=MINE, index=1))
-    told = daemon.hear(2, Refusal(ballot=MINE, promised=MINE, index=0))
+    told = daemon.hear(2, Refusal(ballot=MINE, promised=MINE, index=0, content=False))
     assert told == [(2, Decided(decree=decree(1)))]
-    assert daemon.hear(2, Refusal(ballot=MINE, promised=MINE, index=1)) == []
+    assert daemon.hear(2, Refusal(ballot=MINE, promised=MINE, index=1, content=False)) == []
 
 
 def test_only_the_higher_promise_of_a_voter_deposes() -> None:
@@ -279,7 +279,7 @@ def test_a_vote_is_on_the_disk_with_its_ballot() -> None:
 @pytest.mark.parametrize("ask", [Canvass, Prepare])
 def test_a_lower_ballot_is_refused_and_the_same_one_is_not(ask: type[Canvass] | type[Prepare]) -> None:
     daemon = Daemon(fresh(promised=HIGHER))
-    refusal = Refusal(ballot=OTHER, promised=HIGHER, index=0)
+    refusal = Refusal(ballot=OTHER, promised=HIGHER, index=0, content=False)
     assert daemon.hear(1, ask(ballot=OTHER, index=0)) == [(1, refusal)]
     assert daemon.hear(1, Propose(ballot=OTHER, decree=decree(1))) == [(1, refusal)]
     ((_, yes),) = daemon.hear(2, ask(ballot=HIGHER, index=0))
@@ -298,7 +298,7 @@ def test_who_is_content_takes_a_proposal_all_the_same() -> None:
 def test_who_lacks_a_decree_does_not_vote_on_the_one_after_it() -> None:
     daemon = Daemon()
     told = daemon.hear(2, Propose(ballot=HIGHER, decree=decree(2)))
-    assert told == [(2, Refusal(ballot=HIGHER, promised=NO_BALLOT, index=0))]
+    assert told == [(2, Refusal(ballot=HIGHER, promised=NO_BALLOT, index=0, content=False))]
 
 
 def test_who_asks_about_what_is_decided_is_told_the_decree() -> None:
@@ -375,7 +375,7 @@ def test_trouble_with_the_disk_ends_a_try_and_no_reign() -> None:
 def test_who_cannot_write_refuses_everything() -> None:
     daemon = Daemon()
     daemon.it.not_saved("full", daemon.now)
-    no = Refusal(ballot=HIGHER, promised=NO_BALLOT, index=0)
+    no = Refusal(ballot=HIGHER, promised=NO_BALLOT, index=0, content=False)
     assert daemon.hear(2, Canvass(ballot=HIGHER, index=0)) == [(2, no)]
     assert daemon.hear(2, Prepare(ballot=HIGHER, index=0)) == [(2, no)]
 

@@ -112,3 +112,11 @@ def test_thousands_of_nodes_are_no_matter_of_pairs() -> None:
     found = protection(ring(count, (1, 2, 3), copies=1), (), count, count)
     assert found.after == (3, 3, None)
     assert len(found.exposure.two) == count
+
+
+def test_what_is_of_no_rank_of_the_job_or_has_no_step_is_not_counted() -> None:
+    rows = [*ring(3, (5,)), row(3, {7: (9,), 0: ()}, {8: (9,), 1: ()})]
+    found = protection(rows, (), 3, 4)
+    assert found.items.keys() == {Item(kind, n) for kind in ("tensors", "record") for n in range(3)}
+    assert found.step == 5
+    assert all(copy.node != 3 for copies in found.items.values() for copy in copies)

@@ -140,6 +140,21 @@ def test_where_nobody_can_say_who_is_wrong_all_go_back_then_get_new_processes_th
     with pytest.raises(plan.NoPlanError) as error:
         again(both, LIMITS.process_tries + 1)
     assert (error.value.outcome.why, error.value.outcome.exit_code) == ("corrupt", 4)
+    assert "points to the script" in error.value.outcome.reason
+
+
+def test_two_odd_ones_out_get_two_places_and_then_one_stays() -> None:
+    """Of two shaken ranks and one free slot on another node one moves; two free slots take both."""
+    odd = [corrupt(0, odd=True), corrupt(1, odd=True)]
+    following = plan.next_assignment(situation(odd, spec(nodes=2, spares=1, slots=2)))
+    assert {following.places[0], following.places[2]} == {m.Place(node=2, slot=0), m.Place(node=2, slot=1)}
+    following = plan.next_assignment(situation(odd, spec(nodes=2, spares=1, slots=1)))
+    assert len(set(following.places)) == len(following.places)
+
+
+def test_a_slot_that_went_bad_gets_no_new_process() -> None:
+    following = again([DIED], LIMITS.process_tries + 1)
+    assert (following.rung, following.bad, following.renew) == ("spare", (m.Place(node=0, slot=0),), ())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.ckptlessd.membership.offers import ASK_AGAIN_S, ASKED_MOST, KEPT, Offers
 from ckptless.daemon.ckptlessd.membership.pulses import MOST, Pulses
-from ckptless.daemon.ckptlessd.membership.router import LIFE_SERIALS, WINDOW, Router
+from ckptless.daemon.ckptlessd.membership.router import LIFE_SERIALS, LIVES, WINDOW, Router
 
 # --------------------------------------------------------------------------------------------- routes
 
@@ -226,3 +226,30 @@ def test_a_sign_of_life_that_was_given_at_the_end_of_a_connection_is_none() -> N
     for pulse, sure in ((2999, False), (3000, False), (3001, True)):
         pulses.hear(((0, pulse, 0),), pulse / 1000)
         assert (pulses.seen_since(0.0) == {0}) is sure
+
+
+def test_only_a_newer_pulse_is_news() -> None:
+    pulses = Pulses(me=0)
+    assert pulses.hear(((1, 500, 0), (2, 400, 0)), 1.0) == [(1, 500, 0), (2, 400, 0)]
+    assert pulses.hear(((1, 500, 0), (2, 399, 0), (1, 501, 0)), 5.0) == [(1, 501, 0)]
+    assert pulses.seen_since(1.0) == {1}
+    assert pulses.seen_since(0.9) == {1, 2}
+
+
+def test_an_own_pulse_has_no_age_and_one_that_is_doubted_is_not_fresh() -> None:
+    pulses = Pulses(me=0)
+    pulses.hear(((1, 500, 0),), 1.0)
+    assert pulses.beat((0, 1), 3.0) == ((0, 3000, 0), (1, 500, 2000))
+    assert pulses.fresh(3.0, 2.0) == {1}
+    pulses.doubt(1, 0.2)
+    assert pulses.fresh(3.0, 2.0) == frozenset()
+    pulses.hear(((1, 701, 0),), 3.0)
+    assert pulses.fresh(3.0, 2.0) == {1}
+
+
+def test_of_many_lives_of_a_daemon_the_first_are_forgotten() -> None:
+    router = Router(me=0, life=0)
+    for life in range(1, LIVES + 2):
+        assert router.heard(1, 7, life * LIFE_SERIALS + 1, life)
+    assert not router.has(7, LIFE_SERIALS + 1)
+    assert all(router.has(7, life * LIFE_SERIALS + 1) for life in range(2, LIVES + 2))

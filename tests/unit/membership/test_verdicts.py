@@ -72,6 +72,24 @@ def test_a_refusal_does_not_beat_a_living_link() -> None:
     assert [one.node for one in watcher.it.take() if isinstance(one, NodeLost)] == [1]
 
 
+@pytest.mark.parametrize("sign", ["answer", "connection"])
+def test_who_was_not_reached_and_then_is_is_not_apart(sign: str) -> None:
+    watcher = Watcher()
+    watcher.suspect()
+    for _ in range(4):
+        watcher.tick(DARK_S)
+        watcher.it.looked(1, "silent", watcher.now)
+        watcher.says(2, lives=True)
+    assert watcher.it.apart(watcher.now) == {1}
+    assert watcher.it.lived_since(watcher.now - 0.1) == {2, 3, 4}
+    if sign == "answer":
+        watcher.it.looked(1, "open", watcher.now)
+    else:
+        watcher.it.linked(1, watcher.now)
+    assert watcher.it.apart(watcher.now) == frozenset()
+    assert watcher.it.lived_since(watcher.now - 0.1) == {1, 2, 3, 4}
+
+
 def test_half_of_the_time_is_silence_before_anybody_is_asked() -> None:
     watcher = Watcher()
     found = watcher.tick(DARK_S / 2)
@@ -196,6 +214,16 @@ def test_silence_while_this_daemon_was_late_is_its_own() -> None:
     assert not [one for one in watcher.it.take() if isinstance(one, w.HangUp | NodeLost)]
 
 
+def test_a_beat_that_is_late_by_no_more_than_a_beat_is_on_time() -> None:
+    watcher = Watcher()
+    watcher.tick()
+    due = watcher.now + BEAT_S
+    watcher.it.tick(due + BEAT_S, lambda _when: False)
+    assert watcher.it.health.factor == 1.0
+    watcher.it.tick(due + 3.5 * BEAT_S, lambda _when: False)
+    assert watcher.it.health.factor > 1.0
+
+
 def test_after_a_cut_it_is_looked_and_asked_again() -> None:
     watcher = Watcher(judges=False)
     watcher.suspect()
@@ -219,6 +247,19 @@ def test_a_silent_connection_is_ended() -> None:
     assert not [one for one in watcher.tick(DARK_S) if isinstance(one, w.HangUp)]
     (hang_up,) = (one for one in watcher.tick() if isinstance(one, w.HangUp))
     assert (hang_up.node, hang_up.why) == (1, "its daemon was silent for 1.1 s")
+
+
+def test_a_silent_connection_to_one_that_is_not_watched_is_ended_too() -> None:
+    """Over it that daemon counts as heard: one that is cut off must not hold a lease by it."""
+    watcher = Watcher()
+    watcher.it.watch((2, 3, 4), OTHERS, watcher.now)
+    found = watcher.tick(DARK_S + 0.125)
+    assert {type(one) for one in found} == {w.HangUp}
+    assert {one.node for one in found if isinstance(one, w.HangUp)} == {1}
+    watcher.it.unlinked(1, "its daemon was silent", watcher.now)
+    assert watcher.it.take() == [AgentAnswers(1, answers=False)]
+    assert watcher.tick(3 * DARK_S) == []
+    assert set(watcher.it.watched) == {2, 3, 4}
 
 
 def test_who_asks_about_a_node_is_answered_at_once_or_once_it_was_looked_at() -> None:
