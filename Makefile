@@ -77,7 +77,7 @@ test-slurm-matrix: $(STAMP) slurm-packages
 SEED ?= 1
 simulate: $(STAMP)
 	$(BIN)/python -m tests.sim $(SEED) --count $(or $(COUNT),1) --nodes $(or $(NODES),0) \
-		--faults $(or $(FAULTS),0) --components $(or $(COMPONENTS),0)
+		--faults $(or $(FAULTS),0) --components $(or $(COMPONENTS),0) $(if $(ELECTIONS),--elections)
 
 # A million faults of components, each job with so many: hours.
 simulate-night: $(STAMP)
