@@ -301,7 +301,7 @@ class Replaced(Value, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=2)
 def numbers(count: int) -> tuple[int, ...]:
-    """Return 0 to `count` - 1: of 100,000 ranks the numbers alone take 3 MB, here once for all that has them."""
+    """Return 0 to `count` - 1. Of 100,000 ranks the numbers alone take 3 MB: here they are there once."""
     return tuple(range(count))
 
 
