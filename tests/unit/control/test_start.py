@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec import structs
-
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.planning.start import start_from
 from ckptless.daemon.protocol import messages as m
@@ -63,7 +61,8 @@ def test_nothing_to_choose_from() -> None:
 
 def test_a_memory_without_a_step_is_not_spoken_of() -> None:
     """Nodes that have kept nothing of a run that committed nothing."""
-    empty = m.Brought(run="7", generation=1, holdings=m.Holdings(tensors=(), records=()))
-    nodes = [NodeView(n, structs.replace(view(n, (5,)).hello, brought=empty), None, None) for n in (0, 1)]
+    brought = m.Brought(run="7", generation=1, holdings=m.Holdings(tensors=(), records=()))
+    infos = [m.NodeInfo(node=n, name=f"n{n}", address="", agent_port=1) for n in (0, 1)]
+    nodes = [NodeView(i.node, m.Introduction(info=i, pid=1, brought=brought), None, None) for i in infos]
     assert start_from(nodes, PLACES, None).text == ""
     assert start_from(nodes, PLACES, 3).text == "step 3 from the disk"
