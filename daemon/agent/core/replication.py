@@ -245,7 +245,7 @@ class Replication(Generic[P]):
             if node in task.missing | task.held:
                 self._push(key, task)
         for item, (step, task) in list(self._newest.items()):
-            if node in task.held and (item, step) not in self._waiting:
+            if (item, step) not in self._waiting:
                 self._replace((item, step), task)
 
     def _replace(self, key: Key, task: ReplicationTask[P]) -> None:

@@ -23,12 +23,11 @@ class Seats:
     def free(self, taken: Collection[Place]) -> Free:
         """Slots on usable nodes that are not `taken`, by node."""
         count = Counter(place.node for place in taken if place.slot < self.slots_per_node)
-        found = {
+        return {
             node: [s for s in range(self.slots_per_node) if Place(node=node, slot=s) not in taken]
             for node, view in self.nodes.items()
             if view.usable and count[node] < self.slots_per_node
         }
-        return {node: slots for node, slots in found.items() if slots}
 
     def choose(self, free: Free, home: int, count: int) -> list[Place]:
         """Return so many of the free slots, or all there are, for ranks that leave node `home`; best first.

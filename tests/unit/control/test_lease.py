@@ -154,6 +154,21 @@ def test_its_agent_is_told_of_the_lease_as_long_as_there_is_one() -> None:
     assert node.wait(LEASE_S).renewals == 0
 
 
+def test_an_answer_of_before_the_end_of_a_connection_is_none_after_it() -> None:
+    node = Node(0, 4)
+    node.feed(e.PeerDown(2), e.AgentAnswers(2, answers=True))
+    assert 2 in node.control.job.heard_voters
+    node.feed(e.PeerDown(2))
+    assert 2 not in node.control.job.heard_voters
+
+
+def test_a_write_that_gets_to_the_disk_is_no_news() -> None:
+    node = Node(0, 4)
+    assert node.feed(e.Saved()).events == []
+    node.feed(e.NotSaved("full"))
+    assert node.feed(e.Saved()).events == ["vote-again"]
+
+
 def test_a_daemon_that_has_forgotten_its_generation_gives_no_lease() -> None:
     """It has just been started, knows nobody, and assumes nothing for ranks that train."""
     views = {node: NodeView(node) for node in range(NODES)}

@@ -103,3 +103,6 @@ def test_a_generation_in_one_line() -> None:
     assert ledger_rows.describe(first) == "generation 1 (start), from the start: rank 0 on node-0/1"
     again = structs.replace(first, generation=2, restore_step=0, rung="process")
     assert ledger_rows.describe(again) == "generation 2 (process), from step 0: rank 0 on node-0/1"
+    for ranks, end in ((16, "15 on node-0/1"), (17, "15 on node-0/1, and 1 more")):
+        many = structs.replace(first, places=first.places * ranks)
+        assert ledger_rows.describe(many).endswith(end)

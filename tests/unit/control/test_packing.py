@@ -145,6 +145,8 @@ def test_a_spare_that_is_a_stranger_is_refused() -> None:
 def test_a_shard_of_no_rank_goes_unpacked_and_a_slot_beyond_all_is_refused() -> None:
     assert DECREE.assignment is not None
     assert pack(replace(DECREE, assignment=replace(DECREE.assignment, shards=(0, 2))), BASE) is None
+    for_none = ((0, (0, 1)), (2, (1, 0)))
+    assert pack(replace(DECREE, assignment=replace(DECREE.assignment, tensor_nodes=for_none)), BASE) is None
     alone = replace(DECREE.assignment, places=DECREE.assignment.places[:1], tensor_nodes=(), record_nodes=())
     assert pack(replace(DECREE, assignment=replace(alone, shards=(0,))), BASE) is not None
     assert pack(replace(DECREE, assignment=replace(alone, shards=(1,))), BASE) is None

@@ -275,6 +275,20 @@ def test_who_asks_about_a_node_is_answered_at_once_or_once_it_was_looked_at() ->
     assert watcher.it.take() == [w.Say(3, saw), w.Say(4, saw)]
 
 
+def test_a_node_is_looked_at_once_however_many_ask() -> None:
+    watcher = Watcher()
+    looks: list[w.Output] = []
+    for asker in (2, 3):
+        watcher.it.hear(asker, Suspect(node=1), watcher.now + DARK_S)
+        looks += watcher.it.take()
+    watcher.it.unlinked(1, "the connection was reset", watcher.now + DARK_S)
+    looks += watcher.it.take()
+    assert looks == [w.Look(1)]
+    watcher.it.looked(1, "open", watcher.now + DARK_S)
+    said = [one for one in watcher.it.take() if isinstance(one, w.Say)]
+    assert said == [w.Say(asker, Saw(node=1, lives=True)) for asker in (2, 3)]
+
+
 def test_which_three_are_asked_depends_on_who_asks() -> None:
     asked = set()
     for me in (0, 9, 10):
