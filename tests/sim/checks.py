@@ -126,7 +126,9 @@ class Checks:
         blind = len(daemon.links.keys() - {node, *seen_by})
         # In a storm questions and answers are lost, or come after the verdict.
         stormy = world.events.now < world.storm_until + ASKED_OFTEN_S
-        if 2 * len(seen_by) > len(others) and blind < ASKED and not stormy:
+        # Where most of those that it hears do not see it either, that is a verdict, whoever else sees it.
+        few = 2 * len(seen_by) <= len(daemon.links.keys() - {node})
+        if 2 * len(seen_by) > len(others) and blind < ASKED and not stormy and not few:
             self._fail(f"{daemon.name} says of node-{node}, which {seen_by} see: {loss.reason}")
         reached = network.reached_from(daemon.node)
         assert daemon.control is not None
