@@ -97,6 +97,19 @@ def test_state_follows_before_a_process_is_started(node: Node) -> None:
     assert node.phases() == ["starting", "starting"]
 
 
+def test_a_process_that_takes_another_s_place_is_not_at_the_hooks_yet(node: Node) -> None:
+    births = node.train(assignment(1, place(0), place(1)))
+    assert [slot.hooked for slot in node.core.slots] == [True, True]
+    node.core.exited(births[0], -9, "was ended by SIGKILL", node.now)
+    said = node.assign(assignment(2, place(0), place(1)))
+    assert [slot.hooked for slot in node.core.slots] == [False, True]
+    assert node.phases()[0] == "starting"
+    (start,) = (one for one in said if isinstance(one, a.StartProcess))
+    assert (node.core.slots[0].generation, node.core.slots[0].exit_code) == (2, None)
+    node.core.born(start.slot, start.birth, 2000, node.now)
+    assert kinds(node.out()) == ["Report"]
+
+
 def test_a_process_gets_its_rank_once_it_says_hello(node: Node) -> None:
     births = node.births(node.assign(assignment(1, place(0), place(1))))
     said = node.hello(*births)

@@ -276,6 +276,9 @@ def test_after_release_nobody_is_given_anything(node: Node) -> None:
     node.core.lost(2, "it has hung up")
     assert not node.edge.events
     assert node.acked == [("r", 2)]
+    node.core.has(2, (RECORD, 1), 1)
+    node.core.has(3, (RECORD, 1), 1)
+    assert node.acked == [("r", 2)]
 
 
 # ------------------------------------------------------------------------------------------- made again

@@ -162,6 +162,13 @@ def test_an_answer_of_before_the_end_of_a_connection_is_none_after_it() -> None:
     assert 2 not in node.control.job.heard_voters
 
 
+def test_this_node_counts_among_those_that_may_speak_for_all() -> None:
+    job = Node(0, 4).control.job
+    assert job.is_quorum({1, 2})
+    assert not job.is_quorum({1})
+    assert not job.is_quorum(set())
+
+
 def test_a_write_that_gets_to_the_disk_is_no_news() -> None:
     node = Node(0, 4)
     assert node.feed(e.Saved()).events == []

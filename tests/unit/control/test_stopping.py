@@ -351,6 +351,7 @@ def test_without_a_spare_they_are_waited_for_as_long_as_for_any_step() -> None:
     stall_s = LIMITS.stall_s
     assert apart_for(job, stall_s - 5.0, steps=False).lost == [3]
     assert apart_for(job, 10.0, steps=False).lost == [2, 3]
+    assert "it and node-1 cannot reach each other" in str(job.node.control.job.nodes[2].lost)
 
 
 def test_after_training_nobody_needs_to_reach_another() -> None:
