@@ -136,7 +136,8 @@ def share(job: Job, random: Random) -> Job:
     """Say which ranks are twins, and which step is long: not by the seed's own draws, which stay the same."""
     world_size = job.spec.world_size
     twins = world_size if random.random() < TWINS_CHANCE else random.choice((1, 1, 2, 3))
-    long_step = random.randint(1, job.steps) if random.random() < LONG_CHANCE else 0
+    # A job without faults is one that a test gives its own to, with deadlines of its own.
+    long_step = random.randint(1, job.steps) if random.random() < LONG_CHANCE and job.faults else 0
     return replace(job, twins=min(twins, world_size), long_step=long_step)
 
 
