@@ -225,7 +225,6 @@ class Protected:
         step = part.restore_step
         if not step:
             return
-        origins: set[int] = set()
         for item in (Item("record", process.rank), Item("tensors", vault.shard(process.rank))):
             content, truth = vault.contents[item, step], self.made[item, step]
             if not self._world.flips and (content.generation, content.value) != truth:
