@@ -76,7 +76,7 @@ class Protected:
         return min(COPIES, len(twins) - 1 + len(set(others) - twins)), twins - {agent.node}
 
     def _missing(self, agent: "Agent", item: Item, step: int, others: "Iterable[Agent]") -> str | None:
-        """What of an item is missing on other nodes."""
+        """Return who has too few of an item's replicas, as a sentence; None where there are enough."""
         wanted, twins = self._promised(agent, item)
         have = twins | {other.node for other in others if self._has(agent, other, item, step)}
         if len(have) >= wanted:
@@ -159,12 +159,13 @@ class Protected:
         return not any(other.dark or other.deaf or other.core.frozen is not None for other in others)
 
     def gives_back(self, agent: "Agent", item: Item) -> None:
-        """What an agent holds no more, whoever is to hold it has something newer of."""
+        """An agent gives back only what others have something newer of: all that are to hold it."""
         newest = agent.vault.newest(item)
         others = self._others(agent)
         home = {other.node for other in others if other.node in self._homes(agent, item)}
         wanted = min(COPIES + len(home), sum(self._steady(agent, other) for other in others))
         if item.kind == "tensors":
+            # Twins count as holders, and may be all that there are.
             wanted = min(wanted, max(1, len(home)))
         have = [other.node for other in others if self._has(agent, other, item, newest + 1)]
         if len(have) < wanted:

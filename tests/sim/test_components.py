@@ -43,7 +43,7 @@ def test_what_was_found_once(seed: int) -> None:
 
 
 def test_who_is_cut_off_counts_nobody_as_heard_over_an_old_connection() -> None:
-    """Of 14 nodes one had a connection to a voter that it did not watch: its lease never ended."""
+    """One of 14 nodes had a connection to a voter that it did not watch: its lease never ended."""
     simulate(113, Shape(components=120, elections=True, others=False))
 
 

@@ -39,7 +39,7 @@ class Flipping(World):
 
     @staticmethod
     def noise(generation: int) -> int:
-        """None: what is right is computed again by the test."""
+        """Return 0: the test computes again what is right."""
         return 0
 
     @property

@@ -23,7 +23,7 @@ LATE_S = 0.3, 1.5
 
 
 class Content(NamedTuple):
-    """What is in a version: which rank wrote it, in which generation it was trained, and its value."""
+    """A version: the rank that wrote it, the generation in which it was trained, and its value."""
 
     rank: int
     generation: int

@@ -256,7 +256,7 @@ class World:
         return Channel(self.events, self.delay_s, deliver)
 
     def delay_s(self) -> float:
-        """Of one message on its way, in seconds."""
+        """Draw how long one message is on its way, in seconds."""
         if self.random.random() < SLOW_CHANCE:
             return self.random.uniform(0.05, 0.3)
         return self.random.uniform(0.0005, 0.01)

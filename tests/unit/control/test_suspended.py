@@ -39,7 +39,7 @@ def test_a_lease_ends_all_the_same() -> None:
 
 
 def test_the_wait_for_a_rank_to_join_does_not_go_on() -> None:
-    """Of a generation that has just begun, and is suspended for longer than its ranks may take."""
+    """A generation has just begun, and is suspended for longer than its ranks may take to join."""
     leader = Node(me=0, nodes=3)
     job = leader.control.job
     before = job.since, job.moved, job.led

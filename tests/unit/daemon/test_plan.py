@@ -144,7 +144,7 @@ def test_where_nobody_can_say_who_is_wrong_all_go_back_then_get_new_processes_th
 
 
 def test_two_odd_ones_out_get_two_places_and_then_one_stays() -> None:
-    """Of two shaken ranks and one free slot on another node one moves; two free slots take both."""
+    """Two free slots on another node take both; one takes one of them, never both."""
     odd = [corrupt(0, odd=True), corrupt(1, odd=True)]
     following = plan.next_assignment(situation(odd, spec(nodes=2, spares=1, slots=2)))
     assert {following.places[0], following.places[2]} == {m.Place(node=2, slot=0), m.Place(node=2, slot=1)}
