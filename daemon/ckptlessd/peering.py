@@ -158,7 +158,7 @@ class Peering:
         for node in self._lost_links():
             self._member.known_gone(node)
         if self._member.tick(now, self._may_judge):
-            beat = Beat(pulses=self._pulses.beat(self._voters, now))
+            beat = Beat(pulses=self._pulses.beat({*self._voters, control.leader}, now))
             for node in tuple(self._links.up):
                 self._links.send(node, beat)
             self._feel(now)

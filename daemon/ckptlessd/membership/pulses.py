@@ -1,11 +1,12 @@
-"""Pure: who of the voters is alive, for daemons that have no connection to them.
+"""Pure: whether the voters and the leader are alive, for daemons that have no connection to them.
 
-Every beat carries the newest sign of life that is known of each voter, and how long ago the first who saw it
-did; the newer one is kept and goes on with the next beat, so that it is everywhere after a few. What a
+Every beat carries the newest sign of life that is known of each of these, and how long ago the first who saw
+it did; the newer one is kept and goes on with the next beat, so that it is everywhere after a few. What a
 daemon has seen grow lately it hears. Without its age an old sign would pass for a new one where none came
 before.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ from ckptless.daemon.protocol.limits import (
 # (node, its clock in ms, ms since the first who saw it saw it)
 Pulse: TypeAlias = tuple[NodeNumber, Number, Number]
 
-# More than the voters of two decrees: what else a beat brings is not kept.
+# More than the voters of two decrees, and two leaders: what else a beat brings is not kept.
 MOST = 32
 
 
@@ -30,11 +31,14 @@ class Pulses:
     _seen: dict[int, float] = field(default_factory=dict)
     _doubted: dict[int, int] = field(default_factory=dict)
 
-    def beat(self, voters: tuple[int, ...], now: float) -> tuple[Pulse, ...]:
-        """Return what the next beat carries; `now` in s of a clock that grows from life to life, too."""
-        if self.me in voters:
+    def beat(self, nodes: Collection[int], now: float) -> tuple[Pulse, ...]:
+        """Return what the next beat carries of these; `now` in s of a clock that grows from life to life, too.
+
+        A leader may be no voter: its disk takes no votes any more.
+        """
+        if self.me in nodes:
             self._newest[self.me] = max(self.clock_ms(now), self._newest.get(self.me, 0) + 1)
-        for gone in self._newest.keys() - set(voters):
+        for gone in self._newest.keys() - set(nodes):
             del self._newest[gone]
             self._seen.pop(gone, None)
         return tuple((node, pulse, self._age_ms(node, now)) for node, pulse in sorted(self._newest.items()))
@@ -64,10 +68,10 @@ class Pulses:
         return self._newest.get(node, 0) > self._doubted.get(node, -1)
 
     def seen_since(self, when: float) -> set[int]:
-        """Voters that have given a new sign of life since then."""
+        """Nodes that have given a new sign of life since then."""
         return {node for node, seen in self._seen.items() if seen > when and self._is_sure(node)}
 
     def fresh(self, now: float, within_s: float) -> frozenset[int]:
-        """Voters that have given a new sign of life within so many seconds."""
+        """Nodes that have given a new sign of life within so many seconds."""
         recent = (node for node, seen in self._seen.items() if now - seen <= within_s)
         return frozenset(node for node in recent if self._is_sure(node))
