@@ -74,6 +74,7 @@ test-slurm-matrix: $(STAMP) slurm-packages
 			-m 'not slow' tests/slurm; done
 
 # The story of one seed, or with COUNT=N which of so many fail; NODES and FAULTS of its job, if not the seed's.
+# With ELECTIONS=1 nothing but elections beside bad disks, of so many seeds.
 SEED ?= 1
 simulate: $(STAMP)
 	$(BIN)/python -m tests.sim $(SEED) --count $(or $(COUNT),1) --nodes $(or $(NODES),0) \

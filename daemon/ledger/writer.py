@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ckptless.daemon.ckptlessd.consensus.decree import Durable
 from ckptless.daemon.ledger.aside import set_aside
@@ -29,6 +29,8 @@ from ckptless.daemon.protocol.records import JobRecord, Record
 logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 10.0
+# A vote that takes longer has failed: a disk that hangs is as good as none, and others must know.
+VOTE_DEADLINE_S = 3.0
 # Between two tries to write: the first pause, and the longest.
 FIRST_S, MOST_S = 0.1, 2.0
 # So many rows wait for a disk: the newest.
@@ -37,6 +39,8 @@ MOST_ROWS = 10_000
 MOST_SET_ASIDE = 3
 
 T = TypeVar("T")
+# What is to be on the disk, and what is called once it is, or with the reason why not.
+_Vote: TypeAlias = tuple[tuple[str, Durable], Callable[[], None], Callable[[str], None]]
 
 
 class LedgerWriter:
@@ -54,6 +58,9 @@ class LedgerWriter:
         self._words: deque[str] = deque()  # from the thread, of damaged ledgers
         self._rows: deque[Record] = deque()
         self._lost_rows = 0
+        # Votes of each job that wait, and jobs of which one is being written; `_tasks` write them.
+        self._votes: dict[str, list[_Vote]] = {}
+        self._saving: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._task: asyncio.Task[None] | None = None
@@ -115,23 +122,41 @@ class LedgerWriter:
         then: Callable[[], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Keep `memory`, (identity, durable), in the order of the calls; then call `then` in the event loop.
+        """Keep `memory`, (identity, durable); then call `then` in the event loop, in the order of the calls.
 
         Where that fails, `failed` instead, with the reason: without it on the disk nobody may hear of it.
+        Each holds all of those before it, so one write takes all that has come during the last: whoever asks
+        again, and again, adds no write to a disk that takes a second for each. One that has not answered in
+        VOTE_DEADLINE_S has failed, whatever comes of it.
         """
+        self._votes.setdefault(job, []).append((memory, then, failed))
+        if job not in self._saving:
+            self._saving.add(job)
+            task = asyncio.get_running_loop().create_task(self._save_votes(job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-        async def save() -> None:
-            loop = asyncio.get_running_loop()
-            try:
-                await self.save_now(job, *memory)
-            except (LedgerError, UsageError) as error:
-                loop.call_soon(failed, str(error))
-            else:
-                loop.call_soon(then)
-
-        task = asyncio.get_running_loop().create_task(save())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _save_votes(self, job: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while votes := self._votes.pop(job, None):
+                newest, _, _ = votes[-1]
+                write = loop.create_task(self.save_now(job, *newest))
+                await asyncio.wait((write,), timeout=VOTE_DEADLINE_S)
+                if not write.done():
+                    text = f"{self._path}: the disk has not taken a vote in {VOTE_DEADLINE_S:.0f} s"
+                    self._failed(LedgerError(text))
+                    _tell_failed(votes, self.trouble)
+                    votes = []
+                try:
+                    await write  # no deadline: the thread ends it, or nothing does
+                except (LedgerError, UsageError) as error:
+                    _tell_failed(votes, str(error))
+                else:
+                    for _, then, _ in votes:
+                        loop.call_soon(then)
+        finally:
+            self._saving.discard(job)
 
     def poke(self) -> None:
         """Have the thread count once, also where nothing is to be written."""
@@ -231,6 +256,11 @@ class LedgerWriter:
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
+
+
+def _tell_failed(votes: Sequence[_Vote], reason: str) -> None:
+    for _, _, failed in votes:
+        asyncio.get_running_loop().call_soon(failed, reason)
 
 
 def _write(ledger: Ledger, batch: Sequence[Record]) -> list[BadRowError]:

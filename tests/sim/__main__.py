@@ -2,7 +2,7 @@
 
 `--count N`: so many seeds from SEED on, or `--until N`: as many as it takes to inject N faults, on all cores.
 `--nodes` and `--faults` of each job, where they are not left to the seed; `--components`: so many faults of
-components more, which are what N counts, with `--elections` only of disks and of leaders.
+components more, which are what N counts. `--elections`: no jobs, but elections beside bad disks.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from multiprocessing.pool import AsyncResult
 
 from .agreeing import quarrel
 from .components import COMPONENTS
+from .electing import election
 from .faults import Shape
 from .story import Violation
 from .world import World, shrink, simulate
@@ -43,7 +44,7 @@ def batch(first: int, count: int, shape: Shape) -> Found:
     for seed in range(first, first + count):
         try:
             world = simulate(seed, shape)
-            injected += world.injected + world.elections
+            injected += world.injected
         except Violation as violation:
             violations.append(str(violation).splitlines()[0])
         try:
@@ -51,6 +52,19 @@ def batch(first: int, count: int, shape: Shape) -> Found:
         except Violation as violation:
             violations.append(f"quarrel {seed}: {violation}")
     injected["quarrels"] += quarrels
+    return Found(count, injected, tuple(violations))
+
+
+def elections(first: int, count: int, _shape: Shape) -> Found:
+    """Elections alone, one a seed."""
+    logging.disable(logging.CRITICAL)
+    injected: Counter[str] = Counter()
+    violations: list[str] = []
+    for seed in range(first, first + count):
+        try:
+            injected += election(seed).injected
+        except Violation as violation:
+            violations.append(str(violation))
     return Found(count, injected, tuple(violations))
 
 
@@ -62,6 +76,7 @@ def of_components(injected: Counter[str]) -> int:
 def many(args: argparse.Namespace, shape: Shape) -> int:
     """Batches on all cores; the exit code."""
     begun = said = time.monotonic()
+    play = elections if args.elections else batch
     injected: Counter[str] = Counter()
     seeds, failed, following = 0, 0, int(args.seed)
     until, end = int(args.until), int(args.seed) + int(args.count)
@@ -74,7 +89,7 @@ def many(args: argparse.Namespace, shape: Shape) -> int:
         while waiting or more():
             while more() and len(waiting) < 2 * (os.cpu_count() or 1):
                 size = BATCH if args.until else min(BATCH, args.seed + args.count - following)
-                waiting.append(pool.apply_async(batch, (following, size, shape)))
+                waiting.append(pool.apply_async(play, (following, size, shape)))
                 following += size
             found = waiting.pop(0).get()
             injected += found.injected
@@ -121,17 +136,11 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--components", type=int, default=0)
-    parser.add_argument("--elections", action="store_true", help="of disks and leaders only")
+    parser.add_argument("--elections", action="store_true", help="elections alone")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    shape = Shape(
-        nodes=args.nodes,
-        faults=args.faults,
-        components=args.components,
-        elections=args.elections,
-        others=not args.elections,
-    )
-    several = args.count > 1 or args.until
+    shape = Shape(nodes=args.nodes, faults=args.faults, components=args.components)
+    several = args.count > 1 or args.until or args.elections
     sys.exit(many(args, shape) if several else one(args.seed, shape))
 
 

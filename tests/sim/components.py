@@ -29,8 +29,6 @@ WEIGHTS = {
     **{"slurm-late": 4, "slurm-fails-over": 3, "slurm-says-no": 2, "slurm-lies": 1, "slurm-resumes": 1},
     **{"restart": 6, "stop": 4},
 }
-# Where leaders die again and again, among disks that take nothing, or not soon.
-ELECTIONS = {"leader": 20, "slow-disk": 3, "hung-disk": 2, "full-disk": 3, "lost-disk": 1, "old-disk": 1}
 CANCEL_CHANCE = 0.1
 
 
@@ -55,10 +53,9 @@ def limits(random: Random) -> m.Limits:
     )
 
 
-def draw(random: Random, count: int, *, elections: bool = False) -> tuple[Broken, ...]:
+def draw(random: Random, count: int) -> tuple[Broken, ...]:
     """So many, by time; a user may cancel the job among them, or as it ends."""
-    drawn = ELECTIONS if elections else WEIGHTS
-    kinds, weights = list(drawn), list(drawn.values())
+    kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
     chosen = random.choices(kinds, weights, k=count)
     lasts_s = EVERY_S * count
     found = [Broken(kind, random.uniform(0.0, lasts_s), random.random(), random.random()) for kind in chosen]
@@ -126,7 +123,7 @@ def _hung_disk(world: "World", fault: Broken) -> bool:
         world.story.tell("fault", f"the disk of node-{node} hangs no more")
         daemon = world.daemons.get(node)
         if daemon is not None:
-            daemon.write_held()
+            daemon.reach_disk()
 
     world.events.after(for_s, again)
     return _tell(world, "disk", f"the disk of node-{node} hangs for {for_s:.1f} s", for_s)
@@ -164,7 +161,7 @@ def _old_disk(world: "World", fault: Broken) -> bool:
         return False
     _restart(world, node)
     count = 1 + int(fault.twist * len(history))
-    if is_as_new(f"row.{count}", f"row.{world.begun[node]}"):
+    if is_as_new(f"row.{count}", f"row.{len(history)}"):
         world.disks[node] = history[count - 1]
     else:
         world.forgot.add(node)

@@ -6,7 +6,7 @@ connections to the other daemons and to the agent, a disk, and what comes of kno
 
 from collections.abc import Callable, Collection, Sequence
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptless.daemon.ckptlessd import session
 from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Durable, Prepare, Propose
@@ -15,6 +15,7 @@ from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.ckptlessd.session import JobSession, Memory
+from ckptless.daemon.ledger.writer import VOTE_DEADLINE_S
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import EventRecord, JobRecord, Record
 from ckptless.daemon.settings.config import Peer, Timers
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from .agents import Agent
     from .world import World
 
+# What is to be on the disk, and what is called once it is, or with the reason why not.
+Vote: TypeAlias = tuple[Durable, Callable[[], None], Callable[[str], None]]
 # What tells this launch of the job from others of its number.
 LAUNCH = "b" * 32
 TICK_S = 0.1
@@ -53,13 +56,13 @@ class Daemon:
         self._session: JobSession | None = None
         self._agent: Agent | None = None
         self._orders: Channel[m.Order | m.Announce | m.Renewed] | None = None
-        self._written = 0.0
-        self._writing: list[Durable] = []
-        # Writes that a hung disk has not taken, and until when orders do not get to the agent.
-        self._held: list[tuple[Durable, Callable[[], None], Callable[[str], None]]] = []
+        # Votes that wait for the disk, and those that the write under way is for; see `LedgerWriter`.
+        self._votes: list[Vote] = []
+        self._writing: list[Vote] = []
+        self._reached = self._late = False
+        # Until when orders do not get to the agent.
         self._deaf_until = 0.0
         self._awake_at = 0.0
-        self._leads = False
         # When its life began, and when the job did for it: until then everybody counts as heard.
         self.born = self.began = world.events.now
         self._life = world.next_life()
@@ -145,9 +148,6 @@ class Daemon:
             self.began = self.world.events.now
         if control is not None and control.stage != before and control.leads:
             self.world.stage_entered(control.stage)
-        led, self._leads = self._leads, control is not None and control.leads
-        if self._leads and not led:
-            self.world.elected()
 
     # ------------------------------------------------------------------------------------- peers
 
@@ -283,10 +283,10 @@ class Daemon:
                 link.finish(down)
 
     def _tear(self) -> None:
-        """Of what was being written any beginning is on the disk, though nobody was told."""
-        kept = self._draws.randrange(len(self._writing) + 1)
-        if kept and not self.world.is_full(self.node):
-            self.world.disks[self.node] = self._writing[kept - 1]
+        """What was being written may be on the disk, though nobody was told."""
+        kept = self._draws.random() < 0.5
+        if self._writing and kept and not self.world.is_full(self.node):
+            self.world.disks[self.node] = self._writing[-1][0]
 
     # ----------------------------------------------------------------------- Outlets, for JobSession
 
@@ -337,36 +337,51 @@ class Daemon:
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """See session.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
-        self._writing.append(durable)
-        self.world.begun[self.node] += 1
-        if self.node in self.world.hung:
-            self._held.append((durable, then, failed))
+        self._votes.append((durable, then, failed))
+        self._write()
+
+    def _write(self) -> None:
+        """Begin to write what waits, if nothing is being written."""
+        if not self.alive or not self._votes or self._writing:
             return
-        self._write(durable, then, failed)
+        votes = self._writing = self._votes
+        self._votes, self._reached, self._late = [], False, False
+        self.world.events.after(VOTE_DEADLINE_S, lambda: self._is_late(votes))
+        self.reach_disk()
 
-    def write_held(self) -> None:
-        """The disk hangs no more."""
-        held, self._held = self._held, []
-        for durable, then, failed in held:
-            self._write(durable, then, failed)
+    def reach_disk(self) -> None:
+        """What is being written gets to the disk, unless that hangs."""
+        if self._writing and not self._reached and self.node not in self.world.hung:
+            self._reached = True
+            delay_s = self.world.disk_delay() + self.world.slow_s(self.node)
+            self.world.events.after(delay_s, self._written)
 
-    def _write(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
-        delay_s = self.world.disk_delay() + self.world.slow_s(self.node)
-        self._written = max(self._written, self.world.events.now + delay_s)
-        self.world.events.at(self._written, lambda: self._save(durable, then, failed))
+    def _is_late(self, votes: list[Vote]) -> None:
+        if not self.alive or self._sleeps(lambda: self._is_late(votes)) or self._writing is not votes:
+            return
+        self._late = True
+        for _, _, failed in votes:
+            failed("the disk has not answered")
 
-    def _save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
-        if self.alive and not self._sleeps(lambda: self._save(durable, then, failed)):
-            self._writing.remove(durable)
-            if self.world.is_full(self.node):
-                failed("the disk is full")
-                return
+    def _written(self) -> None:
+        if not self.alive or self._sleeps(self._written):
+            return
+        votes, self._writing = self._writing, []
+        durable, _, _ = votes[-1]
+        full, told = self.world.is_full(self.node), () if self._late else votes
+        if not full:
             self.world.disks[self.node] = durable
             self.world.history.setdefault(self.node, []).append(durable)
             if durable.vote is not None:
                 self.world.stage_entered("voting")
-            then()
+        for _, then, failed in told:
+            if full:
+                failed("the disk is full")
+            else:
+                then()
+        if not full:
             self.world.checks.knows(self)
+        self._write()
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See session.Outlets."""

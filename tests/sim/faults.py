@@ -56,8 +56,7 @@ class Fault:
 class Shape:
     """What is not left to the seed; 0: it is. `without`: faults that are left out, by their numbers.
 
-    `others`: whether disks and cables have faults, too. `components`: so many faults of components more,
-    with `elections` only of disks and leaders.
+    `others`: whether disks and cables have faults, too. `components`: so many faults of components more.
     """
 
     nodes: int = 0
@@ -67,7 +66,6 @@ class Shape:
     spares: int = 0
     limits: m.Limits = LIMITS
     components: int = 0
-    elections: bool = False
 
 
 ANY = Shape()

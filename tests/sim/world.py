@@ -56,7 +56,7 @@ class World:
         chance, self._broken = Random(f"{seed}-components"), tuple[components.Broken, ...]()
         if shape.components:
             job = replace(job, spec=components.of_components(job.spec, chance))
-            drawn = components.draw(chance, shape.components, elections=shape.elections)
+            drawn = components.draw(chance, shape.components)
             job = replace(job, steps=components.steps(shape.components), sticky=None)
             self._broken = components.without(drawn, shape.without, FIRST_COMPONENT)
         self.job: Job = share(job, Random(f"shards of {seed}"))
@@ -76,8 +76,6 @@ class World:
         self.raised: Counter[str] = Counter()
         # Faults that happened, and messages that were lost or doubled, or held up by a broken network.
         self.injected: Counter[str] = Counter()
-        # Leaders that were elected, and those of them while some disk took nothing, or not soon.
-        self.elections: Counter[str] = Counter()
         nodes = range(self.spec.nodes + self.spec.spares)
         self.graph = overlay(self.spec.job, tuple(nodes))
         self.deaths: Counter[tuple[int, int]] = Counter()
@@ -89,10 +87,9 @@ class World:
         # Whether anything has changed that `checks.after_event` looks at.
         self.touched = False
         self.storm_until = 0.0
-        # Until when each write of a node takes how much longer; what was ever on its disk; writes begun.
+        # Until when each write of a node takes how much longer; what was ever on its disk.
         self.slow_until: dict[int, tuple[float, float]] = {}
         self.history: dict[int, list[Durable]] = {}
-        self.begun: Counter[int] = Counter()
         # Links, from and to, whose next frame is not what was sent; whether the user has ended the job.
         self.tampered: dict[tuple[int, int], float] = {}
         self.cancelled = False
@@ -222,13 +219,6 @@ class World:
         return any(
             slot.phase in ("finished", "exited") for agent in self.agents.values() for slot in agent.slots
         )
-
-    def elected(self) -> None:
-        """A daemon has come to lead."""
-        self.elections["elections"] += 1
-        broken = self.hung | self.forgot
-        bad = any(node in broken or self.is_full(node) or self.slow_s(node) for node in self.agents)
-        self.elections["elections beside a bad disk"] += bad
 
     def stage_entered(self, stage: str) -> None:
         """A leader has brought the job, or the agreement, to a stage: what waits for that is due."""

@@ -32,7 +32,7 @@ class Pulses:
     _doubted: dict[int, int] = field(default_factory=dict)
 
     def beat(self, nodes: Collection[int], now: float) -> tuple[Pulse, ...]:
-        """Return what the next beat carries of these; `now` in s of a clock that grows from life to life, too.
+        """Return what the next beat carries of these; `now` in s of a clock that grows over all lives.
 
         A leader may be no voter: its disk takes no votes any more.
         """

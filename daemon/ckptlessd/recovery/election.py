@@ -12,8 +12,11 @@ FORMING_GRACE_S = 10.0
 # Without a leader the first in the order tries at once, each other one so much later than the one before it,
 # and up to twice as long: an election takes two round trips, and a write on a quorum's disks between them.
 TURN_S = 0.5
-# A try that somebody else has ended: again after so long, and up to twice as long.
+# Who has promised another its vote, or whose own try was ended by one, waits so long, and up to twice as
+# long; and each time twice as long as before, up to 2 ** DOUBLED times: where disks are slow, daemons would
+# end each other's tries for ever, before any is written.
 AGAIN_S = 0.3
+DOUBLED = 3
 
 
 @dataclass
@@ -22,15 +25,18 @@ class Election:
 
     E1, whoever hears its leader supports no other, so a bad link deposes nobody. E2, a try that fails changes
     nothing, since it asks first. E3, a reign that is older than the newest one known is not followed. E4,
-    each tries after a time of its own, whatever the others do: nobody waits for one that cannot be elected.
+    each tries after a time of its own: nobody waits for one that cannot be elected. E5, whoever has promised
+    another its vote gives it time to be elected.
     """
 
     job: JobState
     # The ballot by which this daemon leads.
     _leads_by: Ballot | None = None
-    # Since when it hears no leader, and its own tries.
+    # From when on it may try, while it hears no leader; what it has promised, and how often it has waited.
     _alone: float | None = None
     _tried: bool = False
+    _promised: Ballot | None = None
+    _waits: int = 0
     _campaigns: int = 0
 
     def hear(self, said: Said, now: float) -> None:
@@ -60,17 +66,19 @@ class Election:
         """Try to lead, where nobody does and this daemon's time has come."""
         job, agreement, turn = self.job, self.job.agreement, self._turn
         if job.stage == "ended" or job.leads or job.spec is None or job.hears_leader or turn is None:
-            self._alone, self._tried = None, False
+            self._alone, self._tried, self._waits = None, False, 0
             if not agreement.elected:
                 agreement.resign()
             return
         if agreement.campaigns:
             return
+        promised = agreement.durable.promised
         if self._alone is None:
             self._alone = now
-        elif self._tried:
-            self._alone = now + AGAIN_S * self._jitter
-        self._tried = False
+        elif self._tried or promised != self._promised:
+            self._alone = now + AGAIN_S * 2 ** min(self._waits, DOUBLED) * self._jitter
+            self._waits += 1
+        self._tried, self._promised = False, promised
         # Of the beginning the lowest is the first, also where it comes late.
         late = job.stage == "forming" and job.me != min(job.nodes)
         from_s = max(self._alone, job.started + (FORMING_GRACE_S if late else 0.0))

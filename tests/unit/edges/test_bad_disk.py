@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -364,6 +365,91 @@ def damaged(chance: random.Random, whole: bytes) -> bytes:
         case 5:
             spoilt[chance.randrange(100)] ^= 1 << chance.randrange(8)
     return bytes(spoilt)
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, begun: list[int], done: threading.Event) -> None:
+    """Each write of a vote waits until `done`; `begun` has what was to be written, by number."""
+    save = Ledger.save_vote
+
+    def save_late(ledger: Ledger, job: str, identity: str, durable: Durable) -> None:
+        begun.append(durable.promised.number)
+        assert done.wait(DEADLINE_S)
+        save(ledger, job, identity, durable)
+
+    monkeypatch.setattr(Ledger, "save_vote", save_late)
+
+
+def test_one_write_takes_all_votes_that_came_during_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five a second, of whoever asks again, would be more than a disk can take that is slow."""
+    begun, done, told = list[int](), threading.Event(), list[int]()
+    slow(monkeypatch, begun, done)
+
+    async def ask() -> None:
+        writer = LedgerWriter(tmp_path / "ledger.db")
+        for number in range(1, 30):
+            memory = ("id", promised(number))
+            writer.save_vote(JOB, memory, lambda number=number: told.append(number), pytest.fail)  # type: ignore[misc]
+            if number == 1:
+                await until("it is being written", lambda: begun == [1])
+        assert told == []
+        done.set()
+        await until("all are told", lambda: len(told) == 29)
+        assert begun == [1, 29]
+        assert told == sorted(told)
+        assert await writer.vote(JOB) == ("id", promised(29))
+        writer.save_vote(JOB, ("id", promised(30)), lambda: told.append(30), pytest.fail)
+        await until("the next one is written by itself", lambda: told[-1] == 30)
+        await writer.close()
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+def test_a_vote_that_the_disk_does_not_answer_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes of it later is told to nobody; the next one is written once the disk is back."""
+    monkeypatch.setattr("ckptless.daemon.ledger.writer.VOTE_DEADLINE_S", 0.1)
+    begun, done, told = list[int](), threading.Event(), list[object]()
+    slow(monkeypatch, begun, done)
+
+    async def ask() -> None:
+        writer = LedgerWriter(tmp_path / "ledger.db")
+        writer.save_vote(JOB, ("id", promised(1)), lambda: pytest.fail("told"), told.append)
+        await until("it has failed", lambda: told)
+        assert told == [f"{tmp_path / 'ledger.db'}: the disk has not taken a vote in 0 s"] == [writer.trouble]
+        writer.save_vote(JOB, ("id", promised(2)), lambda: told.append(2), pytest.fail)
+        done.set()
+        await until("the next one is told", lambda: told[-1] == 2)
+        assert begun == [1, 2]
+        assert writer.trouble == ""
+        await writer.close()
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+def test_where_the_write_fails_each_vote_of_it_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise LedgerError("full")
+
+    monkeypatch.setattr(Ledger, "save_vote", fail)
+    failed: list[str] = []
+
+    async def ask() -> None:
+        writer = LedgerWriter(tmp_path / "ledger.db")
+        for number in (1, 2, 3):
+            writer.save_vote(JOB, ("id", promised(number)), lambda: pytest.fail("told"), failed.append)
+        await until("all have failed", lambda: len(failed) == 3)
+        monkeypatch.undo()
+        writer.save_vote(JOB, ("id", promised(4)), lambda: failed.append("no"), pytest.fail)
+        await until("it goes on", lambda: failed[-1] == "no")
+        await writer.close()
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+    assert failed == ["full"] * 3 + ["no"]
 
 
 ROUNDS = 150
