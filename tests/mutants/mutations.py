@@ -24,6 +24,8 @@ RELATIONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.In: ("in", "not in"),
     ast.NotIn: ("not in", "in"),
 }
+# Two times are equal by chance only: with "<=" for "<" nothing would change.
+REVERSED = {"<": ">", "<=": ">", ">": "<", ">=": "<"}
 ARITHMETIC: dict[type[ast.operator], str] = {
     ast.Add: "-",
     ast.Sub: "+",
@@ -148,12 +150,22 @@ def _said(node: ast.AST) -> bool:
 
 def _compare(node: ast.Compare, text: _Text) -> Iterator[tuple[Place, str]]:
     """One relation at a time, of a chain as well."""
-    parts = [text.of(node.left), *(text.of(right) for right in node.comparators)]
+    sides = [node.left, *node.comparators]
+    parts = [text.of(side) for side in sides]
     for changed in range(len(node.ops)):
         words = [parts[0]]
         for at, (op, right) in enumerate(zip(node.ops, parts[1:], strict=True)):
-            words += [RELATIONS[type(op)][at == changed], right]
+            here, other = RELATIONS[type(op)]
+            if here in REVERSED and any(_is_time(side) for side in sides[at : at + 2]):
+                other = REVERSED[here]
+            words += [other if at == changed else here, right]
         yield node, f"({' '.join(words)})"
+
+
+def _is_time(node: ast.AST) -> bool:
+    """Whether it has something in it that is in seconds, by its name."""
+    names = (getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node))
+    return any(name == "now" or name.endswith(("_s", "_S")) for name in names)
 
 
 def _connective(node: ast.BoolOp, text: _Text) -> Iterator[tuple[Place, str]]:

@@ -22,6 +22,8 @@ def changes(source: str) -> list[tuple[str, str]]:
             "x = a and b",
             {("a and b", "((a) or (b))"), ("a and b", "((a))"), ("a and b", "((b))")},
         ),
+        ("x = now - a > b", {("now - a > b", "(now - a < b)"), ("now - a", "(now + a)")}),
+        ("x = a >= b.limit_s", {("a >= b.limit_s", "(a < b.limit_s)")}),
         ("x = not a", {("not a", "(a)")}),
         ("x = a + b", {("a + b", "(a - b)")}),
         ("x = True", {("True", "False")}),
