@@ -255,12 +255,6 @@ class Agreement:
             self._learn(decree)
             self.resign()
 
-    def beware(self, node: int, promised: Ballot) -> None:
-        """A voter has promised somebody so much. A leader below that could agree on nothing any more."""
-        self.highest = max(self.highest, promised)
-        if node in self.known.voters and self.ballot is not None and promised > self.ballot:
-            self.resign()
-
     def _learn(self, decree: Decree) -> None:
         """It need not be on this disk: it is on those of a quorum, and goes with any promise after it."""
         vote = self.durable.vote

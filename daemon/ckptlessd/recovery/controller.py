@@ -80,7 +80,6 @@ class Controller:
             self._leading.drive(now)
         self._fencing.end_by_itself(now)
         job.agreement.repeat(now)
-        self._look(now)
         self._snapshots.write_job(now)
         out = job.out.copy()
         job.out.clear()
@@ -123,8 +122,7 @@ class Controller:
                 job.moved = min(now, job.moved + event.seconds)
                 job.led = min(now, job.led + event.seconds)
             case e.Tick():
-                if not job.lease.held:
-                    self._fencing.ask_witness(now)
+                self._fencing.ask_witness(now)
                 self._following.tick(now)
 
     def _look(self, now: float) -> None:
@@ -184,7 +182,5 @@ class Controller:
         elif theirs.index > job.known.index:
             # It answers with what this one lacks.
             job.meet(node)
-        job.agreement.beware(node, theirs.promised)
-        self._look(now)
         if self._election.compare(node, theirs, now):
             self._following.introduce()

@@ -66,7 +66,7 @@ class Election:
         """Try to lead, where nobody does and this daemon's time has come."""
         job, agreement, turn = self.job, self.job.agreement, self._turn
         if job.stage == "ended" or job.leads or job.spec is None or job.hears_leader or turn is None:
-            self._alone, self._tried, self._waits = None, False, 0
+            self._alone, self._waits = None, 0
             if not agreement.elected:
                 agreement.resign()
             return
@@ -91,15 +91,13 @@ class Election:
     def _turn(self) -> int | None:
         """The number of others it lets try before it; None where it cannot be elected.
 
-        Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where each
-        voter's node is lost, whose daemon may vote on, or cannot vote, any node.
+        Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where no
+        voter is left of these, any node: the daemons of lost nodes vote on.
         """
         job = self.job
         there = job.reachable - job.unable - job.losses.keys()
-        voters = there.intersection(job.known.voters)
-        if not voters and job.losses.keys() | job.unable >= set(job.known.voters):
-            voters = there
-        order = sorted(voters, key=lambda node: (node != job.reign.node, node))
+        able = there.intersection(job.known.voters) or there
+        order = sorted(able, key=lambda node: (node != job.reign.node, node))
         return order.index(job.me) if job.me in order else None
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from ckptless.daemon.ckptlessd.consensus.agreement import Save as Save
 from ckptless.daemon.ckptlessd.consensus.agreement import Tell as Tell
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Ballot, Say
+from ckptless.daemon.ckptlessd.consensus.decree import Say
 from ckptless.daemon.ckptlessd.planning.faults import NodeLost as NodeLost
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.limits import (
@@ -31,17 +31,16 @@ class Standing:
     """A daemon's word when two meet: who leads, how far the job is, which nodes are lost.
 
     `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `index` is the
-    number of the newest decree that it knows; `promised` the ballot below which it accepts nothing.
-    `lost` has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
-    nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
-    `dead`: voters that are dead by the witness's word, whoever asked it.
+    number of the newest decree that it knows. `lost` has the node, the reason, and whose word that is.
+    `able`: the sender can vote; else its disk takes nothing, or has lost what it had promised. `apart`: nodes
+    that it cannot reach, though others see them. `dead`: voters that are dead by the witness's word, whoever
+    asked it.
     """
 
     term: Number
     leader: NodeOrNone
     stage: Stage
     index: Number
-    promised: Ballot = NO_BALLOT
     lost: Annotated[tuple[tuple[NodeNumber, Text, FaultSource], ...], OF_NODES] = ()
     able: bool = True
     apart: Nodes = ()

@@ -62,8 +62,7 @@ class Following:
             case m.AgentHello() | m.Introduction():
                 self._take_hello(view, message, now)
             case m.AgentState():
-                if not self._take_state(view, message, now):
-                    return
+                self._take_state(view, message, now)
             case m.Cancel():
                 job.cancelled = message
             case _ if report.node == job.me:
@@ -73,19 +72,19 @@ class Following:
 
     def _take_hello(self, view: NodeView, hello: m.AgentHello | m.Introduction, now: float) -> None:
         if isinstance(hello, m.AgentHello):
-            self.job.spec = self.job.spec or hello.spec
+            self.job.spec = hello.spec
         if view.hello is not None:
             return
         view.hello = hello
         if view.node == self.job.me:
             self.job.note(now, "info", "agent-up", f"{hello.info.name}: agent {hello.pid} is up")
 
-    def _take_state(self, view: NodeView, state: m.AgentState, now: float) -> bool:
-        """Take what an agent tells of itself; False where it is older than what is known."""
+    def _take_state(self, view: NodeView, state: m.AgentState, now: float) -> None:
+        """Take what an agent tells of itself, unless it is older than what is known."""
         if view.take_copies(state, now):
             self.rows.has_news(view.node)
         if view.state is not None and state.seq <= view.state.seq:
-            return False
+            return
         if state.holdings is not None:
             state = structs.replace(state, holdings=once(state.holdings, self._held))
         view.state, view.told_s = state, now
@@ -97,7 +96,6 @@ class Following:
             self._tend()
             # It has missed the word, and may hear the others: it would run on.
             self.job.end_lost_agent()
-        return True
 
     def _pass_on(self, message: m.FromAgent | m.Introduction, now: float) -> None:
         if isinstance(message, m.AgentHello):
@@ -148,11 +146,11 @@ class Following:
         job, kind = self.job, type(order)
         if isinstance(order, m.Assign | m.End):
             raise TypeError(f"{kind.__name__} is agreed on, not ordered")
-        if order.generation != job.generation:
-            # Early: what it speaks of is not known here yet, and the leader will repeat it. Or late.
-            if order.generation < job.generation:
-                text = f"{kind.__name__} of generation {order.generation}; this is {job.generation}"
-                job.note(now, "info", "order-refused", text)
+        if order.generation > job.generation:
+            return  # what it speaks of is not known here yet, and the leader will repeat it
+        if order.generation < job.generation:
+            text = f"{kind.__name__} of generation {order.generation}; this is {job.generation}"
+            job.note(now, "info", "order-refused", text)
             return
         if kind is self._obeyed and job.follows:
             # Said again: what this node has reported since may be what the leader waits for.

@@ -95,7 +95,7 @@ class JobState:
     @property
     def leads(self) -> bool:
         """Whether this daemon gives the orders. One whose own node is lost has resigned."""
-        return self.agreement.elected and self.nodes[self.me].lost is None
+        return self.agreement.elected
 
     @property
     def follows(self) -> bool:
@@ -159,7 +159,6 @@ class JobState:
             leader=self.leader,
             stage=self.stage,
             index=self.known.index,
-            promised=self.agreement.durable.promised,
             lost=lost,
             able=self.agreement.able,
             apart=tuple(sorted(self.apart)),
