@@ -99,3 +99,15 @@ def test_the_next_to_lead_has_no_disk(gap_s: float) -> None:
     ((recovered_s, _),) = told(world, "recovered")
     assert recovered_s < died_s + 10.0
     assert len(told(world, "vote-lost")) == 1
+
+
+@pytest.mark.parametrize("dead", [0, 3])
+def test_a_job_that_stands_still_ends_where_too_few_can_ever_vote(dead: int) -> None:
+    """Also where somebody leads: the leader's vote alone decides nothing."""
+    world = play(4, (2.0, full(1, FOR_EVER_S)), (2.0, full(2, FOR_EVER_S)), (2.1, dies(dead)))
+    limits = world.spec.limits
+    ends = {text for _, text in told(world, "ends")}
+    assert len(ends) == 3, world.story.render()
+    for text in ends:
+        assert "was agreed on for" in text or "was elected leader for" in text
+        assert text.endswith(f" {limits.join_s + limits.stall_s:.0f} s: node-1, node-2 cannot vote")

@@ -110,10 +110,10 @@ class Fencing:
     # ------------------------------------------------------------------------- ends that nobody agrees on
 
     def end_by_itself(self, now: float) -> None:
-        """End what cannot be ended together: a job never begun, one that nobody leads, a cancelled one."""
+        """End what cannot be ended together: a job never begun, one of which nothing is decided, a cancelled one."""
         if self.job.stage == "forming":
             self._end_unformed(now)
-        self._end_without_leader(now)
+        self._end_undecided(now)
         if self.job.cancelled is not None and self.job.stage != "ended":
             self._end_cancelled(self.job.cancelled, now)
 
@@ -125,13 +125,15 @@ class Fencing:
             text = f"{len(job.reachable)} of {len(job.nodes)} daemons have met, {few} to begin"
             self._give_up(text, now - job.since)
 
-    def _end_without_leader(self, now: float) -> None:
-        """A job that stands still is not left so: it ends where no leader was found for as long as it may.
+    def _end_undecided(self, now: float) -> None:
+        """A job that stands still is not left so: it ends where nothing is decided for as long as it may.
 
         Enough voters may be heard, and too few of these can vote: one has lost its disk, another is gone.
+        Then nobody is elected, or what the leader proposes is not agreed on.
         """
         job = self.job
-        if job.leads or job.hears_leader or job.spec is None or job.stage in ("forming", "ended"):
+        decides = job.leads and job.agreement.proposal is None
+        if decides or job.hears_leader or job.spec is None or job.stage in ("forming", "ended"):
             job.led = now
             return
         limit_s = job.spec.limits.join_s + job.spec.limits.stall_s
@@ -140,7 +142,8 @@ class Fencing:
         if stands and now - job.led > limit_s:
             unable = job.unable.intersection(job.known.voters)
             few = f": {_names(unable)} cannot vote" if unable else ""
-            self._give_up(f"nobody was elected leader for {limit_s:.0f} s{few}", now - job.led)
+            what = "nothing was agreed on" if job.leads else "nobody was elected leader"
+            self._give_up(f"{what} for {limit_s:.0f} s{few}", now - job.led)
 
     def _end_cancelled(self, cancel: m.Cancel, now: float) -> None:
         job = self.job

@@ -37,11 +37,11 @@ class JobState:
 
     `since`: when it came to this stage; `started`: to the first one. `moved`: when a rank of the job was last
     known to make a step, `stepped`: the newest step of this node's ranks, and when it was heard of. `led`:
-    when a leader was there last. `generation` and `reign` are the newest that were followed; by `reign` its
-    node leads, or `leader` is nobody. `reachable`, `answering` and `heartbeats` are nodes whose daemons are
-    connected, whose agents answer, and of whose daemons others hear. `unable`: nodes whose daemon cannot
-    vote. `apart`: nodes that this daemon cannot reach itself. `touched`: nodes with news since the leader
-    looked last.
+    when there was last a leader whose proposals are agreed on. `generation` and `reign` are the newest that
+    were followed; by `reign` its node leads, or `leader` is nobody. `reachable`, `answering` and `heartbeats`
+    are nodes whose daemons are connected, whose agents answer, and of whose daemons others hear. `unable`:
+    nodes whose daemon cannot vote. `apart`: nodes that this daemon cannot reach itself. `touched`: nodes with
+    news since the leader looked last.
     """
 
     me: int

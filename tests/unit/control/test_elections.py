@@ -14,11 +14,12 @@ from ckptless.daemon.ckptlessd.consensus.decree import (
     Canvass,
     Decided,
     Decree,
+    Prepare,
 )
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
-from ckptless.daemon.ckptlessd.recovery.election import AGAIN_S, FORMING_GRACE_S, TURN_S
+from ckptless.daemon.ckptlessd.recovery.election import AGAIN_S, DOUBLED, FORMING_GRACE_S, TURN_S
 from ckptless.daemon.ckptlessd.recovery.fencing import AGREEING_S, CANCEL_S, FORMING_DEADLINE_S, RENEWALS
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
 from ckptless.daemon.protocol import messages as m
@@ -46,6 +47,10 @@ def tries_after(node: Node, most_s: float) -> float | None:
                 return node.now - began
         node.now += TICK_S
     return None
+
+
+def campaigns(node: Node) -> bool:
+    return node.control.job.agreement.campaigns
 
 
 def lone(me: int, *, away: tuple[int, ...] = (0,), losses: tuple[int, ...] = ()) -> Node:
@@ -189,6 +194,75 @@ def test_no_two_tries_of_a_life_and_no_two_lives_wait_alike() -> None:
     assert None not in waits
 
 
+def promises(node: Node, ballot: Ballot) -> None:
+    """Another daemon tries to lead, and asks this one for its promise."""
+    node.control.handle(e.Said(ballot.node, Prepare(ballot=ballot, index=1)), node.now)
+    assert node.control.job.agreement.durable.promised == ballot
+
+
+def test_who_has_promised_another_its_vote_gives_it_time_and_each_time_more() -> None:
+    """Where disks are slow daemons would end each other's tries for ever."""
+    node, waits = lone(1), list[float]()
+    for number in range(3, 10):
+        promises(node, Ballot(number=number * 10, node=2))
+        after_s = tries_after(node, 20.0)
+        assert after_s is not None
+        waits.append(after_s)
+    for doubled, wait_s in enumerate(waits):
+        assert 1 <= wait_s / (AGAIN_S * 2 ** min(doubled, DOUBLED)) <= 2 + TICK_S / AGAIN_S
+
+
+def test_a_leader_that_was_heard_ends_the_patience_of_before() -> None:
+    node = lone(1)
+    for number in range(3, 7):
+        promises(node, Ballot(number=number, node=2))
+        assert tries_after(node, 20.0) is not None
+    node.feed(e.PeerUp(0, e.Standing(30, 0, "running", index=1)))
+    node.control.handle(e.PeerDown(0), node.now)
+    assert tries_after(node, AGAIN_S) is not None
+
+
+def test_a_try_that_nobody_has_answered_stays_the_same_one() -> None:
+    node = lone(1)
+    sought = node.control.job.agreement.sought
+    assert sought is not None
+    tries_after(node, 0.5)
+    for _ in range(100):
+        node.now += TICK_S
+        node.control.handle(e.Tick(), node.now)
+    assert node.control.job.agreement.sought == sought
+
+
+def test_nobody_tries_once_the_job_is_over() -> None:
+    node = lone(1)
+    node.control.handle(e.Report(1, m.Cancel(exit_code=130, reason="Ctrl-C")), node.now)
+    node.now += AGREEING_S + 1.0
+    node.control.handle(e.Tick(), node.now)
+    assert node.control.job.stage == "ended"
+    assert tries_after(node, 10.0) is None
+    assert not campaigns(node)
+
+
+def test_who_follows_another_gives_up_its_own_try() -> None:
+    node = lone(1)
+    assert campaigns(node)
+    node.control.handle(e.OrderFrom(2, 9, m.Running(generation=1)), node.now)
+    assert not campaigns(node)
+    assert node.control.job.leader == 2
+
+
+def test_a_leader_that_is_ordered_by_a_newer_one_follows_it() -> None:
+    node = Node(0, NODES)
+    node.feed(e.OrderFrom(2, 9, m.Running(generation=1)))
+    assert not node.control.job.leads
+    assert node.control.job.leader == 2
+
+
+def test_a_leader_does_not_hear_itself() -> None:
+    """Before the first generation who hears its leader waits twice as long as the leader does."""
+    assert not Node(0, NODES).control.job.hears_leader
+
+
 # ------------------------------------------------------------------------------------------- becoming it
 
 
@@ -199,8 +273,8 @@ def test_who_is_elected_tells_all_and_notes_it() -> None:
     assert node.control.job.leads
     assert node.control.job.leader == 1
     assert found.events == ["leader"]
-    told = [out.standing for out in found.outputs if isinstance(out, e.Meet) and out.node is None]
-    assert [(standing.term, standing.leader) for standing in told] == [(2, 1)]
+    told = [out for out in found.outputs if isinstance(out, e.Meet) and out.node is None]
+    assert [(out.standing.term, out.standing.leader, out.reports) for out in told] == [(2, 1, ())]
 
 
 def test_who_is_deposed_tells_all_that_it_leads_no_more() -> None:
@@ -394,9 +468,15 @@ def test_half_asks_the_witness_and_says_so_until_it_has_the_word() -> None:
     assert "node-2, node-3 are dead by the cluster's word" in str(found.outputs)
     told = [out.standing.dead for out in found.outputs if isinstance(out, e.Meet) and out.node is None]
     assert told[0] == (2, 3)
-    again = node.feed(e.Witnessed((2,)))
-    assert "witness" not in again.events
+    for nodes in ((2,), (2, 3)):
+        assert "witness" not in node.feed(e.Witnessed(nodes)).events
     assert not [out for out in node.wait(3.0).outputs if isinstance(out, e.AskWitness)]
+
+
+def test_before_it_knows_the_job_a_half_asks_nobody() -> None:
+    node = Node(0, 4, fresh=True)
+    node.control.handle(e.PeerUp(1, e.Standing(1, NOBODY, "running", index=1)), node.now)
+    assert not [out for out in node.wait(5.0).outputs if isinstance(out, e.AskWitness)]
 
 
 def test_a_majority_asks_nobody() -> None:
@@ -428,8 +508,12 @@ def test_a_daemon_that_was_stopped_hears_first_what_has_come() -> None:
     assert len(ends) == 1, "nothing has come"
 
 
-def campaigns(node: Node) -> bool:
-    return node.control.job.agreement.campaigns
+def test_a_daemon_that_was_stopped_for_most_of_its_lease_was_stopped() -> None:
+    node = Node(1, NODES)
+    node.control.handle_all([e.PeerDown(other) for other in (0, 2, 3, 4)], node.now)
+    for part in (0.4, 0.7):
+        node.now += part * LEASE_S
+        assert Heard(node.control.handle(e.Tick(), node.now)).ends == []
 
 
 def test_the_first_try_after_a_silence_is_not_late_as_one_that_failed() -> None:

@@ -19,13 +19,28 @@ from ckptless.daemon.ckptlessd.consensus.decree import (
     Refusal,
     Support,
 )
+from ckptless.daemon.ckptlessd.planning.faults import NodeViews
 from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
 from ckptless.daemon.protocol import messages as m
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import LEASE_S, LIMITS, Heard, Node, agreed, first_generation, info, lost_by, meet, trains
+from lease_nodes import (
+    LEASE_S,
+    LIMITS,
+    Heard,
+    Node,
+    agreed,
+    first_generation,
+    hello,
+    info,
+    job_spec,
+    lost_by,
+    meet,
+    trains,
+)
 
 NODES = 3
 STOP, GO = m.Stop(generation=1, reason="x"), m.Go(generation=1)
@@ -212,6 +227,27 @@ def test_the_first_who_says_that_a_node_is_lost_is_believed() -> None:
     assert (view.lost, view.lost_source, view.lost_age_s, loss.dark) == ("silent", "membership", 2.0, True)
 
 
+def test_there_is_no_stage_after_the_end() -> None:
+    node = Node(1, NODES)
+    outcome = m.Outcome(state="done", exit_code=0, reason="")
+    node.feed(e.Said(0, Decided(decree=Decree(index=2, voters=(0, 1, 2), outcome=outcome))))
+    node.feed(e.PeerUp(0, e.Standing(1, 0, "running", index=2)))
+    assert stage(node) == "ended"
+
+
+def test_an_agent_hears_of_one_end_only() -> None:
+    """Of a node that was given up the job's own end says more."""
+    node = Node(1, NODES)
+    node.feed(lost_by(1, "silent"))
+    (end,) = node.told.ends
+    assert end.here_only
+    outcome = m.Outcome(state="done", exit_code=0, reason="")
+    node.feed(e.Said(0, Decided(decree=Decree(index=2, voters=(0, 1, 2), outcome=outcome))))
+    node.forget()
+    node.feed(e.Report(1, trains(1, first_generation(NODES), seq=9)))
+    assert {(end.outcome.state, end.here_only) for end in node.told.ends} == {("done", False)}
+
+
 def test_nothing_is_lost_by_the_end_of_the_job() -> None:
     node = Node(1, NODES)
     outcome = m.Outcome(state="done", exit_code=0, reason="")
@@ -280,14 +316,41 @@ def test_of_two_reigns_the_newer_one_is_followed() -> None:
     assert (0, 2) in [(out.node, out.standing.leader) for out in found.outputs if isinstance(out, e.Meet)]
 
 
+def meets(found: Heard) -> list[int | None]:
+    return [out.node for out in found.outputs if isinstance(out, e.Meet)]
+
+
+def test_who_hears_of_another_leader_says_there_where_it_stands() -> None:
+    node = Node(1, 4)
+    found = node.feed(e.PeerUp(2, standing(2, 3)))
+    assert leader_of(node) == 3
+    assert meets(found) == [3]
+    assert [out.node for out in found.outputs if isinstance(out, e.Forward)] == [3, 3]
+    found = node.feed(e.OrderFrom(2, 3, m.Running(generation=1)))
+    assert leader_of(node) == 2
+    assert meets(found) == [2], "by its first order"
+    assert meets(node.feed(e.OrderFrom(2, 3, STOP))) == []
+
+
+def test_what_is_said_of_a_reign_of_before_does_not_change_whom_it_follows() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(2, standing(5, 2)))
+    node.feed(e.PeerUp(0, standing(3, 1)))
+    assert (leader_of(node), node.control.job.term) == (2, 5), "its own one is over"
+
+
 def test_a_leader_that_says_that_it_leads_no_more_is_not_followed() -> None:
     node = Node(1, NODES)
     node.feed(e.PeerUp(2, standing(1, NOBODY)))
     assert leader_of(node) == 0, "that is not for node 2 to say"
+    node.feed(e.PeerUp(2, standing(7, NOBODY)))
+    assert (leader_of(node), node.control.job.term) == (0, 1), "of whoever led by that nothing is known"
     node.feed(e.PeerUp(0, standing(0, NOBODY)))
     assert leader_of(node) == 0, "it says so of the time before"
-    node.feed(e.PeerUp(0, standing(1, NOBODY)))
+    node.quiet = {0, 2}
+    found = Heard(node.control.handle(e.PeerUp(0, standing(1, NOBODY)), node.now))
     assert leader_of(node) == NOBODY
+    assert NOBODY not in meets(found)
 
 
 def test_who_is_taken_for_the_leader_and_is_not_says_so() -> None:
@@ -336,6 +399,45 @@ def test_a_job_that_stands_still_and_finds_no_leader_ends(stage: e.Stage) -> Non
     assert "nobody was elected leader for 1200 s: node-2 cannot vote" in end.outcome.reason
 
 
+def test_who_cannot_be_blamed_is_not_named() -> None:
+    """The other voter can vote, and gives no answer."""
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(0, standing(1, 0, "stopping")))
+    node.control.handle_all((e.PeerDown(0), lost_by(0, "silent")), node.now)
+    node.now += LIMIT_S + 10.0
+    (end,) = Heard(node.control.handle(e.Tick(), node.now)).ends
+    assert end.outcome.reason.endswith("nobody was elected leader for 1200 s")
+
+
+def test_a_job_that_stands_still_goes_on_where_there_is_a_leader() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(0, standing(1, 0, "stopping")))
+    for _ in range(round(2 * LIMIT_S / 10)):
+        node.now += 10.0
+        assert Heard(node.control.handle(e.Tick(), node.now)).ends == []
+
+
+def test_the_search_for_a_leader_begins_when_the_last_one_was_heard() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(0, standing(1, 0, "stopping")), e.PeerUp(2, standing(1, NOBODY, able=False)))
+    node.now += 2 * LIMIT_S
+    node.control.handle(e.Tick(), node.now)
+    node.control.handle_all((e.PeerDown(0), lost_by(0, "silent")), node.now)
+    node.now += LIMIT_S - 10.0
+    assert Heard(node.control.handle(e.Tick(), node.now)).ends == []
+    node.now += 20.0
+    assert len(Heard(node.control.handle(e.Tick(), node.now)).ends) == 1
+    (loss,) = (loss for loss in node.control.job.losses.values() if loss.node == 1)
+    assert loss.age_s == LIMIT_S + 10.0
+
+
+def test_a_job_that_has_not_begun_waits_for_its_nodes_whatever_its_deadlines_are() -> None:
+    spec = structs.replace(job_spec(NODES), limits=structs.replace(LIMITS, join_s=1.0, stall_s=1.0))
+    node = Controller(1, "s", NodeViews(tuple(range(NODES))))
+    node.handle(e.Report(1, structs.replace(hello(1, NODES), spec=spec)), 1000.0)
+    assert Heard(node.handle(e.Tick(), 1060.0)).ends == []
+
+
 def test_what_trains_goes_on_without_a_leader() -> None:
     assert without_leader("running", for_s=2 * LIMIT_S, steps=True) == []
 
@@ -361,6 +463,12 @@ def test_time_in_which_a_daemon_was_suspended_does_not_count_for_the_search_of_a
     node.now += LIMIT_S + 10.0
     suspended = node.control.handle_all((e.Suspended(LIMIT_S + 10.0), e.Tick()), node.now)
     assert Heard(suspended).ends == []
+    node.now += LIMIT_S - 10.0
+    assert Heard(node.control.handle_all((e.Suspended(1.0), e.Tick()), node.now)).ends == []
+    node.now += 10.5
+    assert Heard(node.control.handle(e.Tick(), node.now)).ends == [], "a second of it was no time"
+    node.now += 1.0
+    assert len(Heard(node.control.handle(e.Tick(), node.now)).ends) == 1
 
 
 def test_how_far_the_job_is_its_leader_says() -> None:
