@@ -33,7 +33,7 @@ SUITES = (
     "tests/property/test_keeping.py",
     "tests/sim/test_agreement.py",
 )
-# Jobs in the simulator, and quarrels about decrees, that a mutant has to come through in the end.
+# Jobs in the simulator, elections, and quarrels about decrees, that a mutant has to come through in the end.
 SEEDS = 40
 # The quickest of them, so many seconds for each mutant; and no test takes longer than the second.
 SIMULATED_S, EACH_S = 5.0, 60.0
@@ -46,6 +46,7 @@ Check = Callable[[], bool]
 def simulated() -> dict[str, Check]:
     """The jobs by name; each says whether it went well."""
     from tests.sim.agreeing import quarrel
+    from tests.sim.electing import election
     from tests.sim.world import simulate
 
     def check(job: Callable[[int], object], seed: int) -> Check:
@@ -58,8 +59,12 @@ def simulated() -> dict[str, Check]:
 
         return run
 
-    jobs: tuple[tuple[str, Callable[[int], object]], ...] = (("quarrel", quarrel), ("simulate", simulate))
-    return {f"{name} {seed}": check(job, seed) for name, job in jobs for seed in range(SEEDS)}
+    jobs: Mapping[str, Callable[[int], object]] = {
+        "election": election,
+        "quarrel": quarrel,
+        "simulate": simulate,
+    }
+    return {f"{name} {seed}": check(job, seed) for name, job in jobs.items() for seed in range(SEEDS)}
 
 
 def checks_of(items: Sequence[pytest.Item]) -> dict[str, Check]:

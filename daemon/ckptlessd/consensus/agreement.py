@@ -190,7 +190,7 @@ class Agreement:
         self._said = now
         missing = sorted(set(self.known.voters).difference(answered))
         self.out += [Tell(node, say) for node in missing if node != self.me]
-        if self.me in missing and not isinstance(say, Canvass):
+        if self.me in missing:
             self._answer(self.me, say, content=False)
 
     def _has(self, answers: Iterable[int]) -> bool:

@@ -364,6 +364,11 @@ def test_who_meets_too_few_gives_up_in_the_end() -> None:
     (end,) = node.told.ends
     assert end.outcome.why == "no-quorum"
     assert "1 of 5 daemons have met, too few to begin" in end.outcome.reason
+    assert FORMING_DEADLINE_S + AGREEING_S <= node.control.job.losses[4].age_s <= node.now - START_S
+    node = begun(4)
+    node.feed(e.NotSaved("it is full"))
+    node.wait(FORMING_DEADLINE_S + AGREEING_S + 1.0, 0.5)
+    assert "met, too few of them can vote to begin" in node.told.ends[0].outcome.reason
 
 
 def test_an_agent_that_does_not_come_up_is_given_up_and_the_job_begins_without_it() -> None:

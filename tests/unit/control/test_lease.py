@@ -575,8 +575,15 @@ def test_a_cancel_where_all_agents_are_gone_and_all_daemons_live_ends_the_job() 
         node.feed(*(lost_by(lost, "its agent is gone") for lost in range(3)))
         node.feed(e.Report(node.me, m.Cancel(exit_code=143, reason="Slurm has ended the job")))
     for node in nodes:
-        node.wait(LONG_S)
-        assert node.control.job.outcome is not None
+        assert node.control.job.outcome is not None, "nobody is left to ask"
+
+
+def test_a_cancel_where_one_agent_is_gone_is_agreed_on_with_the_others() -> None:
+    node = Node(1, 3)
+    node.quiet = {0}
+    node.feed(lost_by(2, "its agent is gone"))
+    node.feed(e.Report(1, m.Cancel(exit_code=143, reason="Slurm has ended the job")))
+    assert node.control.job.outcome is None
 
 
 def test_a_node_that_is_lost_already_has_no_turn_to_ask_the_witness() -> None:

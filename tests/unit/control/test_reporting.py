@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from msgspec import structs
@@ -65,6 +66,30 @@ def test_without_a_leader_the_lowest_that_lives_hears_it() -> None:
     assert 1 not in meets(node.told)
 
 
+def test_the_lowest_itself_tells_the_next_one() -> None:
+    node = Node(1, NODES)
+    node.quiet = {2}
+    node.feed(lost_by(0, "gone"))
+    node.forget()
+    assert 2 in meets(node.wait(REPORT_INTERVAL_S, 0.25))
+    assert 1 not in meets(node.told)
+
+
+def test_whoever_is_alone_tells_nobody() -> None:
+    node = Node(1, NODES)
+    node.feed(e.PeerDown(0), e.PeerDown(2))
+    node.forget()
+    assert meets(node.wait(2 * REPORT_INTERVAL_S, 0.25)) == []
+
+
+def test_after_the_end_nothing_is_said_again() -> None:
+    node = Node(1, NODES)
+    outcome = m.Outcome(state="done", exit_code=0, reason="")
+    node.feed(e.Said(0, Decided(decree=Decree(index=2, voters=(0, 1, 2), outcome=outcome))))
+    node.forget()
+    assert meets(node.wait(3 * REPORT_INTERVAL_S, 0.25)) == []
+
+
 def test_a_leader_that_is_heard_hears_it_and_no_lower_node() -> None:
     node = Node(1, 4, leader=2)
     assert meets(node.wait(1.0, 0.25)) == [2]
@@ -85,6 +110,25 @@ def test_an_agent_s_words_are_a_line_of_the_story_once() -> None:
     said = m.AgentEvent(level="warning", kind="slow-disk", text="it takes a second", generation=1)
     assert node.feed(e.Report(1, said)).events == ["slow-disk"]
     assert node.feed(e.Report(2, said)).events == [], "node 2's daemon writes it"
+
+
+def test_each_line_of_the_story_has_a_name_of_its_own_and_says_where_it_belongs() -> None:
+    node = Node(1, NODES)
+    said = m.AgentEvent(level="info", kind="k", text="t", generation=5)
+    found = node.feed(e.Report(1, said), e.Report(1, said), e.NotSaved("it is full"))
+    writes = [out for out in found.outputs if isinstance(out, e.Write)]
+    assert all(write.share for write in writes), "each daemon's ledger has all of it"
+    rows = [row for write in writes for row in write.records if isinstance(row, EventRecord)]
+    assert len({row.event for row in rows}) == len(rows) == 3
+    assert {(row.job, row.node) for row in rows} == {("4711", 1)}
+    assert [row.generation for row in rows] == [5, 5, 1]
+    before = Node.begun(NODES)
+    assert before.feed(e.NotSaved("full")).events == ["vote-lost"]
+    first = Node(1, NODES, fresh=True)
+    first.control = Controller(1, "s", {number: NodeView(number) for number in range(NODES)})
+    writes = [out for out in first.feed(e.NotSaved("full")).outputs if isinstance(out, e.Write)]
+    (row,) = (row for write in writes for row in write.records if isinstance(row, EventRecord))
+    assert (row.job, row.generation) == ("", None), "of no job that is known, and before any generation"
 
 
 def test_an_agent_that_comes_again_is_not_up_again() -> None:
@@ -109,6 +153,7 @@ def test_who_lacks_a_decree_is_sent_it_and_who_has_a_newer_one_is_asked() -> Non
     node = Node(1, NODES)
     found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=0)))
     assert e.Tell(2, Decided(decree=agreed(NODES))) in found.outputs
+    assert meets(found) == [2], "and where this one stands"
     found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1)))
     assert (meets(found), [out for out in found.outputs if isinstance(out, e.Tell)]) == ([], [])
     found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=2)))
@@ -161,6 +206,35 @@ def test_of_many_nodes_a_new_step_alone_is_told_in_turns() -> None:
     assert len(forwards(node.feed(e.Report(1, frozen)))) == 1
 
 
+def test_of_many_nodes_each_has_its_turn_once_in_a_while_and_not_all_at_once() -> None:
+    nodes = 4 * NODES_A_SECOND
+    turns: list[list[float]] = []
+    for me in (1, 1 + nodes // 2):
+        node, told = Node(me, nodes), list[float]()
+        for n in range(96):
+            node.now = START_S + 0.125 * n
+            if forwards(node.feed(e.Report(me, state(me, 10 + n, STEP + n)))):
+                told.append(node.now)
+        assert all(b - a == 4.0 for a, b in pairwise(told[-3:])), "each fourth second"
+        turns.append(told[-3:])
+    assert (turns[0][-1] - turns[1][-1]) % 4.0 == 2.0
+
+
+def test_of_many_nodes_an_agent_s_words_are_passed_on_at_once() -> None:
+    node = follower_of_many()
+    said = m.AgentEvent(level="info", kind="k", text="t", generation=1)
+    assert [forward.report.message for forward in forwards(node.feed(e.Report(1, said)))] == [said]
+
+
+def test_of_many_nodes_a_frozen_one_tells_all_at_once() -> None:
+    node = follower_of_many()
+    for step in range(4):
+        told = state(1, 10 + step, STEP + step, frozen=1)
+        (forward,) = forwards(node.feed(e.Report(1, told)))
+        assert isinstance(forward.report.message, m.AgentState)
+        assert forward.report.message.slots == told.slots
+
+
 def test_of_many_nodes_what_is_held_is_not_told_with_every_step() -> None:
     node = follower_of_many()
     held = m.Copies(tensors=(), records=(), nbytes=0)
@@ -208,6 +282,13 @@ def test_how_long_the_own_ranks_have_made_no_step() -> None:
     assert node.control.job.still_s(START_S + 4.0) == 4.0, "it was no new step"
     node.feed(e.Report(1, state(1, 11, STEP + 1)), e.Report(0, state(0, 11, STEP + 2)))
     assert node.control.job.still_s(START_S + 4.0) == 2.0
+    node.now = START_S + 3.0
+    node.feed(e.Report(0, state(0, 12, STEP + 3)))
+    assert node.control.job.still_s(START_S + 4.0) == 2.0, "that was a step of another node"
+    both = trains(1, first_generation(NODES), 12)
+    slots = (structs.replace(both.slots[0], step=STEP + 1), structs.replace(both.slots[0], slot=1))
+    node.feed(e.Report(1, structs.replace(both, slots=slots)))
+    assert node.control.job.still_s(START_S + 4.0) == 2.0, "of two ranks the one that is behind is no news"
     node.feed(e.OrderFrom(0, 1, m.Stop(generation=1, reason="x")))
     assert node.control.job.still_s(START_S + 4.0) == 0.0
     first = Node.begun(NODES)
@@ -224,8 +305,8 @@ def test_how_long_the_own_ranks_have_made_no_step() -> None:
 
 def test_a_bad_disk_is_said_once_and_so_is_its_end() -> None:
     node = Node(1, NODES)
-    for _ in range(2):
-        node.feed(e.NotSaved("it is full"))
+    assert [told.able for told in node.feed(e.NotSaved("it is full")).meetings] == [False]
+    node.feed(e.NotSaved("it is full"))
     assert node.told.events == ["vote-lost"]
     assert [told.able for told in node.told.meetings] == [False]
     assert node.control.job.unable == {1}

@@ -184,6 +184,21 @@ def test_a_leader_that_promises_more_to_another_stands_down() -> None:
     assert daemon.it.durable.promised == HIGHER
 
 
+def test_a_leader_that_tries_anew_leads_no_more_until_it_is_elected() -> None:
+    daemon = Daemon()
+    daemon.lead()
+    daemon.campaign()
+    assert not daemon.elected()
+    assert not daemon.ready()
+
+
+def test_who_promises_another_while_it_asks_for_support_asks_no_more() -> None:
+    daemon = Daemon()
+    daemon.campaign()
+    daemon.hear(2, Prepare(ballot=HIGHER, index=0))
+    assert not daemon.it.campaigns
+
+
 def test_who_refuses_since_it_lags_is_sent_the_decree() -> None:
     daemon = Daemon()
     daemon.lead()
