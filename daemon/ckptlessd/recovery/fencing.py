@@ -110,7 +110,7 @@ class Fencing:
     # ------------------------------------------------------------------------- ends that nobody agrees on
 
     def end_by_itself(self, now: float) -> None:
-        """End what cannot be ended together: a job never begun, one of which nothing is decided, a cancelled one."""
+        """End what cannot be ended together: a job never begun, an undecided one, a cancelled one."""
         if self.job.stage == "forming":
             self._end_unformed(now)
         self._end_undecided(now)
