@@ -29,7 +29,7 @@ FOR_RUN = ("torch._dynamo", "ckptless.pytorch_hooks")
 READ_NBYTES = 1 << 20
 # Its own deadline is less, but torch is loaded first, and be it over a network.
 DEADLINE_S = 300.0
-SELF_TEST = "ckptless.pytorch_hooks.torch_private.self_test"
+SELF_TEST = "ckptless.pytorch_hooks.self_test"
 
 
 def preloads(argv: Sequence[str], cwd: Path, given: Sequence[str], *, module: bool) -> tuple[str, ...]:

@@ -22,10 +22,10 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError, StateUnavailableError
 from ckptless.daemon.protocol.twins import Span, twin_digest
+from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.overlap import BesideTraining
 from ckptless.pytorch_hooks.commit.pinned import Pinned
 from ckptless.pytorch_hooks.errors import StateMoved
-from ckptless.pytorch_hooks.running.session import Session
 from ckptless.pytorch_hooks.state import TensorSet, private, raw
 
 logger = logging.getLogger(__name__)

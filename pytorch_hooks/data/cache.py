@@ -22,6 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from ckptless.daemon.protocol.errors import DataError, ProtocolError
+from ckptless.pytorch_hooks.agent_session import job_key
 from ckptless.pytorch_hooks.data.files import (
     HEADER_NBYTES,
     DataFile,
@@ -29,7 +30,6 @@ from ckptless.pytorch_hooks.data.files import (
     SealingWriter,
     check_header,
 )
-from ckptless.pytorch_hooks.running import job_key
 
 VARIABLE = "CKPTLESS_DATA_CACHE"
 BUDGET_NBYTES = 256 << 30

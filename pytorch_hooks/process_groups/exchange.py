@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ckptless.pytorch_hooks.errors import CollectiveFailed
-from ckptless.pytorch_hooks.process_groups.work import AbortableWork, FinishedWork, Scope
+from ckptless.pytorch_hooks.process_groups.work import AbortableWork, Scope
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private.works import FinishedWork
 
 NAME = "ckptless"
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ckptless.pytorch_hooks.process_groups.exchange import Exchange, forward
-from ckptless.pytorch_hooks.process_groups.work import behind
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private.works import behind
 
 # What scripts, and dist.recv, ask of a work besides wait() and get_future().
 _ASKED = ("is_completed", "is_success", "exception", "result", "synchronize", "source_rank", "_source_rank")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -15,39 +14,11 @@ import torch
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.sockets import Opened
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private.works import NO_TIMEOUT, shows
 
 T = TypeVar("T")
 
 _IDLE_S = 5.0
-_NO_TIMEOUT = timedelta(0)
-
-
-class _Asked(threading.local):
-    """The works that were asked for a future in this thread, while somebody looks."""
-
-    works: list[torch_private.Work] | None = None
-
-
-_asked = _Asked()
-
-
-def behind(work: torch_private.Work) -> torch_private.Work | None:
-    """The work of ours for which torch has handed out another that passes little on, or None.
-
-    It passes the question for a future on.
-    """
-    _asked.works = []
-    try:
-        with contextlib.suppress(RuntimeError):  # Gloo's have none for messages
-            work.get_future()
-        return _asked.works[0] if _asked.works else None
-    finally:
-        _asked.works = None
-
-
-def _shows(work: torch_private.Work) -> None:
-    if _asked.works is not None:
-        _asked.works.append(work)
 
 
 class Pending(Protocol):
@@ -295,7 +266,7 @@ class AbortableWork(torch_private.Work):
 
     # -- what torch and the user call
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the collective, at most `timeout` (zero: the group's own); raises when it failed."""
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
@@ -314,7 +285,7 @@ class AbortableWork(torch_private.Work):
 
     def get_future(self) -> torch.futures.Future[object]:
         """A future that completes with the tensors, reduced or not: see the class."""
-        _shows(self)
+        shows(self)
         with self._scope.lock:
             fresh = self._future is None
             if self._future is None:
@@ -346,37 +317,3 @@ class AbortableWork(torch_private.Work):
     def source_rank(self) -> int:
         """Return the rank that a received message came from."""
         return self._source_rank()
-
-
-class FinishedWork(torch_private.Work):
-    """A work that was done before anybody asked, with tensors in its future where C++ looks for them."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = list(tensors)
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """True."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing."""
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
-
-    def is_success(self) -> bool:
-        """True."""
-        return True
-
-    def get_future(self) -> torch.futures.Future[object]:
-        """A completed future."""
-        _shows(self)
-        future: torch.futures.Future[object] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors."""
-        return self._tensors

@@ -1,1 +1,1 @@
-"""`ckptless.run` in the training process: its generations, and its word with the agent."""
+"""`ckptless.run` in the training process: its generations, its models and loaders, its steps."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from ckptless.daemon.protocol import messages as m
+from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.cursor import Cursors
-from ckptless.pytorch_hooks.running.session import Session
 
 if TYPE_CHECKING:
     from ckptless.pytorch_hooks.data.ring_reader import RingFeed

@@ -9,12 +9,12 @@ from typing import Any, Literal
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import StateUnavailableError
 from ckptless.pytorch_hooks import env
+from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
 from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import standalone
-from ckptless.pytorch_hooks.running.session import Session
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
 from ckptless.pytorch_hooks.state import rng
 

@@ -14,14 +14,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import RecoveryError, StateUnavailableError, UsageError
 from ckptless.pytorch_hooks import env
+from ckptless.pytorch_hooks.agent_session import job_key
+from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence
 from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
 from ckptless.pytorch_hooks.commit.versions import Versions, record_digest
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
-from ckptless.pytorch_hooks.running import job_key, twin_comparison
+from ckptless.pytorch_hooks.running import twin_comparison
 from ckptless.pytorch_hooks.running.loaders import Loaders
-from ckptless.pytorch_hooks.running.session import Session
 from ckptless.pytorch_hooks.running.standalone import checked_state
 from ckptless.pytorch_hooks.saving.load import load
 from ckptless.pytorch_hooks.state import (

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptless.pytorch_hooks.process_groups.work import FinishedWork
 from ckptless.pytorch_hooks.torch_private.calls import GroupBase
+from ckptless.pytorch_hooks.torch_private.works import FinishedWork
 
 Layout = list[list[int]]
 """Of each bucket, in the order of reduction, the parameters by index among those that DDP reduces."""

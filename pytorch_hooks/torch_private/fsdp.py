@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckptless.pytorch_hooks.process_groups.older import fsdp as older
+from ckptless.pytorch_hooks.torch_private import older_fsdp as older
 from ckptless.pytorch_hooks.torch_private.names import (
     FSDP,
     MESHES,

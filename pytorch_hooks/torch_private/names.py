@@ -2,7 +2,8 @@
 
 Only `calls` and `fsdp` use them. All are looked for before they are used, and `self_test` does
 what they are used for: a torch that does something else by the same name is found there. (What torches
-before 2.15 need besides is in `process_groups/older`; what saving state needs, in `dcp` and `state/private`.)
+before 2.15 need besides is in `older_fsdp` and `process_groups/older`; what saving state needs, in `dcp` and
+`state/private`.)
 """
 
 from __future__ import annotations

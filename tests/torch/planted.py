@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from ckptless.pytorch_hooks import self_test
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
-from ckptless.pytorch_hooks.torch_private import self_test
 from ckptless.pytorch_hooks.torch_private.names import DDP, FSDP, GROUPS, MESHES, Name, version
 
 OURS = "ckptless.pytorch_hooks"
-TEST = "ckptless.pytorch_hooks.torch_private.self_test"
+TEST = "ckptless.pytorch_hooks.self_test"
 # What stands between code and an attribute of a module.
 BETWEEN = "torch.nn.modules.module"
 

@@ -31,7 +31,7 @@ QUICK = ("Backend", "_rebuild_buckets", "_all_gather_result", "_clear_DTensor_sh
 SETUP = """
 import sys, time
 import torch.distributed as dist
-from ckptless.pytorch_hooks.torch_private import self_test
+from ckptless.pytorch_hooks import self_test
 from torch.nn.parallel import DistributedDataParallel as DDP
 """
 # Each is as if torch had changed so much inside, with all names still there.
@@ -129,7 +129,7 @@ UNTESTED = """
 import importlib.metadata, sys
 real = importlib.metadata.version
 importlib.metadata.version = lambda name: "2.99.0" if name == "torch" else real(name)
-if "ckptless.pytorch_hooks.torch_private.self_test" in sys.orig_argv or "ckptless.doctor" in sys.orig_argv:
+if "ckptless.pytorch_hooks.self_test" in sys.orig_argv or "ckptless.doctor" in sys.orig_argv:
     from torch.nn.parallel import DistributedDataParallel
     DistributedDataParallel._set_static_graph = lambda self: None
 """

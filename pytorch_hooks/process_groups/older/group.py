@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, HashStore
 
 from ckptless.pytorch_hooks.process_groups.exchange import Exchange, forward
-from ckptless.pytorch_hooks.process_groups.work import AbortableWork, FinishedWork
+from ckptless.pytorch_hooks.process_groups.work import AbortableWork
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private.names import Name, refuse_moved
+from ckptless.pytorch_hooks.torch_private.works import FinishedWork
 
 
 class Group(Exchange, torch_private.GroupBase):

@@ -63,7 +63,7 @@ def installed_torch() -> Torch | None:
 
 
 def _tried() -> str:
-    from ckptless.pytorch_hooks.torch_private import self_test
+    from ckptless.pytorch_hooks import self_test
 
     return self_test.tried()
 

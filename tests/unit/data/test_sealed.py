@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptless.daemon.protocol.errors import DataError, ProtocolError, UsageError
+from ckptless.pytorch_hooks.agent_session import job_key
 from ckptless.pytorch_hooks.data import Arrow, Cache, JsonLines, MappedLoader, Pack
 from ckptless.pytorch_hooks.data import files as sealed
-from ckptless.pytorch_hooks.running import job_key
 
 pytest.importorskip("cryptography")
 pa = pytest.importorskip("pyarrow")

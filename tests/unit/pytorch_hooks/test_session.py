@@ -13,7 +13,7 @@ import pytest
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import encode
 from ckptless.daemon.protocol.errors import PeerError
-from ckptless.pytorch_hooks.running.session import Session
+from ckptless.pytorch_hooks.agent_session.session import Session
 
 DEADLINE_S = 20.0
 

@@ -1,4 +1,4 @@
-"""Try whether recovery works with this torch: `python -m ckptless.pytorch_hooks.torch_private.self_test`.
+"""Try whether recovery works with this torch: `python -m ckptless.pytorch_hooks.self_test`.
 
 What torch has inside can change without changing its name, so a look for the names (`names.py`) shows too
 little of a torch that nobody has tested. Here two processes make groups, leave them in the middle of a

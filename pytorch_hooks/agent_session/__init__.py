@@ -1,0 +1,1 @@
+"""The connection of a training process to the agent of its node, and the key of its job."""
