@@ -60,7 +60,7 @@ class Agent:
         self._zygote = Zygote(self._event)
         self._console = ConsoleOutput(1, self._event)
         self._core = AgentCore(config.node, config.spec.slots_per_node, config.spec.limits.pong_s)
-        self._crew = RankProcesses(config, self._core, self._zygote, self._console, self._settle)
+        self._rank_processes = RankProcesses(config, self._core, self._zygote, self._console, self._settle)
         self._replicas = Replicas(
             config.node,
             Origin(config.spec.job, config.spec.run_id),
@@ -70,7 +70,9 @@ class Agent:
             Network(config.copies_address, config.replication.bandwidth_rate or 0.0),
         )
         self._twins = Twins(config.node, config.twins, self._versions, self._replicas)
-        self._state = StateService(self._core, self._versions, self._replicas, self._crew, self._twins)
+        self._state = StateService(
+            self._core, self._versions, self._replicas, self._rank_processes, self._twins
+        )
         self._saving = SaveService(config, self._versions, self._zygote, self._replicas)
         self._requeue_memory = RequeueMemory(config, self._versions, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
@@ -94,7 +96,7 @@ class Agent:
     async def run(self, cancelled: "asyncio.Future[m.Cancel]") -> int:
         """Serve until the daemon says End, or `cancelled` is set."""
         config = self._config
-        self._crew.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
+        self._rank_processes.on_event = self._replicas.on_event = self._twins.check.on_event = self._event
         self._store.server.refuses = StoreGuard(self._event).refuses
         self._twins.check.on_doubt = self._changed
         self._saving.saver.on_event = self._requeue_memory.on_event = self._tell_of
@@ -105,7 +107,7 @@ class Agent:
         try:
             address = config.copies_address or config.address
             agent_port = await self._replicas.start(address)
-            self._crew.store = await self._store.start(self._event)
+            self._rank_processes.store = await self._store.start(self._event)
             nccl_port = await self._nccl.start(config.address, config.env)
             self._ranks.start()
             brought = await self._requeue_memory.claim()
@@ -121,7 +123,7 @@ class Agent:
             self._hello = m.AgentHello(
                 protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid(), brought=brought
             )
-            self._crew.watch()
+            self._rank_processes.watch()
             logger.info("asking the daemon at %s to be let in", config.daemon_socket)
             daemon = asyncio.create_task(self._daemon.run())
             await self._be_admitted(cancelled)
@@ -156,7 +158,7 @@ class Agent:
 
     def forward(self, number: signal.Signals) -> None:
         """Pass the user's signal on to the ranks."""
-        self._crew.forward(number)
+        self._rank_processes.forward(number)
 
     async def _keep_lease(self) -> None:
         """End this node's ranks where its lease is over, see `lease`: the others go on without it."""
@@ -204,7 +206,7 @@ class Agent:
         return self._daemon.connected and not self._lease.daemon_is_silent(now)
 
     async def _close(self, daemon: "asyncio.Task[None] | None") -> None:
-        await self._crew.close()
+        await self._rank_processes.close()
         if not self._here_only:
             self._replicas.core.accepting = False
             await self._requeue_memory.at_end(self._outcome.result() if self._outcome.done() else None)
@@ -278,7 +280,7 @@ class Agent:
         elif isinstance(message, m.Renewed):
             self._lease.renew(asyncio.get_running_loop().time())
         elif isinstance(message, m.JobKey):
-            self._replicas.vouch = KeyCredentials(message.key)
+            self._replicas.credentials = KeyCredentials(message.key)
             self._saving.learn_key(message.key)
             self._state.learn_key(message.key)
             self._nccl.learn_key(message.key)
@@ -305,11 +307,11 @@ class Agent:
     def _carry_out(self, action: a.Action) -> None:  # noqa: C901  # a line for each kind of action
         match action:
             case a.StartProcess():
-                self._crew.start(action)
+                self._rank_processes.start(action)
             case a.KillProcess():
-                self._crew.kill(action.birth)
+                self._rank_processes.kill(action.birth)
             case a.SendToRank():
-                self._crew.send(action.birth, action.message)
+                self._rank_processes.send(action.birth, action.message)
             case a.AssignRank():
                 self._assign_rank(action)
             case a.PrefetchState():
@@ -333,8 +335,8 @@ class Agent:
         assert self._core.assignment is not None
         if action.fresh:
             self._state.prefetch(action.rank)
-            self._crew.promote(action.birth, action.rank)
-        self._crew.send(action.birth, self._state.assigned(self._core.assignment, action.rank))
+            self._rank_processes.promote(action.birth, action.rank)
+        self._rank_processes.send(action.birth, self._state.assigned(self._core.assignment, action.rank))
 
     def _follow(self, assignment: m.Assignment) -> None:
         """Make the services those of a new generation: state first."""
@@ -365,9 +367,9 @@ class Agent:
             return
         if isinstance(message, m.Hello):
             check_protocol(message.protocol, "the rank")
-            self._crew.welcome(link)
+            self._rank_processes.welcome(link)
             return
-        slot = self._crew.heard(link)
+        slot = self._rank_processes.heard(link)
         if slot is None or isinstance(message, m.Pong):
             return
         if isinstance(message, m.Note):

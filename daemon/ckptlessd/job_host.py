@@ -36,7 +36,7 @@ class Surroundings:
 
     now: Callable[[], float]
     timers: Timers
-    vouch: Credentials
+    credentials: Credentials
     ledger: LedgerWriter
     cluster: Cluster
 
@@ -71,7 +71,9 @@ class JobHost:
         self._around = around
         self.now, self.times = around.now, around.timers
         self._agent = LocalAgent(job, around.now)
-        self.peer_links = PeerLinks((job, memory.launch), roster, around.vouch, self.times.dark_s * LOOK_PART)
+        self.peer_links = PeerLinks(
+            (job, memory.launch), roster, around.credentials, self.times.dark_s * LOOK_PART
+        )
         self.peer_links.on_key = lambda key: self._agent.send(m.JobKey(key=key))
         self.session = _Session(self, memory)
         self._events = EventQuota()

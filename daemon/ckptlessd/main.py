@@ -46,8 +46,8 @@ def _stop_event() -> asyncio.Event:
 async def _serve_local(config: LocalConfig) -> int:
     """Serve as a node of local mode, until told to stop; the exit code."""
     cluster = LocalCluster(config.node, config.peers, Path(config.state_dir))
-    vouch = KeyCredentials(read_key(Path(config.key_file)))
-    return await serve_forever(Service(config.daemon, cluster, vouch), _stop_event())
+    credentials = KeyCredentials(read_key(Path(config.key_file)))
+    return await serve_forever(Service(config.daemon, cluster, credentials), _stop_event())
 
 
 def daemon_config(settings: Settings, name: str) -> DaemonConfig:
@@ -76,12 +76,14 @@ async def _serve(settings: Settings, name: str) -> int:
     cluster = SlurmCluster(
         CachedSlurm(backend, Clock()), name, settings.daemon.port, settings.slurm.on_node_lost
     )
-    vouch = MungeCredentials(Munge(_folder(settings.munge.socket)))
-    service = Service(daemon_config(settings, name), cluster, vouch, inherited(os.environ).get("agents"))
+    credentials = MungeCredentials(Munge(_folder(settings.munge.socket)))
+    service = Service(
+        daemon_config(settings, name), cluster, credentials, inherited(os.environ).get("agents")
+    )
     supervised = _Supervised(settings, name, notifier, service, cluster)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervised.reload)
     service.on_tick, service.on_ready = supervised.ticked, supervised.ready
-    watch = cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.keeper, service.ledger)
+    watch = cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.requeue_memory, service.ledger)
     tasks = [asyncio.create_task(watch)]
     watchdog = supervised.watchdog(period_s(os.environ))
     if watchdog is not None:
@@ -130,7 +132,7 @@ class _Supervised:
         else:
             self.cluster.on_node_lost = fresh.slurm.on_node_lost
             self.service.set_timers(fresh.timers)
-            self.service.keeper.limit(_keep(fresh))
+            self.service.requeue_memory.limit(_keep(fresh))
             late = needs_restart(self.settings, fresh)
             logger.info("reloaded%s", f"; after a restart only: {', '.join(late)}" if late else "")
         self.ready()

@@ -36,12 +36,12 @@ class PeerLinks:
     """
 
     def __init__(
-        self, run: tuple[str, str], roster: Roster, vouch: Credentials, look_s: float = LOOK_S
+        self, run: tuple[str, str], roster: Roster, credentials: Credentials, look_s: float = LOOK_S
     ) -> None:
         self._job, launch = run
         # `name` is what a connection is for: this run of that name, and no other.
         self.name = f"{self._job}/{launch}"
-        self._roster, self._vouch, self._look_s = roster, vouch, look_s
+        self._roster, self._credentials, self._look_s = roster, credentials, look_s
         self._peering: Peering | None = None
         self._links: dict[int, Link[p.DaemonMessage]] = {}
         self._why: dict[int, str] = {}
@@ -146,7 +146,7 @@ class PeerLinks:
                 continue
             try:
                 link: Link[p.DaemonMessage] = await Link.dial(
-                    route, me, self._vouch, p.DaemonMessage, DIAL_DEADLINE_S
+                    route, me, self._credentials, p.DaemonMessage, DIAL_DEADLINE_S
                 )
             except (OSError, TimeoutError, CkptlessError) as error:
                 if not isinstance(error, OSError | GreetingCutError) and str(error) != said:

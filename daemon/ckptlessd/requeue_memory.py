@@ -1,6 +1,6 @@
 """Keeps the memory of ended agents for the next start of their job: takes memfds, and gives them back.
 
-What may be kept, how long and for whom is `requeue_shelf`'s to say. No byte of it is read here.
+What may be kept, how long and for whom is `requeue_table`'s to say. No byte of it is read here.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckptless.daemon.ckptlessd.requeue_shelf import Entry, NotKeptError, Shelf, allocation_of, is_short
+from ckptless.daemon.ckptlessd.requeue_table import Entry, EntryTable, NotKeptError, allocation_of, is_short
 from ckptless.daemon.ckptlessd.unix_server import Client
 from ckptless.daemon.protocol import keeping as k
 from ckptless.daemon.protocol.codec import check_protocol
@@ -30,11 +30,11 @@ MEMINFO = Path("/proc/meminfo")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class Keeper:
+class RequeueMemory:
     """Owned by the daemon's event loop. `on_event(entry, kind, text)` hears what became of what was kept."""
 
     def __init__(self, config: KeepConfig, now: Callable[[], float]) -> None:
-        self.shelf = Shelf(config.nbytes, config.ttl_s)
+        self.table = EntryTable(config.nbytes, config.ttl_s)
         self.now = now
         self._fds: dict[int, list[int]] = {}
         self._closing: set[threading.Thread] = set()
@@ -66,7 +66,7 @@ class Keeper:
             check_protocol(asked.protocol, "the agent")
             if _node_is_short():
                 raise NotKeptError("the node is short of memory")
-            gone = self.shelf.put(entry)
+            gone = self.table.put(entry)
         except (NotKeptError, ProtocolError) as error:
             await link.send(k.KeepAnswer(verdict="refused", text=str(error)))
             return
@@ -81,13 +81,13 @@ class Keeper:
                     fds.append(fd := await link.receive_fd())
                     _check(fd, nbytes)
         except BaseException:
-            self.shelf.drop(entry)
+            self.table.drop(entry)
             # One may be anything, and to close it may take as long as somebody wants.
             link.discard(fds)
             raise
         self._fds[entry.number] = fds
-        self.shelf.settled(entry)
-        self.on_event(entry, "memory-kept", f"{entry.nbytes} bytes, for at most {self.shelf.ttl_s:.0f} s")
+        self.table.settled(entry)
+        self.on_event(entry, "memory-kept", f"{entry.nbytes} bytes, for at most {self.table.ttl_s:.0f} s")
         with contextlib.suppress(OSError):  # it is here; whoever does not wait to hear it has lost nothing
             await link.send(k.KeepAnswer(verdict="kept"))
 
@@ -95,7 +95,7 @@ class Keeper:
         """Give an agent of user `uid` what its job has left here. Raises OSError, CkptlessError."""
         check_protocol(asked.protocol, "the agent")
         owner = (allocation_of(asked.run), uid, asked.program)
-        entry = self.shelf.lend(owner, asked.restarts)
+        entry = self.table.lend(owner, asked.restarts)
         if entry is None:
             await link.send(k.Claimed())
             return
@@ -107,7 +107,7 @@ class Keeper:
                     await link.send_fd(fd)
                 await link.receive(k.Taken)
         except BaseException:
-            self.shelf.settled(entry)
+            self.table.settled(entry)
             raise
         self._free(entry, f"given to run {asked.run}", kind="memory-given")
 
@@ -119,24 +119,24 @@ class Keeper:
         if not self._fds or now - self._looked < LOOK_S:
             return
         self._looked = now
-        for entry in self.shelf.expired(now):
-            self._free(entry, f"nobody came for it in {self.shelf.ttl_s:.0f} s")
-        if _node_is_short() and (resting := self.shelf.resting):
+        for entry in self.table.expired(now):
+            self._free(entry, f"nobody came for it in {self.table.ttl_s:.0f} s")
+        if _node_is_short() and (resting := self.table.resting):
             # The next one, if need be, at the next look: how much this gives is seen then.
             self._free(resting[0], "the node is short of memory")
 
     def limit(self, config: KeepConfig) -> None:
         """From the next that comes; how long each is kept, also for those that are here."""
-        self.shelf.limit_nbytes, self.shelf.ttl_s = config.nbytes, config.ttl_s
+        self.table.limit_nbytes, self.table.ttl_s = config.nbytes, config.ttl_s
 
     def drop(self, is_over: Callable[[Entry], str]) -> None:
         """Drop what is wanted no more, for the reason that `is_over` gives."""
-        for entry in self.shelf.resting:
+        for entry in self.table.resting:
             if why := is_over(entry):
                 self._free(entry, why)
 
     def _free(self, entry: Entry, why: str, kind: str = "memory-dropped") -> None:
-        self.shelf.drop(entry)
+        self.table.drop(entry)
         self._close(self._fds.pop(entry.number, ()))
         self.on_event(entry, kind, why)
 
@@ -167,12 +167,12 @@ class Keeper:
                 restarts=entry.restarts,
                 nbytes=entry.nbytes,
                 age_s=now - entry.since_s,
-                left_s=max(0.0, entry.since_s + self.shelf.ttl_s - now),
+                left_s=max(0.0, entry.since_s + self.table.ttl_s - now),
             )
-            for entry in self.shelf.entries
+            for entry in self.table.entries
             if uid in (0, os.getuid(), entry.uid)
         )
-        return k.KeptList(kept=kept, limit_nbytes=self.shelf.limit_nbytes)
+        return k.KeptList(kept=kept, limit_nbytes=self.table.limit_nbytes)
 
 
 def _check(fd: int, nbytes: int) -> None:

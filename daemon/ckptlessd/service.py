@@ -19,8 +19,8 @@ from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.recovery import eviction, ledger_rows
 from ckptless.daemon.ckptlessd.requests import evict, save
-from ckptless.daemon.ckptlessd.requeue_memory import Keeper
-from ckptless.daemon.ckptlessd.requeue_shelf import Entry
+from ckptless.daemon.ckptlessd.requeue_memory import RequeueMemory
+from ckptless.daemon.ckptlessd.requeue_table import Entry
 from ckptless.daemon.ckptlessd.session import LIFE_BITS, Forgotten, Memory, recall
 from ckptless.daemon.ckptlessd.state_dir import open_state_dir
 from ckptless.daemon.ckptlessd.unix_server import Client, UnixServer, listen
@@ -74,7 +74,11 @@ class Service:
     """
 
     def __init__(
-        self, config: DaemonConfig, cluster: Cluster, vouch: Credentials, agents: socket.socket | None = None
+        self,
+        config: DaemonConfig,
+        cluster: Cluster,
+        credentials: Credentials,
+        agents: socket.socket | None = None,
     ) -> None:
         self._config, self._cluster = config, cluster
         self._agents = agents
@@ -82,15 +86,15 @@ class Service:
         self._admission = Admission((0, os.getuid()))
         # Of other nodes, by their address: what is logged of them.
         self._greeting = Admission()
-        self._door = Listener(self._peer_connected, on_refused=self._peer_refused)
+        self._listener = Listener(self._peer_connected, on_refused=self._peer_refused)
         self.now = Clock().now
         state_dir = Path(config.state_dir)
         self.ledger = LedgerWriter(state_dir / LEDGER_FILE, lambda: open_state_dir(state_dir))
         self.ledger.on_set_aside = self._set_aside
         self._reader = LedgerReader(state_dir / LEDGER_FILE)
-        self._around = Surroundings(self.now, config.timers, vouch, self.ledger, cluster)
-        self.keeper = Keeper(config.keep, self.now)
-        self.keeper.on_event = self._kept
+        self._around = Surroundings(self.now, config.timers, credentials, self.ledger, cluster)
+        self.requeue_memory = RequeueMemory(config.keep, self.now)
+        self.requeue_memory.on_event = self._kept
         self._jobs: dict[str, JobHost] = {}
         self._admitting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,7 +114,7 @@ class Service:
         """Serve until `stop` is set. Raises OSError where an address is taken."""
         listening: socket.socket | None = None
         try:
-            self._door.open(self._config.address, self._config.port)
+            self._listener.open(self._config.address, self._config.port)
             await self.ledger.start()
             # Last: whoever finds the socket finds a daemon that is ready.
             listening = self._agents or listen(Path(self._config.socket), self._config.socket_mode)
@@ -121,7 +125,7 @@ class Service:
             # no deadline: a daemon's life
             await stop.wait()
         finally:
-            await self._door.close()
+            await self._listener.close()
             if self._server is not None:
                 self._server.close()
             if listening is not None and listening is not self._agents:
@@ -134,7 +138,7 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
-        self.keeper.close()
+        self.requeue_memory.close()
         self._reader.close()
         await self.ledger.close()
 
@@ -151,7 +155,7 @@ class Service:
                     del self._jobs[name]
                     self._spawn(job.close())
                     self._spawn(self._prune())
-            self.keeper.look()
+            self.requeue_memory.look()
             if self._server is not None:
                 self._server.look()
             self.on_tick()
@@ -182,7 +186,7 @@ class Service:
         who = str((writer.get_extra_info("peername") or ("?",))[0])
         try:
             link: Link[p.DaemonMessage] = await Link.accept(
-                (reader, writer), self._node_in, self._around.vouch, p.DaemonMessage
+                (reader, writer), self._node_in, self._around.credentials, p.DaemonMessage
             )
             await self._linked(link.job).peer_links.adopt(link)
         except _UnknownJobError as error:
@@ -281,7 +285,7 @@ class Service:
         elif isinstance(message, Keep | Claim):
             await self._move_memory(message, client)
         elif isinstance(message, WhatIsKept):
-            client.write(self.keeper.shown(client.uid))
+            client.write(self.requeue_memory.shown(client.uid))
         elif isinstance(message, Save):
             client.write(await save(self.jobs, message, client.uid))
         else:
@@ -305,10 +309,10 @@ class Service:
         try:
             if isinstance(message, Claim):
                 await self._cluster.check_owner(message.run, client.uid)
-                await self.keeper.give(message, client.uid, client)
+                await self.requeue_memory.give(message, client.uid, client)
             else:
                 owner = (client.uid, self._keeps_for(message.run, client.uid))
-                await self.keeper.take(message, owner, client)
+                await self.requeue_memory.take(message, owner, client)
             client.close()
         except OSError as error:
             raise PeerError(f"memory of run {message.run}: {error or type(error).__name__}") from error

@@ -14,8 +14,8 @@ from ckptless.daemon.ckptlessd.down_nodes import is_dead, newly_down
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
-from ckptless.daemon.ckptlessd.requeue_memory import Keeper
-from ckptless.daemon.ckptlessd.requeue_shelf import Entry
+from ckptless.daemon.ckptlessd.requeue_memory import RequeueMemory
+from ckptless.daemon.ckptlessd.requeue_table import Entry
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol.errors import CkptlessError, LedgerError, PeerError, UsageError
 from ckptless.daemon.protocol.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
@@ -332,7 +332,7 @@ class SlurmCluster:
         self,
         jobs: Callable[[], Iterable["JobHost"]],
         poll_s: float,
-        keeper: Keeper | None = None,
+        requeue_memory: RequeueMemory | None = None,
         ledger: LedgerWriter | None = None,
     ) -> None:
         """Ask Slurm now and then, until cancelled: one question about all jobs, and one about all nodes.
@@ -350,8 +350,8 @@ class SlurmCluster:
             looked_s = loop.time()
             await self._look_at_jobs(_open(jobs()), poll_s)
             await self._look_at_nodes(_open(jobs()), poll_s)
-            if keeper is not None:
-                await self._look_at_kept(keeper, poll_s)
+            if requeue_memory is not None:
+                await self._look_at_kept(requeue_memory, poll_s)
             if ledger is not None:
                 await self._look_at_rows(ledger, _open(jobs()), poll_s)
 
@@ -394,19 +394,19 @@ class SlurmCluster:
         except LedgerError as error:
             logger.warning("no job could be closed: %s", error)
 
-    async def _look_at_kept(self, keeper: Keeper, poll_s: float) -> None:
+    async def _look_at_kept(self, requeue_memory: RequeueMemory, poll_s: float) -> None:
         """Drop what is kept of jobs that will not start again."""
-        if not keeper.shelf.resting or (found := await self._jobs_lately(poll_s)) is None:
+        if not requeue_memory.table.resting or (found := await self._jobs_lately(poll_s)) is None:
             return
         known, age_s = found
 
         def is_over(entry: Entry) -> str:
             job = known.get(int(entry.job))
-            if entry.since_s > keeper.now() - age_s or not (job is None or job.over):
+            if entry.since_s > requeue_memory.now() - age_s or not (job is None or job.over):
                 return ""
             return f"the job is over ({job.state if job is not None else 'Slurm knows it no more'})"
 
-        keeper.drop(is_over)
+        requeue_memory.drop(is_over)
 
     async def _look_at_nodes(self, runs: "list[JobHost]", poll_s: float) -> None:
         """Nodes that Slurm has down are lost to the runs that are led from here, whatever still runs there.

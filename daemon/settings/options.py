@@ -213,7 +213,7 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepSettings:
-    """The memory that a daemon keeps of jobs that end before their training; see `requeue_shelf`."""
+    """The memory that a daemon keeps of jobs that end before their training; see `requeue_table`."""
 
     memory_nbytes: int = memory(low=0, high=1 << 50, such_as="512MiB or 64GiB").default(4 << 30)
     ttl_s: float = span(low=1, high=86400, such_as="15m").default(900.0)

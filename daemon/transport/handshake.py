@@ -1,6 +1,6 @@
 """Proves who is at the other end of a connection, and makes frames it cannot forge; sans I/O.
 
-Each end opens with who it says it is, a nonce, and a credential (see `vouch`), out of which both get a
+Each end opens with who it says it is, a nonce, and a credential (`credentials.py`), out of which both get a
 secret. Each proves that it knows the key made of both secrets, and both derive a frame key per direction:
 
     dialler  -> {protocol, job, node, nonce, credential}

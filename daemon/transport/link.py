@@ -75,7 +75,7 @@ class Link(Generic[T]):
         cls,
         to: "tuple[str, int] | Route",
         me: tuple[str, int],
-        vouch: Credentials,
+        credentials: Credentials,
         kind: Any,
         deadline_s: float,
     ) -> Self:
@@ -85,14 +85,14 @@ class Link(Generic[T]):
             reader, writer = await _connect(route)
             link = cls(reader, writer, kind, CONTROL_LIMIT)
             try:
-                mine, secret = await _vouched(handshake.opening(*me), vouch)
+                mine, secret = await _vouched(handshake.opening(*me), credentials)
                 await link._greet(mine)
                 answer = await link._greeted(handshake.Answer)
                 theirs = answer.opening
                 handshake.check_opening(theirs)
                 if theirs.job != mine.job:
                     raise ProtocolError(f"asked for job {mine.job!r}, got one of {theirs.job!r}")
-                theirs_secret = await vouch.accept(theirs.credential, theirs.context(mine))
+                theirs_secret = await credentials.accept(theirs.credential, theirs.context(mine))
                 key, pair = handshake.join_secrets(secret, theirs_secret), (mine, theirs)
                 handshake.verify(key, b"acceptor", answer.proof, pair)
                 if route.node not in (None, theirs.node):
@@ -109,7 +109,7 @@ class Link(Generic[T]):
         cls,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         node_in: Callable[[str], int],
-        vouch: Credentials,
+        credentials: Credentials,
         kind: Any,
     ) -> Self:
         """The other side of `dial`. `node_in(job)`: this end's node number, or PeerError."""
@@ -117,9 +117,9 @@ class Link(Generic[T]):
         try:
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 theirs = await link._opening()
-                their_secret = await vouch.accept(theirs.credential, theirs.context())
+                their_secret = await credentials.accept(theirs.credential, theirs.context())
                 mine = handshake.opening(theirs.job, node_in(theirs.job))
-                mine, secret = await _vouched(mine, vouch, theirs)
+                mine, secret = await _vouched(mine, credentials, theirs)
                 key, pair = handshake.join_secrets(their_secret, secret), (theirs, mine)
                 await link._greet(handshake.Answer(mine, handshake.prove(key, b"acceptor", *pair)))
                 proof = await link._greeted(handshake.Proof)
@@ -296,10 +296,10 @@ class Link(Generic[T]):
 
 
 async def _vouched(
-    opening: handshake.Opening, vouch: Credentials, dialler: handshake.Opening | None = None
+    opening: handshake.Opening, credentials: Credentials, dialler: handshake.Opening | None = None
 ) -> tuple[handshake.Opening, bytes]:
     """An opening with its credential, and the secret in that."""
-    credential, secret = await vouch.offer(opening.context(dialler))
+    credential, secret = await credentials.offer(opening.context(dialler))
     return msgspec.structs.replace(opening, credential=credential), secret
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.ckptlessd.requeue_shelf import (
+from ckptless.daemon.ckptlessd.requeue_table import (
     MAX_PIECES,
     Entry,
+    EntryTable,
     NotKeptError,
-    Shelf,
     allocation_of,
     is_short,
 )
@@ -26,9 +26,9 @@ def entry(number: int = 1, **fields: Any) -> Entry:
     return Entry(number=number, **{**told, **fields})
 
 
-def kept(shelf: Shelf, new: Entry) -> tuple[Entry, ...]:
-    gone = shelf.put(new)
-    shelf.settled(new)
+def kept(table: EntryTable, new: Entry) -> tuple[Entry, ...]:
+    gone = table.put(new)
+    table.settled(new)
     return gone
 
 
@@ -56,23 +56,23 @@ acts = st.lists(
 @settings(max_examples=400, deadline=None)
 @given(acts)
 def test_whatever_comes(acts: list[tuple[str, Any]]) -> None:
-    shelf, now, moving = Shelf(LIMIT, TTL_S), 0.0, set[int]()
+    table, now, moving = EntryTable(LIMIT, TTL_S), 0.0, set[int]()
     for number, (what, with_) in enumerate(acts, 1):
-        before = shelf.entries
+        before = table.entries
         if what == "put":
             new = entry(**{f: getattr(with_, f) for f in Entry.__dataclass_fields__} | {"number": number})
             new = entry(**{f: getattr(new, f) for f in Entry.__dataclass_fields__} | {"since_s": now})
             try:
-                gone = shelf.put(new)
+                gone = table.put(new)
             except NotKeptError:
-                assert shelf.entries == before
+                assert table.entries == before
             else:
                 moving.add(number)
-                assert set(shelf.entries) == {*before, new} - set(gone)
+                assert set(table.entries) == {*before, new} - set(gone)
                 # Only the same user's, and nothing that is on its way.
                 assert all(old.uid == new.uid and old.number not in moving for old in gone)
         elif what == "lend":
-            found = shelf.lend(with_.owner, with_.restarts)
+            found = table.lend(with_.owner, with_.restarts)
             if found is not None:
                 assert found.owner == with_.owner
                 assert found.restarts < with_.restarts
@@ -80,52 +80,52 @@ def test_whatever_comes(acts: list[tuple[str, Any]]) -> None:
                 moving.add(found.number)
         elif what in ("settle", "drop"):
             for one in [old for old in before if old.number == with_]:
-                (shelf.settled if what == "settle" else shelf.drop)(one)
+                (table.settled if what == "settle" else table.drop)(one)
                 moving.discard(with_)
         else:
             now += with_
-        for old in shelf.expired(now):
+        for old in table.expired(now):
             assert now - old.since_s >= TTL_S
             assert old.number not in moving
-            shelf.drop(old)
-        assert all(now - old.since_s < TTL_S for old in shelf.resting)
-        assert shelf.nbytes == sum(old.nbytes for old in shelf.entries) <= LIMIT
-        assert sum(old.pieces for old in shelf.entries) <= MAX_PIECES
-        owners = [old.owner for old in shelf.entries]
+            table.drop(old)
+        assert all(now - old.since_s < TTL_S for old in table.resting)
+        assert table.nbytes == sum(old.nbytes for old in table.entries) <= LIMIT
+        assert sum(old.pieces for old in table.entries) <= MAX_PIECES
+        owners = [old.owner for old in table.entries]
         assert len(owners) == len(set(owners))
 
 
 def test_only_a_later_start_of_the_same_job_user_and_program_gets_it() -> None:
-    shelf = Shelf(LIMIT, TTL_S)
+    table = EntryTable(LIMIT, TTL_S)
     mine = entry(restarts=1)
-    kept(shelf, mine)
+    kept(table, mine)
     for owner in (("2", 1, "p"), ("1", 2, "p"), ("1", 1, "q")):
-        assert shelf.lend(owner, 9) is None
-    assert shelf.lend(mine.owner, 0) is None
-    assert shelf.lend(mine.owner, 1) is None, "the start that left it does not get it"
-    assert shelf.lend(mine.owner, 2) == mine
-    assert shelf.lend(mine.owner, 2) is None, "one at a time"
-    shelf.settled(mine)
-    assert shelf.lend(mine.owner, 3) == mine
+        assert table.lend(owner, 9) is None
+    assert table.lend(mine.owner, 0) is None
+    assert table.lend(mine.owner, 1) is None, "the start that left it does not get it"
+    assert table.lend(mine.owner, 2) == mine
+    assert table.lend(mine.owner, 2) is None, "one at a time"
+    table.settled(mine)
+    assert table.lend(mine.owner, 3) == mine
 
 
 def test_who_makes_room_for_whom() -> None:
-    shelf = Shelf(LIMIT, TTL_S)
+    table = EntryTable(LIMIT, TTL_S)
     first, second = entry(1, program="p", since_s=1), entry(2, program="q", since_s=2)
-    kept(shelf, first)
-    kept(shelf, second)
+    kept(table, first)
+    kept(table, second)
     third = entry(3, program="r", since_s=3)
-    assert kept(shelf, third) == (first,)
+    assert kept(table, third) == (first,)
     again = entry(4, program="r", restarts=1, since_s=4)
-    assert kept(shelf, again) == (third,)
+    assert kept(table, again) == (third,)
     with pytest.raises(NotKeptError, match="later start"):
-        shelf.put(entry(5, program="r", restarts=0))
+        table.put(entry(5, program="r", restarts=0))
     with pytest.raises(NotKeptError, match="others have 80 of it"):
-        shelf.put(entry(6, uid=2))
+        table.put(entry(6, uid=2))
     with pytest.raises(NotKeptError, match=r"keep\.memory is 100"):
-        shelf.put(entry(7, nbytes=101))
+        table.put(entry(7, nbytes=101))
     with pytest.raises(NotKeptError, match=r"keep\.memory is 0"):
-        Shelf(0, TTL_S).put(entry(8))
+        EntryTable(0, TTL_S).put(entry(8))
 
 
 def test_words() -> None:

@@ -35,8 +35,8 @@ class Replicas:
     """Owned by the agent's event loop. `on_acked(rank, step)`: every holder has verified the record.
 
     `domains` are the nodes' failure domains, see JobSpec. `on_compared` and `on_unreachable` are for whoever
-    `compare`s. `vouch` comes from the daemon; nothing is asked of other agents, and none of them is heard,
-    before.
+    `compare`s. `credentials` come from the daemon; nothing is asked of other agents, and none of them is
+    heard, before.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Replicas:
     ) -> None:
         self._me, self.origin, self._store = node, origin, store
         self.core: Replication[p.PutRecord | Version] = Replication(node, copies, domains, self)
-        self.vouch: KeyCredentials | None = None
+        self.credentials: KeyCredentials | None = None
         self._source, self._pace = network.source, Pace(network.send_rate)
         self.serving = Serving(node, origin, store, self._pace, self.core)
         self.integrity = self.serving.integrity
         self._small: dict[int, SmallConnection] = {}
         self._tensors: dict[int, TensorConnection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._door = Listener(self._came)
+        self._listener = Listener(self._came)
         self.on_acked: Callable[[int, int], None] = lambda _rank, _step: None
         self.on_compared: Callable[[p.TwinsCompared], None] = lambda _answer: None
         self.on_unreachable: Callable[[int, str], None] = lambda _node, _why: None
@@ -66,13 +66,13 @@ class Replicas:
     async def start(self, address: str) -> int:
         """Serve other agents; the port. Raises OSError."""
         self.serving.on_event = self.integrity.on_event = self.on_event
-        return self._door.open(address)
+        return self._listener.open(address)
 
     def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.vouch is None:
+        if self.credentials is None:
             writer.close()
         else:
-            self._spawn(self.serving.serve((reader, writer), self.vouch))
+            self._spawn(self.serving.serve((reader, writer), self.credentials))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -256,16 +256,16 @@ class Replicas:
 
     async def dial(self, info: NodeInfo) -> Peer:
         """A connection to another agent. Raises OSError, TimeoutError, CkptlessError."""
-        if self.vouch is None:
+        if self.credentials is None:
             raise PeerError("the daemon has not given the job's key yet")
         route = Route((info.address, info.agent_port), self._source, info.node)
         return await Link.dial(
-            route, (self.origin.job, self._me), self.vouch, p.AgentMessage, DIAL_DEADLINE_S
+            route, (self.origin.job, self._me), self.credentials, p.AgentMessage, DIAL_DEADLINE_S
         )
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._door.close()
+        await self._listener.close()
         for holder in [*self._small.values(), *self._tensors.values()]:
             holder.close()
         for task in list(self._tasks):

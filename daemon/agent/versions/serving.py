@@ -92,11 +92,11 @@ class Serving:
             self._followed.notify_all()
 
     async def serve(
-        self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], vouch: Credentials
+        self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], credentials: Credentials
     ) -> None:
         """One connection of another agent, to its end."""
         try:
-            link: Peer = await Link.accept(streams, self._node_in, vouch, p.AgentMessage)
+            link: Peer = await Link.accept(streams, self._node_in, credentials, p.AgentMessage)
         except MismatchError as error:
             # Anybody may say so: one event for each, and the job's own would not be written any more.
             if self._refusals.spend(1, asyncio.get_running_loop().time()):

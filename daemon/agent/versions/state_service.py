@@ -23,10 +23,15 @@ class StateService:
     """Owned by the agent's event loop."""
 
     def __init__(
-        self, core: AgentCore, store: VersionStore, replicas: Replicas, crew: RankProcesses, twins: Twins
+        self,
+        core: AgentCore,
+        store: VersionStore,
+        replicas: Replicas,
+        rank_processes: RankProcesses,
+        twins: Twins,
     ) -> None:
         self._core, self._node = core, core.node
-        self._store, self._replicas, self._crew = store, replicas, crew
+        self._store, self._replicas, self._rank_processes = store, replicas, rank_processes
         self._twins = twins
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -68,9 +73,9 @@ class StateService:
             local_world_size=len(mine),
             group_rank=nodes.index(self._node),
             restore_step=assignment.restore_step,
-            store=self._crew.store,
+            store=self._rank_processes.store,
             peers=tuple(info.address for info in assignment.nodes),
-            ranks_per_root=self._crew.ranks_per_root(assignment),
+            ranks_per_root=self._rank_processes.ranks_per_root(assignment),
             cache_key=self._cache_key,
             local_ranks=tuple(mine),
         )
@@ -182,7 +187,7 @@ class StateService:
         del self._waiting[(rank, step)]
         for slot in self._core.slots:
             if self._core.rank(slot) == rank and slot.occupant is not None:
-                self._crew.send(slot.occupant.birth, m.Acked(generation=slot.generation, step=step))
+                self._rank_processes.send(slot.occupant.birth, m.Acked(generation=slot.generation, step=step))
 
     # ----------------------------------------------------------------------------------- restore
 

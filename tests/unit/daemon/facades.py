@@ -25,7 +25,7 @@ class Facade:
         self.number = number
         self.vault = VersionStore()
         self.replicas = Replicas(number, Origin("job"), 0, self.vault)
-        self.replicas.vouch = KeyCredentials(KEY)
+        self.replicas.credentials = KeyCredentials(KEY)
         self.store = StoreService(number, self.replicas.dial, silence_s)
         self.replicas.serving.on_store = self.store.serve
         self.events: list[tuple[str, str]] = []

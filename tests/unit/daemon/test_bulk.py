@@ -51,11 +51,13 @@ async def links() -> AsyncIterator[Pair]:
     """Both ends of a connection; closed at the end, until nothing of it is left."""
     streams: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     server, port = await link.serve("127.0.0.1", 0, lambda *pair: streams.put_nowait(pair))
-    address, vouch = ("127.0.0.1", port), KeyCredentials(b"k" * 32)
+    address, credentials = ("127.0.0.1", port), KeyCredentials(b"k" * 32)
     dialling: asyncio.Task[AgentLink] = asyncio.create_task(
-        link.Link.dial(address, (JOB, 0), vouch, p.AgentMessage, DIAL_S)
+        link.Link.dial(address, (JOB, 0), credentials, p.AgentMessage, DIAL_S)
     )
-    accepted: AgentLink = await link.Link.accept(await streams.get(), lambda _job: 1, vouch, p.AgentMessage)
+    accepted: AgentLink = await link.Link.accept(
+        await streams.get(), lambda _job: 1, credentials, p.AgentMessage
+    )
     dialled: AgentLink = await dialling
     try:
         yield dialled, accepted

@@ -47,7 +47,7 @@ class Node:
     def __init__(self, number: int) -> None:
         self.vault = VersionStore()
         self.replicas = Replicas(number, version.Origin(JOB, RUN), NODES - 1, self.vault)
-        self.replicas.vouch = KeyCredentials(b"key")
+        self.replicas.credentials = KeyCredentials(b"key")
         self.events: list[tuple[str, str]] = []
         self.replicas.on_event = lambda kind, text: self.events.append((kind, text))
 
@@ -127,11 +127,11 @@ class World:
             record_nodes=((0,),),
         )
         self.slot = Slot(0, generation=GENERATION, shard=(GENERATION, SHARD))
-        crew: Any = SimpleNamespace()
+        rank_processes: Any = SimpleNamespace()
         core = AgentCore(0, 0, 5.0)
         core.slots, core.assignment = [self.slot], self.assignment
         vault, replicas = self.nodes[0].vault, self.nodes[0].replicas
-        self.state = StateService(core, vault, replicas, crew, Twins(0, "act", vault, replicas))
+        self.state = StateService(core, vault, replicas, rank_processes, Twins(0, "act", vault, replicas))
         for node in self.nodes:
             node.replicas.follow(self.assignment)
 
@@ -454,10 +454,10 @@ def test_a_stale_push_is_not_taken(world: World) -> None:
 
     async def go() -> p.AgentMessage:
         info = world.assignment.nodes[1]
-        vouch = world.nodes[0].replicas.vouch
-        assert vouch is not None
+        credentials = world.nodes[0].replicas.credentials
+        assert credentials is not None
         link: Link[p.AgentMessage] = await Link.dial(
-            (info.address, info.agent_port), (JOB, 0), vouch, p.AgentMessage, 5.0
+            (info.address, info.agent_port), (JOB, 0), credentials, p.AgentMessage, 5.0
         )
         with found[1].view(at.offset, version.PAGE_NBYTES) as view:
             link.send(p.OfferTensors(generation=GENERATION - 1, header=bytes(view)))

@@ -91,10 +91,10 @@ def note(serving: Any, seen: list[tuple[str, str]]) -> None:
     """Write down each connection that comes: from where, to where."""
     serve = serving.serve
 
-    def noted(streams: tuple[Any, asyncio.StreamWriter], vouch: Any) -> Any:
+    def noted(streams: tuple[Any, asyncio.StreamWriter], credentials: Any) -> Any:
         ends = (streams[1].get_extra_info(name)[0] for name in ("peername", "sockname"))
         seen.append((next(ends), next(ends)))
-        return serve(streams, vouch)
+        return serve(streams, credentials)
 
     serving.serve = noted
 

@@ -98,13 +98,15 @@ class Connected:
 
     @contextlib.asynccontextmanager
     async def link(self) -> AsyncIterator[Link[p.AgentMessage]]:
-        vouch = KeyCredentials(bytes(32))
+        credentials = KeyCredentials(bytes(32))
         tasks: list[asyncio.Task[None]] = []
         server, port = await serve(
-            "127.0.0.1", 0, lambda *pair: tasks.append(asyncio.create_task(self.serving.serve(pair, vouch)))
+            "127.0.0.1",
+            0,
+            lambda *pair: tasks.append(asyncio.create_task(self.serving.serve(pair, credentials))),
         )
         link: Link[p.AgentMessage] = await Link.dial(
-            ("127.0.0.1", port), ("7", 0), vouch, p.AgentMessage, 10.0
+            ("127.0.0.1", port), ("7", 0), credentials, p.AgentMessage, 10.0
         )
         try:
             yield link

@@ -83,9 +83,9 @@ class PlayedAgent:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._door = Listener(lambda *streams: self._came.put_nowait(streams))
+        self._listener = Listener(lambda *streams: self._came.put_nowait(streams))
         self._came: asyncio.Queue[Any] = asyncio.Queue()
-        self.port = self._door.open("127.0.0.1")
+        self.port = self._listener.open("127.0.0.1")
 
     async def came(self) -> Any:
         return await self._came.get()
@@ -98,7 +98,7 @@ class PlayedAgent:
         return link
 
     async def close(self) -> None:
-        await self._door.close()
+        await self._listener.close()
 
 
 def test_the_home_is_the_same_for_all_and_another_one_next_time() -> None:

@@ -37,7 +37,7 @@ class Node:
         self.number, self.host = number, host
         self.vault = VersionStore()
         self.replicas = Replicas(number, version.Origin(JOB), copies, self.vault, network=network)
-        self.replicas.vouch = KeyCredentials(b"key")
+        self.replicas.credentials = KeyCredentials(b"key")
         self.events: list[tuple[str, str]] = []
         self.replicas.on_event = lambda kind, text: self.events.append((kind, text))
         self.info: Any = None

@@ -44,12 +44,12 @@ async def main(folder: Path) -> None:
     site = Site(folder)
     replicas = Replicas(1, Origin(LINK), 1, VersionStore())
     store, nccl = StoreServer(StoreGuard(note, root=os.getppid()).refuses), NcclServer()
-    replicas.vouch, replicas.on_event, nccl.on_event = KeyCredentials(KEY), note, note
+    replicas.credentials, replicas.on_event, nccl.on_event = KeyCredentials(KEY), note, note
     async with site.running():
         agent = await site.client(hello(JOB))
         await agent.hears(m.Admitted)
-        assert site.service._door._sock is not None
-        ports = {"daemon": site.service._door._sock.getsockname()[1], "agent": await replicas.start(HOST)}
+        assert site.service._listener._sock is not None
+        ports = {"daemon": site.service._listener._sock.getsockname()[1], "agent": await replicas.start(HOST)}
         ports |= {"store": await store.start(HOST), "nccl": await nccl.start(HOST)}
         nccl.learn_key(KEY)
         nccl.follow(1)

@@ -60,9 +60,9 @@ async def ends() -> tuple[Streams, Streams]:
         server.close()
 
 
-async def accept(streams: Streams, vouch: Credentials) -> Made:
+async def accept(streams: Streams, credentials: Credentials) -> Made:
     try:
-        return await Link.accept(streams, lambda _job: 1, vouch, p.DaemonMessage)
+        return await Link.accept(streams, lambda _job: 1, credentials, p.DaemonMessage)
     except BaseException as error:  # noqa: BLE001  # which one it was is what the tests are about
         return error
 
@@ -216,10 +216,10 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))
 
 
-async def say(vouch: Credentials, *first: bytes) -> tuple[Made, bytes]:
+async def say(credentials: Credentials, *first: bytes) -> tuple[Made, bytes]:
     """What an acceptor makes of a dialler that says this and no more, and what it answered."""
     (reader, writer), streams = await ends()
-    task = asyncio.create_task(accept(streams, vouch))
+    task = asyncio.create_task(accept(streams, credentials))
     for data in first:
         writer.write(data)
     with suppress(ConnectionError):
@@ -232,8 +232,8 @@ async def say(vouch: Credentials, *first: bytes) -> tuple[Made, bytes]:
     return made, answer
 
 
-async def vouched(opening: Opening, vouch: Credentials) -> Opening:
-    credential, _ = await vouch.offer(opening.context())
+async def vouched(opening: Opening, credentials: Credentials) -> Opening:
+    credential, _ = await credentials.offer(opening.context())
     return msgspec.structs.replace(opening, credential=credential)
 
 
@@ -317,8 +317,8 @@ def test_a_credential_for_another_users_daemon(loop: asyncio.Runner) -> None:
 def test_offers_are_made_for_our_uid_alone_and_never_twice_the_same() -> None:
     async def scenario() -> None:
         cell = Cell()
-        vouch = MungeCredentials(FakeMunge(cell))
-        offers = [await vouch.offer(b"context") for _ in range(50)]
+        credentials = MungeCredentials(FakeMunge(cell))
+        offers = [await credentials.offer(b"context") for _ in range(50)]
         assert len({secret for _, secret in offers}) == 50
         assert all(restricted == os.getuid() for _, restricted in cell.made.values())
         assert all(secret not in credential for credential, secret in offers)
@@ -341,7 +341,7 @@ def test_an_answer_that_was_given_to_another_dialler(loop: asyncio.Runner) -> No
     run(loop, scenario())
 
 
-async def answered(vouch: Credentials, answer: bytes) -> Made:
+async def answered(credentials: Credentials, answer: bytes) -> Made:
     """What a dialler makes of an acceptor that says this, whatever it was asked."""
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -359,7 +359,7 @@ async def answered(vouch: Credentials, answer: bytes) -> Made:
     server, port = await link.serve("127.0.0.1", 0, connected)
     made: Made
     try:
-        made = await Link.dial(("127.0.0.1", port), (JOB, 0), vouch, p.DaemonMessage, DIAL_S)
+        made = await Link.dial(("127.0.0.1", port), (JOB, 0), credentials, p.DaemonMessage, DIAL_S)
     except Exception as error:  # noqa: BLE001  # which one it was is what the tests are about
         made = error
     finally:
@@ -475,8 +475,8 @@ noise = st.one_of(
 @given(first=noise, munge=st.booleans())
 def test_noise_is_only_refused_by_who_is_dialled(loop: asyncio.Runner, first: bytes, munge: bool) -> None:
     async def scenario() -> None:
-        vouch: Credentials = MungeCredentials(FakeMunge(Cell())) if munge else KeyCredentials(KEY)
-        made, _ = await say(vouch, first)
+        credentials: Credentials = MungeCredentials(FakeMunge(Cell())) if munge else KeyCredentials(KEY)
+        made, _ = await say(credentials, first)
         assert isinstance(made, ALLOWED), repr(made)
 
     run(loop, scenario())
@@ -493,8 +493,8 @@ def test_noise_is_only_refused_by_who_is_dialled(loop: asyncio.Runner, first: by
 )
 def test_noise_is_only_refused_by_who_dials(loop: asyncio.Runner, answer: bytes, munge: bool) -> None:
     async def scenario() -> None:
-        vouch: Credentials = MungeCredentials(FakeMunge(Cell())) if munge else KeyCredentials(KEY)
-        made = await answered(vouch, answer)
+        credentials: Credentials = MungeCredentials(FakeMunge(Cell())) if munge else KeyCredentials(KEY)
+        made = await answered(credentials, answer)
         assert isinstance(made, ALLOWED), repr(made)
 
     run(loop, scenario())

@@ -100,7 +100,7 @@ def test_an_agent_that_is_gone_does_not_answer_by_another(answers: int) -> None:
         agents = {node: Replicas(node, Origin(JOB), 1, VersionStore()) for node in (1, 3)}
         ports = {}
         for node, agent in agents.items():
-            agent.vouch = KeyCredentials(KEY)
+            agent.credentials = KeyCredentials(KEY)
             ports[node] = await agent.start(HOST)
         try:
             await agents[1].knock(NodeInfo(node=3, name="n3", address=HOST, agent_port=ports[3]))
@@ -118,19 +118,19 @@ def test_an_agent_that_is_gone_does_not_answer_by_another(answers: int) -> None:
 @pytest.mark.parametrize("answers", [0, 2])
 def test_nor_does_a_daemon(answers: int, caplog: pytest.LogCaptureFixture) -> None:
     """Node 1's daemon is away; whoever has its port passes node 2's words on to node 0, or back to it."""
-    vouch = KeyCredentials(KEY)
+    credentials = KeyCredentials(KEY)
     accepted: list[Any] = []
 
     async def work() -> None:
         def came(*streams: Any) -> None:
             accepted.append(
-                asyncio.create_task(Link.accept(streams, lambda _: answers, vouch, p.DaemonMessage))
+                asyncio.create_task(Link.accept(streams, lambda _: answers, credentials, p.DaemonMessage))
             )
 
         server, port = await serve(HOST, 0, came)
         async with Relay(port).open() as relay:
             peers = tuple(Peer(node=n, name=f"n{n}", address=HOST, port=relay.port) for n in range(3))
-            mesh = PeerLinks((JOB, NO_RUN), Roster(2, peers), vouch)
+            mesh = PeerLinks((JOB, NO_RUN), Roster(2, peers), credentials)
             ups: list[int] = []
             mesh.start(cast(Peering, Mock(linked=ups.append)))
             mesh.want(frozenset({1}))
@@ -152,12 +152,12 @@ def test_a_whole_connection_that_was_recorded_is_not_taken_again(munge: bool, sa
     """Greeting, proof and messages, also by who made them himself; to the same node, or to another one."""
     cell = Cell()
 
-    def vouch() -> Credentials:
+    def credentials() -> Credentials:
         return MungeCredentials(FakeMunge(cell)) if munge else KeyCredentials(KEY)
 
     async def work() -> None:
         made: asyncio.Queue[Any] = asyncio.Queue()
-        there = [vouch()]
+        there = [credentials()]
 
         async def accept(streams: Any) -> None:
             try:
@@ -174,13 +174,13 @@ def test_a_whole_connection_that_was_recorded_is_not_taken_again(munge: bool, sa
         )
         async with Relay(port).open() as relay:
             dialled: Link[p.DaemonMessage] = await Link.dial(
-                (HOST, relay.port), (JOB, 0), vouch(), p.DaemonMessage, DEADLINE_S
+                (HOST, relay.port), (JOB, 0), credentials(), p.DaemonMessage, DEADLINE_S
             )
             dialled.send(Beat())
             link, heard = await made.get()
             assert heard == Beat()
             if not same:
-                there[0] = vouch()
+                there[0] = credentials()
             _, writer = await asyncio.open_connection(HOST, port)
             writer.write(b"".join(relay.said))
             assert isinstance(await made.get(), PeerError)

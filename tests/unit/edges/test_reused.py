@@ -227,7 +227,7 @@ def test_daemons_meet_for_one_run(
     caplog.set_level("DEBUG", "ckptless.daemon.ckptlessd.service")
 
     async def life(site: Site) -> None:
-        sock = site.service._door._sock
+        sock = site.service._listener._sock
         assert sock is not None
         port = sock.getsockname()[1]
         peers = tuple(Peer(node=n, name=f"n{n}", address="127.0.0.1", port=port) for n in range(2))

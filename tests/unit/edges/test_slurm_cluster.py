@@ -20,8 +20,8 @@ from msgspec import structs
 from ckptless.daemon.ckptlessd import slurm_cluster as module
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
-from ckptless.daemon.ckptlessd.requeue_memory import Keeper
-from ckptless.daemon.ckptlessd.requeue_shelf import Entry
+from ckptless.daemon.ckptlessd.requeue_memory import RequeueMemory
+from ckptless.daemon.ckptlessd.requeue_table import Entry
 from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster, reason_text
 from ckptless.daemon.ledger.precedence import precedence
 from ckptless.daemon.ledger.store import Ledger
@@ -565,16 +565,16 @@ def test_what_is_kept_of_jobs_that_are_over_is_dropped() -> None:
     """And nothing that came after Slurm was asked, or while it is away."""
 
     async def look(*known: Job, trouble: str = "", age_s: float = 5.0) -> list[str]:
-        keeper = Keeper(KeepConfig(nbytes=100), lambda: 10.0)
+        requeue_memory = RequeueMemory(KeepConfig(nbytes=100), lambda: 10.0)
         for number, name in enumerate(("1", "2", "3", "4"), 1):
             fields: dict[str, Any] = {"uid": OWNER, "node": 0, "program": "p", "restarts": 0, "since_s": 8.0}
             one = Entry(number=number, job=name, run=name, nbytes=1, pieces=1, **fields)
-            keeper.shelf.put(one)
-            keeper.shelf.settled(one)
+            requeue_memory.table.put(one)
+            requeue_memory.table.settled(one)
         slurm = FakeSlurm(*known, trouble=trouble)
         slurm.age_s = 10.0 - age_s
-        await cluster(slurm)._look_at_kept(keeper, 1.0)
-        return [entry.job for entry in keeper.shelf.entries]
+        await cluster(slurm)._look_at_kept(requeue_memory, 1.0)
+        return [entry.job for entry in requeue_memory.table.entries]
 
     known = (job(1), job(2, "PENDING"), job(3, "CANCELLED"))
 

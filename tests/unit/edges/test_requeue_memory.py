@@ -51,7 +51,7 @@ def go(folder: Path, work: Callable[[Site], Awaitable[None]], keep: KeepConfig |
 
     async def all_of_it() -> None:
         site = Site(folder)
-        site.service.keeper.limit(keep or KeepConfig(nbytes=1 << 20, ttl_s=60.0))
+        site.service.requeue_memory.limit(keep or KeepConfig(nbytes=1 << 20, ttl_s=60.0))
         async with asyncio.timeout(DEADLINE_S), site.running():
             await (await site.client(hello(RUN))).hears(m.Admitted)
             await work(site)
@@ -173,7 +173,7 @@ def assignment(
 def test_there_and_back(tmp_path: Path) -> None:
     async def work(site: Site) -> None:
         await Start(site, RUN, 0).holds(5, 6).ends()
-        await until(lambda: site.service.keeper.shelf.resting)
+        await until(lambda: site.service.requeue_memory.table.resting)
         later = Start(site, NEXT, 1)
         brought = await later.keeping.claim()
         assert brought is not None
@@ -189,7 +189,7 @@ def test_there_and_back(tmp_path: Path) -> None:
         header.check(version.Origin(NEXT), 0, 5, newest=0)
         assert later.vault.record(0, 5) is not None
         assert later.events == []
-        await until(lambda: not site.service.keeper.shelf.entries)
+        await until(lambda: not site.service.requeue_memory.table.entries)
         # And it may be kept once more.
         await later.ends()
         last = Start(site, "4711.2", 2)
@@ -206,7 +206,7 @@ def test_what_was_not_used_goes_back_as_it_is(tmp_path: Path) -> None:
         again = Start(site, RUN, 1)
         assert await again.keeping.claim() is not None
         # The daemon has heard that it was taken.
-        await until(lambda: not site.service.keeper.shelf.entries)
+        await until(lambda: not site.service.requeue_memory.table.entries)
         never = m.Outcome(state="failed", exit_code=4, reason="1 of 2 came up", why="never-formed")
         await again.ends(never)
         last = Start(site, NEXT, 2)
@@ -237,7 +237,7 @@ def test_who_does_not_get_it(tmp_path: Path, run: str, restarts: int | None, fie
         other = Start(site, run, restarts, **fields)
         assert await other.keeping.claim() is None
         await other.ends()
-        assert len(site.service.keeper.shelf.entries) == 1
+        assert len(site.service.requeue_memory.table.entries) == 1
 
     go(tmp_path, work)
 
@@ -252,12 +252,12 @@ def test_another_user_gets_and_leaves_nothing_and_sees_nothing() -> None:
         for message in (k.Claim(**fields), k.Keep(**fields, nbytes=(4096,))):
             (answer,) = await site.stranger(message)
             assert isinstance(answer, m.Denied)
-        assert len(site.service.keeper.shelf.entries) == 1
-        assert site.service.keeper.shown(65534).kept == ()
-        assert [one.run for one in site.service.keeper.shown(0).kept] == [RUN]
+        assert len(site.service.requeue_memory.table.entries) == 1
+        assert site.service.requeue_memory.shown(65534).kept == ()
+        assert [one.run for one in site.service.requeue_memory.shown(0).kept] == [RUN]
 
     # One that other users may enter, as they may /run/ckptless.
-    with tempfile.TemporaryDirectory(prefix="keeper-") as name:
+    with tempfile.TemporaryDirectory(prefix="requeue_memory-") as name:
         Path(name).chmod(0o755)
         go(Path(name), work)
 
@@ -270,7 +270,7 @@ def test_nothing_is_kept_of_what_is_done_or_the_scripts_fault(tmp_path: Path) ->
             await start.ends(m.Outcome(state=state, exit_code=1, reason="", why=why))
         await Start(site, RUN, 0).ends()  # nothing is held
         await Start(site, RUN, None).holds(5).ends()  # Slurm starts it no more
-        assert site.service.keeper.shelf.entries == ()
+        assert site.service.requeue_memory.table.entries == ()
 
     go(tmp_path, work)
 
@@ -334,7 +334,7 @@ def test_only_sealed_memory_of_that_size_is_taken(tmp_path: Path, what: str) -> 
         link.close()
         for end in pair:
             end.close()
-        await until(lambda: not site.service.keeper.shelf.entries)
+        await until(lambda: not site.service.requeue_memory.table.entries)
 
     go(tmp_path, work)
 
@@ -349,7 +349,7 @@ def test_who_hangs_up_before_he_has_it_may_come_again(tmp_path: Path) -> None:
         assert len((await link.receive()).nbytes) == 2
         os.close(await link.receive_fd())
         link.close()
-        await until(lambda: site.service.keeper.shelf.resting)
+        await until(lambda: site.service.requeue_memory.table.resting)
         later = Start(site, NEXT, 1)
         assert await later.keeping.claim() is not None
         later.keeping.follow(assignment(NEXT, 1))
@@ -360,20 +360,20 @@ def test_who_hangs_up_before_he_has_it_may_come_again(tmp_path: Path) -> None:
 
 def test_it_is_dropped_in_time_and_when_the_job_is_over(tmp_path: Path) -> None:
     async def work(site: Site) -> None:
-        keeper = site.service.keeper
+        requeue_memory = site.service.requeue_memory
         told: list[str] = []
-        keeper.on_event = lambda _entry, kind, text: told.append(f"{kind}: {text}")
+        requeue_memory.on_event = lambda _entry, kind, text: told.append(f"{kind}: {text}")
         await Start(site, RUN, 0).holds(5).ends()
-        (shown,) = keeper.shown(0).kept
+        (shown,) = requeue_memory.shown(0).kept
         assert (shown.run, shown.uid, shown.restarts) == (RUN, os.getuid(), 0)
         assert 0 < shown.left_s <= 60.0
-        keeper.drop(lambda entry: "over" if entry.run == "4712" else "")
-        assert keeper.shelf.entries
-        keeper.drop(lambda _entry: "over")
+        requeue_memory.drop(lambda entry: "over" if entry.run == "4712" else "")
+        assert requeue_memory.table.entries
+        requeue_memory.drop(lambda _entry: "over")
         assert told[1:] == ["memory-dropped: over"]
         await Start(site, RUN, 1).holds(5).ends()
-        keeper.limit(KeepConfig(nbytes=1 << 20, ttl_s=1e-3))
-        await until(lambda: not keeper.shelf.entries)
+        requeue_memory.limit(KeepConfig(nbytes=1 << 20, ttl_s=1e-3))
+        await until(lambda: not requeue_memory.table.entries)
         assert "nobody came for it" in told[-1]
 
     go(tmp_path, work)

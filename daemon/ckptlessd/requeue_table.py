@@ -37,7 +37,7 @@ class Entry:
 
 
 @dataclass
-class Shelf:
+class EntryTable:
     """The entries that are kept now: at most `limit_nbytes` together, each for `ttl_s` seconds at most.
 
     Who drops an entry is told which; whatever it stands for is to be given back then.
