@@ -67,7 +67,7 @@ class Pulses:
             self._doubted[node] = self._newest[node] + int(margin_s * 1000)
 
     def _is_sure(self, node: int) -> bool:
-        return self._newest[node] > self._doubted.get(node, 0)
+        return node not in self._doubted or self._newest[node] > self._doubted[node]
 
     def seen_since(self, when: float) -> set[int]:
         """Nodes that have given a new sign of life since then."""

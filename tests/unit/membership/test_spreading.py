@@ -258,6 +258,13 @@ def test_a_sign_of_life_that_was_given_at_the_end_of_a_connection_is_none() -> N
         assert (pulses.seen_since(0.0) == {0}) is sure
 
 
+def test_the_end_of_a_connection_casts_no_doubt_on_what_was_never_heard_of() -> None:
+    pulses = Pulses(1)
+    pulses.doubt(0, margin_s=2.0)
+    pulses.hear(((0, 1000, 0),), 1.0)
+    assert pulses.fresh(1.0, within_s=1.0) == {0}
+
+
 def test_only_a_newer_pulse_is_news() -> None:
     pulses = Pulses(me=0)
     assert pulses.hear(((1, 500, 0), (2, 400, 0)), 1.0) == [(1, 500, 0), (2, 400, 0)]
