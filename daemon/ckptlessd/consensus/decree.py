@@ -181,8 +181,8 @@ def _spread(firm: list[int], others: list[int], weak: list[int], domains: Sequen
     chosen = [*chosen, *weak]
     least = max(len(firm) + len(weak), min(LEAST_VOTERS, len(chosen)))
     sizes = range(min(MAX_VOTERS, len(chosen)), least - 1, -1)
-    size = next((size for size in sizes if _survives_any(chosen[:size], domains)), None)
-    return tuple(sorted(chosen[: size or MAX_VOTERS]))
+    size = next((size for size in sizes if _survives_any(chosen[:size], domains)), MAX_VOTERS)
+    return tuple(sorted(chosen[:size]))
 
 
 def _survives_any(voters: list[int], domains: Sequence[str]) -> bool:

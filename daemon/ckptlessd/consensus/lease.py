@@ -18,7 +18,7 @@ class Lease:
     """`since`: when this node last heard a quorum, None while it does; in seconds."""
 
     since: float | None = None
-    _half: bool = False
+    _voters: tuple[int, ...] = ()
     _ours: set[int] = field(default_factory=set)
     _ours_since: float = 0.0
     _asked: float = 0.0
@@ -28,7 +28,7 @@ class Lease:
         ours = heard.intersection(voters)
         if ours != self._ours:
             self._ours, self._ours_since = ours, now
-        self._half = 2 * len(ours) == len(voters)
+        self._voters = voters
         if is_quorum(voters, heard, dead):
             self.since = None
         elif self.since is None:
@@ -50,7 +50,8 @@ class Lease:
         """
         after_s = WITNESS_AFTER_S + later_s + turn * WITNESS_AGAIN_S
         early = now - self._ours_since < after_s or now - self._asked < WITNESS_AGAIN_S
-        if self.held or not self._half or early:
+        half = 2 * len(self._ours) == len(self._voters)
+        if self.held or not half or early:
             return False
         self._asked = now
         return True

@@ -114,9 +114,8 @@ def _is_regular(assignment: Assignment) -> bool:
     return (
         all(a < b for a, b in pairwise(numbers))
         and all(shard < world for shard, _ in assignment.tensor_nodes)
-        and max((0, *assignment.shards)) < max(1, world)
+        and all(shard < world for shard in assignment.shards)
         and len(assignment.record_nodes) <= world
-        and len(assignment.shards) <= world
     )
 
 
@@ -142,7 +141,7 @@ def _whole(packed: _Packed, base: Decree) -> Decree:
     ranks = numbers(len(homes))
     slots = _chosen(range(MOST_SLOTS), packed.slots)
     shards, holds = _chosen(ranks, packed.shards), _chosen(ranks, packed.holds)
-    if min(homes, default=0) < 0:
+    if any(node < 0 for node in same):
         raise ValueError("a node that there is not")
     places = _shared(old.places, (Place(node=n, slot=s) for n, s in zip(homes, slots, strict=True)))
     alike: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -23,7 +23,7 @@ class Overlay:
     def __init__(self, job: str, nodes: tuple[int, ...]) -> None:
         self.nodes = nodes
         self.complete = len(nodes) <= DEGREE + 1
-        self._rings = [] if self.complete else [_ring(job, number, nodes) for number in range(RINGS)]
+        self._rings = [_ring(job, number, nodes) for number in range(RINGS)]
         self._places = [{node: place for place, node in enumerate(ring)} for ring in self._rings]
 
     def neighbours(self, me: int, away: Collection[int] = ()) -> frozenset[int]:

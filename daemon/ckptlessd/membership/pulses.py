@@ -6,6 +6,7 @@ daemon has seen grow lately it hears. Without its age an old sign would pass for
 before.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -27,7 +28,8 @@ class Pulses:
     """The newest signs of life, as the daemon of node `me` knows them."""
 
     me: int
-    _newest: dict[int, int] = field(default_factory=dict)
+    # 0 of whoever has given none.
+    _newest: Counter[int] = field(default_factory=Counter)
     _seen: dict[int, float] = field(default_factory=dict)
     _doubted: dict[int, int] = field(default_factory=dict)
 
@@ -37,7 +39,7 @@ class Pulses:
         A leader may be no voter: its disk takes no votes any more.
         """
         if self.me in nodes:
-            self._newest[self.me] = max(self.clock_ms(now), self._newest.get(self.me, 0) + 1)
+            self._newest[self.me] = max(self.clock_ms(now), self._newest[self.me] + 1)
         for gone in self._newest.keys() - set(nodes):
             del self._newest[gone]
             self._seen.pop(gone, None)
@@ -45,14 +47,14 @@ class Pulses:
 
     def clock_ms(self, now: float) -> int:
         """Return this daemon's clock in ms; no less than a former life of it has said."""
-        return max(int(now * 1000), self._newest.get(self.me, 0))
+        return max(int(now * 1000), self._newest[self.me])
 
     def _age_ms(self, node: int, now: float) -> int:
-        return 0 if node == self.me else max(0, int((now - self._seen[node]) * 1000))
+        return 0 if node == self.me else int((now - self._seen[node]) * 1000)
 
     def hear(self, pulses: tuple[Pulse, ...], now: float) -> list[Pulse]:
         """Take what a beat has brought; return what of it was news."""
-        news = [one for one in pulses[:MOST] if one[1] > self._newest.get(one[0], 0)]
+        news = [(node, pulse, age_ms) for node, pulse, age_ms in pulses[:MOST] if pulse > self._newest[node]]
         for node, pulse, age_ms in news:
             # Of itself: a former life of this daemon had a faster clock.
             self._newest[node] = pulse
@@ -65,7 +67,7 @@ class Pulses:
             self._doubted[node] = self._newest[node] + int(margin_s * 1000)
 
     def _is_sure(self, node: int) -> bool:
-        return self._newest.get(node, 0) > self._doubted.get(node, -1)
+        return node not in self._doubted or self._newest[node] > self._doubted[node]
 
     def seen_since(self, when: float) -> set[int]:
         """Nodes that have given a new sign of life since then."""

@@ -27,9 +27,13 @@ class _Life:
     floor: int = 0
     above: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
+    def has(self, serial: int) -> bool:
+        """Whether it has come, or never will."""
+        return serial <= self.floor or serial in self.above
+
     def add(self, serial: int) -> bool:
         """Whether it is a new one."""
-        if serial <= self.floor or serial in self.above:
+        if self.has(serial):
             return False
         self.above[serial] = None
         if len(self.above) > WINDOW:
@@ -44,21 +48,24 @@ class Router:
 
     me: int
     life: int
-    _serial: int = 0
+    _serial: int = field(init=False)
     _origins: dict[int, OrderedDict[int, _Life]] = field(default_factory=dict)
     _newest_ms: dict[int, int] = field(default_factory=dict)
     _ways: dict[int, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._serial = self.life * LIFE_SERIALS
+
     def next_serial(self) -> int:
         """For a message of this daemon."""
         self._serial += 1
-        return self.life * LIFE_SERIALS + self._serial
+        return self._serial
 
     def has(self, origin: int, serial: int) -> bool:
         """Whether that message has come."""
         lives = self._origins.get(origin)
         known = lives.get(serial // LIFE_SERIALS) if lives is not None else None
-        return origin == self.me or (known is not None and (serial <= known.floor or serial in known.above))
+        return origin == self.me or (known is not None and known.has(serial))
 
     def heard(self, sender: int, origin: int, serial: int, clock_ms: int) -> bool:
         """A message of `origin`, said at that time of its clock, came over `sender`; False if again."""

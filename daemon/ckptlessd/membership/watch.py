@@ -90,7 +90,7 @@ class _Watched:
     heard: float
     lived: float
     seen: float = 0.0
-    linked: bool = False
+    linked: bool = field(init=False)
     why: str | None = None
     blind: float | None = None
     vouched: float = 0.0
@@ -174,9 +174,9 @@ class Membership:
         for node in self._watched.keys() - wanted:
             if not self._watched[node].linked:
                 self._forget(node)
-        for node in sorted(wanted):
-            if node not in self._watched:
-                self._watched[node] = _Watched(heard=now, lived=now, linked=node in links)
+        for node in sorted(wanted - self._watched.keys()):
+            one = self._watched[node] = _Watched(heard=now, lived=now)
+            one.linked = node in links
 
     def _forget(self, node: int) -> None:
         del self._watched[node]

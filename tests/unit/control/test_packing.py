@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,6 +107,26 @@ def test_what_is_damaged_is_refused(body: bytes) -> None:
         unpack(body, BASE, digest_of(DECREE), NODES)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param({"slots": (0,)}, id="a rank without a slot"),
+        pytest.param({"slots": (0, 0, 0)}, id="a slot without a rank"),
+        pytest.param({"tensors": {"counts": (2, 2, 0), "nodes": (0, 1, 0, -1)}}, id="holders of no shard"),
+        pytest.param({"tensors": {"counts": (2,), "nodes": (0, 1)}}, id="a shard without holders"),
+        pytest.param({"tensors": {"counts": (2, 2), "nodes": (0, 1, 0, -1, 0)}}, id="a node of no list"),
+        pytest.param({"records": {"counts": (2, 2), "nodes": (0, 1, 0)}}, id="a list cut short"),
+        pytest.param({"records": {"counts": (2, 2, 0), "nodes": (0, 1, 0, -1)}}, id="records of no rank"),
+    ],
+)
+def test_columns_of_which_one_is_longer_than_another_are_refused(damage: dict[str, object]) -> None:
+    columns = msgspec.msgpack.decode(zlib.decompress(pack(DECREE, BASE) or b""))
+    assert columns.keys() > damage.keys()
+    body = zlib.compress(msgspec.msgpack.encode(columns | damage))
+    with pytest.raises(ProtocolError, match=r"zip\(\) argument|do not add up"):
+        unpack(body, BASE, digest_of(DECREE), NODES)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_as_before_is_in_the_memory_once(ranks: int) -> None:
     old = DECREE.assignment
@@ -150,6 +171,9 @@ def test_a_shard_of_no_rank_goes_unpacked_and_a_slot_beyond_all_is_refused() -> 
     alone = replace(DECREE.assignment, places=DECREE.assignment.places[:1], tensor_nodes=(), record_nodes=())
     assert pack(replace(DECREE, assignment=replace(alone, shards=(0,))), BASE) is not None
     assert pack(replace(DECREE, assignment=replace(alone, shards=(1,))), BASE) is None
+    assert pack(replace(DECREE, assignment=replace(alone, places=(), shards=(0,))), BASE) is None
+    three = ((0, 1), (1, 0), (0, 1))
+    assert pack(replace(DECREE, assignment=replace(DECREE.assignment, record_nodes=three)), BASE) is None
     places = (Place(node=0, slot=0), Place(node=1, slot=MOST_SLOTS))
     beyond = replace(DECREE, assignment=replace(DECREE.assignment, places=places))
     with pytest.raises(ProtocolError, match="a slot that there is not"):
@@ -164,6 +188,11 @@ def test_a_node_twice_goes_unpacked_and_a_rank_on_no_node_is_refused() -> None:
     nowhere = replace(DECREE, assignment=replace(DECREE.assignment, places=places))
     with pytest.raises(ProtocolError, match="a node that there is not"):
         unpack(pack(nowhere, BASE) or b"", BASE, digest_of(nowhere), NODES)
+
+
+def test_a_daemon_that_has_promised_nothing_can_write_that_down_and_read_it() -> None:
+    durable = Durable(promised=NO_BALLOT, vote=None, known=BASE)
+    assert msgspec.json.decode(msgspec.json.encode(durable), type=Durable) == durable
 
 
 # ----------------------------------------------------------------------------- from daemon to daemon

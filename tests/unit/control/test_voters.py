@@ -42,6 +42,7 @@ def per_rack(voters: Sequence[int], domains: Sequence[str]) -> list[int]:
         ((8, 8), [4, 3]),
         ((9,), [7]),
         ((1, 1, 1, 9), [2, 1, 1, 1]),  # and here four
+        ((1, 2, 3), [2, 2, 1]),
         ((1, 2, 4), [2, 2, 1]),  # seven voters would be four of one rack
         ((1, 1, 9), [5, 1, 1]),  # and here fewer would not help
         ((1, 1, 2), [2, 1, 1]),
@@ -116,6 +117,24 @@ def test_a_daemon_that_is_away_for_long_is_replaced_where_there_is_another() -> 
 def test_a_lost_voter_is_replaced_however_long_it_was_away_before() -> None:
     assert choose_voters((0, 1, 2), {0, 1}, {0, 1}, (), {2}) == (0, 1)
     assert choose_voters((0, 1, 2), {0, 1, 3}, {0, 1, 3}, (), {2}) == (0, 1, 3)
+
+
+def test_new_voters_are_taken_from_the_rack_that_has_the_fewest_by_then() -> None:
+    lost = {9, 10, 11}
+    living = set(range(12)) - lost
+    assert choose_voters((0, 1, 2, 3, *lost), living, living, racks(6, 6)) == (0, 1, 2, 3, 6, 7, 8)
+
+
+@pytest.mark.parametrize("away", [set[int](), {3}])
+def test_no_vote_is_taken_away_to_leave_no_rack_with_half_of_them(away: set[int]) -> None:
+    voters = tuple(range(7))
+    assert choose_voters(voters, set(voters), set(voters) - away, racks(4, 2, 1), away) == voters
+
+
+def test_where_one_rack_has_half_of_any_number_there_are_as_many_as_may_vote() -> None:
+    """Node 4 is away for long, and node 7, of the same rack, takes its vote."""
+    living, domains = set(range(8)), (*racks(5, 1, 1), "a")
+    assert choose_voters(tuple(range(7)), living, living - {4}, domains, {4}) == (0, 1, 2, 3, 5, 6, 7)
 
 
 def test_most_of_the_new_voters_can_be_reached_or_nothing_changes() -> None:

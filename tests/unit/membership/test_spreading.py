@@ -28,6 +28,36 @@ def test_what_is_older_than_the_window_has_come() -> None:
     assert router.heard(1, 7, WINDOW + 11, 99)
 
 
+def test_a_late_message_is_new_as_long_as_few_others_have_come() -> None:
+    """Serials 1 and 3 are late: 2 and all from 4 on come before them."""
+    router = Router(me=0, life=0)
+    in_time = [2, *range(4, WINDOW + 3)]
+    for serial in in_time:
+        assert router.heard(1, 7, serial, serial)
+    assert len(in_time) == WINDOW
+    assert not router.has(7, 1)
+    assert router.heard(1, 7, WINDOW + 3, 200)
+    # Of what is older than all in the window nobody knows any more: it is taken for one that has come.
+    assert router.has(7, 1)
+    assert not router.heard(1, 7, 1, 201)
+    assert router.heard(1, 7, 3, 202)
+
+
+def test_what_a_daemon_says_after_its_restart_is_new_to_the_others() -> None:
+    router = Router(me=0, life=0)
+    for life in (1, 2):
+        origin = Router(me=7, life=life)
+        for _ in range(3):
+            assert router.heard(1, 7, origin.next_serial(), 100)
+
+
+def test_what_this_daemon_has_said_itself_is_no_news_and_no_way_leads_to_it() -> None:
+    router = Router(me=0, life=5)
+    assert not router.heard(1, 0, router.next_serial(), 100)
+    router.learn(0, 1, 100)
+    assert router.toward(0) is None
+
+
 def test_the_way_back_is_the_way_it_came() -> None:
     router = Router(me=0, life=0)
     assert router.toward(7) is None
@@ -228,12 +258,29 @@ def test_a_sign_of_life_that_was_given_at_the_end_of_a_connection_is_none() -> N
         assert (pulses.seen_since(0.0) == {0}) is sure
 
 
+def test_the_end_of_a_connection_casts_no_doubt_on_what_was_never_heard_of() -> None:
+    pulses = Pulses(1)
+    pulses.doubt(0, margin_s=2.0)
+    pulses.hear(((0, 1000, 0),), 1.0)
+    assert pulses.fresh(1.0, within_s=1.0) == {0}
+
+
 def test_only_a_newer_pulse_is_news() -> None:
     pulses = Pulses(me=0)
     assert pulses.hear(((1, 500, 0), (2, 400, 0)), 1.0) == [(1, 500, 0), (2, 400, 0)]
     assert pulses.hear(((1, 500, 0), (2, 399, 0), (1, 501, 0)), 5.0) == [(1, 501, 0)]
     assert pulses.seen_since(1.0) == {1}
     assert pulses.seen_since(0.9) == {1, 2}
+
+
+def test_a_pulse_is_as_old_as_it_was_and_what_has_passed_since() -> None:
+    pulses = Pulses(me=0)
+    pulses.hear(((1, 500, 2000),), 10.0)
+    assert pulses.beat((1,), 10.0) == ((1, 500, 2000),)
+    assert pulses.beat((1,), 10.5) == ((1, 500, 2500),)
+    assert pulses.seen_since(8.0) == set()
+    pulses.hear(((1, 501, 0),), 11.0)
+    assert pulses.beat((1,), 11.0) == ((1, 501, 0),)
 
 
 def test_an_own_pulse_has_no_age_and_one_that_is_doubted_is_not_fresh() -> None:

@@ -72,22 +72,65 @@ def test_a_refusal_does_not_beat_a_living_link() -> None:
     assert [one.node for one in watcher.it.take() if isinstance(one, NodeLost)] == [1]
 
 
-@pytest.mark.parametrize("sign", ["answer", "connection"])
-def test_who_was_not_reached_and_then_is_is_not_apart(sign: str) -> None:
+def seen_by_another(answer: w.Answer = "silent") -> Watcher:
+    """Node 0 for long looks at node 1 itself, with that answer, while node 2 goes on to see it."""
     watcher = Watcher()
     watcher.suspect()
     for _ in range(4):
         watcher.tick(DARK_S)
-        watcher.it.looked(1, "silent", watcher.now)
+        watcher.it.looked(1, answer, watcher.now)
         watcher.says(2, lives=True)
+    return watcher
+
+
+@pytest.mark.parametrize("sign", ["answer", "connection", "word"])
+def test_who_was_not_reached_and_then_is_is_not_apart(sign: str) -> None:
+    watcher = seen_by_another()
     assert watcher.it.apart(watcher.now) == {1}
     assert watcher.it.lived_since(watcher.now - 0.1) == {2, 3, 4}
     if sign == "answer":
         watcher.it.looked(1, "open", watcher.now)
-    else:
+    elif sign == "connection":
         watcher.it.linked(1, watcher.now)
+    else:
+        watcher.it.heard(1, watcher.now)
     assert watcher.it.apart(watcher.now) == frozenset()
     assert watcher.it.lived_since(watcher.now - 0.1) == {1, 2, 3, 4}
+    assert watcher.it.lived_since(watcher.now) == set()
+
+
+def test_who_was_given_up_is_not_apart() -> None:
+    watcher = seen_by_another()
+    watcher.it.known_gone(1)
+    assert watcher.it.apart(watcher.now) == frozenset()
+
+
+@pytest.mark.parametrize("answer", ["unsure", "refused"])
+def test_only_a_look_that_nothing_answers_shows_that_a_node_is_apart(answer: w.Answer) -> None:
+    watcher = Watcher()
+    watcher.tick(DARK_S / 2 + 0.125)
+    for _ in range(4):
+        watcher.it.looked(1, answer, watcher.now)
+        watcher.says(2, lives=True)
+        watcher.tick(DARK_S)
+    assert watcher.it.apart(watcher.now) == frozenset()
+
+
+def test_one_that_nobody_has_seen_for_long_is_not_apart() -> None:
+    """It may be dead. A daemon that is slow itself gives the others longer to say that they see it."""
+    watcher = seen_by_another()
+    watcher.it.health.score = 1
+    assert watcher.it.apart(watcher.now + 1.9 * w.APART * DARK_S) == {1}
+    assert watcher.it.apart(watcher.now + 2.1 * w.APART * DARK_S) == frozenset()
+
+
+def test_that_others_saw_it_before_it_was_silent_here_does_not_make_it_apart() -> None:
+    watcher = seen_by_another()
+    watcher.it.looked(1, "open", watcher.now)
+    watcher.tick()
+    watcher.it.looked(1, "silent", watcher.now)
+    watcher.it.health.score = 8
+    assert watcher.it.apart(watcher.now + w.APART * DARK_S) == frozenset()
 
 
 def test_half_of_the_time_is_silence_before_anybody_is_asked() -> None:
@@ -140,6 +183,41 @@ def test_one_who_sees_it_is_enough() -> None:
     assert watcher.it.health.score == 1, "it had accused a node that lives"
     watcher.tick(DARK_S / 2)
     assert watcher.gone == []
+
+
+@pytest.mark.parametrize("was_heard", [False, True])
+def test_the_word_of_all_others_is_not_enough_without_a_look_of_its_own(was_heard: bool) -> None:
+    watcher = Watcher()
+    if was_heard:
+        watcher.it.heard(1, watcher.now)
+    watcher.tick(DARK_S / 2 + 0.125)
+    for node in (2, 3, 4):
+        watcher.says(node, lives=False)
+    watcher.tick(2 * DARK_S)
+    assert watcher.gone == []
+    watcher.it.looked(1, "silent", watcher.now)
+    watcher.tick()
+    assert watcher.gone == [1]
+
+
+def test_a_node_that_another_sees_answers_where_there_is_no_connection_to_it() -> None:
+    watcher = Watcher()
+    watcher.it.unlinked(1, "reset", watcher.now)
+    watcher.suspect()
+    watcher.tick()
+    assert watcher.says(2, lives=True)[-1] == AgentAnswers(1, answers=True)
+
+
+def test_a_suspicion_is_withdrawn_only_where_nothing_had_answered() -> None:
+    watcher = Watcher()
+    watcher.tick(DARK_S / 2 + 0.125)
+    watcher.it.heard(1, watcher.now)
+    assert watcher.it.take() == [], "it was silent, and the look at it was not answered yet"
+    watcher.it.unlinked(1, "reset", watcher.now)
+    watcher.it.looked(1, "silent", watcher.now)
+    watcher.it.take()
+    watcher.it.linked(1, watcher.now)
+    assert watcher.it.take() == [], "nobody had suspected it yet"
 
 
 def test_a_stranger_s_word_neither_condemns_nor_saves() -> None:
@@ -224,6 +302,33 @@ def test_a_beat_that_is_late_by_no_more_than_a_beat_is_on_time() -> None:
     assert watcher.it.health.factor > 1.0
 
 
+def test_silence_of_before_this_daemon_was_late_counts_on() -> None:
+    watcher = Watcher()
+    watcher.tick(DARK_S / 2)
+    late_s = 10.0
+    watcher.now += 0.125 + late_s
+    watcher.it.tick(watcher.now, lambda _when: True)
+    watcher.it.unlinked(1, "reset", watcher.now)
+    watcher.it.looked(1, "refused", watcher.now)
+    (gone,) = (one for one in watcher.it.take() if isinstance(one, NodeLost))
+    assert gone.age_s == pytest.approx(DARK_S / 2 + 0.125)
+
+
+def test_a_connection_that_was_silent_before_this_daemon_was_late_is_ended_no_later() -> None:
+    watcher = Watcher()
+    watcher.tick(DARK_S / 2)
+    watcher.now += 10.125
+    watcher.it.tick(watcher.now, lambda _when: True)
+    assert not [one for one in watcher.tick(DARK_S / 2 - 0.125) if isinstance(one, w.HangUp)]
+    assert [one.node for one in watcher.tick() if isinstance(one, w.HangUp)] == [1]
+
+
+def test_beats_keep_their_time_where_no_tick_falls_on_them() -> None:
+    watcher = Watcher()
+    beats = sum(watcher.it.tick(watcher.now + tick / 10, lambda _when: False) for tick in range(1001))
+    assert beats == pytest.approx(100 / BEAT_S, abs=2)
+
+
 def test_after_a_cut_it_is_looked_and_asked_again() -> None:
     watcher = Watcher(judges=False)
     watcher.suspect()
@@ -266,13 +371,35 @@ def test_who_asks_about_a_node_is_answered_at_once_or_once_it_was_looked_at() ->
     watcher = Watcher()
     watcher.it.hear(4, Suspect(node=2), watcher.now)
     assert watcher.it.take() == [w.Say(4, Saw(node=2, lives=True))]
-    watcher.tick(DARK_S / 2)
+    watcher.tick(DARK_S / 2 - 0.125)
+    watcher.it.hear(4, Suspect(node=1), watcher.now)
+    assert watcher.it.take() == [w.Say(4, Saw(node=1, lives=True))]
+    watcher.tick()
     for asker, looks in ((4, [w.Look(1)]), (3, [])):
         watcher.it.hear(asker, Suspect(node=1), watcher.now)
         assert watcher.it.take() == looks
     watcher.it.looked(1, "silent", watcher.now)
     saw = Saw(node=1, lives=False)
     assert watcher.it.take() == [w.Say(3, saw), w.Say(4, saw)]
+
+
+def test_of_one_whose_connection_has_just_ended_nobody_is_told_that_it_lives_without_a_look() -> None:
+    watcher = Watcher()
+    watcher.it.unlinked(2, "reset", watcher.now)
+    watcher.it.hear(4, Suspect(node=2), watcher.now)
+    assert watcher.it.take() == [w.Look(2)]
+    watcher.it.looked(2, "silent", watcher.now)
+    assert w.Say(4, Saw(node=2, lives=False)) in watcher.it.take()
+
+
+def test_a_node_without_a_connection_is_looked_at_with_every_tick_but_not_before_it_has_answered() -> None:
+    watcher = Watcher()
+    watcher.it.unlinked(1, "reset", watcher.now)
+    assert watcher.it.take() == [w.Look(1)]
+    assert w.Look(1) not in watcher.tick(DARK_S / 2)
+    for _ in range(4):
+        watcher.it.looked(1, "open", watcher.now)
+        assert w.Look(1) in watcher.tick()
 
 
 def test_a_node_is_looked_at_once_however_many_ask() -> None:
@@ -348,7 +475,8 @@ def test_the_verdict_comes_in_that_moment_and_only_of_what_was_heard_since() -> 
     assert not [one for one in watcher.it.take() if isinstance(one, NodeLost)]
     watcher.it.tick(100.0 + DARK_S, judge)
     (gone,) = (one for one in watcher.it.take() if isinstance(one, NodeLost))
-    assert "node-0 has heard nothing of it for 1.0 s; nothing on it answers, 3 of 3" in gone.reason
+    silent = "node-0 has heard nothing of it for 1.0 s"
+    assert gone.reason == f"{silent}; nothing on it answers, 3 of 3 others say the same"
     assert gone.dark
     assert asked == [100.0 + DARK_S / 2] * 2
 

@@ -236,6 +236,14 @@ def test_health_has_bounds_and_comes_back(history: list[tuple[bool, float]]) -> 
     assert health.factor == 1
 
 
+def test_each_complaint_makes_a_daemon_wait_once_more_as_long() -> None:
+    health = LocalHealth()
+    health.worse(1.0)
+    assert health.factor == 2
+    health.worse(1.0, points=3)
+    assert health.factor == 5
+
+
 # ------------------------------------------------------------------------------- looked at seldom
 
 
