@@ -113,7 +113,7 @@ class Replication(Generic[P]):
         self._me, self._copies, self._domains, self._edge = node, copies, domains, edge
         self.nodes: dict[int, NodeInfo] = {}
         self.generation = 0
-        self.accepting = True
+        self.accepting = False
         self._to: Holders | None = None
         self._unreachable: set[int] = set()
         self._waiting: dict[Key, ReplicationTask[P]] = {}

@@ -119,7 +119,8 @@ def test_what_becomes_of_a_replica_that_comes(generation: int, accepting: bool, 
 def test_an_agent_that_is_in_no_generation_yet_is_told_of_the_first_one_early() -> None:
     core = Node().core
     assert verdict(1, core.generation, accepting=core.accepting) == "early"
-    core.saw_commit(3)
+    for step in (1, 2, 3):
+        core.saw_commit(step)
 
 
 def test_a_commit_counts_once_all_holders_have_it(node: Node) -> None:
