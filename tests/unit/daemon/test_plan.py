@@ -255,7 +255,7 @@ def test_where_nobody_can_say_who_is_wrong_no_new_process_is_claimed() -> None:
 
 def test_a_twin_of_which_nobody_says_that_it_is_the_odd_one_keeps_its_process() -> None:
     differs = Finding("silent-corruption", 0, 0, 0, "ranks differ", source="twins")
-    assert plan.next_assignment(situation([Fault("f", differs)])).renew == ()
+    assert plan.next_assignment(situation([Fault("f", differs)])).rung == "in-process"
 
 
 def test_it_is_the_rank_in_the_slot_that_died_that_moves() -> None:
