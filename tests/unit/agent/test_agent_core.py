@@ -1,10 +1,15 @@
 """What an agent makes of orders, words, starts and deaths: pure, one node of two slots."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from ckptless.daemon.agent.core import actions as a
 from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import ProtocolError
 
 ME, PONG_S = 1, 5.0
 
@@ -318,6 +323,15 @@ def test_words_of_another_generation_are_refused(node: Node) -> None:
         a.SendToRank(births[0], m.Refused(generation=1, what="Joined")),
     ]
     assert node.core.admits(slot, 2, "Joined")
+
+
+def test_a_commit_of_who_has_not_said_which_shard_it_has_is_refused(node: Node) -> None:
+    node.train(assignment(1, place(0)))
+    unasked: Any = SimpleNamespace()
+    service = StateService(node.core, unasked, unasked, unasked, unasked)
+    early = m.Commit(generation=1, step=1, record=b"", digest="", tensors=None, loss=None)
+    with pytest.raises(ProtocolError, match="Commit before Twins"):
+        service.serve(node.core.slots[0], unasked, early)
 
 
 def test_a_step_before_the_restore_is_none_of_the_new_generation(node: Node) -> None:

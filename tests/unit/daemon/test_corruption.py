@@ -25,7 +25,7 @@ from ckptless.daemon.agent.versions.store import SLOTS, Held, Version, VersionSt
 from ckptless.daemon.agent.versions.twins import Twins
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
-from ckptless.daemon.protocol.errors import BadVersionError, ProtocolError, StateUnavailableError
+from ckptless.daemon.protocol.errors import BadVersionError, StateUnavailableError
 from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link
@@ -347,15 +347,6 @@ def test_a_commit_of_something_else_is_refused(world: World, fields: dict[str, A
         world.state._commit(world.slot, commit(at, step))
     assert [kind for kind, _ in world.nodes[0].events] == ["commit-refused"]
     assert world.nodes[0].steps == ()
-
-
-def test_a_commit_of_who_has_not_said_which_shard_it_has_is_refused(world: World) -> None:
-    world.begin()
-    first = Slot(0, generation=1)
-    link: Any = None
-    early = m.Commit(generation=1, step=STEP, record=RECORD, digest=digest(RECORD), tensors=None, loss=None)
-    with pytest.raises(ProtocolError, match="Commit before Twins"):
-        world.state.serve(first, link, early)
 
 
 def test_a_commit_without_its_header_is_refused(world: World) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.launch.slurm import find_domains
-from ckptless.daemon.replication.failure_domains import by_members, check_name
 
 NAMES = ("n1", "n2", "n3")
 SITE = {"rack1": ("n1", "n9"), "rack2": ("n2",)}
@@ -88,13 +87,3 @@ def test_without_scontrol(monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptu
     monkeypatch.setenv("PATH", "/nowhere")
     assert find(None) == ()
     assert "scontrol is not on" in said.messages[0]
-
-
-def test_two_domains_are_enough_to_say_something() -> None:
-    members = {"rack1": ("n1",), "rack2": ("n2",)}
-    assert by_members(("n1", "n2"), members) == ("rack1", "rack2")
-    assert by_members(("n1", "n1"), members) == ()
-
-
-def test_a_domain_may_have_a_name_of_one_letter() -> None:
-    assert check_name("a") == "a"
