@@ -47,7 +47,7 @@ class Slot:
     cause: Cause | None = None
     exit_code: int | None = None
     hooked: bool = False
-    shard: tuple[int, int] = (0, 0)
+    shard: tuple[int, int] = (0, -1)
     since: float = 0.0
 
     @property
