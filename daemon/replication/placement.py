@@ -1,6 +1,7 @@
 """Pure: which nodes hold the records of a node's ranks, and the tensors of a shard."""
 
-from collections import Counter
+import itertools
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ckptless.daemon.protocol.messages import NodeInfo
@@ -65,10 +66,5 @@ class Ring:
 
 def _turns(nodes: Iterable[int], domains: Sequence[str]) -> dict[int, int]:
     """Places on the ring: the first node of every domain, then the second of every domain, and so on."""
-    seen: Counter[str] = Counter()
-    turns: dict[int, int] = {}
-    for node in sorted(nodes):
-        domain = domain_of(domains, node)
-        turns[node] = seen[domain]
-        seen[domain] += 1
-    return turns
+    turn: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    return {node: next(turn[domain_of(domains, node)]) for node in sorted(nodes)}

@@ -5,6 +5,7 @@ Nothing is asked about pairs of nodes: an item is lost to exactly those failures
 so that those of one or two nodes can be read off the items that have so few.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -88,7 +89,7 @@ def protection(
             items[item].append(Copy(node, steps, nbytes))
     found = _marked(items, living, nodes)
     present = {item: [copy for copy in copies if not copy.old] for item, copies in found.items()}
-    steps_of = [sorted((copy.step for copy in copies), reverse=True) for copies in present.values()]
+    steps_of = _newest_first(present.values())
     return Protection(
         items=found,
         ranks={shard: tuple(found) for shard, found in sorted(ranks.items())},
@@ -105,26 +106,31 @@ def _told(holdings: Iterable[HoldingRecord]) -> Iterable[tuple[int, Item, tuple[
             yield one.node, Item("record", rank), steps, nbytes
 
 
+def _newest_first(items: Iterable[Iterable[Copy]]) -> list[list[int]]:
+    return [sorted((copy.step for copy in copies), reverse=True) for copies in items]
+
+
 def _marked(
     items: Mapping[Item, Sequence[Copy]], holdings: Sequence[HoldingRecord], nodes: int
 ) -> dict[Item, tuple[Copy, ...]]:
     """The copies, and of each whether it is an old one."""
-    mark = min((max((c.step for c in copies), default=0) for copies in items.values()), default=0)
+    mark = step_after(_newest_first(items.values()), 0)
     lag_s = LAG_S * max(1.0, nodes / FEW_NODES)
     heard_s = max((one.updated_s for one in holdings), default=0.0) - lag_s
     # A node of which nothing new is heard stands still: it counts where it has what everybody can give.
-    newest = {one.node: _newest(one) if one.updated_s >= heard_s else None for one in holdings}
+    still = {one.node for one in holdings if one.updated_s < heard_s}
+    steps_on: defaultdict[int, set[int]] = defaultdict(set)
+    for node, _, steps, _ in _told(holdings):
+        steps_on[node].update(steps)
 
     def is_old(copy: Copy) -> bool:
-        at = newest[copy.node]
-        return copy.step < mark and (at is None or copy.step < at - KEPT_STEPS)
+        return (
+            mark is not None
+            and copy.step < mark
+            and (copy.node in still or copy.step < max(steps_on[copy.node]) - KEPT_STEPS)
+        )
 
     return {item: tuple(c._replace(old=is_old(c)) for c in copies) for item, copies in items.items()}
-
-
-def _newest(one: HoldingRecord) -> int:
-    steps = [steps for _, steps, _ in one.tensors] + [steps for _, _, steps, _ in one.records]
-    return max((step for some in steps for step in some), default=0)
 
 
 def step_after(steps: Iterable[Sequence[int]], failures: int) -> int | None:

@@ -4,6 +4,8 @@ Every input is a method that takes the time (s, of the agent's clock) and append
 to do. The edge carries that out in order, before the next input.
 """
 
+import itertools
+
 from ckptless.daemon.agent.core.actions import (
     Action,
     AssignRank,
@@ -36,7 +38,7 @@ class AgentCore:
         self.frozen: int | None = None
         self.out: list[Action] = []
         self._pong_s = pong_s
-        self._births = 0
+        self._births = itertools.count()
         self._closing = False
 
     def rank(self, slot: Slot) -> int | None:
@@ -47,7 +49,11 @@ class AgentCore:
 
     def occupied(self, birth: int) -> Slot | None:
         """Return the slot that a process is in; None once another is to be there."""
-        found = (slot for slot in self.slots if slot.occupant is not None and slot.occupant.birth == birth)
+        one = self._occupant(birth)
+        return self.slots[one.slot] if one is not None else None
+
+    def _occupant(self, birth: int) -> Occupant | None:
+        found = (one for slot in self.slots if (one := slot.occupant) is not None and one.birth == birth)
         return next(found, None)
 
     # -------------------------------------------------------------------------------- the daemon
@@ -115,7 +121,7 @@ class AgentCore:
             if one is not None and slot.step is not None:
                 self._retire(slot, one)
                 slot.enter("empty", assignment.generation, now)
-            elif slot.occupant is None and slot.phase == "empty":
+            elif slot.phase == "empty":
                 self._start(slot, None, now)
         elif one is not None and one.hooked and place not in assignment.renew:
             self._give(slot, one, rank, now)
@@ -135,10 +141,10 @@ class AgentCore:
     # ----------------------------------------------------------------- starts and ends of processes
 
     def _start(self, slot: Slot, assignment: m.Assignment | None, now: float) -> None:
-        self._births += 1
-        slot.hooked, slot.exit_code, slot.occupant, slot.birth = False, None, None, self._births
+        birth = next(self._births)
+        slot.hooked, slot.exit_code, slot.occupant, slot.birth = False, None, None, birth
         slot.enter("starting", assignment.generation if assignment is not None else 0, now)
-        self.out.append(StartProcess(slot.index, slot.birth, assignment))
+        self.out.append(StartProcess(slot.index, birth, assignment))
 
     def born(self, index: int, birth: int, pid: int, now: float) -> None:
         """A process was forked. It ends at once where another was to be started in its slot meanwhile."""
@@ -160,11 +166,10 @@ class AgentCore:
 
     def exited(self, birth: int, code: int, how: str, now: float) -> None:
         """A process has ended with `code` (as in subprocess); `how` says so in words."""
-        slot = self.occupied(birth)
-        if slot is None or slot.occupant is None:
+        one = self._occupant(birth)
+        if one is None:
             return
-        one = slot.occupant
-        one.alive = False
+        slot, one.alive = self.slots[one.slot], False
         cause: m.Cause | None = m.Cause(kind="died", text=how)
         if one.retired:
             cause = m.Cause(kind="stop")
@@ -178,7 +183,6 @@ class AgentCore:
 
     def _retire(self, slot: Slot, one: Occupant) -> None:
         """End a process whose time is over."""
-        one.retired = True
         slot.occupant = None
         self.out.append(KillProcess(one.birth))
 
@@ -189,10 +193,11 @@ class AgentCore:
 
     def heard(self, birth: int, now: float) -> Slot | None:
         """A process has sent something: it lives. Return its slot, unless another is to be there."""
-        slot = self.occupied(birth)
-        if slot is not None and slot.occupant is not None:
-            slot.occupant.heard_at = now
-        return slot
+        one = self._occupant(birth)
+        if one is None:
+            return None
+        one.heard_at = now
+        return self.slots[one.slot]
 
     def check_answers(self, starved_s: float, now: float) -> None:
         """Kill the processes that were silent for `pong_s`.
@@ -218,10 +223,10 @@ class AgentCore:
 
     def hello(self, birth: int, now: float) -> None:
         """A process has connected to the agent; it gets its rank, if it has one."""
-        slot = self.occupied(birth)
-        if slot is None or slot.occupant is None:
+        one = self._occupant(birth)
+        if one is None:
             return
-        one = slot.occupant
+        slot = self.slots[one.slot]
         one.hooked, one.heard_at, slot.hooked = True, now, True
         rank = self.rank(slot)
         if rank is not None and self.frozen is None:
@@ -232,12 +237,12 @@ class AgentCore:
 
     def admits(self, slot: Slot, generation: int, what: str) -> bool:
         """Whether a rank's message is of its slot's generation; one of another is refused."""
+        assert slot.occupant is not None  # it has sent this
         if generation == slot.generation:
             return True
         text = f"{what} of slot {slot.index}, generation {generation}, here {slot.generation}"
         self.out.append(NoteEvent("stale-message", text))
-        if slot.occupant is not None:
-            self.out.append(SendToRank(slot.occupant.birth, m.Refused(generation=generation, what=what)))
+        self.out.append(SendToRank(slot.occupant.birth, m.Refused(generation=generation, what=what)))
         return False
 
     def advance(
@@ -253,7 +258,8 @@ class AgentCore:
                 slot.enter("joined", message.generation, now)
             case m.Restored():
                 # A step that was made before the fault is none of this generation's.
-                slot.step = self.assignment.restore_step if self.assignment is not None else None
+                assert self.assignment is not None  # without one nothing was started
+                slot.step = self.assignment.restore_step
                 slot.enter("restored", message.generation, now)
             case m.Finished():
                 slot.enter("finished", message.generation, now)

@@ -113,7 +113,7 @@ class Replication(Generic[P]):
         self._me, self._copies, self._domains, self._edge = node, copies, domains, edge
         self.nodes: dict[int, NodeInfo] = {}
         self.generation = 0
-        self.accepting = True
+        self.accepting = False
         self._to: Holders | None = None
         self._unreachable: set[int] = set()
         self._waiting: dict[Key, ReplicationTask[P]] = {}
@@ -194,10 +194,10 @@ class Replication(Generic[P]):
         infos = {info.node: info for info in task.targets() if info.node not in task.held}
         fresh = infos.keys() - task.missing
         task.missing = set(infos)
-        if not infos:
+        if infos:
+            self._waiting[key] = task
+        else:
             self._all_have(key, task)
-            return
-        self._waiting[key] = task
         for info in infos.values():
             if info.node in fresh:
                 self._edge.send(info, task.what)
@@ -242,8 +242,7 @@ class Replication(Generic[P]):
         if not self.holders():
             self._edge.event("unprotected", "no other node can hold this node's records")
         for key, task in list(self._waiting.items()):
-            if node in task.missing | task.held:
-                self._push(key, task)
+            self._push(key, task)
         for item, (step, task) in list(self._newest.items()):
             if (item, step) not in self._waiting:
                 self._replace((item, step), task)

@@ -10,7 +10,7 @@ class Occupant:
     """A training process. `birth` tells all processes that one agent starts apart.
 
     `hooked`: it has said Hello. `lived`: it has been given a rank. `released`: its training is over, so it
-    owes no answer any more. `retired`: its end was ordered, so its death is no fault. `hung`: why it was
+    owes no answer any more. `retired`: its agent ends, so its death is no fault. `hung`: why it was
     killed. `heard_at`: when it was heard last.
     """
 
@@ -30,13 +30,13 @@ class Occupant:
 class Slot:
     """A slot's state. What the daemon is told of it outlives the process.
 
-    `birth` is that of the newest process that was to be started here. `shard`: the generation, and the shard
-    that its rank has said to have tensors of in it. `since`: when the phase or its cause has changed.
+    `birth` is that of the newest process that was to be started here, if any. `shard`: the generation, and
+    the shard that its rank has said to have tensors of in it. `since`: when the phase or its cause changed.
     """
 
     index: int
     occupant: Occupant | None = None
-    birth: int = 0
+    birth: int | None = None
     phase: Phase = "empty"
     generation: int = 0
     step: int | None = None
@@ -47,7 +47,7 @@ class Slot:
     cause: Cause | None = None
     exit_code: int | None = None
     hooked: bool = False
-    shard: tuple[int, int] = (0, 0)
+    shard: tuple[int, int] = (0, -1)
     since: float = 0.0
 
     @property
@@ -57,7 +57,7 @@ class Slot:
 
     def enter(self, phase: Phase, generation: int, now: float, cause: Cause | None = None) -> None:
         """Begin a new phase."""
-        self.stepped &= generation == self.generation and phase != "starting"
+        self.stepped &= generation == self.generation
         self.phase, self.generation, self.cause, self.since = phase, generation, cause, now
 
     def blame(self, cause: Cause, now: float) -> None:

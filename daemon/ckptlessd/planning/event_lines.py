@@ -142,6 +142,6 @@ def name_of(nodes: Mapping[int, NodeView], node: int) -> str:
 
 def one_line(text: str) -> str:
     """The first line that says something, bounded and printable: it goes to logs and terminals."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")[: 2 * TEXT_LIMIT]
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return line if len(line) <= TEXT_LIMIT else line[: TEXT_LIMIT - 3] + "..."

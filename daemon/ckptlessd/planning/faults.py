@@ -214,7 +214,8 @@ def _slot_finding(assignment: Assignment, rank: int, place: Place, view: NodeVie
         return None
     kind: str = slot.cause.kind
     if kind == "stop":
-        if slot.phase != "left" or view.state is None or view.state.frozen == assignment.generation:
+        assert view.state is not None  # it has told of the slot
+        if slot.phase != "left" or view.state.frozen == assignment.generation:
             return None
         # Nobody has stopped it: it will not come back by itself, and the others would wait for it.
         kind = "raised"

@@ -177,7 +177,6 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
     finding, limits = fault.finding, now.spec.limits
     if finding.kind == "node-lost":
         answers.bad.update(now.current.places[rank] for rank in now.current.ranks_on(finding.node))
-        answers.raise_to("spare")
         return
     count = _count(now, fault, answers)
     place = Place(node=finding.node, slot=finding.slot or 0)
@@ -196,7 +195,6 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
         # Nothing is wrong with the process: what it needs does not get here.
         if count > limits.process_tries:
             answers.bad.add(place)
-            answers.raise_to("spare")
         return
     if finding.kind == "silent-corruption":
         _answer_corruption(now, fault, count, answers)
@@ -236,7 +234,6 @@ def _answer_death(now: Situation, fault: Fault, count: int, answers: _Answers) -
             raise NoPlanError(_script_failed(finding, finding.detail, count, code))
     elif count > limits.process_tries:
         answers.bad.add(place)
-        answers.raise_to("spare")
         return
     _renew(now, place, answers)
 
@@ -322,8 +319,6 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
     homeless = _ranks_in(now, answers.bad)
     shaken = _ranks_in(now, answers.flapping - answers.bad)
     moving = _ranks_in(now, answers.suspect - answers.bad)
-    if not homeless and not shaken and not moving:
-        return now.current.places
     places = list(now.current.places)
     lost = [info.node for info in now.current.nodes if not now.nodes[info.node].usable]
     seats = Seats(now.nodes, now.spec.slots_per_node, now.spec.domains, lost)
@@ -337,9 +332,8 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
         slots = seats.choose(sound, node, len(ranks))
         remove(sound, slots)
         remove(worse, slots)
-        if len(slots) < len(ranks):
-            slots += (more := seats.choose(worse, node, len(ranks) - len(slots)))
-            remove(worse, more)
+        slots += (more := seats.choose(worse, node, len(ranks) - len(slots)))
+        remove(worse, more)
         if len(slots) < len(ranks):
             text = f"no spare left for rank {ranks[len(slots)]}: {_causes(now)}"
             raise NoPlanError(_unrecoverable(text, "no-spare", now.causes[0].finding))
@@ -355,8 +349,7 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
 
 def _ranks_in(now: Situation, places: set[Place]) -> dict[int, Place]:
     """The ranks that have these slots."""
-    found = {place: now.current.rank_at(place) for place in places}
-    return dict(sorted((rank, place) for place, rank in found.items() if rank is not None))
+    return {rank: place for rank, place in enumerate(now.current.places) if place in places}
 
 
 def _causes(now: Situation) -> str:

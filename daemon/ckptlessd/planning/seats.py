@@ -1,6 +1,6 @@
 """Pure: which free slot a rank gets that has lost its own. Ranks with a good place are not asked."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,11 +22,13 @@ class Seats:
 
     def free(self, taken: Collection[Place]) -> Free:
         """Slots on usable nodes that are not `taken`, by node."""
-        count = Counter(place.node for place in taken if place.slot < self.slots_per_node)
+        taken_on: defaultdict[int, set[int]] = defaultdict(set)
+        for place in taken:
+            taken_on[place.node].add(place.slot)
         return {
-            node: [s for s in range(self.slots_per_node) if Place(node=node, slot=s) not in taken]
+            node: free
             for node, view in self.nodes.items()
-            if view.usable and count[node] < self.slots_per_node
+            if view.usable and (free := [s for s in range(self.slots_per_node) if s not in taken_on[node]])
         }
 
     def choose(self, free: Free, home: int, count: int) -> list[Place]:
@@ -60,7 +62,7 @@ class Seats:
         one whose process has ended, or is just being started.
         """
         state = self.nodes[node].slot(slot)
-        return state is not None and state.hooked and state.phase == "waiting"
+        return state is not None and state.phase == "waiting"
 
 
 def remove(free: Free, places: Collection[Place]) -> None:

@@ -1,5 +1,6 @@
 """Pure: which step to go on from, and who can give each rank its record and its shard's tensors."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,12 +119,11 @@ def _told(nodes: Iterable[NodeView]) -> list[Told]:
 def _newest_held(told: Sequence[Told], world_size: int) -> tuple[_Held, _Common | None]:
     """Return what is held, and the step to go on from: one at which twins differ only as the last."""
     compared = Comparison([holdings for _, holdings in told])
-    held = _held(told, world_size, compared, disputed=False)
-    complete = len(held.shards) == world_size
-    common = held.newest() if complete else None
-    if common is None and compared.any:
-        held = _held(told, world_size, compared, disputed=True)
-        common = held.newest() if complete else None
+    for disputed in (False, True):
+        held = _held(told, world_size, compared, disputed=disputed)
+        common = held.newest() if len(held.shards) == world_size else None
+        if common is not None:
+            break
     return held, common
 
 
@@ -155,16 +155,16 @@ def _all_steps(holdings: Holdings) -> list[int]:
 
 def _missing(held: _Held, world_size: int) -> str:
     """Names the rank that is worst off, and the steps that there are of what it needs."""
-    records, tensors = _steps_of(held.records), _steps_of(held.tensors)
+    records, by_shard = _steps_of(held.records), _steps_of(held.tensors)
+    tensors = {rank: by_shard.get(shard, set()) for rank, shard in held.shards.items()}
 
-    def common(rank: int) -> set[int]:
-        return records.get(rank, set()) & tensors.get(held.shards.get(rank, -1), set())
+    def newest(rank: int) -> float:
+        return max(records.get(rank, set()) & tensors.get(rank, set()), default=-math.inf)
 
-    poorest = min(range(world_size), key=lambda rank: max(common(rank), default=-1))
+    poorest = min(range(world_size), key=newest)
     return (
         f"no step that every rank can give: rank {poorest}'s records are held for steps "
-        f"{sorted(records.get(poorest, ()))}, its tensors for steps "
-        f"{sorted(tensors.get(held.shards.get(poorest, -1), ()))}"
+        f"{sorted(records.get(poorest, ()))}, its tensors for steps {sorted(tensors.get(poorest, ()))}"
     )
 
 

@@ -69,11 +69,6 @@ class Comparison:
         self._disputes = disputes(told)
         self._compared = {(shard, step) for held in told for shard, step, _, _ in held.digests}
 
-    @property
-    def any(self) -> bool:
-        """Whether versions were compared at all."""
-        return bool(self._compared)
-
     def sound(self, held: Holdings, *, disputed: bool) -> Sequence[tuple[int, Sequence[int]]]:
         """Return what a node could give: no disputed step; or, with `disputed`, the side that most have.
 

@@ -1,10 +1,15 @@
 """What an agent makes of orders, words, starts and deaths: pure, one node of two slots."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from ckptless.daemon.agent.core import actions as a
 from ckptless.daemon.agent.core.agent_core import AgentCore
+from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import ProtocolError
 
 ME, PONG_S = 1, 5.0
 
@@ -95,6 +100,8 @@ def test_state_follows_before_a_process_is_started(node: Node) -> None:
     assert rank.assignment is not None
     assert spare.assignment is None
     assert node.phases() == ["starting", "starting"]
+    # A spare is of no generation.
+    assert [slot.generation for slot in node.core.slots] == [1, 0]
 
 
 def test_a_process_that_takes_another_s_place_is_not_at_the_hooks_yet(node: Node) -> None:
@@ -112,11 +119,8 @@ def test_a_process_that_takes_another_s_place_is_not_at_the_hooks_yet(node: Node
 
 def test_a_process_gets_its_rank_once_it_says_hello(node: Node) -> None:
     births = node.births(node.assign(assignment(1, place(0), place(1))))
-    said = node.hello(*births)
-    assert [one for one in said if isinstance(one, a.AssignRank)] == [
-        a.AssignRank(births[0], 1, fresh=True),
-        a.AssignRank(births[1], 2, fresh=True),
-    ]
+    for rank, birth in enumerate(births, 1):
+        assert node.hello(birth) == [a.AssignRank(birth, rank, fresh=True), a.Report(soon=False)]
     again = node.assign(assignment(2, place(0), place(1)))
     assert a.AssignRank(births[0], 1, fresh=False) in again
     assert not node.births(again)
@@ -160,7 +164,10 @@ def test_before_the_first_assignment_nothing_is_stopped_and_nobody_is_known(node
     assert kinds(node.obey(m.Stop(generation=1, reason="a fault"))) == ["Report"]
     assert node.core.frozen is None
     assert node.core.rank(node.core.slots[0]) is None
-    node.core.heard(99, 1.0)
+    assert not node.obey(m.Go(generation=1))
+    assert not node.obey(m.Release(generation=1))
+    assert node.core.occupied(99) is None
+    assert node.core.heard(99, 1.0) is None
     node.core.hello(99, 1.0)
     assert not node.out()
 
@@ -170,6 +177,20 @@ def test_a_spare_that_never_was_a_rank_stays_over_generations(node: Node) -> Non
     said = node.assign(assignment(2, place(0)))
     assert kinds(said) == ["FollowAssignment", "AssignRank", "Report"]
     assert node.core.occupied(births[1]) is node.core.slots[1]
+
+
+def test_a_spare_that_is_only_being_started_is_not_started_again(node: Node) -> None:
+    node.assign(assignment(1, place(0)))
+    said = node.assign(assignment(2, place(0)))
+    assert [one.slot for one in said if isinstance(one, a.StartProcess)] == [0]
+
+
+def test_a_process_that_has_not_said_hello_is_not_given_the_next_generation(node: Node) -> None:
+    births = node.births(node.assign(assignment(1, place(0))))
+    said = node.assign(assignment(2, place(0)))
+    assert a.KillProcess(births[0]) in said
+    assert "AssignRank" not in kinds(said)
+    assert node.phases()[0] == "starting"
 
 
 def test_stop_freezes_and_is_told_once(node: Node) -> None:
@@ -193,7 +214,8 @@ def test_stop_ends_a_process_without_hooks_that_has_a_rank(node: Node) -> None:
     births = node.births(node.assign(assignment(1, place(0))))
     node.out()
     said = node.obey(m.Stop(generation=1, reason="a fault"))
-    assert [one for one in said if isinstance(one, a.KillProcess)] == [a.KillProcess(births[0])]
+    assert kinds(said) == ["StopAccepting", "KillProcess", "Report"]
+    assert a.KillProcess(births[0]) in said
     assert (node.phases()[0], node.causes()[0]) == ("exited", "stop")
 
 
@@ -246,6 +268,16 @@ def test_a_process_that_cannot_be_forked_is_dead(node: Node) -> None:
     node.core.not_born(start.slot, start.birth, "no memory", 1.0)
     assert kinds(node.out()) == ["NoteEvent", "Report"]
     assert (node.phases()[0], node.causes()[0]) == ("exited", "died")
+    # As a script that fails at once.
+    assert node.core.slots[0].exit_code == 1
+
+
+def test_a_process_that_cannot_be_forked_and_is_not_wanted_any_more_is_no_fault(node: Node) -> None:
+    late, _ = (one for one in node.assign(assignment(1, place(0))) if isinstance(one, a.StartProcess))
+    node.assign(assignment(2, place(0)))
+    node.core.not_born(late.slot, late.birth, "no memory", 1.0)
+    assert kinds(node.out()) == ["NoteEvent"]
+    assert (node.phases()[0], node.causes()[0]) == ("starting", None)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +296,9 @@ def test_what_a_death_is(node: Node, code: int, hooked: bool, phase: m.Phase, ca
     if hooked:
         node.hello(births[0])
     node.core.slots[0].enter(phase, 1, 0.0)
+    node.out()
     node.core.exited(births[0], code, "ended", 2.0)
+    assert node.out() == [a.Report(soon=False)]
     slot = node.core.slots[0]
     assert (slot.phase, slot.exit_code, node.causes()[0]) == ("exited", code, cause)
     assert slot.living is None
@@ -291,13 +325,22 @@ def test_words_of_another_generation_are_refused(node: Node) -> None:
     assert node.core.admits(slot, 2, "Joined")
 
 
+def test_a_commit_of_who_has_not_said_which_shard_it_has_is_refused(node: Node) -> None:
+    node.train(assignment(1, place(0)))
+    unasked: Any = SimpleNamespace()
+    service = StateService(node.core, unasked, unasked, unasked, unasked)
+    early = m.Commit(generation=1, step=1, record=b"", digest="", tensors=None, loss=None)
+    with pytest.raises(ProtocolError, match="Commit before Twins"):
+        service.serve(node.core.slots[0], unasked, early)
+
+
 def test_a_step_before_the_restore_is_none_of_the_new_generation(node: Node) -> None:
     node.train(assignment(1, place(0)))
     slot = node.core.slots[0]
     step = m.Stepped(generation=1, step=9, loss=0.5, every=1, share=None)
     node.core.stepped(slot, step, first=True)
     node.core.stepped(slot, step, first=False)
-    assert node.out() == [a.Report(), a.Report(soon=True)]
+    assert node.out() == [a.Report(soon=False), a.Report(soon=True)]
     assert node.stepped() == [True, False]
     node.assign(assignment(2, place(0), restore_step=7))
     assert node.stepped() == [False, False]
@@ -305,11 +348,45 @@ def test_a_step_before_the_restore_is_none_of_the_new_generation(node: Node) -> 
     assert (slot.step, slot.phase) == (7, "restored")
 
 
+def test_a_step_counts_for_its_generation_whatever_becomes_of_the_process(node: Node) -> None:
+    births = node.train(assignment(1, place(0)))
+    step = m.Stepped(generation=1, step=9, loss=0.5, every=1, share=None)
+    node.core.stepped(node.core.slots[0], step, first=True)
+    node.core.exited(births[0], -9, "was killed", 1.0)
+    assert node.stepped() == [True, False]
+    node.assign(assignment(2, place(0)))
+    assert node.stepped() == [False, False]
+
+
+def test_what_the_daemon_is_told_of_a_slot(node: Node) -> None:
+    slot = node.core.slots[0]
+    assert slot.told(5.0) == m.SlotState(slot=0, phase="empty", generation=0, age_s=5.0)
+    node.train(assignment(1, place(0)))
+    node.core.advance(slot, m.Left(generation=1, cause=m.Cause(kind="raised", text="ValueError")), 2.0)
+    assert slot.occupant is not None
+    assert slot.told(5.0) == m.SlotState(
+        slot=0,
+        phase="left",
+        generation=1,
+        pid=slot.occupant.pid,
+        hooked=True,
+        cause=m.Cause(kind="raised", text="ValueError"),
+        age_s=3.0,
+    )
+
+
+def test_slots_without_a_rank_are_unused(node: Node) -> None:
+    assert node.core.unused_slots(assignment(1, place(1))) == [0]
+    assert node.core.unused_slots(assignment(1, place(0), place(1))) == []
+
+
 def test_a_broken_collective_blames_and_changes_no_phase(node: Node) -> None:
     node.train(assignment(1, place(0)))
     slot = node.core.slots[0]
     node.core.advance(slot, m.Joined(generation=1), 1.0)
+    node.out()
     node.core.advance(slot, m.Broken(generation=1, text="reset by peer"), 2.0)
+    assert node.out() == [a.Report(soon=False)]
     assert (slot.phase, slot.since, node.causes()[0]) == ("joined", 2.0, "broken")
 
 

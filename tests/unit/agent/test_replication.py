@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 import pytest
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.core.replication import Key, Replication, verdict
+from ckptless.daemon.agent.core.replication import Key, Replication, ReReplication, verdict
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.replication.protection import Item
 from ckptless.daemon.replication.re_replication import Holders, surplus
@@ -40,12 +40,13 @@ def assignment(
 
 
 class Edge:
-    """Notes what it is asked for; `steps`: what is held here."""
+    """Notes what it is asked for; `steps`: what is held here; `gave_back`: how often it was asked to."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, str]] = []
         self.events: list[tuple[str, str]] = []
         self.given_back: list[Item] = []
+        self.gave_back = 0
         self.steps: dict[Item, set[int]] = {}
         self.at = 0.0
 
@@ -64,6 +65,7 @@ class Edge:
 
     def give_back(self, items: Sequence[Item]) -> None:
         self.given_back += items
+        self.gave_back += 1
         for item in items:
             del self.steps[item]
 
@@ -112,6 +114,13 @@ def node() -> Node:
 )
 def test_what_becomes_of_a_replica_that_comes(generation: int, accepting: bool, expected: str) -> None:
     assert verdict(generation, 3, accepting=accepting) == expected
+
+
+def test_an_agent_that_is_in_no_generation_yet_is_told_of_the_first_one_early() -> None:
+    core = Node().core
+    assert verdict(1, core.generation, accepting=core.accepting) == "early"
+    for step in (1, 2, 3):
+        core.saw_commit(step)
 
 
 def test_a_commit_counts_once_all_holders_have_it(node: Node) -> None:
@@ -167,10 +176,36 @@ def test_the_next_on_the_ring_takes_the_place_of_a_lost_holder(node: Node) -> No
     assert node.events() == ["holder-lost"]
     node.core.has(4, (RECORD, 1), 1)
     assert node.acked == [("r", 1)]
+    node.core.lost(5, "it has hung up")
+    assert not node.sent()
     # Nobody is told of a loss twice, nor of a node that is none of this job.
     node.core.lost(2, "it has hung up")
     node.core.lost(99, "it has hung up")
+    assert node.events() == ["holder-lost"] * 2
+
+
+def test_the_loss_of_a_node_that_holds_nothing_is_no_matter(node: Node) -> None:
+    node.record(1)
+    for holder in (2, 3):
+        node.core.has(holder, (RECORD, 1), 1)
+    node.sent()
+    node.core.lost(5, "it has hung up")
+    assert not node.sent()
     assert node.events() == ["holder-lost"]
+
+
+def test_of_a_step_that_is_committed_twice_the_later_is_given_to_another(node: Node) -> None:
+    node.record(1)
+    for holder in (2, 3):
+        node.core.has(holder, (RECORD, 1), 1)
+    node.core.push_record((RECORD, 1), "again", node.ack("again"))
+    node.sent()
+    node.core.lost(3, "it has hung up")
+    assert node.sent() == [(4, "again")]
+    for holder in (2, 4):
+        node.core.has(holder, (RECORD, 1), 1)
+    node.core.lost(4, "it has hung up")
+    assert node.sent() == [(5, "again")]
 
 
 def test_what_a_lost_holder_had_is_given_to_another_and_told_when_it_is_there(node: Node) -> None:
@@ -272,13 +307,14 @@ def test_after_release_nobody_is_given_anything(node: Node) -> None:
     node.core.release()
     assert not node.core.nodes
     node.record(2)
+    node.tensors(2)
     assert not node.sent()
     node.core.lost(2, "it has hung up")
     assert not node.edge.events
-    assert node.acked == [("r", 2)]
+    assert node.acked == [("r", 2), ("t", 2)]
     node.core.has(2, (RECORD, 1), 1)
     node.core.has(3, (RECORD, 1), 1)
-    assert node.acked == [("r", 2)]
+    assert node.acked == [("r", 2), ("t", 2)]
 
 
 # ------------------------------------------------------------------------------------------- made again
@@ -313,12 +349,45 @@ def test_what_this_node_has_lost_too_is_told_and_the_rest_is_made(node: Node) ->
     ]
     node.core.has(3, (RECORD, STEP), 2)
     assert node.events() == ["copies-not-remade", "copies-remade"]
+    assert node.sent() == [(3, f"record 1 of {STEP}")]
 
 
-def test_what_is_made_again_and_found_bad_here_is_told(node: Node) -> None:
+@pytest.mark.parametrize("last", ["unsound", "held"])
+def test_what_is_made_again_and_found_bad_here_is_told_and_the_rest_is_made(node: Node, last: str) -> None:
     restored(node, TENSORS, RECORD)
+    if last == "unsound":
+        node.core.has(3, (RECORD, STEP), 2)
     node.core.unsound((TENSORS, STEP), f"tensors 1 of {STEP}")
-    assert node.events() == ["unprotected", "copies-not-remade"]
+    assert node.events()[:2] == ["unprotected", "copies-not-remade"]
+    if last == "held":
+        assert node.events() == ["unprotected", "copies-not-remade"]
+        node.core.has(3, (RECORD, STEP), 2)
+    assert node.edge.events[2:] == [("copies-remade", f"step {STEP}: record of rank 1, in 0.00 s")]
+
+
+def test_a_new_generation_waits_for_nothing_that_was_made_again_in_the_old_one(node: Node) -> None:
+    restored(node, RECORD, TENSORS)
+    node.edge.steps = {RECORD: {STEP + 1}, TENSORS: {STEP + 1}}
+    node.core.follow(assignment(3, STEP + 1, **HAD))  # type: ignore[arg-type]
+    for item in (RECORD, TENSORS):
+        node.core.has(3, (item, STEP + 1), 3)
+    assert node.events() == ["copies-remade"]
+
+
+def test_what_is_lost_while_other_things_are_made_again_is_told_together_with_them() -> None:
+    edge = Edge()
+    made = ReReplication(edge)
+    first, second, third = ((Item("record", number), STEP) for number in range(3))
+    made.begin(first)
+    made.begin(second)
+    made.end(first)
+    edge.at = 1.0
+    made.begin(third)
+    edge.at = 2.0
+    made.end(second)
+    assert not edge.events
+    made.end(third)
+    assert edge.events == [("copies-remade", f"step {STEP}: record of rank 0, 1, 2, in 2.00 s")]
 
 
 # ------------------------------------------------------------------------------------------- garbage
@@ -347,7 +416,31 @@ def test_a_frozen_agent_gives_nothing_back(node: Node) -> None:
     assert not node.edge.given_back
 
 
+def test_after_release_nothing_is_given_back(node: Node) -> None:
+    restored(node, RECORD, TENSORS, Item("record", 3))
+    node.core.release()
+    for step in range(STEP + 1, STEP + 9):
+        node.core.saw_commit(step)
+    assert not node.edge.given_back
+
+
+def test_where_all_has_its_place_nothing_is_asked_to_be_given_back(node: Node) -> None:
+    restored(node, RECORD, TENSORS)
+    for step in range(STEP + 1, STEP + 9):
+        node.core.saw_commit(step)
+    assert not node.edge.gave_back
+    given = Item("record", 3)
+    node.edge.steps[given] = {STEP}
+    node.core.follow(assignment(3, STEP, **HAD))  # type: ignore[arg-type]
+    for step in range(STEP + 1, STEP + 9):
+        node.core.saw_commit(step)
+    assert (node.edge.gave_back, node.edge.given_back) == (1, [given])
+
+
 def test_an_own_commit_moves_the_watermark_as_others_do(node: Node) -> None:
+    # What was committed before, and is not restored, is no commit of this generation.
+    for step in range(STEP + 5, STEP + 8):
+        node.record(step)
     restored(node, RECORD, TENSORS, Item("record", 3))
     for step in range(STEP + 1, STEP + 4):
         node.record(step)

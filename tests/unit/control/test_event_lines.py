@@ -6,6 +6,7 @@ import signal
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ckptless.daemon.ckptlessd.planning import event_lines
 from ckptless.daemon.ckptlessd.planning.faults import Fault, Finding, NodeView
@@ -64,6 +65,9 @@ NODES = {0: view(0), 1: view(1)}
         ("silent-corruption", "shard 0", None, "has other tensors than its twins: shard 0", "corrupt", {}),
         ("no-state", "nobody", None, "did not get its state: nobody", "no-state", {}),
         ("hung", "", None, "hung", "hung", {}),
+        ("died", "", None, "died", "died", {}),
+        # How its process has ended later is not what was wrong.
+        ("raised", "ValueError: x", -15, "raised ValueError: x", "raised", {"error": "ValueError: x"}),
     ],
 )
 def test_who_it_was_and_why(
@@ -79,6 +83,13 @@ def test_who_it_was_and_why(
 def test_a_slot_whose_process_is_not_known() -> None:
     line = event_lines.fault_line(Finding("hung", 1, 0, 3, "", source="process"), NODES)
     assert line.text == "rank 3 on n01 (slot 0) hung"
+
+
+def test_a_fault_of_a_whole_node() -> None:
+    finding = Finding("nccl-unknown", 1, None, None, "a check-in of 192 bytes", source="process")
+    line = event_lines.fault_line(finding, NODES)
+    assert line.text == "n01 nccl-unknown: a check-in of 192 bytes"
+    assert line.about == Subject(node=1, name="n01")
 
 
 def test_signals_have_their_names() -> None:
@@ -108,6 +119,12 @@ def test_nodes_that_are_gone(source: FaultSource, reason: str, kind: str, text: 
     line = event_lines.loss_line(NodeLost(1, reason, 0.0, source=source), NODES[1], assignment(2))
     assert (line.kind, line.text) == (kind, text)
     assert line.about == Subject(node=1, name="n01", error=reason)
+
+
+def test_a_node_with_several_ranks_is_gone() -> None:
+    plan = structs.replace(assignment(1), places=tuple(m.Place(node=1, slot=slot) for slot in range(3)))
+    line = event_lines.loss_line(NodeLost(1, "silent", 0.0, source="membership"), NODES[1], plan)
+    assert line.text == "node-1 (n01, ranks 0-2) is lost: silent (membership)"
 
 
 def test_a_node_without_a_rank_is_gone() -> None:
@@ -147,6 +164,17 @@ def test_ranks_that_return_before_others() -> None:
     assert event_lines.returned_early(plan, nodes) is None
     every = {node: view(node, slot("finished")) for node in range(4)}
     assert event_lines.returned_early(plan, every) is None
+
+
+@pytest.mark.parametrize(("steps", "when"), [((None, 4), " after step 4"), ((None, None), "")])
+def test_a_rank_that_returns_without_a_step(steps: tuple[int | None, ...], when: str) -> None:
+    nodes = {node: view(node, slot("finished", step)) for node, step in enumerate(steps)}
+    line = event_lines.returned_early(assignment(3), {**nodes, 2: view(2, slot("restored", 5))})
+    assert line is not None
+    assert line.text == (
+        f"ranks 0, 1 have returned from the training function{when}, while rank 2 still trains, "
+        "and may wait for them"
+    )
 
 
 def test_a_line_stays_one() -> None:

@@ -72,6 +72,8 @@ def test_nothing_where_a_process_was_lost_or_nothing_is_restored() -> None:
     assert shares(now, 2) == {}
     first = assignment([0, 1], [0, 1, 2], {}, [], shards=[])
     assert shares(replace(first, restore_step=None), 2) == {}
+    # Nobody can give what nobody has.
+    assert shares(assignment([0, 1], [0, 1, 2], {0: [], 1: []}, [[], []]), 2) == {}
 
 
 def test_twins_are_copies_of_the_tensors_and_not_of_the_record() -> None:
@@ -88,6 +90,12 @@ def test_twins_are_copies_of_the_tensors_and_not_of_the_record() -> None:
     assert [one.item.kind for given in shares(spare, 4).values() for one in given if 4 in one.takers] == [
         "record"
     ] * 4
+
+
+def test_two_nodes_that_have_a_shard_give_it_to_no_spare_where_no_others_have_ranks() -> None:
+    of = Holders(assignment([0, 1], [0, 1, 2], {0: [0, 1]}, [[0], [1]], shards=[0, 0]), 2)
+    assert of.of_tensors(0) == ()
+    assert [info.node for info in of.of_record(0)] == [1, 2]
 
 
 @given(st.data(), st.integers(1, 3), st.integers(2, 6), st.integers(0, 3))
@@ -117,6 +125,9 @@ def test_twins_of_a_shard_are_all_nodes_that_have_ranks_of_it() -> None:
     hsdp = assignment([5, 6, 7, 8], [5, 6, 7, 8], {}, [], shards=[0, 1, 0, 1])
     of = Holders(hsdp, 1)
     assert [of.twins(shard) for shard in range(4)] == [{5, 7}, {6, 8}, set(), set()]
+    # A first generation restores nothing, and knows of no shards.
+    first = Holders(replace(hsdp, restore_step=None, shards=()), 1)
+    assert [first.twins(shard) for shard in range(2)] == [set(), set()]
 
 
 def test_holders_are_the_next_ones_and_begin_at_the_first_for_a_node_that_is_none_of_them() -> None:

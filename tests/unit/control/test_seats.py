@@ -115,6 +115,21 @@ def test_warm_slots_first_on_one_node() -> None:
     assert following.places == (m.Place(node=1, slot=1), m.Place(node=0, slot=1))
 
 
+def test_a_node_with_enough_warm_slots_needs_no_more_of_them() -> None:
+    spec = job(1, 2, 2)
+    now = situation(spec, [0], cold=[1])
+    nodes = {**now.nodes, 2: view(spec, 2, ["starting", "waiting"], lost=False)}
+    free = seats.Seats(nodes, 2, (), [0]).free(set())
+    assert free == {1: [0, 1], 2: [0, 1]}
+    assert seats.Seats(nodes, 2, (), [0]).choose(free, 0, 1) == [m.Place(node=2, slot=1)]
+
+
+def test_only_nodes_with_a_free_slot_have_any() -> None:
+    spec = job(2, 2, 2)
+    taken = [m.Place(node=node, slot=slot) for node, slot in ((0, 1), (1, 0), (1, 1))]
+    assert seats.Seats(situation(spec, [2]).nodes, 2, (), [2]).free(taken) == {0: [0], 3: [0, 1]}
+
+
 def test_a_node_whose_last_slot_is_taken_is_free_no_more() -> None:
     free = {1: [0, 1], 2: [0]}
     seats.remove(free, [m.Place(node=1, slot=0), m.Place(node=2, slot=0)])

@@ -114,7 +114,7 @@ def test_without_any_state_it_begins_anew_only_where_no_step_was_made() -> None:
     with pytest.raises(NoCommonStepError):
         state_sources({0: view(0, {}, {})}, places, progress=1)
     with pytest.raises(NoCommonStepError):
-        state_sources({0: view(0, {0: (1,)}, {})}, places, progress=0)
+        state_sources({0: view(0, {0: (0, 1)}, {})}, places, progress=0)
 
 
 def test_what_is_missing_is_named() -> None:
@@ -125,6 +125,31 @@ def test_what_is_missing_is_named() -> None:
     places = [m.Place(node=0, slot=0), m.Place(node=1, slot=0)]
     with pytest.raises(NoCommonStepError, match=r"rank 1's records .* \[6, 7\], its tensors for steps \[3\]"):
         state_sources(nodes, places, progress=7)
+
+
+def test_the_rank_is_named_whose_newest_step_is_the_oldest() -> None:
+    places = [m.Place(node=0, slot=rank) for rank in range(3)]
+    holds = {0: (1, 9), 1: (3, 4), 2: (5, 8)}
+    nodes = {0: view(0, dict(holds), {(rank, rank): steps for rank, steps in holds.items()})}
+    with pytest.raises(NoCommonStepError, match=r"rank 1's records .* \[3, 4\], its tensors for .* \[3, 4\]"):
+        state_sources(nodes, places, progress=9)
+    # A rank of which nobody has anything is worse off than any other.
+    with pytest.raises(NoCommonStepError, match=r"rank 3's records .* \[\], its tensors for steps \[\]"):
+        state_sources(nodes, [*places, m.Place(node=0, slot=3)], progress=9)
+
+
+def test_a_node_that_has_told_nothing_yet_gives_nothing() -> None:
+    nodes = {node: view(node, {0: (6,)}, {(0, 0): (6,)}) for node in range(3)}
+    nodes[1].state = None
+    nodes[2].state = m.AgentState(seq=1, slots=())
+    sources = state_sources(nodes, [m.Place(node=0, slot=0)], progress=6)
+    assert (sources.step, sources.record_nodes) == (6, ((0,),))
+
+
+def test_a_record_of_which_no_step_is_held_says_nothing_of_its_rank() -> None:
+    nodes = {0: view(0, {0: (6,)}, {(0, 0): (6,)}), 1: view(1, {}, {(0, 5): ()})}
+    sources = state_sources(nodes, [m.Place(node=0, slot=0)], progress=6)
+    assert (sources.step, sources.shards) == (6, (0,))
 
 
 def test_what_nodes_tell_alike_is_in_memory_once() -> None:

@@ -52,6 +52,9 @@ def test_runs_and_generations_are_never_mixed() -> None:
     start = start_from([*older, *newer], PLACES, None)
     assert start.sources.step == 9
     assert start.sources.tensor_nodes == ((0, (2,)), (1, (3,)))
+    # Also where the run that was first has come further.
+    behind = [NodeView(n + 2, view(n, (4,), generation=2).hello, None, None) for n in (0, 1)]
+    assert start_from([*older, *behind], PLACES, None).sources.step == 5
 
 
 def test_nothing_to_choose_from() -> None:

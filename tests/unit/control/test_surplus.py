@@ -180,13 +180,19 @@ def test_the_watermark_is_the_third_newest_step_that_was_committed() -> None:
     assert mark.step == STEP + 2
 
 
+def test_the_steps_after_the_first_one_of_all_count_too() -> None:
+    for mark in (Watermark(None), Watermark(0)):
+        assert [mark.saw_commit(step) for step in (1, 2, 3)] == [False, False, True]
+        assert mark.step == 1
+
+
 def test_a_holder_that_is_not_to_be_one_any_more() -> None:
     now = assignment([0], [0, 1, 2, 3], {0: [0, 3]}, [[0, 3]])
     assert surplus(Holders(now, 2), 3, [Item("tensors", 0)]) == (Item("tensors", 0),)
 
 
 def test_what_belongs_to_no_rank_is_not_given_back() -> None:
-    held = [Item("record", 7), Item("tensors", 7)]
+    held = [Item("record", 2), Item("tensors", 2)]
     to = Holders(assignment([0, 1], [0, 1, 2], {}, []), 1)
     assert surplus(to, 2, held) == ()
     assert surplus(to, 2, [*held, Item("record", 0)]) == (Item("record", 0),)

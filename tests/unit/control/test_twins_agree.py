@@ -160,8 +160,14 @@ def test_the_third_is_waited_for_until_the_oldest_step_that_is_in_doubt() -> Non
     assert ripe(found, assignment, nodes, 100.0) == found
     third = nodes[2].state
     assert third is not None
-    nodes[2].state = replace(third, slots=(replace(third.slots[0], step=None),))
-    assert ripe(found, assignment, nodes, 100.0) == []
+    for slots in ((replace(third.slots[0], step=None),), ()):
+        nodes[2].state = replace(third, slots=slots)
+        assert ripe(found, assignment, nodes, 100.0) == []
+
+
+def test_the_third_is_waited_for_where_the_first_step_is_in_doubt() -> None:
+    assignment, nodes = doubting(1, behind=0)
+    assert ripe(observe(assignment, nodes), assignment, nodes, 100.0) == []
 
 
 def test_doubts_of_an_older_generation_are_no_news() -> None:
@@ -183,6 +189,9 @@ def test_of_a_disputed_step_only_what_most_have_is_given_and_only_where_nothing_
     # Two sides of the same size: nobody can say which is right, so neither is.
     pair = Comparison([one for one in told[:2] if one is not None])
     assert [pair.sound(one, disputed=True) for one in told[:2] if one is not None] == [[(0, (1,))]] * 2
+    # Nor is what nobody has said anything of.
+    silent = m.Holdings(tensors=((0, (1, 2)),), records=())
+    assert pair.sound(silent, disputed=True) == [(0, ())]
 
 
 def test_a_disputed_step_is_restored_where_there_is_no_other() -> None:
@@ -192,12 +201,27 @@ def test_a_disputed_step_is_restored_where_there_is_no_other() -> None:
     assert (sources.step, sources.tensor_nodes) == (1, ((0, (0, 2)),))
 
 
+def test_two_that_differ_are_both_suspects_and_who_has_told_nothing_is_none() -> None:
+    held = {0: {1: (0, GOOD)}, 1: {1: (1, BAD)}, 2: {1: (2, "")}, 3: {1: (3, "")}}
+    nodes = {node: view(node, one, 4) for node, one in held.items()}
+    spec = m.JobSpec(job="j", command=("t",), nodes=4, spares=0, slots_per_node=1, limits=LIMITS)
+    assignment = first_assignment(spec, nodes, 1, 0)
+    nodes[2].state, nodes[3].state = None, m.AgentState(seq=1, slots=())
+    text = "shard 0, step 1: rank 0 and rank 1 differ; nobody can say which is wrong"
+    assert [(one.node, one.odd, one.detail) for one in findings(assignment, nodes)] == [
+        (0, False, text),
+        (1, False, text),
+    ]
+
+
 def test_a_suspect_whose_node_is_lost_is_no_finding() -> None:
     held = {0: {1: (0, GOOD)}, 1: {1: (1, BAD)}, 2: {1: (2, GOOD)}}
     whole = {node: view(node, one, 3) for node, one in held.items()}
     spec = m.JobSpec(job="j", command=("t",), nodes=3, spares=0, slots_per_node=1, limits=LIMITS)
     assignment = first_assignment(spec, whole, 1, 0)
-    assert [one.node for one in findings(assignment, whole)] == [1]
+    (odd,) = findings(assignment, whole)
+    assert (odd.node, odd.odd) == (1, True)
+    assert odd.detail == "shard 0, step 1: rank 0, 2 and rank 1 differ; rank 1 is the odd one out"
     # What it holds is known by another's copy of it, too.
     copy = {**held, 2: {1: (1, BAD)}}
     lost = {node: view(node, one, 3, "dark" if node == 1 else None) for node, one in copy.items()}

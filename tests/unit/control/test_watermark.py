@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from ckptless.daemon.protocol.records import HoldingRecord
 from ckptless.daemon.replication.protection import Item, protection
 
@@ -101,6 +103,44 @@ def test_what_does_not_come_along_any_more_protects_nothing() -> None:
     assert found.exposure.two == {(0, 1): (Item("record", 1), Item("tensors", 1))}
 
 
+@pytest.mark.parametrize(("behind", "old"), [(3, False), (4, True)])
+def test_a_copy_that_comes_along_is_at_most_as_many_steps_behind_as_are_kept(behind: int, old: bool) -> None:
+    rows = [
+        row(0, {0: (100,), 1: (100,)}, {0: (100,), 1: (100,)}),
+        row(1, {0: (100 - behind,), 1: (100,)}, {0: (100,), 1: (100,)}),
+    ]
+    found = protection(rows, (), 2, 2)
+    assert [copy.old for copy in found.items[Item("tensors", 0)]] == [False, old]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "late_s", "old"), [(64, 5.0, False), (64, 5.1, True), (128, 10.0, False), (128, 10.1, True)]
+)
+def test_in_a_large_job_it_may_be_told_later_of_what_a_node_holds(
+    nodes: int, late_s: float, old: bool
+) -> None:
+    rows = [row(0, {0: (102,)}, {0: (102,)}), row(1, {0: (82,)}, {0: (82,)}, updated_s=100.0 - late_s)]
+    found = protection(rows, (), 1, nodes)
+    assert [copy.old for copy in found.items[Item("record", 0)]] == [False, old]
+
+
+def test_what_is_ahead_of_what_everything_else_can_give_is_not_old() -> None:
+    # Of shard 1 there is nothing newer than step 30, so shard 0 is not asked for anything newer either.
+    rows = [
+        row(0, {0: (100,), 1: (30,)}, {0: (100,), 1: (100,)}),
+        row(1, {0: (41,)}, {0: (100,), 1: (100,)}),
+    ]
+    found = protection(rows, (), 2, 2)
+    assert not any(copy.old for copies in found.items.values() for copy in copies)
+
+
+def test_where_something_is_held_by_nobody_nothing_else_is_old() -> None:
+    rows = [row(0, {0: (100,)}, {0: (100,)}), row(1, {0: (41,)}, {0: (100,)})]
+    found = protection(rows, (), 2, 2)
+    assert found.step is None
+    assert not any(copy.old for copies in found.items.values() for copy in copies)
+
+
 def test_a_job_that_stands_still_is_held_as_it_was() -> None:
     # A rank of node 0 waits for something; nothing new has been told of the others for an hour.
     rows = [row(0, {0: (7, 8)}, {0: (7, 8)}, updated_s=3700.0), row(1, {0: (8,)}, {0: (8,)}, updated_s=100.0)]
@@ -115,8 +155,9 @@ def test_thousands_of_nodes_are_no_matter_of_pairs() -> None:
 
 
 def test_what_is_of_no_rank_of_the_job_or_has_no_step_is_not_counted() -> None:
-    rows = [*ring(3, (5,)), row(3, {7: (9,), 0: ()}, {8: (9,), 1: ()})]
+    rows = [*ring(3, (5,)), row(3, {3: (9,), 0: ()}, {3: (9,), 1: ()})]
     found = protection(rows, (), 3, 4)
     assert found.items.keys() == {Item(kind, n) for kind in ("tensors", "record") for n in range(3)}
     assert found.step == 5
     assert all(copy.node != 3 for copies in found.items.values() for copy in copies)
+    assert found.ranks == {0: (0,), 1: (1,), 2: (2,)}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.protocol.messages import NodeInfo
-from ckptless.daemon.replication.failure_domains import domain_of
+from ckptless.daemon.replication.failure_domains import by_members, check_name, domain_of
 from ckptless.daemon.replication.placement import Ring
 
 
@@ -94,6 +94,16 @@ def test_in_racks_of_the_same_size_every_node_holds_for_as_many_others(racks: in
     nodes = infos(list(range(4 * racks)))
     held = [info.node for me in range(4 * racks) for info in Ring(nodes, domains).holders(me, 2)]
     assert all(held.count(node) == 2 for node in range(4 * racks))
+
+
+def test_two_domains_are_enough_to_say_something() -> None:
+    members = {"rack1": ("n1",), "rack2": ("n2",)}
+    assert by_members(("n1", "n2"), members) == ("rack1", "rack2")
+    assert by_members(("n1", "n1"), members) == ()
+
+
+def test_a_domain_may_have_a_name_of_one_letter() -> None:
+    assert check_name("a") == "a"
 
 
 # -------------------------------------------------------------------------------------------- shards

@@ -155,6 +155,8 @@ def test_two_odd_ones_out_get_two_places_and_then_one_stays() -> None:
 def test_a_slot_that_went_bad_gets_no_new_process() -> None:
     following = again([DIED], LIMITS.process_tries + 1)
     assert (following.rung, following.bad, following.renew) == ("spare", (m.Place(node=0, slot=0),), ())
+    (replaced,) = following.replaced
+    assert len(replaced.at_s) == LIMITS.process_tries
 
 
 @pytest.mark.parametrize(
@@ -244,11 +246,16 @@ def test_the_odd_one_out_is_the_process_in_its_slot() -> None:
 
 
 def test_where_nobody_can_say_who_is_wrong_no_new_process_is_claimed() -> None:
-    once = replace(spec(spares=0), limits=replace(LIMITS, process_tries=1))
-    for odd, claimed in ((False, False), (True, True)):
+    for tries, odd, claimed in ((1, False, False), (1, True, True), (2, False, True)):
+        few = replace(spec(spares=0), limits=replace(LIMITS, process_tries=tries))
         with pytest.raises(plan.NoPlanError) as error:
-            again([corrupt(0, odd=odd)], 2, job=once)
+            again([corrupt(0, odd=odd)], tries + 1, job=few)
         assert ("points to the script" in error.value.outcome.reason) is claimed
+
+
+def test_a_twin_of_which_nobody_says_that_it_is_the_odd_one_keeps_its_process() -> None:
+    differs = Finding("silent-corruption", 0, 0, 0, "ranks differ", source="twins")
+    assert plan.next_assignment(situation([Fault("f", differs)])).rung == "in-process"
 
 
 def test_it_is_the_rank_in_the_slot_that_died_that_moves() -> None:
@@ -354,7 +361,8 @@ def test_a_flapping_slot_without_a_spare_goes_on() -> None:
 
 
 def test_what_comes_seldom_is_not_flapping() -> None:
-    line = flap(30, LIMITS.flap_window_s / 5 + 1, spec())
+    # The sixth comes when the first does not count any more.
+    line = flap(30, LIMITS.flap_window_s / 5, spec())
     assert {(a.rung, a.flapping) for a in line[1:]} == {("process", ())}
 
 
@@ -382,6 +390,52 @@ def test_a_slot_that_was_flapping_is_better_than_none() -> None:
     assert other.places[0] == m.Place(node=3, slot=0)
 
 
+def moved_to(now: plan.Situation) -> dict[int, m.Place]:
+    """Where the ranks went that have moved."""
+    following = plan.next_assignment(now).places
+    return {rank: place for rank, place in enumerate(following) if place != now.current.places[rank]}
+
+
+def placed(job: m.JobSpec, places: Sequence[tuple[int, int]], **more: Any) -> m.Assignment:
+    """A generation whose ranks are in these slots, by node and slot."""
+    first = plan.first_assignment(job, views(job), 1, 0)
+    return replace(first, places=tuple(m.Place(node=node, slot=slot) for node, slot in places), **more)
+
+
+def often(node: int, slot: int, times: int = LIMITS.flap_tries) -> m.Replaced:
+    """A slot whose process was replaced so often just now."""
+    return m.Replaced(place=m.Place(node=node, slot=slot), at_s=(0.0,) * times)
+
+
+@pytest.mark.parametrize(("times", "to"), [(1, (0, 0)), (LIMITS.flap_tries, (2, 1))])
+def test_a_slot_whose_process_was_replaced_once_is_sound(times: int, to: tuple[int, int]) -> None:
+    job = spec(nodes=2, spares=1, slots=2)
+    tries = m.Tries(cause="no-state@1/0:", count=LIMITS.process_tries, step=7)
+    ranks = [(2, 0), (0, 1), (1, 0), (1, 1)]
+    current = placed(job, ranks, replaced=(often(0, 0, times),), tries=(tries,))
+    found = moved_to(situation([fault("no-state", 1)], job, current=current))
+    assert found == {2: m.Place(node=to[0], slot=to[1])}
+
+
+def test_ranks_of_two_lost_nodes_get_two_slots_that_were_flapping() -> None:
+    job = spec(nodes=2, spares=2, slots=1)
+    current = placed(job, [(0, 0), (1, 0)], replaced=(often(2, 0), often(3, 0)))
+    lost = [fault("node-lost", node, None) for node in (0, 1)]
+    found = moved_to(situation(lost, job, lost=[0, 1], current=current))
+    assert found == {0: m.Place(node=2, slot=0), 1: m.Place(node=3, slot=0)}
+
+
+def test_the_rank_of_a_flapping_slot_may_go_to_another_of_its_node() -> None:
+    job = spec(nodes=2, spares=1, slots=2)
+    current = placed(
+        job,
+        [(0, 0), (2, 0), (1, 0), (1, 1)],
+        bad=(m.Place(node=2, slot=1),),
+        replaced=(often(0, 0),),
+    )
+    assert moved_to(situation([DIED], job, current=current)) == {0: m.Place(node=0, slot=1)}
+
+
 def test_an_old_memory_is_dropped() -> None:
     job = spec()
     line = flap(3, 1.0, job)
@@ -393,9 +447,13 @@ def test_a_first_assignment_takes_the_lowest_usable_nodes() -> None:
     job = spec(nodes=2, spares=1, slots=1)
     nodes = {0: view(0, lost="gone"), 1: view(1), 2: view(2)}
     assert [p.node for p in plan.first_assignment(job, nodes, 1, 1).places] == [1, 2]
-    with pytest.raises(plan.NoPlanError, match="1 of 2 nodes came up; missing: node-0 ") as error:
-        plan.first_assignment(job, {**nodes, 2: view(2, known=False)}, 1, 1)
+    few = {**nodes, 2: view(2, lost="late", known=False)}
+    with pytest.raises(plan.NoPlanError) as error:
+        plan.first_assignment(job, few, 1, 1)
     assert error.value.outcome.why == "never-formed"
+    assert error.value.outcome.reason == "1 of 2 nodes came up; missing: node-0 (gone), node-2 (late)"
+    with pytest.raises(plan.NoPlanError, match=r"missing: n07 \(gone\), n09 \(late\)$"):
+        plan.first_assignment(replace(job, names=("n07", "n08", "n09")), few, 1, 1)
 
 
 @pytest.mark.parametrize(("steps", "anew"), [((), True), ((0,), False)])
@@ -475,6 +533,7 @@ def ended(node: int, slot: int, code: int, age_s: float) -> tuple[Fault, m.SlotS
     [
         (7, 7, "rank 3 ended with exit code 7"),
         (1, 1, "rank 3 ended with exit code 1"),
+        (0, 1, "rank 3 ended with exit code 0"),
         (-9, 137, "rank 3 was ended by SIGKILL"),
     ],
 )
@@ -495,6 +554,14 @@ def test_where_nothing_recovers_the_first_rank_that_failed_ends_the_job(
     assert (outcome.exit_code, outcome.why, outcome.state) == (wanted, "script", "failed")
     assert outcome.reason == text
     assert str(caught.value) == text
+
+
+def test_where_nothing_recovers_a_process_ends_the_job_of_which_its_agent_tells_no_more() -> None:
+    job = replace(spec(spares=0), recovers=False)
+    late = fault("died", 0, 0, "ended with exit code 3", exit_code=3)
+    with pytest.raises(plan.NoPlanError) as caught:
+        plan.next_assignment(situation([late], job))
+    assert caught.value.outcome.exit_code == 3
 
 
 def test_where_nothing_recovers_a_lost_node_ends_the_job() -> None:
