@@ -76,7 +76,7 @@ class Holders:
         """The same of the shard that node `home` gives, which `twins` have."""
         # Where every node with ranks has a shard, copies beside them could only outlive the whole job.
         everywhere = len(twins) > 1 and self._ranked == set(twins)
-        return self._ring.shard_holders(home, self._copies * (not everywhere), twins, unreachable)
+        return self._ring.shard_holders(home, 0 if everywhere else self._copies, twins, unreachable)
 
 
 def remakes(of: Holders, me: int) -> tuple[Remake, ...]:
