@@ -89,8 +89,8 @@ class _Watched:
 
     heard: float
     lived: float
+    linked: bool
     seen: float = 0.0
-    linked: bool = field(init=False)
     why: str | None = None
     blind: float | None = None
     vouched: float = 0.0
@@ -175,8 +175,7 @@ class Membership:
             if not self._watched[node].linked:
                 self._forget(node)
         for node in sorted(wanted - self._watched.keys()):
-            one = self._watched[node] = _Watched(heard=now, lived=now)
-            one.linked = node in links
+            self._watched[node] = _Watched(heard=now, lived=now, linked=node in links)
 
     def _forget(self, node: int) -> None:
         del self._watched[node]
@@ -185,7 +184,7 @@ class Membership:
 
     def linked(self, node: int, now: float) -> None:
         """There is a connection to its daemon."""
-        one = self._watched.setdefault(node, _Watched(heard=now, lived=now))
+        one = self._watched.setdefault(node, _Watched(heard=now, lived=now, linked=True))
         one.linked, one.gone, one.heard, one.seen = True, False, now, now
         one.blind = None
         self._lives(node, one, now, "its daemon has connected")

@@ -124,7 +124,7 @@ def test_an_agent_tells_of_a_record_of_an_older_generation() -> None:
     async def main() -> None:
         agent = Connected()
         async with asyncio.timeout(20.0), agent.link() as link:
-            agent.replicas.core.generation = 2
+            agent.replicas.core.generation, agent.replicas.core.accepting = 2, True
             link.send(record(generation=1))
             link.send(record(generation=2))
             refused, answer = await link.receive(), await link.receive()
