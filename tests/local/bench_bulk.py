@@ -107,6 +107,7 @@ async def send_links(region: Region, nbytes: int, bare_port: int) -> None:
     vault.put_tensors(0, 0, TensorsAt(region=region.number, offset=0, nbytes=nbytes, digest=told))
     replicas = Replicas(0, Origin(JOB), 0, vault)
     replicas.core.generation = replicas.integrity.generation = 1
+    replicas.core.accepting = True
     ended = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
