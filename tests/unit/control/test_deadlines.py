@@ -15,10 +15,11 @@ from ckptless.daemon.ckptlessd.recovery.leading import REPEAT_S
 from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import EventRecord, GenerationRecord, JobRecord, Record, RecoveryRecord
+from ckptless.daemon.replication.protection import FEW_NODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import LIMITS, STEP, Heard, lost_by
+from lease_nodes import LIMITS, STEP, Heard, Node, info, lost_by
 from recovering import NODES, Job, kills, kinds
 
 R = TypeVar("R", bound=Record)
@@ -122,7 +123,52 @@ def test_where_one_has_not_come_to_the_hooks_there_is_no_step_to_miss() -> None:
     for node in (0, 1):
         job.say(node, "joined", stepped=False)
     job.say(2, "assigned", stepped=False, hooked=False)
-    assert "stall" not in job.node.wait(STALL_S + 10.0, 5.0).events
+    assert m.Stop not in kinds(job.node.wait(STALL_S + 10.0, 5.0))
+
+
+@pytest.mark.usefixtures("joins_soon")
+def test_where_nobody_has_come_to_the_hooks_again_nobody_is_late() -> None:
+    job = Job()
+    second(job)
+    for node in range(NODES):
+        job.say(node, "assigned", stepped=False, hooked=False)
+    assert m.Stop not in kinds(job.node.wait(2 * JOIN_S, 5.0))
+
+
+@pytest.mark.usefixtures("joins_soon")
+def test_an_agent_that_has_told_nothing_yet_hides_nobody_who_hangs() -> None:
+    job = first_assigned()
+    job.say(1, "joined", stepped=False)
+    job.say(2, "assigned", stepped=False)
+    assert m.Stop in kinds(job.node.wait(2 * JOIN_S, 5.0))
+    assert job.node.told.events.count("hung") == 1
+
+
+def test_of_a_rank_that_is_late_and_a_step_that_does_not_come_the_rank_is_told() -> None:
+    job = Job()
+    second(job)
+    for node in range(NODES):
+        job.say(node, "joined", stepped=False)
+    for node in (0, 1, 3):
+        job.say(node, "restored", stepped=False)
+    assert LIMITS.join_s == STALL_S
+    job.node.wait(STALL_S + 10.0, 5.0)
+    assert job.node.told.events.count("hung") == 1
+
+
+@pytest.mark.usefixtures("joins_soon")
+def test_a_rank_that_has_ended_while_others_train_does_not_hang() -> None:
+    job = Job()
+    job.say(0, "exited", code=0)
+    found = job.node.wait(STALL_S + 10.0, 5.0)
+    assert job.stage() == "stopping"
+    assert "stall" in found.orders[0].reason  # type: ignore[union-attr]
+    assert "hung" not in job.node.told.events
+
+
+def test_a_job_of_one_rank_stalls_as_others_do() -> None:
+    found = Node(0, 2).wait(STALL_S + 10.0, 5.0)
+    assert m.Stop in kinds(found)
 
 
 # ------------------------------------------------------------------------------------------ giving up
@@ -170,20 +216,87 @@ def test_a_new_leader_gives_up_an_agent_that_never_says_anything() -> None:
 def test_pairs_that_still_change_are_not_settled() -> None:
     job = Job()
     job.node.wait(APART_S, 0.25)
-
-    def apart(*pairs: tuple[int, int]) -> None:
-        for node in range(1, NODES):
-            others = tuple(b if a == node else a for a, b in pairs if node in (a, b))
-            job.node.feed(e.PeerUp(node, e.Standing(1, 0, "running", index=1, apart=others)))
-
-    apart((1, 2))
+    apart(job, (1, 2))
     job.node.wait(SETTLED_S - 0.25, 0.25)
-    apart((1, 2), (1, 3))
+    apart(job, (1, 2), (1, 3))
     job.node.wait(SETTLED_S - 0.25, 0.25)
     assert job.lost == []
-    apart((1, 2), (1, 3))
+    apart(job, (1, 2), (1, 3))
     job.node.wait(0.5, 0.25)
     assert job.lost == [1], "it is in most of the pairs"
+
+
+def apart(job: Job, *pairs: tuple[int, int]) -> None:
+    """Every daemon says whom it cannot reach; of the leader's the daemon itself finds out."""
+    for node in range(NODES):
+        others = tuple(b if a == node else a for a, b in pairs if node in (a, b))
+        if node == job.node.me:
+            job.node.feed(e.Apart(frozenset(others)))
+        else:
+            job.node.feed(e.PeerUp(node, e.Standing(1, 0, "running", index=1, apart=others)))
+
+
+def test_of_the_leader_s_own_bad_link_its_own_word_counts() -> None:
+    job = Job()
+    job.node.wait(APART_S, 0.25)
+    job.node.feed(e.Apart(frozenset({2})))
+    job.node.wait(SETTLED_S + 0.5, 0.25)
+    assert job.lost == [2], "what it says cannot come here"
+    job = Job()
+    job.node.wait(APART_S, 0.25)
+    job.node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1, apart=(0,))))
+    job.node.wait(SETTLED_S + 0.5, 0.25)
+    assert job.lost == [], "it reaches it"
+
+
+def test_who_gives_way_is_told_from_whom_it_was_apart() -> None:
+    job = Job()
+    job.node.wait(APART_S, 0.25)
+    apart(job, (0, 3), (1, 2))
+    job.node.wait(SETTLED_S + 0.25, 0.25)
+    text = str(job.node.control.job.nodes[3].lost)
+    assert text.startswith("it and node-0 cannot reach each other")
+
+
+def test_a_pair_that_comes_up_at_the_end_of_the_longest_stall_is_not_waited_for() -> None:
+    job = Job()
+    job.node.wait(STALL_S - 1.0, 1.0)
+    job.node.wait(0.5, 0.25)
+    apart(job, (1, 2))
+    assert job.lost == [2]
+    assert job.stage() == "stopping"
+
+
+def test_of_many_nodes_a_word_counts_until_it_was_to_be_said_again() -> None:
+    node = Node(0, 2 * FEW_NODES)
+    pause_s = node.control.job.remind_s
+    assert pause_s > 1.0
+    node.wait(APART_S, 0.25)
+    for _ in range(2):
+        for one in (1, 2):
+            hello_of = e.Report(one, m.Introduction(info=info(one), pid=1))
+            node.feed(hello_of, e.PeerUp(one, e.Standing(1, 0, "running", index=1, apart=(3 - one,))))
+        node.wait(pause_s, 0.3)
+    assert [one for one, view in node.control.job.nodes.items() if view.lost is not None] == [2]
+
+
+def test_a_fault_that_comes_with_a_node_that_gives_way_stops_the_generation_once() -> None:
+    for frozen in (False, True):
+        job = Job()
+        second_fault(job)
+        job.node.wait(APART_S, 0.25)
+        apart(job, (1, 3))
+        job.node.wait(SETTLED_S - 0.25, 0.25)
+        assert job.lost == []
+        job.node.now += 0.25
+        found = job.say(2, "restored", frozen=True) if frozen else job.raises()
+        assert job.lost == [3]
+        assert kinds(found) == [m.Stop]
+        job.freeze(0, 1, 2)
+        assert (job.generation, job.stage()) == (3, "joining")
+        assert [(r.generation, r.outcome) for r in recoveries(job)] == [
+            (2, None), (2, "recovered"), (3, None)
+        ]  # fmt: skip
 
 
 def test_who_is_done_long_before_the_others_is_told_once() -> None:
@@ -196,6 +309,39 @@ def test_who_is_done_long_before_the_others_is_told_once() -> None:
     assert job.node.told.events.count("returned-early") == 1
     job.node.wait(2 * EARLY_S, 0.25)
     assert job.node.told.events.count("returned-early") == 1
+    job.say(1, "finished")
+    job.node.wait(2 * EARLY_S, 0.25)
+    assert job.node.told.events.count("returned-early") == 1, "of a generation that is enough"
+
+
+def test_who_is_done_early_in_the_next_generation_too_is_told_no_more() -> None:
+    job = Job()
+    for generation in (1, 2):
+        assert job.generation == generation
+        job.say(0, "finished")
+        job.node.wait(2 * EARLY_S, 0.25)
+        assert job.node.told.events.count("returned-early") == 1
+        second_fault(job)
+    job.say(0, "finished")
+    job.say(2, "finished")
+    job.node.wait(2 * EARLY_S, 0.25)
+    assert job.node.told.events.count("returned-early") == 2, "there is another one"
+
+
+def second_fault(job: Job) -> None:
+    """Rank 1 raises, and all train again."""
+    job.raises()
+    job.freeze(*range(NODES))
+    trains_again(job)
+
+
+def trains_again(job: Job) -> None:
+    for phase in ("joined", "restored"):
+        for node in range(NODES):
+            job.say(node, phase, stepped=False)
+    for node in range(NODES):
+        job.say(node, "restored")
+    assert job.stage() == "running"
 
 
 # -------------------------------------------------------------------------------------------- the story
