@@ -14,13 +14,20 @@ from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.leading import REPEAT_S
 from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.records import EventRecord, GenerationRecord, JobRecord, Record, RecoveryRecord
+from ckptless.daemon.protocol.records import (
+    EventRecord,
+    FaultRecord,
+    GenerationRecord,
+    JobRecord,
+    Record,
+    RecoveryRecord,
+)
 from ckptless.daemon.replication.protection import FEW_NODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from lease_nodes import LIMITS, STEP, Heard, Node, info, lost_by
-from recovering import NODES, Job, kills, kinds
+from recovering import HELD, NODES, Job, kills, kinds
 
 R = TypeVar("R", bound=Record)
 LEAVE_S, STALL_S = LIMITS.leave_s, LIMITS.stall_s
@@ -355,6 +362,7 @@ def test_what_is_written_of_a_generation() -> None:
     assert job.node.told.events.count("generation") == 1
     assert [row.state for row in rows(job.node.told, JobRecord)] == ["running"]
     for phase in ("joined", "restored"):
+        job.node.wait(2.0, 0.5)
         for node in range(NODES):
             job.say(node, phase, stepped=False)
     job.node.now += 5.0
@@ -364,6 +372,7 @@ def test_what_is_written_of_a_generation() -> None:
     assert list(recoveries(job)[-1].phases) == [
         "detect", "stop", "leave", "agree", "join", "restore", "first step"
     ]  # fmt: skip
+    assert list(recoveries(job)[-1].phases.values())[-3:] == pytest.approx([2.0, 2.0, 5.0])
 
 
 def recoveries(job: Job) -> list[RecoveryRecord]:
@@ -378,11 +387,17 @@ def test_what_is_written_of_an_end_in_the_middle_of_a_recovery() -> None:
     assert [(r.generation, r.outcome) for r in recoveries(job)] == [(2, "failed")]
     (end,) = events(job.node.told, "end")
     assert (end.level, end.text) == ("error", "stopped: Ctrl-C")
-    assert [row.state for row in rows(job.node.told, JobRecord)] == ["stopped"]
+    assert [(row.state, row.exit_code, row.reason) for row in rows(job.node.told, JobRecord)] == [
+        ("stopped", 130, "Ctrl-C")
+    ]
 
 
-def test_what_is_written_of_a_good_end() -> None:
+@pytest.mark.parametrize("recovered", [False, True])
+def test_what_is_written_of_a_good_end(recovered: bool) -> None:
     job = Job()
+    if recovered:
+        second_fault(job)
+        job.node.forget()
     for node in range(NODES - 1):
         job.say(node, "finished")
     for node in range(NODES - 1):
@@ -398,6 +413,60 @@ def test_orders_are_not_said_again_too_soon() -> None:
     job.raises()
     assert kinds(job.node.wait(REPEAT_S - 0.25, 0.25)) == []
     assert kinds(job.node.wait(0.25, 0.25)) == [m.Stop]
+    job.node.wait(REPEAT_S / 2, 0.25)
+    job.freeze(*range(NODES))
+    assert job.stage() == "joining"
+    assert not meets_all(job.node.wait(REPEAT_S - 0.25, 0.25))
+    assert meets_all(job.node.wait(0.25, 0.25))
+
+
+def meets_all(found: Heard) -> list[e.Meet]:
+    return [out for out in found.outputs if isinstance(out, e.Meet) and out.node is None]
+
+
+def test_who_is_to_end_is_told_at_once_also_between_two_repetitions() -> None:
+    job = Job()
+    job.raises()
+    job.freeze(0, 1, 3)
+    job.freeze(2, phase="restored")
+    tick_s = 0.7 * REPEAT_S
+    assert kills(job.node.wait(42 * tick_s, tick_s)) == []
+    assert m.Stop in kinds(Heard(job.node.told.outputs[-3:])), "it was just said again"
+    assert kills(job.node.wait(tick_s, tick_s)) == [2]
+
+
+def test_steps_that_are_heard_of_after_the_stop_count_as_progress() -> None:
+    job = Job()
+    job.raises()
+    newest = STEP + 9
+    slot = m.SlotState(slot=0, phase="left", generation=1, hooked=True, step=newest, stepped=True)
+    state = m.AgentState(seq=900, slots=(slot,), assigned=1, frozen=1, holdings=HELD)
+    job.node.feed(e.Report(0, state))
+    job.freeze(1, 2, 3)
+    assert job.node.control.job.assignment is not None
+    assert [tries.step for tries in job.node.control.job.assignment.tries] == [newest]
+
+
+def test_twins_that_differ_are_a_fault_though_a_rank_has_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = STEP - 1, STEP
+    odd = {(STEP, 2)}
+    held = m.Holdings(
+        tensors=((0, steps),),
+        records=tuple((rank, 0, steps) for rank in range(3)),
+        digests=tuple(
+            (0, step, rank, "0" * 16 + ("b" if (step, rank) in odd else "a"))
+            for step in steps
+            for rank in range(3)
+        ),
+    )
+    monkeypatch.setattr("recovering.HELD", held)
+    job = Job()
+    job.raises()
+    job.freeze(*range(NODES))
+    assert job.generation == 2
+    (line,) = events(job.node.told, "corrupt")
+    assert line.about is not None
+    assert line.about.rank == 2
 
 
 def test_a_loss_is_announced_once_and_stops_the_generation() -> None:
@@ -408,6 +477,8 @@ def test_a_loss_is_announced_once_and_stops_the_generation() -> None:
     job.node.wait(3.0)
     assert job.node.told.dark == [2]
     assert job.node.told.events.count("node-lost") == 1
+    (fault,) = rows(job.node.told, FaultRecord)
+    assert fault.seen_s == pytest.approx(job.node.now - 3.0 - 1.5)
     assert recoveries(job) == [], "nothing is planned before all are frozen"
     job.freeze(0, 1, 3)
     assert job.generation == 2
