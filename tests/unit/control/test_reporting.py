@@ -12,6 +12,7 @@ from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.ckptlessd.recovery.losses import DARK_FOR_GOOD_S
 from ckptless.daemon.ckptlessd.recovery.snapshots import NODES_A_SECOND, REPORT_INTERVAL_S
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import EventRecord, HoldingRecord, NodeRecord
@@ -295,3 +296,31 @@ def test_a_leader_tells_itself_nothing_again() -> None:
     found = node.wait(5.0)
     assert sum(isinstance(order, m.Stop) for order in found.orders) > 1
     assert not forwards(found)
+
+
+def dark() -> Node:
+    """The leader, which has lost node 2: nothing on it answers."""
+    node = Node(0, NODES)
+    node.feed(lost_by(2, "silent", dark=True))
+    return node
+
+
+def test_a_node_that_stays_dark_is_gone_for_the_cluster_also_where_the_job_ends_before_that() -> None:
+    node = dark()
+    node.wait(DARK_FOR_GOOD_S + 1.0, 0.5)
+    assert node.told.dark_states == [(2, "dark"), (2, "gone")]
+    node = dark()
+    node.wait(1.0)
+    node.feed(e.Report(0, m.Cancel(exit_code=143, reason="scancel")))
+    assert node.outcome is not None
+    assert node.told.dark_states == [(2, "dark"), (2, "gone")]
+
+
+def test_a_dark_node_that_is_heard_again_was_away_for_so_long() -> None:
+    for after_s, away in ((12.0, "nothing on it answered for 12 s, and it lives"), (40.0, "answered, and")):
+        node = dark()
+        node.wait(after_s, 0.5)
+        found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1)))
+        (told,) = (out for out in found.outputs if isinstance(out, e.NodeIsDark))
+        assert told.state == "back"
+        assert away in told.reason
