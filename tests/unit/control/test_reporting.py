@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from msgspec import structs
 
 from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree
@@ -20,7 +21,7 @@ from ckptless.daemon.replication.protection import FEW_NODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import START_S, STEP, Heard, Node, agreed, first_generation, info, lost_by, trains
+from lease_nodes import START_S, STEP, Heard, Node, agreed, first_generation, hello, info, lost_by, trains
 
 NODES = 3
 MANY = 2 * FEW_NODES
@@ -174,13 +175,24 @@ def test_of_many_nodes_what_is_held_is_not_told_with_every_step() -> None:
 
 def test_of_many_nodes_each_writes_its_own_row_and_the_leader_those_with_news() -> None:
     node = follower_of_many()
-    node.feed(e.Report(5, state(5, 10)))
+    node.feed(e.Report(5, m.Introduction(info=info(5), pid=1)), e.Report(5, state(5, 10)))
     assert nodes_written(node.wait(REPORT_INTERVAL_S, 0.5)) == [1]
     leader = Node(0, MANY)
     leader.wait(2 * REPORT_INTERVAL_S, 0.5)
     leader.feed(e.Report(5, state(5, 10)), e.Report(7, state(7, 10)))
     assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0, 5, 7]
     assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0]
+
+
+def test_news_of_more_nodes_than_are_written_in_a_second_are_written_in_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leader = Node(0, MANY)
+    leader.wait(2 * REPORT_INTERVAL_S, 0.5)
+    monkeypatch.setattr("ckptless.daemon.ckptlessd.recovery.snapshots.NODES_A_SECOND", 2)
+    leader.feed(*(e.Report(node, state(node, 10)) for node in (5, 7, 9)))
+    assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0, 5, 7]
+    assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0, 9]
 
 
 def test_what_is_held_is_written_where_it_has_changed() -> None:
@@ -269,6 +281,22 @@ def test_whom_a_daemon_waits_for_at_the_beginning() -> None:
     assert node.control._snapshots.waits_for == [0], "its daemon knows whether its agent is up"
     node.feed(lost_by(0, "gone"))
     assert node.control._snapshots.waits_for == []
+    node.feed(e.PeerDown(2))
+    assert node.control._snapshots.waits_for == [2]
+    node.feed(e.Report(2, m.Introduction(info=info(2), pid=1)))
+    assert node.control._snapshots.waits_for == [], "its agent is up, whatever became of its daemon"
+
+
+def test_the_leader_waits_for_agents_of_which_it_has_not_heard_though_their_daemons_are_there() -> None:
+    node = Node(0, NODES, fresh=True)
+    node.control = Controller(0, "s", {number: NodeView(number) for number in range(NODES)})
+    node.feed(*(e.PeerUp(other, e.Standing(0, NOBODY, "forming", index=0)) for other in node.others))
+    node.feed(*(e.Report(one, hello(one, NODES)) for one in (0, 1)))
+    node.wait(5.0)
+    assert (node.control.job.leads, node.control.job.stage) == (True, "forming")
+    assert node.control._snapshots.waits_for == [2]
+    node.feed(lost_by(2, "its agent is gone"))
+    assert node.control.job.stage == "joining", "who is lost is not waited for"
 
 
 def test_what_the_own_node_had_at_last_is_written_with_the_end() -> None:

@@ -238,7 +238,9 @@ def test_who_leads_again_takes_a_fault_of_the_new_generation_for_no_old_one() ->
     job.node.feed(e.PeerDown(1), e.AgentAnswers(1, True))
     job.node.wait(5.0)
     assert (job.stage(), job.node.control.job.leads) == ("running", True)
-    assert kinds(job.raises()) == [m.Stop]
+    found = job.raises()
+    assert kinds(found) == [m.Stop]
+    assert found.events == ["raised"], "the story of this generation has it, too"
 
 
 @pytest.mark.parametrize("order", [None, m.Release(generation=1)])
