@@ -387,9 +387,8 @@ def test_what_is_written_of_an_end_in_the_middle_of_a_recovery() -> None:
     assert [(r.generation, r.outcome) for r in recoveries(job)] == [(2, "failed")]
     (end,) = events(job.node.told, "end")
     assert (end.level, end.text) == ("error", "stopped: Ctrl-C")
-    assert [(row.state, row.exit_code, row.reason) for row in rows(job.node.told, JobRecord)] == [
-        ("stopped", 130, "Ctrl-C")
-    ]
+    (row,) = rows(job.node.told, JobRecord)
+    assert (row.state, row.exit_code, row.reason, row.ended_s) == ("stopped", 130, "Ctrl-C", job.node.now)
 
 
 @pytest.mark.parametrize("recovered", [False, True])

@@ -158,19 +158,18 @@ def test_who_cannot_vote_is_left_out_while_two_others_can(
 
 
 def test_a_voter_is_replaced_by_one_of_another_domain() -> None:
-    """Of nine nodes seven vote, 0 to 3, 5 to 7 or so; those that do not are of other racks."""
-    node = Node(0, 9)
-    before = node.control.job.known.voters
-    crowded, other = sorted(set(range(9)) - set(before))
-    for spare, rack in ((crowded, other), (other, crowded)):
+    """Of nine nodes seven vote; of the two others one is in the rack of the voters, the other is not."""
+    before = first_decree(range(9)).voters
+    first, last = sorted(set(range(9)) - set(before))
+    for here, elsewhere in ((first, last), (last, first)):
         node = Node(0, 9)
         assert node.control.job.spec is not None
-        domains = tuple("new" if one == rack else "old" for one in range(9))
+        domains = tuple("new" if one == elsewhere else "old" for one in range(9))
         node.control.job.spec = structs.replace(node.control.job.spec, domains=domains)
         node.feed(e.PeerUp(before[1], e.Standing(1, 0, "running", index=1, able=False)))
         after = set(node.control.job.known.voters)
-        assert rack in after
-        assert spare not in after
+        assert elsewhere in after
+        assert here not in after
 
 
 def test_who_cannot_vote_any_more_while_new_voters_are_asked_is_left_out_after_that() -> None:
