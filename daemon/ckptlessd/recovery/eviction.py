@@ -22,8 +22,9 @@ def find_node(word: str, names: Sequence[str]) -> int | None:
     """The number of the node that is meant: by its name, else by its number in the job, from 0."""
     if word in names:
         return names.index(word)
-    number = int(word) if word.isascii() and word.isdecimal() and len(word) < 10 else -1
-    return number if 0 <= number < len(names) else None
+    if word.isascii() and word.isdecimal() and len(word) < 10 and int(word) < len(names):
+        return int(word)
+    return None
 
 
 def cannot_say(job: JobState) -> str | None:

@@ -58,6 +58,7 @@ class GenerationProgress:
     moving: set[int] = field(default_factory=set)
     step: int = 0
     newest: int = 0
+    _frozen: set[int] = field(default_factory=set)
     _works: dict[int, _Work] = field(default_factory=dict)
     _findings: dict[int, list[Finding]] = field(default_factory=dict)
     _inside: dict[int, list[tuple[int, Place]]] = field(default_factory=dict)
@@ -83,7 +84,7 @@ class GenerationProgress:
     @property
     def disputed(self) -> bool:
         """Whether an agent has stopped this generation."""
-        return self.counts["frozen"] > 0
+        return bool(self._frozen)
 
     def take_news(self) -> list[Finding]:
         """Those findings that were made since this was called last."""
@@ -110,17 +111,16 @@ class GenerationProgress:
         state = view.state if view.hello is not None else None
         frozen = state is not None and state.frozen == self.assignment.generation
         (self.moving.discard if frozen or view.lost is not None else self.moving.add)(node)
+        (self._frozen.add if frozen and view.lost is None else self._frozen.discard)(node)
         for kept, value in ((self._findings, new.findings), (self._inside, new.inside)):
             kept.pop(node, None)
             if value:
                 kept[node] = value  # type: ignore[assignment]  # each list into its own dict
         self._news += new.findings
-        self.newest = max(self.newest, *(slot.step or 0 for slot in view.slots()), 0)
+        self.newest = max([self.newest, *(slot.step or 0 for slot in view.slots())])
 
     def _work(self, node: int, view: NodeView) -> _Work:
         work, generation = _Work(), self.assignment.generation
-        if view.usable and view.state is not None and view.state.frozen == generation:
-            work.counts["frozen"] = 1
         ranks, usable, counts = self._ranks(node), view.usable, work.counts
         alike: dict[tuple[Phase, bool, bool], int] = {}
         for rank, place in ranks:
@@ -130,8 +130,7 @@ class GenerationProgress:
             if slot.generation == generation:
                 key = slot.phase, slot.stepped, slot.cause is None
                 alike[key] = alike.get(key, 0) + 1
-                if slot.step is not None and slot.step > self.step:
-                    self.step = slot.step
+                self.step = max(self.step, slot.step or 0)
             if usable and slot.hooked and slot.phase in INSIDE:
                 work.inside.append((rank, place))
         for key, count in alike.items():

@@ -58,7 +58,6 @@ class Leading:
             old = "nobody else does" if former == NOBODY else f"node-{former} cannot be reached"
             job.note(now, "warning", "leader", f"node-{job.me} leads, since {old}")
             job.since = now
-        job.moved = now
         self._ending = self._progress = None
         self.log.begin_reign()
         self.losses.begin()
@@ -74,8 +73,6 @@ class Leading:
         """Bring the job forward as far as the reports allow."""
         job = self.job
         if job.stage == "ended" or not job.leads:
-            self._progress = None
-            job.touched.clear()
             return
         progress = self._count()
         self.losses.tell(now)
@@ -124,9 +121,9 @@ class Leading:
 
     def _mend_voters(self, now: float) -> None:
         """A voter lost, unable, or away for long is replaced before the next one is, if there are nodes."""
-        ready = self.job.agreement.ready and self.voters.may_change(now)
-        if ready and self.voters.following(now) != self.job.known.voters:
-            self._propose(self.job.assignment, None, now)
+        job, voters = self.job, self.voters
+        if job.agreement.ready and voters.may_change(now) and voters.following(now) != job.known.voters:
+            self._propose(job.assignment, None, now)
 
     def _form(self, spec: m.JobSpec, now: float) -> None:
         job = self.job
@@ -153,7 +150,7 @@ class Leading:
         """The end that this leader has proposed is agreed on."""
         job = self.job
         self.losses.end()
-        self.log.ended(job.assignment)
+        self.log.ended()
         assert job.spec is not None
         job.share(ledger_rows.job(job.spec, outcome.state, job.started, outcome, now))
         job.note(
@@ -165,40 +162,41 @@ class Leading:
     def _watch(self, progress: GenerationProgress, limits: m.Limits, now: float) -> None:
         """Any new fault of this generation stops it."""
         assignment = progress.assignment
-        if self.job.stage != "releasing":
-            self._part(assignment, limits, now)
+        parted = self._part(assignment, limits, now) if self.job.stage != "releasing" else None
         findings = twins_agree.ripe(progress.findings, assignment, self.job.nodes, now)
         silent = self.stalls.silent(assignment, limits, now)
         self._give_up(silent, f"its agent has said nothing for {limits.stall_s:.0f} s")
         findings += self.stalls.overdue(assignment, limits, now)
         if self.job.stage == "releasing" and now - self.job.since < ENDING_S:
             findings = [finding for finding in findings if finding.kind != "node-lost"]
-        fresh = [finding for finding in findings if self.log.add(finding, assignment, now)]
+        for finding in findings:
+            self.log.add(finding, assignment, now)
         if self.job.stage == "releasing":
-            self._fail_after_training(fresh)
-        elif fresh:
-            self._stop(assignment, _what(fresh[0]), now, fresh[0].age_s)
-        elif progress.disputed and self.job.stage != "stopping":
+            self._fail_after_training(findings)
+        elif findings:
+            self._stop(assignment, _what(findings[0]), now, findings[0].age_s)
+        elif parted is not None:
+            self._stop(assignment, parted, now)
+        elif progress.disputed:
             self._stop(assignment, "another leader has stopped it, too", now)
 
-    def _part(self, assignment: m.Assignment, limits: m.Limits, now: float) -> None:
-        """Give up one of two nodes that cannot reach each other."""
+    def _part(self, assignment: m.Assignment, limits: m.Limits, now: float) -> str | None:
+        """Give up one of two nodes that cannot reach each other; why that stops the generation by itself."""
         if (found := self.stalls.in_the_way(assignment, limits, now)) is None:
-            return
+            return None
         node, text = found
         self._give_up([node], text)
-        if not assignment.ranks_on(node):
-            # It has no ranks that would be missed, but copies of others'.
-            self._stop(assignment, f"node-lost: node-{node}: {text}", now)
+        # Without ranks it is no fault of the generation; it has copies of others'.
+        return f"node-lost: node-{node}: {text}" if not assignment.ranks_on(node) else None
 
-    def _fail_after_training(self, fresh: Collection[Finding]) -> None:
+    def _fail_after_training(self, findings: Collection[Finding]) -> None:
         """Training is over and other processes may have ended well: there is nothing to go back to."""
-        undone = [f for f in fresh if f.kind != "node-lost" or not self._all_done_on(f.node)]
+        undone = [f for f in findings if f.kind != "node-lost" or not self._all_done_on(f.node)]
         if undone:
             first = undone[0]
             self._ending = m.Outcome(
                 state="failed",
-                exit_code=max(1, first.exit_code or 0),
+                exit_code=max(1, first.exit_code or 1),
                 reason=f"after training: {_what(first)}",
                 why="after-training",
                 rank=first.rank,
@@ -225,7 +223,6 @@ class Leading:
         elif job.stage == "restoring" and progress.all_have("restored"):
             self.log.mark("restore", now)
             if progress.all_have("stepped"):
-                job.moved = now
                 self.log.recovered(progress.assignment, now)
                 self._broadcast(m.Running(generation=generation), now)
         elif job.stage == "running" and progress.all_have("ended"):
@@ -248,7 +245,7 @@ class Leading:
             self.log.add(finding, progress.assignment, now)
         late = now - self.job.since >= spec.limits.leave_s
         moving = progress.moving
-        if moving and late:
+        if late:
             self._give_up(sorted(moving), f"its agent did not stop in {spec.limits.leave_s:.0f} s")
         if moving:
             return

@@ -22,8 +22,9 @@ from ckptless.daemon.protocol.records import (
     SlotRecord,
 )
 
-# So many nodes are called by their names in a row.
+# So many nodes are called by their names in a row, and of so many ranks it is said where they are.
 NAMED = 8
+TOLD = 16
 
 
 def job(
@@ -134,10 +135,10 @@ def event(event_id: str, job: str, node: int, line: Line, when: tuple[float, int
 
 def describe(assignment: m.Assignment) -> str:
     """A generation in one line."""
-    ranks = ", ".join(f"{r} on node-{p.node}/{p.slot}" for r, p in enumerate(assignment.places[:16]))
-    more = f", and {len(assignment.places) - 16} more" if len(assignment.places) > 16 else ""
+    ranks = ", ".join(f"{r} on node-{p.node}/{p.slot}" for r, p in enumerate(assignment.places[:TOLD]))
+    more = f", and {len(assignment.places) - TOLD} more" if len(assignment.places) > TOLD else ""
     start = "from the start" if assignment.restore_step is None else f"from step {assignment.restore_step}"
-    flaps = ", ".join(f"node-{place.node}/{place.slot}" for place in assignment.flapping[:16])
+    flaps = ", ".join(f"node-{place.node}/{place.slot}" for place in assignment.flapping[:TOLD])
     why = f"; flapping: {flaps}" if flaps else ""
     return f"generation {assignment.generation} ({assignment.rung}), {start}: rank {ranks}{more}{why}"
 

@@ -33,17 +33,16 @@ class RecoveryLog:
         """Forget what was noted in an earlier one."""
         self._log, self._timeline = FaultLog(), None
 
-    def add(self, finding: Finding, assignment: m.Assignment, now: float) -> bool:
-        """Note a fault of the generation; False where it is known already."""
+    def add(self, finding: Finding, assignment: m.Assignment, now: float) -> None:
+        """Note a fault of the generation, where it is not known already."""
         job = self.job
         fault_id = f"g{assignment.generation}.t{job.term}.{len(self.faults) + 1}"
         fault = self._log.add(finding, fault_id)
         if fault is None:
-            return False
+            return
         job.share(ledger_rows.fault(assignment, fault, now))
         if finding.kind not in SECONDARY and finding.kind != "node-lost":
             self._tell(finding, now)
-        return True
 
     def _tell(self, finding: Finding, now: float) -> None:
         line = event_lines.fault_line(finding, self.job.nodes)
@@ -106,8 +105,10 @@ class RecoveryLog:
             self.job.announce(event_lines.Line("info", "recovered", text), now)
             self._timeline = None
 
-    def ended(self, assignment: m.Assignment | None) -> None:
+    def ended(self) -> None:
         """The job ends; what recovery there was has failed."""
-        if self._timeline is not None and assignment is not None:
+        if self._timeline is not None:
+            assignment = self.job.assignment
+            assert assignment is not None  # it was stopped
             causes = plan.causes(self.faults)
             self.job.share(ledger_rows.failed_recovery(assignment, self._timeline, causes))

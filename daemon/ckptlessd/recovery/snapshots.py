@@ -44,10 +44,7 @@ class Snapshots:
         if len(views) > FEW:
             news = [*self._news][:NODES_A_SECOND] if job.leads else []
             views = {node: job.nodes[node] for node in {job.me, *news}}
-        if job.leads:
-            self._news = {node: None for node in self._news if node not in views}
-        else:
-            self._news.clear()
+        self._news = {node: None for node in self._news if node not in views}
         # A daemon that ends with its job is not away.
         there = job.reachable if job.known.outcome is None else set(job.nodes)
         rows = ledger_rows.snapshot((name, job.me), views, job.assignment, there, now)
@@ -72,7 +69,7 @@ class Snapshots:
         outcome, loss = job.outcome, job.losses.get(job.me)
         if outcome is None and loss is not None and loss.source == "lease":
             outcome = m.Outcome(state="failed", exit_code=4, reason=loss.reason, why="no-quorum")
-        if outcome is None and self._row is not None and now - self._row_at < REPORT_INTERVAL_S:
+        if outcome is None and now - self._row_at < REPORT_INTERVAL_S:
             return
         self._row_at = now
         if outcome is None:
@@ -87,7 +84,8 @@ class Snapshots:
 
     def job_runs(self) -> None:
         """It forms no more; the leader's word of it may be lost on its way."""
-        if self._row is not None and self.job.spec is not None:
+        if self._row is not None:
+            assert self.job.spec is not None  # it has a row
             self._row = None
             row = ledger_rows.job(self.job.spec, "running", self.job.started)
             self.job.out.append(Write((row,), share=False))

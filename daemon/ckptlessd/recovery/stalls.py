@@ -100,7 +100,7 @@ class Stalls:
     def returned_early(self, progress: GenerationProgress, now: float) -> event_lines.Line | None:
         """Ranks that are done long before others, which wait for them in the next collective; told once."""
         assignment = progress.assignment
-        if not 0 < progress.counts["ended"] < len(assignment.places):
+        if not progress.counts["ended"]:
             return None
         if self._early[0] != assignment.generation:
             self._early = assignment.generation, now

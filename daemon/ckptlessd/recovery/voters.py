@@ -35,8 +35,8 @@ class Voters:
         if len(living - job.unable) >= LEAST_ABLE:
             # Fewer votes are easier to come by than those of all others beside one that never comes.
             living -= job.unable
-        domains = job.spec.domains if job.spec is not None else ()
-        return choose_voters(job.known.voters, living, sound, domains, self._away_long(now))
+        assert job.spec is not None  # a daemon that knows no job does not lead
+        return choose_voters(job.known.voters, living, sound, job.spec.domains, self._away_long(now))
 
     def may_change(self, now: float) -> bool:
         """Whether anything that voters are chosen by has changed since this was asked last."""

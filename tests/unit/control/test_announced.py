@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from lease_nodes import LIMITS, STEP, Heard, Node, first_generation, trains
+from recovering import NODES, Job
 
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol import messages as m
@@ -84,3 +85,23 @@ def test_where_it_goes_on_it_does() -> None:
     assert node.control.job.assignment is not None
     assert node.control.job.assignment.generation == 2
     assert announced(heard) == ["rank 1 on n1 (slot 0, pid 7) was ended by SIGTERM"]
+    assert announced(node.wait(5.0, tick_s=1.0)) == []
+
+
+def test_a_rank_that_fails_by_itself_is_told_of_at_once() -> None:
+    job = Job()
+    (text,) = announced(job.say(1, "exited", cause=m.Cause(kind="died", text="ended with 3"), code=3))
+    assert text.endswith("ended with 3")
+
+
+def test_a_rank_that_sigterm_has_ended_is_told_of_in_one_generation() -> None:
+    job = Job()
+    died = m.Cause(kind="died", text="was ended by SIGTERM")
+    job.say(1, "exited", cause=died, code=-15)
+    for node in range(NODES):
+        job.say(node, "exited" if node == 1 else "left", frozen=True, cause=died if node == 1 else None)
+    assert job.generation == 2
+    job.raises()
+    job.freeze(*range(NODES))
+    assert job.generation == 3
+    assert sum("SIGTERM" in text for text in announced(job.node.told)) == 1

@@ -14,12 +14,20 @@ from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.leading import REPEAT_S
 from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.records import EventRecord, GenerationRecord, JobRecord, Record, RecoveryRecord
+from ckptless.daemon.protocol.records import (
+    EventRecord,
+    FaultRecord,
+    GenerationRecord,
+    JobRecord,
+    Record,
+    RecoveryRecord,
+)
+from ckptless.daemon.replication.protection import FEW_NODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import LIMITS, STEP, Heard, lost_by
-from recovering import NODES, Job, kills, kinds
+from lease_nodes import LIMITS, STEP, Heard, Node, info, lost_by
+from recovering import HELD, NODES, Job, kills, kinds
 
 R = TypeVar("R", bound=Record)
 LEAVE_S, STALL_S = LIMITS.leave_s, LIMITS.stall_s
@@ -122,7 +130,52 @@ def test_where_one_has_not_come_to_the_hooks_there_is_no_step_to_miss() -> None:
     for node in (0, 1):
         job.say(node, "joined", stepped=False)
     job.say(2, "assigned", stepped=False, hooked=False)
-    assert "stall" not in job.node.wait(STALL_S + 10.0, 5.0).events
+    assert m.Stop not in kinds(job.node.wait(STALL_S + 10.0, 5.0))
+
+
+@pytest.mark.usefixtures("joins_soon")
+def test_where_nobody_has_come_to_the_hooks_again_nobody_is_late() -> None:
+    job = Job()
+    second(job)
+    for node in range(NODES):
+        job.say(node, "assigned", stepped=False, hooked=False)
+    assert m.Stop not in kinds(job.node.wait(2 * JOIN_S, 5.0))
+
+
+@pytest.mark.usefixtures("joins_soon")
+def test_an_agent_that_has_told_nothing_yet_hides_nobody_who_hangs() -> None:
+    job = first_assigned()
+    job.say(1, "joined", stepped=False)
+    job.say(2, "assigned", stepped=False)
+    assert m.Stop in kinds(job.node.wait(2 * JOIN_S, 5.0))
+    assert job.node.told.events.count("hung") == 1
+
+
+def test_of_a_rank_that_is_late_and_a_step_that_does_not_come_the_rank_is_told() -> None:
+    job = Job()
+    second(job)
+    for node in range(NODES):
+        job.say(node, "joined", stepped=False)
+    for node in (0, 1, 3):
+        job.say(node, "restored", stepped=False)
+    assert LIMITS.join_s == STALL_S
+    job.node.wait(STALL_S + 10.0, 5.0)
+    assert job.node.told.events.count("hung") == 1
+
+
+@pytest.mark.usefixtures("joins_soon")
+def test_a_rank_that_has_ended_while_others_train_does_not_hang() -> None:
+    job = Job()
+    job.say(0, "exited", code=0)
+    found = job.node.wait(STALL_S + 10.0, 5.0)
+    assert job.stage() == "stopping"
+    assert "stall" in found.orders[0].reason  # type: ignore[union-attr]
+    assert "hung" not in job.node.told.events
+
+
+def test_a_job_of_one_rank_stalls_as_others_do() -> None:
+    found = Node(0, 2).wait(STALL_S + 10.0, 5.0)
+    assert m.Stop in kinds(found)
 
 
 # ------------------------------------------------------------------------------------------ giving up
@@ -170,20 +223,87 @@ def test_a_new_leader_gives_up_an_agent_that_never_says_anything() -> None:
 def test_pairs_that_still_change_are_not_settled() -> None:
     job = Job()
     job.node.wait(APART_S, 0.25)
-
-    def apart(*pairs: tuple[int, int]) -> None:
-        for node in range(1, NODES):
-            others = tuple(b if a == node else a for a, b in pairs if node in (a, b))
-            job.node.feed(e.PeerUp(node, e.Standing(1, 0, "running", index=1, apart=others)))
-
-    apart((1, 2))
+    apart(job, (1, 2))
     job.node.wait(SETTLED_S - 0.25, 0.25)
-    apart((1, 2), (1, 3))
+    apart(job, (1, 2), (1, 3))
     job.node.wait(SETTLED_S - 0.25, 0.25)
     assert job.lost == []
-    apart((1, 2), (1, 3))
+    apart(job, (1, 2), (1, 3))
     job.node.wait(0.5, 0.25)
     assert job.lost == [1], "it is in most of the pairs"
+
+
+def apart(job: Job, *pairs: tuple[int, int]) -> None:
+    """Every daemon says whom it cannot reach; of the leader's the daemon itself finds out."""
+    for node in range(NODES):
+        others = tuple(b if a == node else a for a, b in pairs if node in (a, b))
+        if node == job.node.me:
+            job.node.feed(e.Apart(frozenset(others)))
+        else:
+            job.node.feed(e.PeerUp(node, e.Standing(1, 0, "running", index=1, apart=others)))
+
+
+def test_of_the_leader_s_own_bad_link_its_own_word_counts() -> None:
+    job = Job()
+    job.node.wait(APART_S, 0.25)
+    job.node.feed(e.Apart(frozenset({2})))
+    job.node.wait(SETTLED_S + 0.5, 0.25)
+    assert job.lost == [2], "what it says cannot come here"
+    job = Job()
+    job.node.wait(APART_S, 0.25)
+    job.node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1, apart=(0,))))
+    job.node.wait(SETTLED_S + 0.5, 0.25)
+    assert job.lost == [], "it reaches it"
+
+
+def test_who_gives_way_is_told_from_whom_it_was_apart() -> None:
+    job = Job()
+    job.node.wait(APART_S, 0.25)
+    apart(job, (0, 3), (1, 2))
+    job.node.wait(SETTLED_S + 0.25, 0.25)
+    text = str(job.node.control.job.nodes[3].lost)
+    assert text.startswith("it and node-0 cannot reach each other")
+
+
+def test_a_pair_that_comes_up_at_the_end_of_the_longest_stall_is_not_waited_for() -> None:
+    job = Job()
+    job.node.wait(STALL_S - 1.0, 1.0)
+    job.node.wait(0.5, 0.25)
+    apart(job, (1, 2))
+    assert job.lost == [2]
+    assert job.stage() == "stopping"
+
+
+def test_of_many_nodes_a_word_counts_until_it_was_to_be_said_again() -> None:
+    node = Node(0, 2 * FEW_NODES)
+    pause_s = node.control.job.remind_s
+    assert pause_s > 1.0
+    node.wait(APART_S, 0.25)
+    for _ in range(2):
+        for one in (1, 2):
+            hello_of = e.Report(one, m.Introduction(info=info(one), pid=1))
+            node.feed(hello_of, e.PeerUp(one, e.Standing(1, 0, "running", index=1, apart=(3 - one,))))
+        node.wait(pause_s, 0.3)
+    assert [one for one, view in node.control.job.nodes.items() if view.lost is not None] == [2]
+
+
+def test_a_fault_that_comes_with_a_node_that_gives_way_stops_the_generation_once() -> None:
+    for frozen in (False, True):
+        job = Job()
+        second_fault(job)
+        job.node.wait(APART_S, 0.25)
+        apart(job, (1, 3))
+        job.node.wait(SETTLED_S - 0.25, 0.25)
+        assert job.lost == []
+        job.node.now += 0.25
+        found = job.say(2, "restored", frozen=True) if frozen else job.raises()
+        assert job.lost == [3]
+        assert kinds(found) == [m.Stop]
+        job.freeze(0, 1, 2)
+        assert (job.generation, job.stage()) == (3, "joining")
+        assert [(r.generation, r.outcome) for r in recoveries(job)] == [
+            (2, None), (2, "recovered"), (3, None)
+        ]  # fmt: skip
 
 
 def test_who_is_done_long_before_the_others_is_told_once() -> None:
@@ -196,6 +316,39 @@ def test_who_is_done_long_before_the_others_is_told_once() -> None:
     assert job.node.told.events.count("returned-early") == 1
     job.node.wait(2 * EARLY_S, 0.25)
     assert job.node.told.events.count("returned-early") == 1
+    job.say(1, "finished")
+    job.node.wait(2 * EARLY_S, 0.25)
+    assert job.node.told.events.count("returned-early") == 1, "of a generation that is enough"
+
+
+def test_who_is_done_early_in_the_next_generation_too_is_told_no_more() -> None:
+    job = Job()
+    for generation in (1, 2):
+        assert job.generation == generation
+        job.say(0, "finished")
+        job.node.wait(2 * EARLY_S, 0.25)
+        assert job.node.told.events.count("returned-early") == 1
+        second_fault(job)
+    job.say(0, "finished")
+    job.say(2, "finished")
+    job.node.wait(2 * EARLY_S, 0.25)
+    assert job.node.told.events.count("returned-early") == 2, "there is another one"
+
+
+def second_fault(job: Job) -> None:
+    """Rank 1 raises, and all train again."""
+    job.raises()
+    job.freeze(*range(NODES))
+    trains_again(job)
+
+
+def trains_again(job: Job) -> None:
+    for phase in ("joined", "restored"):
+        for node in range(NODES):
+            job.say(node, phase, stepped=False)
+    for node in range(NODES):
+        job.say(node, "restored")
+    assert job.stage() == "running"
 
 
 # -------------------------------------------------------------------------------------------- the story
@@ -209,6 +362,7 @@ def test_what_is_written_of_a_generation() -> None:
     assert job.node.told.events.count("generation") == 1
     assert [row.state for row in rows(job.node.told, JobRecord)] == ["running"]
     for phase in ("joined", "restored"):
+        job.node.wait(2.0, 0.5)
         for node in range(NODES):
             job.say(node, phase, stepped=False)
     job.node.now += 5.0
@@ -218,6 +372,7 @@ def test_what_is_written_of_a_generation() -> None:
     assert list(recoveries(job)[-1].phases) == [
         "detect", "stop", "leave", "agree", "join", "restore", "first step"
     ]  # fmt: skip
+    assert list(recoveries(job)[-1].phases.values())[-3:] == pytest.approx([2.0, 2.0, 5.0])
 
 
 def recoveries(job: Job) -> list[RecoveryRecord]:
@@ -232,11 +387,16 @@ def test_what_is_written_of_an_end_in_the_middle_of_a_recovery() -> None:
     assert [(r.generation, r.outcome) for r in recoveries(job)] == [(2, "failed")]
     (end,) = events(job.node.told, "end")
     assert (end.level, end.text) == ("error", "stopped: Ctrl-C")
-    assert [row.state for row in rows(job.node.told, JobRecord)] == ["stopped"]
+    (row,) = rows(job.node.told, JobRecord)
+    assert (row.state, row.exit_code, row.reason, row.ended_s) == ("stopped", 130, "Ctrl-C", job.node.now)
 
 
-def test_what_is_written_of_a_good_end() -> None:
+@pytest.mark.parametrize("recovered", [False, True])
+def test_what_is_written_of_a_good_end(recovered: bool) -> None:
     job = Job()
+    if recovered:
+        second_fault(job)
+        job.node.forget()
     for node in range(NODES - 1):
         job.say(node, "finished")
     for node in range(NODES - 1):
@@ -252,6 +412,60 @@ def test_orders_are_not_said_again_too_soon() -> None:
     job.raises()
     assert kinds(job.node.wait(REPEAT_S - 0.25, 0.25)) == []
     assert kinds(job.node.wait(0.25, 0.25)) == [m.Stop]
+    job.node.wait(REPEAT_S / 2, 0.25)
+    job.freeze(*range(NODES))
+    assert job.stage() == "joining"
+    assert not meets_all(job.node.wait(REPEAT_S - 0.25, 0.25))
+    assert meets_all(job.node.wait(0.25, 0.25))
+
+
+def meets_all(found: Heard) -> list[e.Meet]:
+    return [out for out in found.outputs if isinstance(out, e.Meet) and out.node is None]
+
+
+def test_who_is_to_end_is_told_at_once_also_between_two_repetitions() -> None:
+    job = Job()
+    job.raises()
+    job.freeze(0, 1, 3)
+    job.freeze(2, phase="restored")
+    tick_s = 0.7 * REPEAT_S
+    assert kills(job.node.wait(42 * tick_s, tick_s)) == []
+    assert m.Stop in kinds(Heard(job.node.told.outputs[-3:])), "it was just said again"
+    assert kills(job.node.wait(tick_s, tick_s)) == [2]
+
+
+def test_steps_that_are_heard_of_after_the_stop_count_as_progress() -> None:
+    job = Job()
+    job.raises()
+    newest = STEP + 9
+    slot = m.SlotState(slot=0, phase="left", generation=1, hooked=True, step=newest, stepped=True)
+    state = m.AgentState(seq=900, slots=(slot,), assigned=1, frozen=1, holdings=HELD)
+    job.node.feed(e.Report(0, state))
+    job.freeze(1, 2, 3)
+    assert job.node.control.job.assignment is not None
+    assert [tries.step for tries in job.node.control.job.assignment.tries] == [newest]
+
+
+def test_twins_that_differ_are_a_fault_though_a_rank_has_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = STEP - 1, STEP
+    odd = {(STEP, 2)}
+    held = m.Holdings(
+        tensors=((0, steps),),
+        records=tuple((rank, 0, steps) for rank in range(3)),
+        digests=tuple(
+            (0, step, rank, "0" * 16 + ("b" if (step, rank) in odd else "a"))
+            for step in steps
+            for rank in range(3)
+        ),
+    )
+    monkeypatch.setattr("recovering.HELD", held)
+    job = Job()
+    job.raises()
+    job.freeze(*range(NODES))
+    assert job.generation == 2
+    (line,) = events(job.node.told, "corrupt")
+    assert line.about is not None
+    assert line.about.rank == 2
 
 
 def test_a_loss_is_announced_once_and_stops_the_generation() -> None:
@@ -262,6 +476,8 @@ def test_a_loss_is_announced_once_and_stops_the_generation() -> None:
     job.node.wait(3.0)
     assert job.node.told.dark == [2]
     assert job.node.told.events.count("node-lost") == 1
+    (fault,) = rows(job.node.told, FaultRecord)
+    assert fault.seen_s == pytest.approx(job.node.now - 3.0 - 1.5)
     assert recoveries(job) == [], "nothing is planned before all are frozen"
     job.freeze(0, 1, 3)
     assert job.generation == 2

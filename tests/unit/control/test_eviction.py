@@ -12,13 +12,15 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decree, Durable
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
-from ckptless.daemon.ckptlessd.recovery.eviction import find_node, homeless_after, may_say
+from ckptless.daemon.ckptlessd.recovery.eviction import find_node, homeless_after, may_say, refusal
 from ckptless.daemon.ckptlessd.requests import evict
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.eviction import Evict, EvictionSource
@@ -26,7 +28,7 @@ from ckptless.daemon.settings.config import Peer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import Node, first_generation, info, lost_by
+from lease_nodes import Node, first_generation, hello, info, job_spec, lost_by
 
 NODES = 5  # the last one is the spare
 OWNER = 1001
@@ -132,6 +134,9 @@ def test_a_node_that_never_came_up_has_no_slot_to_give() -> None:
     fields = {name: getattr(whole, name) for name in whole.__struct_fields__}
     assignment = m.Assignment(**{**fields, "nodes": tuple(info(node) for node in range(4))})
     assert homeless_after(assignment, views(), 1, 2) == 1
+    late = views()
+    late[4].hello = m.Introduction(info=info(4), pid=1)
+    assert homeless_after(assignment, late, 1, 2) == 0, "it came up after the generation was planned"
 
 
 # ----------------------------------------------------------------------------------------- the answer
@@ -206,11 +211,33 @@ def test_a_daemon_that_is_out_itself_or_hears_nobody_sends_on(run: Run) -> None:
     assert out.asked("3") == ("elsewhere", "this node is out of the job itself: ask on another one")
 
 
-def test_a_job_that_has_not_begun() -> None:
+@pytest.mark.parametrize("has_agent", [False, True])
+def test_a_job_that_has_not_begun(has_agent: bool) -> None:
     run = Run(Node(1, NODES))
     run.node.control = Controller(me=1, session="s", nodes=views())
+    if has_agent:
+        run.node.feed(e.Report(1, hello(1, NODES)))
     text = "n02 stays in job 4711: the job has not begun yet"
     assert run.asked(force=True) == ("refused", text)
+
+
+def test_a_daemon_that_knows_a_generation_and_not_yet_the_job_takes_out_nobody() -> None:
+    run = Run(Node(1, NODES, fresh=True))
+    assert run.node.control.job.assignment is not None
+    for force in (False, True):
+        assert run.asked(force=force)[0] == "refused"
+
+
+def test_of_a_node_of_many_ranks_each_needs_a_slot() -> None:
+    node = Node(0, NODES)
+    whole = first_generation(NODES)
+    places = tuple(m.Place(node=at, slot=slot) for at in range(4) for slot in range(2))
+    spec = structs.replace(job_spec(NODES), slots_per_node=2)
+    known = Decree(index=1, voters=(0, 1, 2), assignment=structs.replace(whole, places=places))
+    node.control.job.spec = spec
+    node.control.job.agreement.durable = Durable(promised=NO_BALLOT, vote=None, known=known)
+    node.control.job.nodes[4].lost = "its agent is gone"
+    assert str(refusal(node.control.job, 2, force=False)).startswith("its 2 ranks have no spare")
 
 
 def test_a_job_that_is_about_to_end_or_has_ended(run: Run) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import structs
+
 from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decided, Decree, Durable, first_decree
 from ckptless.daemon.ckptlessd.planning.faults import NodeViews
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
-from ckptless.daemon.ckptlessd.recovery.fencing import AGREEING_S, FORMING_DEADLINE_S
+from ckptless.daemon.ckptlessd.recovery.fencing import AGREEING_S, CANCEL_S, FORMING_DEADLINE_S
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import JobRecord
 
@@ -67,6 +69,22 @@ def test_it_is_closed_where_too_few_have_met_to_begin() -> None:
     assert found == [("failed", "1 of 3 daemons have met, too few to begin")]
 
 
+def test_the_row_ends_with_the_same_code_as_the_agent() -> None:
+    control = daemon()
+    control.handle(hello(1), 100.0)
+    outputs = control.handle(e.Tick(), 100.0 + FORMING_DEADLINE_S + AGREEING_S + 1)
+    orders = [out.order for out in outputs if isinstance(out, e.ToAgent)]
+    (end,) = [order for order in orders if isinstance(order, m.End)]
+    codes = [
+        row.exit_code
+        for out in outputs
+        if isinstance(out, e.Write)
+        for row in out.records
+        if isinstance(row, JobRecord)
+    ]
+    assert codes == [end.outcome.exit_code]
+
+
 def test_it_is_closed_where_its_user_cancels_it() -> None:
     control = daemon()
     control.handle(hello(1), 100.0)
@@ -96,3 +114,21 @@ def test_the_row_runs_with_the_first_generation_also_where_another_daemon_leads(
     decree = Decree(index=1, voters=NODES, assignment=assignment)
     assert rows(control.handle(e.Said(0, Decided(decree=decree)), 101.0)) == [("running", None)]
     assert rows(control.handle(e.Tick(), 105.0)) == []
+    second = Decree(index=2, voters=NODES, assignment=structs.replace(assignment, generation=2))
+    assert rows(control.handle(e.Said(0, Decided(decree=second)), 106.0)) == [], "it runs on"
+
+
+def test_an_end_is_written_at_once_also_right_after_the_row_was_looked_at() -> None:
+    control = daemon()
+    control.handle(hello(1), 100.0)
+    control.handle(e.Report(1, m.Cancel(exit_code=143, reason="SIGTERM")), 101.0)
+    assert rows(control.handle(e.Tick(), 101.0 + CANCEL_S - 0.1)) == []
+    assert rows(control.handle(e.Tick(), 101.0 + CANCEL_S + 0.1)) == [("stopped", "SIGTERM")]
+
+
+def test_a_node_that_others_hold_for_lost_does_not_end_the_job_s_row() -> None:
+    control = daemon()
+    control.handle(hello(1), 100.0)
+    found = rows(control.handle(e.NodeLost(1, "its agent is gone", 0.0, source="leader"), 101.0))
+    found += rows(control.handle(e.Tick(), 105.0))
+    assert "failed" not in [state for state, _ in found]

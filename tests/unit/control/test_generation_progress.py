@@ -163,3 +163,14 @@ def test_lost_nodes_come_first_then_the_others_by_rank() -> None:
     lost.lost = "silent"
     found = progress(view(0, slot("left", cause=raised)), lost, view(2))
     assert [finding.kind for finding in found.findings] == ["node-lost", "raised"]
+
+
+def test_a_rank_that_is_done_has_made_its_first_step_once() -> None:
+    done = slot("finished", stepped=True)
+    assert progress(view(0, done), view(1, done), view(2)).all_have("stepped")
+
+
+def test_before_the_first_step_of_all_there_is_none() -> None:
+    new = slot("joined", step=None)
+    found = progress(view(0, new), view(1, new), view(2))
+    assert (found.step, found.newest) == (0, 0)

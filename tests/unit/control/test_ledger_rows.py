@@ -106,3 +106,49 @@ def test_a_generation_in_one_line() -> None:
     for ranks, end in ((16, "15 on node-0/1"), (17, "15 on node-0/1, and 1 more")):
         many = structs.replace(first, places=first.places * ranks)
         assert ledger_rows.describe(many).endswith(end)
+    flapping = structs.replace(first, flapping=(place,) * 17)
+    assert ledger_rows.describe(flapping).count("node-0/1") == 1 + 16
+
+
+def test_a_job_that_waits_for_many_nodes_names_a_few() -> None:
+    def reason(count: int) -> str | None:
+        return ledger_rows.forming(SPEC, 0.0, range(count)).reason
+
+    few = ", ".join(f"node-{node}" for node in range(ledger_rows.NAMED))
+    assert reason(ledger_rows.NAMED) == f"waiting for {few}"
+    assert reason(ledger_rows.NAMED + 2) == f"waiting for {few} and 2 more"
+    assert reason(0) is None
+
+
+def test_a_node_has_the_daemon_that_its_agent_talks_to() -> None:
+    told, silent = _view(0, TRAINS, told_s=5.0), _view(1, TRAINS, told_s=5.0)
+    assert told.state is not None
+    told.state, silent.state = structs.replace(told.state, daemon_pid=4712), None
+    found = ledger_rows.snapshot(("j", 0), {0: told, 1: silent}, None, [0, 1], now=20.0)
+    assert [row.daemon_pid for row in found if isinstance(row, NodeRecord)] == [4712, None]
+
+
+def test_the_own_slots_are_as_of_now_and_others_as_of_when_they_were_told_of() -> None:
+    both = {node: _view(node, TRAINS, told_s=5.0) for node in (0, 1)}
+    found = ledger_rows.snapshot(("j", 0), both, None, [0, 1], now=20.0)
+    assert {row.node: row.updated_s for row in found if isinstance(row, SlotRecord)} == {0: 20.0, 1: 5.0}
+
+
+def test_of_a_lost_node_the_last_word_on_its_slots_stands() -> None:
+    lost = _view(1, TRAINS, told_s=5.0)
+    lost.lost = "its agent is gone"
+    found = ledger_rows.snapshot(("j", 0), {1: lost}, None, [0, 1], now=20.0)
+    assert [type(row) for row in found] == [NodeRecord]
+
+
+def test_a_node_that_lives_and_whose_daemon_cannot_be_reached_is_written_as_such() -> None:
+    node = Node(0, 4)
+    node.feed(e.PeerDown(2), e.AgentAnswers(2, True))
+    node.wait(2.0)
+    assert states(node) == {0: "up", 1: "up", 2: "daemon-away", 3: "up"}
+
+
+def test_how_the_nodes_are_is_for_the_own_ledger_alone() -> None:
+    written = [out for out in Node(0, 4).wait(2.0).outputs if isinstance(out, e.Write)]
+    assert written
+    assert not any(out.share for out in written)

@@ -77,3 +77,8 @@ def test_only_what_was_said_lately_counts(said: list[tuple[int, frozenset[int], 
         newest[node] = others, at
     for since in (0.0, 50.0, 101.0):
         assert apart.fresh(since) == {node: others for node, (others, at) in newest.items() if at >= since}
+
+
+def test_one_without_ranks_that_holds_copies_of_others_is_of_a_pair_by_its_word_alone() -> None:
+    assert pairs({3: frozenset({1})}, {1, 2, 3}, {1, 2}) == {(1, 3)}
+    assert pairs({1: frozenset({3})}, {1, 2, 3}, {1, 2}) == {(1, 3)}

@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from msgspec import structs
 
 from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree
@@ -13,6 +14,7 @@ from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.ckptlessd.recovery.losses import DARK_FOR_GOOD_S
 from ckptless.daemon.ckptlessd.recovery.snapshots import NODES_A_SECOND, REPORT_INTERVAL_S
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import EventRecord, HoldingRecord, NodeRecord
@@ -20,7 +22,7 @@ from ckptless.daemon.replication.protection import FEW_NODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lease_nodes import START_S, STEP, Heard, Node, agreed, first_generation, info, lost_by, trains
+from lease_nodes import START_S, STEP, Heard, Node, agreed, first_generation, hello, info, lost_by, trains
 
 NODES = 3
 MANY = 2 * FEW_NODES
@@ -247,13 +249,24 @@ def test_of_many_nodes_what_is_held_is_not_told_with_every_step() -> None:
 
 def test_of_many_nodes_each_writes_its_own_row_and_the_leader_those_with_news() -> None:
     node = follower_of_many()
-    node.feed(e.Report(5, state(5, 10)))
+    node.feed(e.Report(5, m.Introduction(info=info(5), pid=1)), e.Report(5, state(5, 10)))
     assert nodes_written(node.wait(REPORT_INTERVAL_S, 0.5)) == [1]
     leader = Node(0, MANY)
     leader.wait(2 * REPORT_INTERVAL_S, 0.5)
     leader.feed(e.Report(5, state(5, 10)), e.Report(7, state(7, 10)))
     assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0, 5, 7]
     assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0]
+
+
+def test_news_of_more_nodes_than_are_written_in_a_second_are_written_in_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leader = Node(0, MANY)
+    leader.wait(2 * REPORT_INTERVAL_S, 0.5)
+    monkeypatch.setattr("ckptless.daemon.ckptlessd.recovery.snapshots.NODES_A_SECOND", 2)
+    leader.feed(*(e.Report(node, state(node, 10)) for node in (5, 7, 9)))
+    assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0, 5, 7]
+    assert nodes_written(leader.wait(REPORT_INTERVAL_S, 0.5)) == [0, 9]
 
 
 def test_what_is_held_is_written_where_it_has_changed() -> None:
@@ -349,6 +362,22 @@ def test_whom_a_daemon_waits_for_at_the_beginning() -> None:
     assert node.control._snapshots.waits_for == [0], "its daemon knows whether its agent is up"
     node.feed(lost_by(0, "gone"))
     assert node.control._snapshots.waits_for == []
+    node.feed(e.PeerDown(2))
+    assert node.control._snapshots.waits_for == [2]
+    node.feed(e.Report(2, m.Introduction(info=info(2), pid=1)))
+    assert node.control._snapshots.waits_for == [], "its agent is up, whatever became of its daemon"
+
+
+def test_the_leader_waits_for_agents_of_which_it_has_not_heard_though_their_daemons_are_there() -> None:
+    node = Node(0, NODES, fresh=True)
+    node.control = Controller(0, "s", {number: NodeView(number) for number in range(NODES)})
+    node.feed(*(e.PeerUp(other, e.Standing(0, NOBODY, "forming", index=0)) for other in node.others))
+    node.feed(*(e.Report(one, hello(one, NODES)) for one in (0, 1)))
+    node.wait(5.0)
+    assert (node.control.job.leads, node.control.job.stage) == (True, "forming")
+    assert node.control._snapshots.waits_for == [2]
+    node.feed(lost_by(2, "its agent is gone"))
+    assert node.control.job.stage == "joining", "who is lost is not waited for"
 
 
 def test_what_the_own_node_had_at_last_is_written_with_the_end() -> None:
@@ -376,3 +405,31 @@ def test_a_leader_tells_itself_nothing_again() -> None:
     found = node.wait(5.0)
     assert sum(isinstance(order, m.Stop) for order in found.orders) > 1
     assert not forwards(found)
+
+
+def dark() -> Node:
+    """The leader, which has lost node 2: nothing on it answers."""
+    node = Node(0, NODES)
+    node.feed(lost_by(2, "silent", dark=True))
+    return node
+
+
+def test_a_node_that_stays_dark_is_gone_for_the_cluster_also_where_the_job_ends_before_that() -> None:
+    node = dark()
+    node.wait(DARK_FOR_GOOD_S + 1.0, 0.5)
+    assert node.told.dark_states == [(2, "dark"), (2, "gone")]
+    node = dark()
+    node.wait(1.0)
+    node.feed(e.Report(0, m.Cancel(exit_code=143, reason="scancel")))
+    assert node.outcome is not None
+    assert node.told.dark_states == [(2, "dark"), (2, "gone")]
+
+
+def test_a_dark_node_that_is_heard_again_was_away_for_so_long() -> None:
+    for after_s, away in ((12.0, "nothing on it answered for 12 s, and it lives"), (40.0, "answered, and")):
+        node = dark()
+        node.wait(after_s, 0.5)
+        found = node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1)))
+        (told,) = (out for out in found.outputs if isinstance(out, e.NodeIsDark))
+        assert told.state == "back"
+        assert away in told.reason

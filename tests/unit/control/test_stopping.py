@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree
 from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
 from ckptless.daemon.ckptlessd.recovery.leading import ENDING_S, REPEAT_S
 from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import EventRecord
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -206,6 +210,39 @@ def test_a_new_leader_gives_agents_as_long_to_stop_as_any_other() -> None:
     assert all(node.control.job.nodes[n].lost is not None for n in (2, 3))
 
 
+def reigns(found: Heard) -> list[str]:
+    writes = [out for out in found.outputs if isinstance(out, e.Write)]
+    lines = [row for write in writes for row in write.records if isinstance(row, EventRecord)]
+    return [line.text for line in lines if line.kind == "leader"]
+
+
+def test_a_new_leader_says_why_it_leads() -> None:
+    assert reigns(taken_over(None)) == ["node-1 leads, since node-0 cannot be reached"]
+    node = Node(1, NODES)
+    node.feed(e.PeerUp(0, e.Standing(1, NOBODY, "running", index=1)))
+    node.feed(e.PeerDown(0), e.AgentAnswers(0, True))
+    node.wait(5.0)
+    assert reigns(node.told) == ["node-1 leads, since nobody else does"]
+
+
+def test_who_leads_again_takes_a_fault_of_the_new_generation_for_no_old_one() -> None:
+    job = Job()
+    job.raises()
+    (before,) = [job.node.control.job.assignment]
+    assert before is not None
+    second = structs.replace(before, generation=2, term=2, leader=1)
+    decree = Decree(index=2, voters=tuple(range(NODES)), assignment=second)
+    standing = e.Standing(2, 1, "running", index=2)
+    job.node.feed(e.Said(1, Decided(decree=decree)), e.PeerUp(1, standing))
+    assert (job.stage(), job.node.control.job.leads) == ("running", False)
+    job.node.feed(e.PeerDown(1), e.AgentAnswers(1, True))
+    job.node.wait(5.0)
+    assert (job.stage(), job.node.control.job.leads) == ("running", True)
+    found = job.raises()
+    assert kinds(found) == [m.Stop]
+    assert found.events == ["raised"], "the story of this generation has it, too"
+
+
 @pytest.mark.parametrize("order", [None, m.Release(generation=1)])
 def test_a_new_leader_stops_nothing_that_is_whole(order: m.Order | None) -> None:
     assert m.Stop not in kinds(taken_over(order))
@@ -289,6 +326,16 @@ def test_a_process_that_fails_after_training_fails_the_job() -> None:
     outcome = job.outcome()
     assert outcome is not None
     assert (outcome.why, outcome.exit_code, outcome.rank) == ("after-training", 3, 2)
+    assert outcome.node == 2
+
+
+def test_ranks_that_have_all_ended_are_not_done_where_the_last_one_failed() -> None:
+    job = Job()
+    for node in (0, 1):
+        job.say(node, "exited", code=0)
+    job.say(2, "exited", cause=m.Cause(kind="died", text="ended with 3"), code=3)
+    job.node.wait(0.1)
+    assert (job.stage(), job.outcome()) == ("stopping", None)
 
 
 # ------------------------------------------------------------------------------------ waited in vain

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import MAX_VOTERS, choose_voters, first_decree
+from ckptless.daemon.ckptlessd.consensus.decree import MAX_VOTERS, Accepted, choose_voters, first_decree
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.voters import VOTER_AWAY_S
 from ckptless.daemon.protocol.errors import UsageError
@@ -173,6 +174,40 @@ def test_who_cannot_vote_is_left_out_while_two_others_can(
     node = Node(0, 3)
     node.feed(*(e.PeerUp(one, e.Standing(1, 0, "running", index=1, able=False)) for one in unable))
     assert node.control.job.known.voters == voters
+
+
+def test_a_voter_is_replaced_by_one_of_another_domain() -> None:
+    """Of nine nodes seven vote; of the two others one is in the rack of the voters, the other is not."""
+    before = first_decree(range(9)).voters
+    first, last = sorted(set(range(9)) - set(before))
+    for here, elsewhere in ((first, last), (last, first)):
+        node = Node(0, 9)
+        assert node.control.job.spec is not None
+        domains = tuple("new" if one == elsewhere else "old" for one in range(9))
+        node.control.job.spec = structs.replace(node.control.job.spec, domains=domains)
+        node.feed(e.PeerUp(before[1], e.Standing(1, 0, "running", index=1, able=False)))
+        after = set(node.control.job.known.voters)
+        assert elsewhere in after
+        assert here not in after
+
+
+def test_who_cannot_vote_any_more_while_new_voters_are_asked_is_left_out_after_that() -> None:
+    node = Node(0, 5)
+    node.quiet = set(node.others)
+
+    def disk_fails(one: int) -> None:
+        node.feed(e.PeerUp(one, e.Standing(1, 0, "running", index=node.control.job.known.index, able=False)))
+
+    disk_fails(2)
+    ballot = node.control.job.agreement.ballot
+    assert ballot is not None
+    node.feed(*(e.Said(one, Accepted(ballot=ballot, index=2)) for one in (1, 3)))
+    assert node.control.job.known.voters == (0, 1, 3, 4)
+    assert not node.control.job.agreement.ready
+    disk_fails(4)
+    node.quiet = set()
+    node.wait(1.0)
+    assert node.control.job.known.voters == (0, 1, 3)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 65, "tab\t", 7, None])
