@@ -67,7 +67,7 @@ class Snapshots:
         if job.assignment is not None or job.spec is None or not job.agreement.may_vote:
             return
         outcome, loss = job.outcome, job.losses.get(job.me)
-        if outcome is None and loss is not None and loss.source == "lease":
+        if loss is not None and loss.source == "lease":
             outcome = m.Outcome(state="failed", exit_code=4, reason=loss.reason, why="no-quorum")
         if outcome is None and now - self._row_at < REPORT_INTERVAL_S:
             return

@@ -69,17 +69,6 @@ def test_it_is_closed_where_too_few_have_met_to_begin() -> None:
     assert found == [("failed", "1 of 3 daemons have met, too few to begin")]
 
 
-def test_what_was_agreed_on_says_more_than_that_too_few_have_met() -> None:
-    control = daemon()
-    control.handle(hello(1), 100.0)
-    end = 100.0 + FORMING_DEADLINE_S + AGREEING_S + 1.0
-    control.handle(e.Tick(), end)
-    agreed = m.Outcome(state="stopped", exit_code=130, reason="Ctrl-C", why="cancelled")
-    said = e.Said(0, Decided(decree=Decree(index=1, voters=NODES, outcome=agreed)))
-    found = [row for event in (said, e.Tick()) for row in rows(control.handle(event, end + 2.0))]
-    assert found[-1] == ("stopped", "Ctrl-C")
-
-
 def test_the_row_ends_with_the_same_code_as_the_agent() -> None:
     control = daemon()
     control.handle(hello(1), 100.0)
