@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptless.daemon.ckptlessd.consensus.decree import is_quorum
+from ckptless.daemon.ckptlessd.consensus.quorum import is_quorum
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.messages import NodeInfo
 

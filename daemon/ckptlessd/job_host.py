@@ -7,7 +7,6 @@ from typing import Literal
 
 from ckptless.daemon.ckptlessd.admission import EventQuota
 from ckptless.daemon.ckptlessd.cluster import Cluster
-from ckptless.daemon.ckptlessd.consensus.decree import Decided, Durable
 from ckptless.daemon.ckptlessd.local_agent import LocalAgent
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Roster
@@ -16,10 +15,11 @@ from ckptless.daemon.ckptlessd.session import JobSession, Memory, next_identity
 from ckptless.daemon.ckptlessd.unix_server import Client
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import Decided, Durable
 from ckptless.daemon.protocol.records import Record, printable
 from ckptless.daemon.protocol.saving import Saved, SaveDone
 from ckptless.daemon.settings.config import Timers
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import Credentials
 from ckptless.daemon.transport.handshake import new_key
 

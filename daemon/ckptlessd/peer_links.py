@@ -13,8 +13,8 @@ from typing import Any
 from ckptless.daemon.ckptlessd.membership.watch import Answer
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.protocol.errors import CkptlessError, ProtocolError
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.settings.config import Peer
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import Credentials
 from ckptless.daemon.transport.link import GreetingCutError, Link, Route
 

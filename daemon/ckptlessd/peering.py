@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
-from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree, Propose
 from ckptless.daemon.ckptlessd.consensus.packing import MissingBaseError, digest_of, pack, unpack
 from ckptless.daemon.ckptlessd.membership import watch as w
-from ckptless.daemon.ckptlessd.membership.messages import Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.ckptlessd.membership.offers import Offers
 from ckptless.daemon.ckptlessd.membership.overlay import overlay
 from ckptless.daemon.ckptlessd.membership.pulses import Pulses
 from ckptless.daemon.ckptlessd.membership.router import MOST_HOPS, Router
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol.messages import AgentEvent
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import Decided, Decree, Propose
+from ckptless.daemon.protocol.peers.membership import Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.settings.config import Peer
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.bundles import bundles, check_nodes, unbundle
 
 if TYPE_CHECKING:

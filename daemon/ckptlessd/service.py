@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from ckptless.daemon.ckptlessd.admission import Admission
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.cluster import Cluster
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.job_host import JobHost, Surroundings
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
@@ -39,11 +39,12 @@ from ckptless.daemon.protocol.errors import (
 )
 from ckptless.daemon.protocol.eviction import Evict
 from ckptless.daemon.protocol.keeping import Claim, Keep, WhatIsKept
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Durable
 from ckptless.daemon.protocol.reading import Read
 from ckptless.daemon.protocol.records import printable
 from ckptless.daemon.protocol.saving import Save, SaveDone
 from ckptless.daemon.settings.config import DaemonConfig, Timers
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import Credentials
 from ckptless.daemon.transport.link import Link
 from ckptless.daemon.transport.listener import Listener

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from ckptless.daemon.ckptlessd.consensus.decree import Durable, Say
 from ckptless.daemon.ckptlessd.membership.watch import Times
 from ckptless.daemon.ckptlessd.peering import Links, Peering, Roster
 from ckptless.daemon.ckptlessd.planning.faults import NodeViews
@@ -16,8 +15,9 @@ from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import Durable, Say
 from ckptless.daemon.protocol.records import EventRecord, Record
-from ckptless.daemon.transport import messages as p
 
 logger = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ from sqlalchemy import (
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import SQLAlchemyError, StatementError
 
-from ckptless.daemon.ckptlessd.consensus.decree import Durable
 from ckptless.daemon.ledger import models
 from ckptless.daemon.ledger.engine import durable as durable_commit
 from ckptless.daemon.ledger.engine import reading_engine, writing_engine
 from ckptless.daemon.ledger.migrations import migrate, require_current
 from ckptless.daemon.ledger.precedence import ENDED, KEYS
 from ckptless.daemon.protocol.errors import BadRowError, DamagedLedgerError, LedgerError
+from ckptless.daemon.protocol.peers.agreement import Durable
 from ckptless.daemon.protocol.reading import TABLES, Cursor, Page, Read, Table
 from ckptless.daemon.protocol.records import (
     EventRecord,

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from ckptless.daemon.ckptlessd.consensus.decree import Durable
 from ckptless.daemon.ledger.aside import set_aside
 from ckptless.daemon.ledger.store import Ledger, Owner
 from ckptless.daemon.protocol.errors import (
@@ -24,6 +23,7 @@ from ckptless.daemon.protocol.errors import (
     NewerLedgerError,
     UsageError,
 )
+from ckptless.daemon.protocol.peers.agreement import Durable
 from ckptless.daemon.protocol.records import JobRecord, Record
 
 logger = logging.getLogger(__name__)

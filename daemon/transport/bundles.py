@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree, Promise, Propose
-from ckptless.daemon.ckptlessd.membership.messages import Beat, Saw, Suspect
 from ckptless.daemon.protocol.errors import ProtocolError
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import Decided, Decree, Promise, Propose
+from ckptless.daemon.protocol.peers.membership import Beat, Saw, Suspect
 
 # Of what one bundle holds: heartbeats come between two of them.
 MOST_NBYTES = 1 << 20

@@ -37,19 +37,19 @@ from ckptless.daemon.agent.ranks.link import Heard
 from ckptless.daemon.agent.versions import requeue_memory
 from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptlessd.consensus import packing
-from ckptless.daemon.ckptlessd.consensus.decree import Decree, Durable
 from ckptless.daemon.ckptlessd.service import _Heard as FromOutside
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol import eviction, keeping, messages, outcome, reading, saved, saving, version
 from ckptless.daemon.protocol import records as m_records
 from ckptless.daemon.protocol import ring as api_ring
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
+from ckptless.daemon.protocol.peers import messages as peers
+from ckptless.daemon.protocol.peers.agreement import Decree, Durable
 from ckptless.daemon.settings import agent_config as agent_config
 from ckptless.daemon.settings import config as daemon_config
 from ckptless.daemon.settings.site import load_settings
 from ckptless.daemon.slurm import hostlist, pyslurm_worker, text
 from ckptless.daemon.transport import bundles, handshake
-from ckptless.daemon.transport import messages as peers
 from ckptless.pytorch_hooks.data import cache as data_cache
 from ckptless.pytorch_hooks.data import files as sealed
 from ckptless.pytorch_hooks.data.arrow import Arrow

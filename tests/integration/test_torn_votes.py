@@ -7,8 +7,8 @@ files of a real ledger are kept before and after each vote, and put together aga
 import random
 from pathlib import Path
 
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decree, Durable, Vote
 from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.protocol.peers.agreement import Ballot, Decree, Durable, Vote
 
 VOTES = 40
 TEARS = 6  # of each

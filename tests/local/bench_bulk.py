@@ -38,6 +38,7 @@ from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.serving import receive_payload
 from ckptless.daemon.agent.versions.store import Region, VersionStore
 from ckptless.daemon.protocol.messages import NodeInfo, TensorsAt
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.version import (
     Header,
     Origin,
@@ -47,7 +48,6 @@ from ckptless.daemon.protocol.version import (
     spans,
     write_header,
 )
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, serve
 

@@ -31,7 +31,7 @@ from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bulk import Pump
 from ckptless.daemon.transport.link import Link
 

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decided, Decree, Durable, Prepare
-from ckptless.daemon.ckptlessd.membership.messages import Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.ckptlessd.membership.router import LIVES, WINDOW
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.ckptlessd.recovery.events import Report, Standing
 from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import Ballot, Decided, Decree, Durable, Prepare
+from ckptless.daemon.protocol.peers.membership import Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.protocol.records import Record
 from ckptless.daemon.settings.config import Peer, Timers
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.bundles import bundles, unbundle
 
 JOB, ME, NODES = "4711", 3, 12

@@ -9,8 +9,8 @@ from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.lease import INTERVAL_S, ROUND, AgentLease, to_ask
 from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.messages import CompareTwins, TwinsCompared
 from ckptless.daemon.replication.protection import Item
-from ckptless.daemon.transport.messages import CompareTwins, TwinsCompared
 
 from .events import Channel
 from .ranks import SIGKILL, Process

@@ -8,17 +8,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
-from ckptless.daemon.ckptlessd.consensus.decree import (
-    NO_BALLOT,
-    Canvass,
-    Decree,
-    Durable,
-    Say,
-    Support,
-    first_decree,
-)
+from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.recovery.events import Save, Tell
 from ckptless.daemon.protocol.messages import Outcome
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Canvass, Decree, Durable, Say, Support
 
 from .story import Violation
 

@@ -3,19 +3,12 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ckptless.daemon.ckptlessd.consensus.decree import (
-    Accepted,
-    Decree,
-    Durable,
-    Promise,
-    Say,
-    first_decree,
-    is_quorum,
-)
+from ckptless.daemon.ckptlessd.consensus.quorum import first_decree, is_quorum
 from ckptless.daemon.ckptlessd.membership.watch import ASKED
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import Accepted, Decree, Durable, Promise, Say
 
 from .story import Violation
 

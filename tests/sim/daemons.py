@@ -9,7 +9,6 @@ from random import Random
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptless.daemon.ckptlessd import session
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Durable, Prepare, Propose
 from ckptless.daemon.ckptlessd.membership.watch import Answer
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.ckptlessd.recovery import events as e
@@ -17,9 +16,10 @@ from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.ledger.writer import VOTE_DEADLINE_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import Ballot, Durable, Prepare, Propose
 from ckptless.daemon.protocol.records import EventRecord, JobRecord, Record
 from ckptless.daemon.settings.config import Peer, Timers
-from ckptless.daemon.transport import messages as p
 
 from .events import Channel
 

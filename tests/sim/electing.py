@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decree, Durable
 from ckptless.daemon.ckptlessd.planning.faults import NodeViews
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
 from ckptless.daemon.ledger.writer import VOTE_DEADLINE_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
 
 from .events import Channel, Events
 from .story import Violation

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ckptless.daemon.ckptlessd.consensus.decree import is_quorum
+from ckptless.daemon.ckptlessd.consensus.quorum import is_quorum
 from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
 
 from .network import DARK_S

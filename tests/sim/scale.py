@@ -24,15 +24,16 @@ import msgspec
 
 from ckptless.daemon.ckptlessd import peering
 from ckptless.daemon.ckptlessd.consensus import packing
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decree, Durable, first_decree
+from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.session import JobSession, Memory
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
 from ckptless.daemon.protocol.records import Record
 from ckptless.daemon.replication.re_replication import Holders
 from ckptless.daemon.settings.config import Peer, Timers
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.handshake import HEAD_BYTES
 
 from .scale_parts import COPIES, SLOTS, SPARES

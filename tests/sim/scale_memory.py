@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.ckptlessd.consensus.decree import Decree, first_decree
 from ckptless.daemon.ckptlessd.consensus.packing import digest_of, pack, unpack
+from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.main import GC_THRESHOLD
 from ckptless.daemon.ckptlessd.planning import plan
 from ckptless.daemon.ckptlessd.planning.faults import Fault, NodeView, observe
@@ -23,6 +23,7 @@ from ckptless.daemon.ckptlessd.planning.sources import Same, once
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import Decree
 
 from . import scale_parts as parts
 

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decree, Durable, Vote, first_decree
 from ckptless.daemon.ckptlessd.consensus.packing import digest_of, pack, unpack
+from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.main import GC_THRESHOLD
 from ckptless.daemon.ckptlessd.planning import plan
 from ckptless.daemon.ckptlessd.planning.faults import Fault, NodeView, NodeViews, observe
@@ -24,8 +24,9 @@ from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
 from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import Ballot, Decree, Durable, Vote
 from ckptless.daemon.replication.re_replication import Holders, remakes
-from ckptless.daemon.transport import messages as p
 
 SLOTS = 8
 SPARES = 2

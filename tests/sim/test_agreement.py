@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
-from ckptless.daemon.ckptlessd.consensus.decree import (
+from ckptless.daemon.ckptlessd.consensus.quorum import choose_voters, is_quorum
+from ckptless.daemon.ckptlessd.recovery.events import Tell
+from ckptless.daemon.protocol.peers.agreement import (
     NO_BALLOT,
     Ballot,
     Decided,
@@ -20,10 +22,7 @@ from ckptless.daemon.ckptlessd.consensus.decree import (
     Propose,
     Refusal,
     Vote,
-    choose_voters,
-    is_quorum,
 )
-from ckptless.daemon.ckptlessd.recovery.events import Tell
 
 from .agreeing import Room, ending, quarrel
 

@@ -37,8 +37,8 @@ def test_jobs_in_racks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(voters, "VOTER_AWAY_S", AWAY_S)
     monkeypatch.setattr(faults, "RESTART_S", RESTART_S)
     # Of four to six nodes all vote: none is left to replace one that is away.
-    monkeypatch.setattr("ckptless.daemon.ckptlessd.consensus.decree.MAX_VOTERS", 3)
-    monkeypatch.setattr("ckptless.daemon.ckptlessd.consensus.decree.LEAST_VOTERS", 3)
+    monkeypatch.setattr("ckptless.daemon.ckptlessd.consensus.quorum.MAX_VOTERS", 3)
+    monkeypatch.setattr("ckptless.daemon.ckptlessd.consensus.quorum.LEAST_VOTERS", 3)
     replaced = 0
     for seed in range(SEEDS):
         world = simulate_in_racks(seed)

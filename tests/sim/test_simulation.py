@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.ckptlessd.consensus.decree import choose_voters
+from ckptless.daemon.ckptlessd.consensus.quorum import choose_voters
 
 from .agents import Agent
 from .faults import Shape

@@ -6,14 +6,14 @@ from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decree, Durable
 from ckptless.daemon.ckptlessd.membership.overlay import overlay
 from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.ckptlessd.session import LIFE_BITS, Kept
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import Ballot, Decree, Durable
 from ckptless.daemon.protocol.records import JobRecord
 from ckptless.daemon.settings.options import TwinsMode
-from ckptless.daemon.transport import messages as p
 
 from . import components
 from .agents import Agent

@@ -9,7 +9,7 @@ import msgspec
 
 from ckptless.daemon.agent.kvstore import wire
 from ckptless.daemon.protocol.errors import ProtocolError
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.link import Link
 
 Peer: TypeAlias = Link[p.AgentMessage]

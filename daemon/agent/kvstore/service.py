@@ -13,7 +13,7 @@ from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.agent.nccl.ids import NcclIds
 from ckptless.daemon.protocol.errors import CkptlessError, ProtocolError
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 
 # Numeric, and one that every resolver knows: torch looks the name of its store up each time it connects.
 ADDRESS = "127.0.0.1"

@@ -16,9 +16,9 @@ from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.protocol import saved
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo
+from ckptless.daemon.protocol.peers.messages import SaveAsk, SaveReply
 from ckptless.daemon.protocol.saving import Saved, SaveDone, SaveNow
 from ckptless.daemon.settings.agent_config import AgentConfig
-from ckptless.daemon.transport.messages import SaveAsk, SaveReply
 
 logger = logging.getLogger(__name__)
 

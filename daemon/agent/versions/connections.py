@@ -10,7 +10,7 @@ from ckptless.daemon.agent.versions.deltas import missing
 from ckptless.daemon.agent.versions.store import Version, header_of
 from ckptless.daemon.protocol.errors import BadVersionError, CkptlessError, ProtocolError
 from ckptless.daemon.protocol.messages import NodeInfo
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bulk import Pace
 from ckptless.daemon.transport.link import Link
 

@@ -13,8 +13,8 @@ from typing import TypeAlias
 from ckptless.daemon.agent.versions.store import Region, VersionStore, header_of
 from ckptless.daemon.protocol.errors import BadVersionError, ProtocolError
 from ckptless.daemon.protocol.messages import TensorsAt
+from ckptless.daemon.protocol.peers.messages import MOST_RUNS
 from ckptless.daemon.protocol.version import Header
-from ckptless.daemon.transport.messages import MOST_RUNS
 
 # The first chunk, and how many.
 Run: TypeAlias = tuple[int, int]

@@ -13,7 +13,7 @@ from ckptless.daemon.agent.versions.store import Incoming, VersionStore
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError
 from ckptless.daemon.protocol.messages import NodeInfo, TensorsAt
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bulk import PATIENCE_S
 
 # How often whoever has nothing to do looks for one that is slow.

@@ -18,9 +18,9 @@ from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.agent.versions.store import Held, Version, VersionStore
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.version import Origin
 from ckptless.daemon.replication.protection import Item
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.bulk import Pace
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, Route

@@ -20,7 +20,7 @@ from ckptless.daemon.protocol.errors import (
     PeerError,
     ProtocolError,
 )
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bucket import TokenBucket
 from ckptless.daemon.transport.bulk import Pace
 from ckptless.daemon.transport.credentials import Credentials

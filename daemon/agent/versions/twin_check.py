@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from ckptless.daemon.protocol.messages import Doubt
+from ckptless.daemon.protocol.peers.messages import CompareTwins, TwinsCompared, TwinsMessage
 from ckptless.daemon.protocol.twins import compare
 from ckptless.daemon.settings.options import TwinsMode
-from ckptless.daemon.transport.messages import CompareTwins, TwinsCompared, TwinsMessage
 
 Said = TypeVar("Said", CompareTwins, TwinsCompared)
 Key: TypeAlias = tuple[int, int]

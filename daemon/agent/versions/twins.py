@@ -10,8 +10,8 @@ from ckptless.daemon.agent.versions.store import VersionStore, header_of
 from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.protocol.errors import BadVersionError
 from ckptless.daemon.protocol.messages import Holdings
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.settings.options import TwinsMode
-from ckptless.daemon.transport import messages as p
 
 
 class Twins:

@@ -15,7 +15,9 @@ of Ongaro, Consensus: bridging theory and practice, 2014.)
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptless.daemon.ckptlessd.consensus.decree import (
+from ckptless.daemon.ckptlessd.consensus.quorum import is_quorum
+from ckptless.daemon.protocol.limits import NodeNumber
+from ckptless.daemon.protocol.peers.agreement import (
     NO_BALLOT,
     Accepted,
     Ballot,
@@ -30,9 +32,7 @@ from ckptless.daemon.ckptlessd.consensus.decree import (
     Say,
     Support,
     Vote,
-    is_quorum,
 )
-from ckptless.daemon.protocol.limits import NodeNumber
 
 REPEAT_S = 0.2
 # A disk that has not taken a vote is tried again after so long, and each time twice as long, up to the last.

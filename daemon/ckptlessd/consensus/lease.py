@@ -6,7 +6,7 @@ that is cut off: for it nothing changes any more but the time. Exactly half asks
 
 from dataclasses import dataclass, field
 
-from ckptless.daemon.ckptlessd.consensus.decree import is_quorum
+from ckptless.daemon.ckptlessd.consensus.quorum import is_quorum
 
 # So long the same half is heard before the witness is asked: they may be coming back, one after the other.
 WITNESS_AFTER_S = 1.0

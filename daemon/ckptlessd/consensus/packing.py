@@ -14,10 +14,10 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ckptless.daemon.ckptlessd.consensus.decree import Decree
 from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.protocol.limits import MOST_RANKS, MOST_SLOTS, OF_NODES, OF_RANKS, NodeNumber, Nodes
 from ckptless.daemon.protocol.model import Assignment, NodeInfo, Place, Value, numbers
+from ckptless.daemon.protocol.peers.agreement import Decree
 
 # Of what a packed decree may become: of the most ranks that a job may have.
 MOST_NBYTES = 64 << 20

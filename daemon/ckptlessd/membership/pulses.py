@@ -9,15 +9,8 @@ before.
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from ckptless.daemon.protocol.limits import (
-    NodeNumber,
-    Number,
-)
-
-# (node, its clock in ms, ms since the first who saw it saw it)
-Pulse: TypeAlias = tuple[NodeNumber, Number, Number]
+from ckptless.daemon.protocol.peers.membership import Pulse
 
 # More than the voters of two decrees, and two leaders: what else a beat brings is not kept.
 MOST = 32

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
-from ckptless.daemon.ckptlessd.membership.messages import Saw, Suspect
 from ckptless.daemon.ckptlessd.membership.suspicion import LocalHealth, Suspicion, suspicion_s
 from ckptless.daemon.ckptlessd.recovery.events import AgentAnswers, NodeLost
+from ckptless.daemon.protocol.peers.membership import Saw, Suspect
 
 # What came of looking at a node, at its agent: "open", "refused" (the machine lives, the agent does not) or
 # "silent". Where no agent of it is known, at its daemon: "lives" or "silent". "unsure": nobody knows where to

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decided, Durable, first_decree
+from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.election import Election
@@ -26,6 +26,7 @@ from ckptless.daemon.ckptlessd.recovery.snapshots import Snapshots
 from ckptless.daemon.ckptlessd.recovery.stalls import Stalls
 from ckptless.daemon.ckptlessd.recovery.voters import Voters
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decided, Durable
 from ckptless.daemon.protocol.records import VOTE_AGAIN, VOTE_LOST
 
 

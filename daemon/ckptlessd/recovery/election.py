@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Canvass, Prepare
 from ckptless.daemon.ckptlessd.recovery.events import Said, Standing
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY, JobState
+from ckptless.daemon.protocol.peers.agreement import Ballot, Canvass, Prepare
 
 # Before generation 1 the others may just not have started yet.
 FORMING_GRACE_S = 10.0

@@ -5,54 +5,24 @@ from typing import Annotated, Literal, TypeAlias
 
 from ckptless.daemon.ckptlessd.consensus.agreement import Save as Save
 from ckptless.daemon.ckptlessd.consensus.agreement import Tell as Tell
-from ckptless.daemon.ckptlessd.consensus.decree import Say
 from ckptless.daemon.ckptlessd.planning.faults import NodeLost as NodeLost
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.limits import (
-    OF_NODES,
     OF_RANKS,
     NodeNumber,
-    NodeOrNone,
-    Nodes,
     Number,
     Text,
 )
-from ckptless.daemon.protocol.records import FaultSource, Record
+from ckptless.daemon.protocol.peers.agreement import Say
+from ckptless.daemon.protocol.peers.messages import Report as Report
+from ckptless.daemon.protocol.peers.messages import Stage as Stage
+from ckptless.daemon.protocol.peers.messages import Standing as Standing
+from ckptless.daemon.protocol.records import Record
 
 DarkState = Literal["dark", "gone", "back"]
-Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
 
 
 # -------------------------------------------------------------------------------------------- inputs
-
-
-@dataclass(frozen=True)
-class Standing:
-    """A daemon's word when two meet: who leads, how far the job is, which nodes are lost.
-
-    `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `index` is the
-    number of the newest decree that it knows. `lost` has the node, the reason, and whose word that is.
-    `able`: the sender can vote; else its disk takes nothing, or has lost what it had promised. `apart`: nodes
-    that it cannot reach, though others see them. `dead`: voters that are dead by the witness's word, whoever
-    asked it.
-    """
-
-    term: Number
-    leader: NodeOrNone
-    stage: Stage
-    index: Number
-    lost: Annotated[tuple[tuple[NodeNumber, Text, FaultSource], ...], OF_NODES] = ()
-    able: bool = True
-    apart: Nodes = ()
-    dead: Nodes = ()
-
-
-@dataclass(frozen=True)
-class Report:
-    """An agent's message, from the own node or passed on by another daemon."""
-
-    node: NodeNumber
-    message: m.FromAgent | m.Introduction
 
 
 @dataclass(frozen=True)

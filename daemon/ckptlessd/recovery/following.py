@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.planning.sources import Same, once
@@ -17,6 +16,7 @@ from ckptless.daemon.ckptlessd.recovery.events import Forward, OrderFrom, Report
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState, introduction
 from ckptless.daemon.ckptlessd.recovery.snapshots import NODES_A_SECOND, REPORT_INTERVAL_S, Snapshots
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import Ballot
 from ckptless.daemon.replication.protection import FEW_NODES as FEW
 
 # Where an order takes a job, for whoever obeys it.

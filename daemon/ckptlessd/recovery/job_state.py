@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Ballot, Decree, is_quorum
 from ckptless.daemon.ckptlessd.consensus.lease import Lease
+from ckptless.daemon.ckptlessd.consensus.quorum import is_quorum
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import ledger_rows
@@ -23,6 +23,7 @@ from ckptless.daemon.ckptlessd.recovery.events import (
     Write,
 )
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Ballot, Decree
 from ckptless.daemon.protocol.records import Level, Record
 from ckptless.daemon.replication.protection import FEW_NODES
 

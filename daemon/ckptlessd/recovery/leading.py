@@ -9,7 +9,6 @@ before anybody hears of it; the orders between are the leader's own.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ckptless.daemon.ckptlessd.consensus.decree import Decree
 from ckptless.daemon.ckptlessd.planning import plan, twins_agree
 from ckptless.daemon.ckptlessd.planning.faults import Finding
 from ckptless.daemon.ckptlessd.recovery import ledger_rows
@@ -23,6 +22,7 @@ from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
 from ckptless.daemon.ckptlessd.recovery.stalls import Stalls
 from ckptless.daemon.ckptlessd.recovery.voters import Voters
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import Decree
 
 # An order is said again after so long, and more often where it is short: so often within the time that agents
 # have to stop, since whoever has not heard of it by then is given up.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ckptless.daemon.ckptlessd.consensus.decree import choose_voters
+from ckptless.daemon.ckptlessd.consensus.quorum import choose_voters
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 
 # So long a voter's daemon may be away while its node lives; restarts and upgrades are shorter.

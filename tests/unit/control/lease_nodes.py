@@ -6,7 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from ckptless.daemon.ckptlessd.consensus.decree import (
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import (
     Accepted,
     Ballot,
     Canvass,
@@ -18,11 +23,6 @@ from ckptless.daemon.ckptlessd.consensus.decree import (
     Propose,
     Support,
 )
-from ckptless.daemon.ckptlessd.planning.faults import NodeView
-from ckptless.daemon.ckptlessd.recovery import events as e
-from ckptless.daemon.ckptlessd.recovery.controller import Controller
-from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
-from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import EventRecord, FaultSource
 
 LEASE_S = 3.0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckptless.daemon.ckptlessd.consensus import agreement as a
-from ckptless.daemon.ckptlessd.consensus.decree import (
+from ckptless.daemon.ckptlessd.recovery.events import Save, Tell
+from ckptless.daemon.protocol.messages import Outcome
+from ckptless.daemon.protocol.peers.agreement import (
     NO_BALLOT,
     Ballot,
     Decree,
@@ -15,8 +17,6 @@ from ckptless.daemon.ckptlessd.consensus.decree import (
     Support,
     Vote,
 )
-from ckptless.daemon.ckptlessd.recovery.events import Save, Tell
-from ckptless.daemon.protocol.messages import Outcome
 
 VOTERS = (0, 1, 2)
 MINE = Ballot(number=1, node=0)

@@ -8,14 +8,6 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import (
-    Accepted,
-    Ballot,
-    Canvass,
-    Decided,
-    Decree,
-    Prepare,
-)
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
@@ -23,6 +15,7 @@ from ckptless.daemon.ckptlessd.recovery.election import AGAIN_S, DOUBLED, FORMIN
 from ckptless.daemon.ckptlessd.recovery.fencing import AGREEING_S, CANCEL_S, FORMING_DEADLINE_S, RENEWALS
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import Accepted, Ballot, Canvass, Decided, Decree, Prepare
 from ckptless.daemon.protocol.records import EventRecord
 
 sys.path.insert(0, str(Path(__file__).parent))

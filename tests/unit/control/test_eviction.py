@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decree, Durable
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
@@ -24,6 +23,7 @@ from ckptless.daemon.ckptlessd.recovery.eviction import find_node, homeless_afte
 from ckptless.daemon.ckptlessd.requests import evict
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.eviction import Evict, EvictionSource
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
 from ckptless.daemon.settings.config import Peer
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decided, Decree, Durable, first_decree
+from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.planning.faults import NodeViews
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
 from ckptless.daemon.ckptlessd.recovery.fencing import AGREEING_S, CANCEL_S, FORMING_DEADLINE_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decided, Decree, Durable
 from ckptless.daemon.protocol.records import JobRecord
 
 NODES = (0, 1, 2)

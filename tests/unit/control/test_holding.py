@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import Decided
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.snapshots import REPORT_INTERVAL_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import Decided
 from ckptless.daemon.protocol.records import HoldingRecord
 from ckptless.daemon.replication.protection import FEW_NODES
 

@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree
 from ckptless.daemon.ckptlessd.consensus.lease import WITNESS_AFTER_S, WITNESS_AGAIN_S, Lease
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
@@ -19,6 +18,7 @@ from ckptless.daemon.ckptlessd.recovery.controller import Controller
 from ckptless.daemon.ckptlessd.recovery.election import TURN_S
 from ckptless.daemon.ckptlessd.recovery.losses import DARK_FOR_GOOD_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import Decided, Decree
 from ckptless.daemon.protocol.records import FaultSource
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decree, Durable
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import Ballot, Decree, Durable
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import (
+from ckptless.daemon.ckptlessd.planning.faults import NodeViews
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import (
     Ballot,
     Canvass,
     Decided,
@@ -19,11 +24,6 @@ from ckptless.daemon.ckptlessd.consensus.decree import (
     Refusal,
     Support,
 )
-from ckptless.daemon.ckptlessd.planning.faults import NodeViews
-from ckptless.daemon.ckptlessd.recovery import events as e
-from ckptless.daemon.ckptlessd.recovery.controller import Controller
-from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
-from ckptless.daemon.protocol import messages as m
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Ballot, Decided, Decree, Durable, Propose
 from ckptless.daemon.ckptlessd.consensus.packing import MissingBaseError, digest_of, pack, unpack
 from ckptless.daemon.ckptlessd.peering import Decrees
 from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.protocol.limits import MOST_SLOTS
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Outcome, Place
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Ballot, Decided, Decree, Durable, Propose
 
 NODES = range(12)
 nodes = st.sampled_from(NODES)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Durable, first_decree
+from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.session import Forgotten, recall
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Durable
 
 NOW, BEFORE = "b" * 32, "a" * 32
 VOTES = Durable(promised=NO_BALLOT, vote=None, known=first_decree(range(4)))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
@@ -17,6 +16,7 @@ from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
 from ckptless.daemon.ckptlessd.recovery.losses import DARK_FOR_GOOD_S
 from ckptless.daemon.ckptlessd.recovery.snapshots import NODES_A_SECOND, REPORT_INTERVAL_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import Decided, Decree
 from ckptless.daemon.protocol.records import EventRecord, HoldingRecord, NodeRecord
 from ckptless.daemon.replication.protection import FEW_NODES
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import Decided, Decree
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
 from ckptless.daemon.ckptlessd.recovery.leading import ENDING_S, REPEAT_S
 from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import Decided, Decree
 from ckptless.daemon.protocol.records import EventRecord
 
 sys.path.insert(0, str(Path(__file__).parent))

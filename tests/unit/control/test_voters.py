@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.consensus.decree import MAX_VOTERS, Accepted, choose_voters, first_decree
+from ckptless.daemon.ckptlessd.consensus.quorum import MAX_VOTERS, choose_voters, first_decree
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.voters import VOTER_AWAY_S
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.peers.agreement import Accepted
 from ckptless.daemon.replication.failure_domains import by_members, check_name, domain_of
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.ckptlessd.consensus import agreement as a
-from ckptless.daemon.ckptlessd.consensus.decree import (
+from ckptless.daemon.ckptlessd.recovery.events import Save
+from ckptless.daemon.protocol.peers.agreement import (
     NO_BALLOT,
     Accepted,
     Ballot,
@@ -23,7 +24,6 @@ from ckptless.daemon.ckptlessd.consensus.decree import (
     Support,
     Vote,
 )
-from ckptless.daemon.ckptlessd.recovery.events import Save
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -18,9 +18,9 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import Decoder, encode
 from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.protocol.limits import COMMAND_LIMIT, TEXT_LIMIT, clip, clip_command, one_line
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.records import EventRecord, JobRecord, printable
 from ckptless.daemon.transport import handshake
-from ckptless.daemon.transport import messages as p
 
 KINDS = {
     "to the daemon": _Heard,

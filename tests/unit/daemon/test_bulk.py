@@ -21,6 +21,7 @@ from ckptless.daemon.agent.versions.integrity import STEP_NBYTES, ArrivalCheck
 from ckptless.daemon.agent.versions.serving import receive_payload
 from ckptless.daemon.agent.versions.store import PAGE_NBYTES, Region, VersionStore
 from ckptless.daemon.protocol.errors import BadVersionError
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.version import (
     CHUNK_NBYTES,
     Header,
@@ -32,7 +33,6 @@ from ckptless.daemon.protocol.version import (
     write_header,
 )
 from ckptless.daemon.transport import link
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.bucket import TokenBucket
 from ckptless.daemon.transport.bulk import CHUNK_MIN_NBYTES, Pace, Pump
 from ckptless.daemon.transport.credentials import KeyCredentials

@@ -16,7 +16,7 @@ from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.codec import PROTOCOL, Decoder, encode
 from ckptless.daemon.protocol.errors import BadVersionError, MismatchError, ProtocolError
 from ckptless.daemon.protocol.eviction import Evict, Evicted
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 
 LIMIT = 1 << 16
 

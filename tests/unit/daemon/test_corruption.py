@@ -26,7 +26,7 @@ from ckptless.daemon.agent.versions.twins import Twins
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError, StateUnavailableError
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link
 from ckptless.pytorch_hooks.commit.versions import Fetched, Versions

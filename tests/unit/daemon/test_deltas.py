@@ -20,9 +20,9 @@ from ckptless.daemon.agent.versions.deltas import Run, missing, spans_of, unchan
 from ckptless.daemon.agent.versions.store import Version
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.protocol.peers.messages import MOST_RUNS
 from ckptless.daemon.transport.bulk import Pace
 from ckptless.daemon.transport.link import Link
-from ckptless.daemon.transport.messages import MOST_RUNS
 
 PAGE = version.PAGE_NBYTES
 CHUNKS = 12

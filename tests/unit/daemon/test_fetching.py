@@ -20,7 +20,7 @@ from ckptless.daemon.agent.versions import shares
 from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import PeerError
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bulk import LOW_WATER_NBYTES, Pump
 
 STEP, PAGE = 7, version.PAGE_NBYTES

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.ckptlessd.membership.messages import Beat
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT
 from ckptless.daemon.protocol.errors import CkptlessError, MismatchError, PeerError, ProtocolError
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.membership import Beat
 from ckptless.daemon.transport import handshake, link
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 
 KEY = b"k" * 32

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport import handshake, listener
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link
 

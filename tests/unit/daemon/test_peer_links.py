@@ -8,8 +8,8 @@ import pytest
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.settings.config import Peer
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link
 

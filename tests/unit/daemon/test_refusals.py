@@ -13,9 +13,9 @@ from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore, digest
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.records import REFUSALS, EventRecord, JobRecord
 from ckptless.daemon.protocol.version import Origin
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, serve
 

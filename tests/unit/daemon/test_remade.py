@@ -15,7 +15,7 @@ from vaults import DEADLINE_S, Node, Nodes, payload_of, until
 from ckptless.daemon.agent.versions.store import Version
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 
 STEP, NBYTES = 7, 5 * version.PAGE_NBYTES + 100
 RANKS = 4

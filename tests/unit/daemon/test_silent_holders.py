@@ -20,7 +20,7 @@ from ckptless.daemon.agent.versions import connections, serving
 from ckptless.daemon.agent.versions.connections import Peer
 from ckptless.daemon.agent.versions.store import Version, digest
 from ckptless.daemon.protocol import version
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, serve
 

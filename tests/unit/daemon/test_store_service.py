@@ -18,7 +18,7 @@ from store_client import Client
 from ckptless.daemon.agent.kvstore import connection, protocol, wire
 from ckptless.daemon.agent.kvstore.connection import Peer
 from ckptless.daemon.agent.kvstore.service import home_of
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link
 from ckptless.daemon.transport.listener import Listener

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.agent.versions.twin_check import TwinCheck
+from ckptless.daemon.protocol.peers.messages import CompareTwins
 from ckptless.daemon.settings.options import TwinsMode
-from ckptless.daemon.transport.messages import CompareTwins
 
 SHAPE = "0" * 16
 

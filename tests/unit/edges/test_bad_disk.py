@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decree, Durable, Vote
 from ckptless.daemon.ckptlessd.recovery.events import NotSaved
 from ckptless.daemon.ckptlessd.session import is_as_new
 from ckptless.daemon.ledger.aside import MOST_KEPT
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import MOST_SET_ASIDE, LedgerWriter
 from ckptless.daemon.protocol.errors import LedgerError
+from ckptless.daemon.protocol.peers.agreement import Ballot, Decree, Durable, Vote
 from ckptless.daemon.protocol.records import EventRecord
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.ckptlessd.membership.messages import Beat
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.membership import Beat
 from ckptless.daemon.transport import handshake, link
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import Credentials, KeyCredentials, MungeCredentials
 from ckptless.daemon.transport.handshake import GREETING_LIMIT, Answer, Opening, Proof, Sealer
 from ckptless.daemon.transport.link import Link

@@ -37,8 +37,8 @@ from ckptless.daemon.agent.nccl.wire import (
     encode_check_in,
     encode_message,
 )
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport import handshake
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, Route
 

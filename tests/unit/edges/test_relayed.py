@@ -18,15 +18,15 @@ import pytest
 
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.ckptlessd.membership.messages import Beat
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.protocol.errors import PeerError
 from ckptless.daemon.protocol.messages import NodeInfo
 from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.peers.membership import Beat
 from ckptless.daemon.protocol.version import Origin
 from ckptless.daemon.settings.config import Peer
-from ckptless.daemon.transport import messages as p
 from ckptless.daemon.transport.credentials import Credentials, KeyCredentials, MungeCredentials
 from ckptless.daemon.transport.link import Link, serve
 

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 
 from ckptless.daemon.ckptlessd import job_host
-from ckptless.daemon.ckptlessd.consensus.decree import NO_BALLOT, Decree, Durable
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.ckptlessd.service import LEDGER_FILE
@@ -20,6 +19,7 @@ from ckptless.daemon.ledger import store
 from ckptless.daemon.ledger.store import HISTORY_S, Ledger, Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
 from ckptless.daemon.protocol.reading import TABLES, Read
 from ckptless.daemon.protocol.records import EventRecord, JobRecord, JobState
 from ckptless.daemon.settings.config import Peer

@@ -13,13 +13,13 @@ from typing import cast
 import pytest
 
 from ckptless.daemon.ckptlessd.cluster import LocalCluster
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Decided, Decree, Durable, Vote
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.recovery.events import Said
 from ckptless.daemon.ckptlessd.session import is_as_new
 from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.errors import LedgerError
+from ckptless.daemon.protocol.peers.agreement import Ballot, Decided, Decree, Durable, Vote
 from ckptless.daemon.slurm.adapter import Node
 from ckptless.daemon.slurm.cached import Reading
 

@@ -7,7 +7,7 @@ import pytest
 from ckptless.daemon.ckptlessd.recovery.events import Report
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import ProtocolError
-from ckptless.daemon.transport import messages as p
+from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bundles import MOST_NBYTES, bundles, unbundle
 
 JOB = "4711"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from ckptless.daemon.ckptlessd.membership import watch as w
-from ckptless.daemon.ckptlessd.membership.messages import Saw, Suspect
 from ckptless.daemon.ckptlessd.membership.suspicion import suspicion_s
 from ckptless.daemon.ckptlessd.recovery.events import AgentAnswers, NodeLost
+from ckptless.daemon.protocol.peers.membership import Saw, Suspect
 from ckptless.daemon.settings.config import Timers
 
 DARK_S, BEAT_S = 1.0, 0.25

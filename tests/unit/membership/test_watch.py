@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.ckptlessd.membership.messages import Saw, Suspect
 from ckptless.daemon.ckptlessd.membership.suspicion import ALONE_FACTOR, WORST, LocalHealth, suspicion_s
 from ckptless.daemon.ckptlessd.membership.watch import (
     Answer,
@@ -17,6 +16,7 @@ from ckptless.daemon.ckptlessd.membership.watch import (
     Withdrawn,
 )
 from ckptless.daemon.ckptlessd.recovery.events import AgentAnswers, NodeLost
+from ckptless.daemon.protocol.peers.membership import Saw, Suspect
 from ckptless.daemon.settings.config import Timers
 
 DARK_S = 1.2

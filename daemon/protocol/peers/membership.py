@@ -1,16 +1,18 @@
 """The messages of daemons about who lives."""
 
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from ckptless.daemon.ckptlessd.membership.pulses import Pulse
 from ckptless.daemon.protocol.limits import (
     MOST_VOTERS,
     NodeNumber,
     Number,
 )
 from ckptless.daemon.protocol.messages import Message
+
+# (node, its clock in ms, ms since the first who saw it saw it)
+Pulse: TypeAlias = tuple[NodeNumber, Number, Number]
 
 
 class Beat(Message, frozen=True, kw_only=True):

@@ -1,14 +1,13 @@
 """The messages between daemons, and those between agents."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from ckptless.daemon.ckptlessd.consensus.decree import Ballot, Say
-from ckptless.daemon.ckptlessd.membership.messages import Beat, Have, Saw, Suspect, Want
-from ckptless.daemon.ckptlessd.recovery.events import Report, Standing
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT
 from ckptless.daemon.protocol.limits import (
+    OF_NODES,
     OF_RANKS,
     Age,
     Digest,
@@ -17,6 +16,8 @@ from ckptless.daemon.protocol.limits import (
     Key,
     Nbytes,
     NodeNumber,
+    NodeOrNone,
+    Nodes,
     Number,
     Rank,
     RecordBytes,
@@ -26,8 +27,41 @@ from ckptless.daemon.protocol.limits import (
     TryCount,
     clip_texts,
 )
-from ckptless.daemon.protocol.messages import Message, Order
+from ckptless.daemon.protocol.messages import FromAgent, Introduction, Message, Order
+from ckptless.daemon.protocol.peers.agreement import Ballot, Say
+from ckptless.daemon.protocol.peers.membership import Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.protocol.records import FaultSource, Record
+
+Stage = Literal["forming", "joining", "restoring", "running", "stopping", "releasing", "ended"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A daemon's word when two meet: who leads, how far the job is, which nodes are lost.
+
+    `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `index` is the
+    number of the newest decree that it knows. `lost` has the node, the reason, and whose word that is.
+    `able`: the sender can vote; else its disk takes nothing, or has lost what it had promised. `apart`: nodes
+    that it cannot reach, though others see them. `dead`: voters that are dead by the witness's word, whoever
+    asked it.
+    """
+
+    term: Number
+    leader: NodeOrNone
+    stage: Stage
+    index: Number
+    lost: Annotated[tuple[tuple[NodeNumber, Text, FaultSource], ...], OF_NODES] = ()
+    able: bool = True
+    apart: Nodes = ()
+    dead: Nodes = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """An agent's message, from the own node or passed on by another daemon."""
+
+    node: NodeNumber
+    message: FromAgent | Introduction
 
 
 class PeerMessage(Message, frozen=True, kw_only=True):
