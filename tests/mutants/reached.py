@@ -98,14 +98,16 @@ class Reached:
         return [one for one, by_then in zip(ordered, spent, strict=True) if by_then <= seconds]
 
     def _by_name(self, source: str, line: int) -> set[str]:
-        """Of a constant: what reaches a line that names it, and the tests of files that do."""
+        """Of a constant, or a default of a class: what reaches a line that names it, and tests that do."""
+        there = [node for node in ast.parse(source).body if node.lineno <= line <= (node.end_lineno or 0)]
         names = {
             target.id
-            for node in ast.parse(source).body
-            if isinstance(node, ast.Assign) and node.lineno <= line <= (node.end_lineno or 0)
+            for node in there
+            if isinstance(node, ast.Assign)
             for target in node.targets
             if isinstance(target, ast.Name)
         }
+        names |= {node.name for node in there if isinstance(node, ast.ClassDef)}
         found: set[str] = set()
         for path, lines in self.lines.items() if names else ():
             text = (ROOT / path).read_text().splitlines()
