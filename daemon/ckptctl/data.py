@@ -58,7 +58,7 @@ _COLUMNS = (
 
 
 def _rings(found: Snapshot) -> list[dict[str, Any]]:
-    """For scripts and for the table: by loader, then by node; lost nodes have none."""
+    """Return the rings, for scripts and for the table: by loader, then by node; lost nodes have none."""
     lost, newest = found.lost, found.generation
     names = {node.node: node.name for node in found.nodes}
     rings = [

@@ -42,7 +42,7 @@ def show_table(
 
 
 def harmless(text: str) -> str:
-    """On one line and without control characters: a job's words shall not drive the reader's terminal."""
+    """Return it on one line, without control characters: a job's words must not drive a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

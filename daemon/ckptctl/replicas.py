@@ -53,7 +53,7 @@ _COLUMNS = ("shard", "ranks", "node", "name", "as", "steps", "bytes", "records",
 
 
 def _shards(found: Snapshot, safety: safe.Safety) -> list[dict[str, Any]]:
-    """For scripts and for the table: by shard, then by node."""
+    """Return the shards, for scripts and for the table: by shard, then by node."""
     held, now_s = safety.held, time.time()
     names = {node.node: node.name for node in found.nodes}
     told = {one.node: one.updated_s for one in found.holdings}

@@ -101,7 +101,7 @@ def _draw(file: Path, job: str, recoveries: Sequence[RecoveryRecord]) -> None:
 
 
 def _recovered(recoveries: Sequence[RecoveryRecord]) -> list[RecoveryRecord]:
-    """Those that say how long a recovery takes: one that was cut short does not."""
+    """Return the recoveries that say how long one takes: one that was cut short does not."""
     return [recovery for recovery in recoveries if recovery.outcome == "recovered"]
 
 

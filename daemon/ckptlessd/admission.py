@@ -1,4 +1,4 @@
-"""Whom the daemon hears, and how much of each: connections, messages, log lines. Pure.
+"""Decide whom the daemon hears, and how much of each: connections, messages, log lines. Pure.
 
 Of local processes by their user (uid), of other nodes by their address.
 

@@ -38,7 +38,7 @@ class Heartbeat:
     looked_at: float | None = None
 
     def heard(self, now: float) -> None:
-        """It has said something."""
+        """The agent has said something."""
         self.heard_at = now
 
     def look(self, now: float) -> bool:
@@ -113,7 +113,7 @@ class LocalAgent:
         return self._client is not None
 
     def connected(self, client: Client) -> None:
-        """It is there; an older connection of it is forgotten."""
+        """The agent is there; an older connection of it is forgotten."""
         self._client = client
         self._forget_process()
         if client.pid != os.getpid():
@@ -128,7 +128,7 @@ class LocalAgent:
             client.write(message)
 
     def heard(self) -> None:
-        """It has said something."""
+        """The agent has said something."""
         if self._heart is not None:
             self._heart[0].heard(self._now())
 
@@ -208,7 +208,7 @@ class LocalAgent:
             del self._saves[number]
 
     def saved(self, done: SaveDone) -> None:
-        """It has answered `save`."""
+        """The agent has answered `save`."""
         answer = self._saves.get(done.number)
         if answer is not None and not answer.done():
             answer.set_result(done.answer)

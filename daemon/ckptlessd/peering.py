@@ -186,7 +186,7 @@ class Peering:
     # ------------------------------------------------------------------------------------ sending
 
     def say(self, node: int | None, message: p.Said) -> None:
-        """To one daemon, or with None to all others; dropped where no way is known.
+        """Send it to one daemon, or with None to all others; it is dropped where no way is known.
 
         States and orders are repeated.
         """
@@ -228,7 +228,7 @@ class Peering:
                 self._links.send(node, message)
 
     def _spread(self, message: p.Relayed, but: Collection[int] = ()) -> None:
-        """To all neighbours, but to those. A decree may be long: it is offered, and each takes it once."""
+        """Send it to all neighbours but those. A decree may be long: it is offered, and taken once."""
         if isinstance(message.said, p.Agree | p.Packed):
             self._offers.keep((message.origin, message.serial), message)
             self._send_all(Have(origin=message.origin, serial=message.serial), but)

@@ -126,7 +126,7 @@ class RequeueMemory:
             self._free(resting[0], "the node is short of memory")
 
     def limit(self, config: KeepConfig) -> None:
-        """From the next that comes; how long each is kept, also for those that are here."""
+        """Set how much is kept, from the next entry on, and for how long, also for those that are here."""
         self.table.limit_nbytes, self.table.ttl_s = config.nbytes, config.ttl_s
 
     def drop(self, is_over: Callable[[Entry], str]) -> None:
@@ -141,7 +141,7 @@ class RequeueMemory:
         self.on_event(entry, kind, why)
 
     def _close(self, fds: Sequence[int]) -> None:
-        """In a thread: the kernel frees a few GB of memory in a second."""
+        """Close it in a thread: the kernel frees a few GB of memory in a second."""
         self._closing = {thread for thread in self._closing if thread.is_alive()}
         thread = threading.Thread(target=_close, args=(fds,), name="free")
         self._closing.add(thread)

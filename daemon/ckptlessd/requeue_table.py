@@ -8,7 +8,7 @@ MAX_PIECES = 4096
 
 
 class NotKeptError(Exception):
-    """It cannot be kept; the text says why."""
+    """The memory cannot be kept; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class EntryTable:
 
     @property
     def resting(self) -> tuple[Entry, ...]:
-        """Those that may be dropped: all that are not on their way in or out."""
+        """Return the entries that may be dropped: all that are not on their way in or out."""
         return tuple(entry for entry in self.entries if entry.number not in self._moving)
 
     def put(self, new: Entry) -> tuple[Entry, ...]:
@@ -109,11 +109,11 @@ class EntryTable:
         return None
 
     def settled(self, entry: Entry) -> None:
-        """It has come, or has not gone: it is kept."""
+        """Keep an entry that has come, or has not gone."""
         self._moving.discard(entry.number)
 
     def drop(self, entry: Entry) -> None:
-        """It is kept no more."""
+        """Keep an entry no more."""
         self._moving.discard(entry.number)
         self._entries.pop(entry.number, None)
 

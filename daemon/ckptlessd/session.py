@@ -29,7 +29,7 @@ class Outlets(Protocol):
 
     @property
     def peer_links(self) -> Links:
-        """To the job's other daemons."""
+        """The links to the job's other daemons."""
 
     @property
     def times(self) -> Times:
@@ -146,7 +146,7 @@ class JobSession:
         self.peering.tick()
 
     def say(self, node: int | None, message: p.Said) -> None:
-        """To one daemon, or with None to all others."""
+        """Say it to one daemon, or with None to all others."""
         self.peering.say(node, message)
 
     def lose(self, loss: e.NodeLost) -> None:

@@ -213,7 +213,7 @@ class Client:
         raise PeerError("the other end hung up")
 
     def take_descriptors(self) -> None:
-        """From now on the kernel lets them come."""
+        """Have the kernel let them come from now on."""
         refuse_descriptors(self._sock, refuse=False)
 
     async def receive_fd(self) -> int:

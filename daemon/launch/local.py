@@ -271,7 +271,7 @@ class LocalRun:
 
     @property
     def _leave_s(self) -> float:
-        """From the job's end, or the user's signal, until every agent must have ended."""
+        """The time from the job's end, or the user's signal, until every agent must have ended."""
         return self._config.leave_s + LEAVE_GRACE_S
 
     def _forward(self, number: signal.Signals) -> None:

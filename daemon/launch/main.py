@@ -82,7 +82,7 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def given(params: dict[str, object]) -> dict[str, object]:
-    """Those of the command line's options that were said."""
+    """Return the options of the command line that were said."""
     return {
         name: value
         for name, value in params.items()

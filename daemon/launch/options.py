@@ -1,4 +1,4 @@
-"""From the command line to a run: options checked, and completed from Slurm's environment and the site.
+"""Make a run of a command line: options are checked, and completed from Slurm's environment and the site.
 
 What is not said on the command line is taken from `sbatch --ckptless`, then from ckptless.yaml.
 """

@@ -1,4 +1,4 @@
-"""On a cluster: one single-node step per node of the allocation, an agent in each; then wait for the end.
+"""Launch on a cluster: a single-node step on each node of the allocation, an agent in each; wait for the end.
 
 One step per node, since a multi-node step is aborted as a whole when one of its nodes comes back from a power
 cycle before Slurm has noticed, whatever its flags say. Output goes to files: what srun carries is lost, and

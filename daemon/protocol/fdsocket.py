@@ -45,7 +45,7 @@ class FdSocket(Generic[T]):
 
     @classmethod
     async def connect(cls, name: str, kind: Any) -> Self:
-        """To the daemon that listens under this name. Raises PeerError where it is somebody else."""
+        """Connect to the daemon that listens under this name. Raises PeerError where it is somebody else."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         link = cls(sock, kind)
         try:

@@ -158,7 +158,7 @@ class FaultRecord(Clipped, Struct, frozen=True, kw_only=True, tag="fault", forbi
 
 
 class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_unknown_fields=True):
-    """From the first sign of a fault to the first new step. Key: job, generation (the new one).
+    """A recovery, from the first sign of a fault to the first new step. Key: job, generation (the new one).
 
     `phases` maps names of PHASES to seconds, as far as the recovery came. `outcome`: "recovered",
     "superseded" (another fault came first; the next generation's recovery goes on), "failed", or None

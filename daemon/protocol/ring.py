@@ -50,7 +50,7 @@ class RingOpen(Message, frozen=True, kw_only=True):
 
 
 class RingSeek(Message, frozen=True, kw_only=True):
-    """From here on I want the batches of `stream` from `seq` on, which follow `position`.
+    """The reader wants the batches of `stream` from `seq` on, which follow `position`.
 
     `number` goes up with each; what is sent has it.
     """

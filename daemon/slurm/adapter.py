@@ -69,12 +69,12 @@ class Job:
 
     @property
     def running(self) -> bool:
-        """It has its nodes and its processes run."""
+        """Whether it has its nodes and its processes run."""
         return self.state == "RUNNING"
 
     @property
     def over(self) -> bool:
-        """It has ended."""
+        """Whether it has ended."""
         return self.state in OVER
 
     @property

@@ -22,7 +22,7 @@ class Ending:
 
     @property
     def in_grace(self) -> bool:
-        """It is preempted, and Slurm leaves it its nodes until its grace time is over."""
+        """Whether it is preempted, and Slurm leaves it its nodes until its grace time is over."""
         return self.state == "RUNNING" and self.preempt_s is not None
 
 

@@ -91,7 +91,7 @@ class JobFormat:
 
     @property
     def text(self) -> str:
-        """For SQUEUE_FORMAT2, not for --Format: everybody on the machine can see arguments."""
+        """Return it for SQUEUE_FORMAT2, not for --Format: everybody on the machine can see arguments."""
         return ",".join(f"{name}:{self._end(name)}" for name in self.fields)
 
     @classmethod

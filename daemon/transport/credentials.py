@@ -69,7 +69,7 @@ class MungeCredentials:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="munge")
 
     async def _call(self, do: Callable[[], R]) -> R:
-        """In a thread, since munged may be slow; of its own, so that nothing else holds it up."""
+        """Call it in a thread, since munged may be slow; of its own, so that nothing else holds it up."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     async def offer(self, context: bytes) -> tuple[bytes, bytes]:

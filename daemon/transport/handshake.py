@@ -73,7 +73,7 @@ class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode(greeting: "Opening | Answer | Proof") -> bytes:
-    """With its length before it."""
+    """Return the message with its length before it."""
     body = msgspec.msgpack.encode(greeting)
     return _LENGTH.pack(len(body)) + body
 

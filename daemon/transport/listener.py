@@ -166,7 +166,7 @@ class Listener:
             raise
 
     def _settled(self, streams: "_Streams") -> None:
-        """It has proved who it is, or is gone."""
+        """Note that a connection has proved who it is, or is gone."""
         self._unproved.pop(streams, None)
 
     async def close(self) -> None:

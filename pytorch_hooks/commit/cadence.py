@@ -119,7 +119,7 @@ class Meter:
         self._later_s += seconds
 
     def leave(self, now: float, *, committed: bool) -> None:
-        """It goes on."""
+        """Note that training goes on."""
         entered, left, self._left = self._entered, self._left, now
         later_s, self._later_s = self._later_s, 0.0
         self._warm += committed

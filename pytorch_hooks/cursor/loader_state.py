@@ -23,7 +23,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
 def generators(loader: Any) -> list[torch.Generator]:
-    """Those of torch that a loader, its samplers and a loader inside it have for themselves."""
+    """Return the torch generators that a loader, its samplers and a loader inside it have for themselves."""
     found: dict[int, torch.Generator] = {}
     seen: set[int] = set()
     queue = [loader]

@@ -153,7 +153,7 @@ class SealingWriter(io.RawIOBase):
         out.write(header)
 
     def writable(self) -> bool:
-        """It is."""
+        """True: it is only written."""
         return True
 
     def write(self, data: Any) -> int:

@@ -80,7 +80,7 @@ class Numbered:
         return msgspec.structs.asdict(Position(position.epoch + 1) if self.is_end(position) else position)
 
     def produce(self, stream: int, saved: Any) -> Iterator[Made]:
-        """In the producer: a stream's batches, with what goes with each. See Produce."""
+        """Give a stream's batches in the producer, with what goes with each. See Produce."""
         position, replica = position_of(saved), stream % m.STREAMS
         while True:
             for batch, after, skipped, events in self._epoch(replica, position):
@@ -108,7 +108,7 @@ class Numbered:
 
 
 def _storable(position: Position, events: list[list[str]]) -> Position:
-    """With the source's state, where a ring has room for it."""
+    """Return the batch with the source's state, where a ring has room for it."""
     if position.stream is None:
         return position
     nbytes = len(codec.pack(msgspec.structs.asdict(position)))

@@ -327,7 +327,7 @@ def _guarded(function: Function, value: Any, where: Callable[[], str], what: str
 
 
 def _told(kind: type[DataError], text: str, error: Exception) -> DataError:
-    """With the traceback as a note, which survives the way to another process."""
+    """Return the error with its traceback as a note, which survives the way to another process."""
     found = kind(text)
     found.add_note("".join(traceback.format_exception(error)))
     return found

@@ -95,7 +95,7 @@ class Reader:
         self._socket.send(opening)
 
     def seek(self, stream: int, seq: int, position: object) -> None:
-        """From here on `take` gives the batches of `stream` from `seq` on, which follow `position`."""
+        """Have `take` give the batches of `stream` from `seq` on, which follow `position`."""
         encoded = encode_position(position)
         self._tell()
         self._forget_ahead()

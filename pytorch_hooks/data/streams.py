@@ -60,7 +60,7 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """For a reader of an error message."""
+        """Return a name for the reader of an error message."""
         return type(self._iterable).__name__
 
     def begin(self, epoch: int, state: object, seed: int) -> Iterator[Any]:
@@ -96,7 +96,7 @@ class Stream:
 
 
 def _parts(iterable: Any) -> list[Any]:
-    """It, and what a DataLoader consists of."""
+    """Return the loader, and what a DataLoader consists of."""
     parts = [iterable, *(getattr(iterable, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
     parts.append(getattr(parts[2], "sampler", None))
     return [part for part in parts if part is not None]

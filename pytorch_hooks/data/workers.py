@@ -137,7 +137,7 @@ def _settle(parent: int) -> None:
 
 
 def _settle_below() -> None:
-    """In the workers of a DataLoader in here, which else wait for ever where their queue is full."""
+    """Settle the workers of a DataLoader in here, which else wait for ever where their queue is full."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -368,7 +368,7 @@ class Pool:
 
 
 def _produce(production: Production, position: Position, turn: int, turns: int) -> Iterator[tuple[Any, ...]]:
-    """In a worker, as _Words: its batches of this epoch and of all that follow, and the end of each."""
+    """Give a worker's batches, as _Words, of this epoch and of all that follow, and the end of each."""
     while True:
         for made in production.produce(position, turn=turn, turns=turns):
             after = made.after

@@ -238,7 +238,7 @@ class ProcessGroups:
             raise
 
     def _build(self, scope: Scope, members: list[_Member], store: torch_private.Store) -> None:
-        """In a helper thread. Left alone when the scope ends, it must leave nothing connected behind."""
+        """Build it in a helper thread. Left alone when the scope ends, it must leave nothing connected."""
         try:
             for member in members:
                 scope.check()

@@ -57,7 +57,7 @@ class Scope:
             raise cast("BaseException", self.error())
 
     def track(self, pending: Pending) -> None:
-        """From now on an end of the scope releases this; at once, if it has come already."""
+        """Have an end of the scope release this from now on; at once, if it has come already."""
         with self.lock:
             self._unsettled.add(pending)
             over = self.ended or self.broken is not None

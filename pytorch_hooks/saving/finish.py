@@ -137,7 +137,7 @@ def _described(piece: s.Piece) -> TensorStorageMetadata:
 
 
 def _name(folder: Path, target: Path) -> None:
-    """From here on it is a step."""
+    """Give the folder its name: from here on it is a step."""
     sync_folder(folder)
     if target.exists():
         # Of an earlier run that this one did not go on from, since it is damaged.

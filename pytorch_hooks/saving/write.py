@@ -116,7 +116,7 @@ def _write_value(file: BinaryIO, path: names.Path, value: object) -> s.Plain:
 
 
 def sync(file: BinaryIO) -> None:
-    """To the disk, not only to the system."""
+    """Write it to the disk, not only to the system."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -168,7 +168,7 @@ class RingNode:
     # ---------------------------------------------------------------------------------------- do
 
     def _do(self, actions: list[r.Action]) -> None:
-        """In order, also where a connection that breaks over one of them brings more."""
+        """Carry the actions out in order, also where one of them breaks a connection, which brings more."""
         if self._dropped:
             return
         self._todo.extend(actions)

@@ -302,14 +302,14 @@ class Ring:
         return self._decide()
 
     def at_end(self, stream: int, seq: int) -> list[Action]:
-        """In place of the oldest batch that was asked for: there is none."""
+        """Answer the oldest batch that was asked for: there is none."""
         self._finish(stream, seq)
         self._streams[stream].end = seq
         self._skip_rest(stream)
         return self._decide()
 
     def failed(self, stream: int, seq: int, text: str) -> list[Action]:
-        """In place of the oldest batch that was asked for: it cannot be made."""
+        """Answer the oldest batch that was asked for: it cannot be made."""
         self._finish(stream, seq)
         self._streams[stream].failed = (seq, text)
         self._skip_rest(stream)
@@ -388,7 +388,7 @@ class Ring:
         yield Grant(self._granted, self._lease)
 
     def _missing(self) -> Iterator[tuple[int, int, int]]:
-        """For each reader the first batch of its window that it will lack: (how far ahead, stream, it)."""
+        """Return the first batch that each reader's window will lack: (how far ahead, stream, it)."""
         asked = {(job.make.stream, job.make.seq) for job in self._jobs if not job.stale}
         for mark in self._marks.values():
             if not mark.alive or mark.held:

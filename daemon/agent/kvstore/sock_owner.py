@@ -1,4 +1,4 @@
-"""Whose the other end of a TCP connection within this machine is, as the kernel knows it.
+"""Find the user who owns the other end of a TCP connection within this machine, as the kernel knows it.
 
 It is asked for exactly one socket over NETLINK_SOCK_DIAG (see sock_diag(7)), which costs some microseconds
 and takes no privilege; where that is not permitted, as under some seccomp filters, /proc/net/tcp is read.

@@ -56,7 +56,7 @@ class Dropped(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Reply(Struct, frozen=True, tag=True, array_like=True):
-    """It is done. `data` is what the client gets; empty for a MultiGet, whose client gets `values`.
+    """The request is done. `data` is what the client gets; empty for a MultiGet, whose client gets `values`.
 
     `values`: of the keys of a MultiGet, or of a Wait where they are small; None where there is none. Those at
     the places `keep` may be remembered until a Drop.
@@ -68,7 +68,7 @@ class Reply(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Refusal(Struct, frozen=True, tag=True, array_like=True):
-    """It was not done, and its client is hung up on. `hostile`: because of what the client asked for."""
+    """The request was not done, and its client is hung up on. `hostile`: because of what that asked for."""
 
     text: str
     hostile: bool

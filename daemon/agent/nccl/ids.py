@@ -26,7 +26,7 @@ NEAR = (0, 1, 2, 3, -1, -2, -3)
 
 
 class StaleError(ProtocolError):
-    """It is of this job, and of a generation that is over."""
+    """The id is of this job, and of a generation that is over."""
 
 
 def magic_of(key: bytes, generation: int, group: bytes, round_: int) -> int:

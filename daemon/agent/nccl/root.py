@@ -131,7 +131,7 @@ class Roots:
 
     @staticmethod
     def _answers(root: _Root, magic: int, index: int) -> list[Answer]:
-        """To the one before, which waited for this; and to this one, if the next is there already."""
+        """Return the answers to the rank before, which waited for this one, and to this one if it need not wait."""
         size = len(root.block)
         before = (index - 1) % size if root.roots == 1 else index - 1
         answers = []
@@ -142,7 +142,7 @@ class Roots:
         return answers
 
     def follow(self, generation: int) -> list[Dropped]:
-        """From now on nobody of an older generation is answered; return what was still in progress."""
+        """Answer nobody of an older generation from now on; return what was still in progress."""
         self._generation = max(self._generation, generation)
         # What is remembered of it is not needed any more: its magics are refused now.
         for key in [key for key, known in self._done.items() if known < self._generation]:

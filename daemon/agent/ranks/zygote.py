@@ -120,7 +120,7 @@ def fork_orphan() -> int:
 
 
 def _fork_and_exit(writer: int) -> None:
-    """In the middle process: fork, report the pid (or -errno) and exit. Returns only in the new process."""
+    """Fork in the middle process, report the pid (or -errno) and exit. Returns only in the new process."""
     child = -1
     try:
         child = os.fork()

@@ -18,7 +18,7 @@ class Task(Value, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Those that have something to write."""
+        """Return the nodes that have something to write."""
         return tuple(sorted({node for _, node in (*self.shards, *self.records)}))
 
     def shards_of(self, node: int) -> tuple[int, ...]:

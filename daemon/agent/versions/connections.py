@@ -63,14 +63,14 @@ class Connection(ABC):
         """Send what is to be sent, and hear the answers. Raises ConnectionError, CkptlessError."""
 
     def close(self) -> None:
-        """It is wanted no more."""
+        """End it: it is wanted no more."""
         self._closed = True
         if self._link is not None:
             self._link.close()
 
 
 class SmallConnection(Connection):
-    """For what is small: records to hold, and questions to a twin; answers go to `on_answer(node, answer)`.
+    """Carries records to hold, and questions to a twin; answers go to `on_answer(node, answer)`.
 
     Records are answered at once, or the other end is given up. A twin answers when it has got that far.
     """

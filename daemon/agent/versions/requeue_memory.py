@@ -127,7 +127,7 @@ class RequeueMemory:
         return fds
 
     def _opened(self, fds: Sequence[int]) -> _Kept:
-        """In a thread. Raises ProtocolError, ValueError, OSError, and has closed all of it then."""
+        """Run in a thread. Raises ProtocolError, ValueError, OSError, and has closed all of it then."""
         regions: list[Region] = []
         try:
             catalog = _read_catalog(fds[0])

@@ -73,19 +73,19 @@ class Shares:
         return max(1, nbytes // self._chunk_nbytes) * self._chunk_nbytes
 
     def came(self, source: int, piece: Piece, now: float, began: float) -> None:
-        """It has been received, and is not verified yet."""
+        """Note that a share has been received, and is not verified yet."""
         known = self._sources[source]
         known.nbytes += piece.nbytes
         known.busy_s += max(0.0, now - began)
         known.gave = now
 
     def done(self, source: int, piece: Piece) -> None:
-        """It is there and verified."""
+        """Note that a share is there and verified."""
         if self._sources[source].asked.pop(piece, None) is not None:
             self._left -= piece.nbytes
 
     def again(self, source: int, piece: Piece, now: float) -> Piece:
-        """It did not verify: what to ask of the same source, which is to look at its own."""
+        """Return what to ask again of the source of a share that did not verify; it is to look at its own."""
         known = self._sources[source]
         del known.asked[piece]
         anew = Piece(piece.start, piece.end, verify=True)

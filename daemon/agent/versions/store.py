@@ -31,7 +31,7 @@ SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def round_up(nbytes: int) -> int:
-    """To whole pages, at least one."""
+    """Return a size in whole pages, at least one."""
     return max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
 
 
@@ -235,7 +235,7 @@ class VersionStore:
         return (at, self._regions[at.region]) if at is not None else None
 
     def steps(self, shard: int) -> tuple[int, ...]:
-        """Those of which a shard's tensors are here."""
+        """Return the steps of which a shard's tensors are here."""
         return tuple(self._tensors.get(shard, ()))
 
     def drop_tensors(self, shard: int, step: int, at: TensorsAt) -> bool:

@@ -133,7 +133,7 @@ class TwinCheck:
             acked()
 
     def lost(self, node: int, why: str) -> None:
-        """It cannot be asked: what it was asked is not waited for."""
+        """Stop waiting for a twin that cannot be asked."""
         for key, (asked, acked) in list(self._asked.items()):
             if asked == node:
                 del self._asked[key]

@@ -118,7 +118,7 @@ class Agreement:
         self.trouble, self._pause_s = None, RETRY_S
 
     def not_saved(self, reason: str, now: float) -> None:
-        """It takes none. What should have been said is asked for again, by whoever leads or wants to."""
+        """Note that the disk takes no vote. What should have been said is asked for again, by whoever leads."""
         if self.trouble is None:
             self.trouble, self._disk_due = reason, now + self._pause_s
         if not self.elected:
@@ -250,13 +250,13 @@ class Agreement:
                 pass  # an answer to what was asked before
 
     def learn(self, decree: Decree) -> None:
-        """It is chosen, by whatever way that is known. Whoever led until now does so no more."""
+        """Learn that a decree is chosen, by whatever way. Whoever led until now does so no more."""
         if decree.index > self.known.index:
             self._learn(decree)
             self.resign()
 
     def _learn(self, decree: Decree) -> None:
-        """It need not be on this disk: it is on those of a quorum, and goes with any promise after it."""
+        """Know the decree. It need not be on this disk: a quorum has it, and it goes with the next promise."""
         vote = self.durable.vote
         kept = vote if vote is not None and vote.decree.index > decree.index else None
         self.durable = Durable(promised=self.durable.promised, vote=kept, known=decree)

@@ -40,7 +40,7 @@ class Lease:
         return self.since is None
 
     def away_s(self, now: float) -> float:
-        """For how long it has not heard enough; 0.0 while it does."""
+        """Return for how long this node has not heard enough, in seconds; 0.0 while it does."""
         return 0.0 if self.since is None else now - self.since
 
     def witness_due(self, now: float, turn: int, later_s: float = 0.0) -> bool:

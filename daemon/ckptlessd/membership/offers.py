@@ -31,7 +31,7 @@ class Offers(Generic[T]):
     _wanted: OrderedDict[Key, _Wanted] = field(default_factory=OrderedDict)
 
     def keep(self, key: Key, message: T) -> None:
-        """It is here, and may be asked for."""
+        """Keep a message that is here, and may be asked for."""
         self._wanted.pop(key, None)
         self._kept[key] = message
         if len(self._kept) > KEPT:

@@ -27,7 +27,7 @@ class Overlay:
         self._places = [{node: place for place, node in enumerate(ring)} for ring in self._rings]
 
     def neighbours(self, me: int, away: Collection[int] = ()) -> frozenset[int]:
-        """Those that `me` keeps a connection to, past those that it knows to be away."""
+        """Return the nodes that `me` keeps a connection to, past those that it knows to be away."""
         if self.complete:
             return frozenset(self.nodes) - {me}
         found: set[int] = set()

@@ -57,7 +57,7 @@ class Router:
         self._serial = self.life * LIFE_SERIALS
 
     def next_serial(self) -> int:
-        """For a message of this daemon."""
+        """Return the serial of the next message of this daemon."""
         self._serial += 1
         return self._serial
 

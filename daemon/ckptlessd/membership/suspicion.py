@@ -38,7 +38,7 @@ class LocalHealth:
         return 1 + self.score
 
     def worse(self, now: float, points: int = 1) -> None:
-        """It was late itself, or had accused a node that lives."""
+        """This daemon was late itself, or has accused a node that lives."""
         self.score, self._since = min(WORST, self.score + points), now
 
     def on_time(self, now: float) -> None:

@@ -38,7 +38,7 @@ class Times(Protocol):
 
     @property
     def dark_s(self) -> float:
-        """From the last sign of life to the verdict."""
+        """The time from the last sign of life to the verdict."""
 
 
 # ------------------------------------------------------------------------------------------- outputs
@@ -61,7 +61,7 @@ class HangUp:
 
 @dataclass(frozen=True)
 class Say:
-    """To one daemon that there is a connection to."""
+    """Say something to one daemon that there is a connection to."""
 
     node: int
     message: Suspect | Saw
@@ -131,7 +131,7 @@ class Membership:
         return node in self._watched and self._watched[node].why is not None
 
     def apart(self, now: float) -> frozenset[int]:
-        """Those that this daemon has not reached itself for long, while others say that they see them.
+        """Return the nodes that this daemon has not reached for long, while others say that they see them.
 
         A look is answered by the kernel there, however busy the node is: it is the way there that is broken.
         """
@@ -147,7 +147,7 @@ class Membership:
         )
 
     def away(self, now: float) -> set[int]:
-        """Those to whose daemon there has been no connection for some time."""
+        """Return the nodes to whose daemon there has been no connection for some time."""
         long_s = 2 * self.times.dark_s
         return {
             node
@@ -214,7 +214,7 @@ class Membership:
             self._watched[node].gone = True
 
     def lived_since(self, when: float) -> set[int]:
-        """Those that have given this daemon itself a sign of life since then."""
+        """Return the nodes that have given this daemon itself a sign of life since then."""
         return {node for node, one in self._watched.items() if one.seen > when}
 
     def tick(self, now: float, judge: Callable[[float], bool]) -> bool:

@@ -69,7 +69,7 @@ class Situation:
 
 
 def causes(faults: Sequence[Fault]) -> Sequence[Fault]:
-    """Those that others only follow from; all, where no cause is known."""
+    """Return the faults that others only follow from; all, where no cause is known."""
     return [fault for fault in faults if fault.finding.kind not in SECONDARY] or faults
 
 

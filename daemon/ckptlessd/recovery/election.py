@@ -102,7 +102,7 @@ class Election:
 
     @property
     def _jitter(self) -> float:
-        """From 1 to 2, another one for each try of each life of a daemon, which its session is drawn for."""
+        """Return a factor from 1 to 2, another one for each try of each life of a daemon."""
         seed = f"{self.job.me}.{self.job.session}.{self._campaigns}".encode()
         return 1.0 + int.from_bytes(blake2b(seed, digest_size=4).digest()) / 2**32
 

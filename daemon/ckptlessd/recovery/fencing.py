@@ -93,7 +93,7 @@ class Fencing:
             job.out.append(AskWitness(tuple(sorted(silent)), tuple(sorted(heard))))
 
     def witnessed(self, event: Witnessed, now: float) -> None:
-        """They can be in no other quorum any more: the witness never says the same of this half."""
+        """Count these as dead. They are in no other quorum: the witness never says the same of this half."""
         nodes = set(event.nodes)
         if not nodes <= self.job.agreement.dead:
             self.job.note(now, "warning", "witness", f"{_names(nodes)} are dead by the cluster's word")

@@ -87,7 +87,7 @@ class GenerationProgress:
         return bool(self._frozen)
 
     def take_news(self) -> list[Finding]:
-        """Those findings that were made since this was called last."""
+        """Return the findings that were made since this was called last."""
         news, self._news = self._news, []
         return in_order(news)
 

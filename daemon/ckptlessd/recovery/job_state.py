@@ -111,7 +111,7 @@ class JobState:
 
     @property
     def heard_voters(self) -> set[int]:
-        """Those whose daemon, or agent, is there, by whatever way that is known; and this one."""
+        """Return the voters whose daemon, or agent, is there, by whatever way that is known; and this one."""
         heard = {self.me, *self.reachable, *self.answering, *self.heartbeats}
         return heard.intersection(self.known.voters)
 

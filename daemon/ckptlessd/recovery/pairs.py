@@ -28,7 +28,7 @@ class Apart:
 def pairs(
     said: Mapping[int, frozenset[int]], nodes: Collection[int], hosts: Collection[int]
 ) -> set[tuple[int, int]]:
-    """Those of `nodes`, the lower one first, that cannot reach each other by the word of both.
+    """Return the pairs of `nodes`, the lower one first, that cannot reach each other by the word of both.
 
     At least one of the two is of `hosts`, which have ranks; the other one may hold its copies. One's word is
     enough where nothing of the other's comes: who is apart from the leader cannot tell it.

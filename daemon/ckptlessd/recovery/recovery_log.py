@@ -26,7 +26,7 @@ class RecoveryLog:
 
     @property
     def faults(self) -> Sequence[Fault]:
-        """Those of this generation, each once."""
+        """Return the faults of this generation, each once."""
         return self._log.faults
 
     def begin_reign(self) -> None:

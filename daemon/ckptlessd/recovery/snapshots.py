@@ -83,7 +83,7 @@ class Snapshots:
             self.job.out.append(Write((row,), share=False))
 
     def job_runs(self) -> None:
-        """It forms no more; the leader's word of it may be lost on its way."""
+        """Write that the job forms no more; the leader's word of it may be lost on its way."""
         if self._row is not None:
             assert self.job.spec is not None  # it has a row
             self._row = None

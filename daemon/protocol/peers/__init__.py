@@ -1,1 +1,1 @@
-"""What nodes say to each other: daemon to daemon, agent to agent."""
+"""The messages between nodes: daemon to daemon, agent to agent."""

@@ -294,7 +294,7 @@ class SaveReply(Message, frozen=True, kw_only=True):
 
 
 class StoreJoin(Message, frozen=True, kw_only=True):
-    """From now on this connection is for the keys of that generation, which the other end keeps."""
+    """This connection is for the keys of that generation from now on, which the other end keeps."""
 
     generation: Generation
 

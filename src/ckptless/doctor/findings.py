@@ -36,7 +36,7 @@ class Finding:
     advice: str = ""
 
     def told(self) -> dict[str, Any]:
-        """For --json."""
+        """Return it for --json."""
         return asdict(self)
 
 
