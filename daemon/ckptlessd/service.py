@@ -434,7 +434,7 @@ class Service:
 
     @staticmethod
     def _forgotten(hello: m.AgentHello, nothing: Durable, why: str) -> Memory:
-        """Return the memory of one that may have promised anything: it follows, and neither votes nor leads."""
+        """Return the memory of one that may have promised anything: it neither votes nor leads."""
         logger.warning("job %s: this daemon does not vote: %s", hello.spec.job, why)
         life = secrets.randbits(LIFE_BITS)
         return Memory(life, hello.identity, nothing, lost=why, launch=hello.spec.launch)

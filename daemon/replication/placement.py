@@ -41,7 +41,7 @@ class Ring:
     def shard_holders(
         self, me: int, copies: int, twins: Collection[int], unreachable: Collection[int] = ()
     ) -> tuple[NodeInfo, ...]:
-        """Return the nodes that `me` gives a shard's tensors, which the nodes `twins` (with `me`) have anyway.
+        """Return the nodes that `me` gives a shard's tensors, which `twins` (`me` too) have anyway.
 
         So that `copies` other nodes have it: twins count. Where all twins are in one failure domain, and
         there is another, at least one in that.

@@ -19,7 +19,7 @@ class Waits:
     _told: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WORDS + 1))
 
     def begin(self, now_s: float, stream: int) -> None:
-        """Note that reading goes on somewhere. After a fault, in the same stream, the time before does not count."""
+        """Note that reading goes on somewhere. After a fault the time before does not count."""
         if stream == self.stream:
             self._told.clear()
         self.stream = stream

@@ -131,7 +131,7 @@ class Roots:
 
     @staticmethod
     def _answers(root: _Root, magic: int, index: int) -> list[Answer]:
-        """Return the answers to the rank before, which waited for this one, and to this one if it need not wait."""
+        """Return the answers to the rank before, which waited for this one and to this one, if due."""
         size = len(root.block)
         before = (index - 1) % size if root.roots == 1 else index - 1
         answers = []

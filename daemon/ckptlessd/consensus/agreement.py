@@ -118,7 +118,7 @@ class Agreement:
         self.trouble, self._pause_s = None, RETRY_S
 
     def not_saved(self, reason: str, now: float) -> None:
-        """Note that the disk takes no vote. What should have been said is asked for again, by whoever leads."""
+        """The disk takes no vote. What should have been said is asked for again, by whoever leads."""
         if self.trouble is None:
             self.trouble, self._disk_due = reason, now + self._pause_s
         if not self.elected:
@@ -256,7 +256,7 @@ class Agreement:
             self.resign()
 
     def _learn(self, decree: Decree) -> None:
-        """Know the decree. It need not be on this disk: a quorum has it, and it goes with the next promise."""
+        """Know the decree. It need not be on this disk: a quorum has it, and the next promise has it."""
         vote = self.durable.vote
         kept = vote if vote is not None and vote.decree.index > decree.index else None
         self.durable = Durable(promised=self.durable.promised, vote=kept, known=decree)
