@@ -39,7 +39,7 @@ QUARRELS = 6000
 class Bug:
     """In the source of `function`, `right` stands once; with `wrong` in its place it is broken.
 
-    What is rare takes so many seeds that it is left to `make test-slow`.
+    What is rare takes so many seeds, or so long, that it is left to `make test-slow`.
     """
 
     name: str
@@ -92,6 +92,7 @@ BUGS = (
         '"early" if generation > here else "stale"',
         '"early" if generation > here else "take"',
         rare=True,
+        rare=True,
     ),
     Bug("one holder is enough", Replication, "has", "if not task.missing", "if True"),
     Bug(
@@ -100,6 +101,7 @@ BUGS = (
         "lost",
         "self._push(key, task)",
         "pass",
+        rare=True,
     ),
     Bug(
         "a holder lost before the others have it counts",
@@ -107,6 +109,7 @@ BUGS = (
         "lost",
         "self._push(key, task)",
         "self._push(key, task) if node in task.missing else None",
+        rare=True,
     ),
     Bug("a lost holder is not replaced", Replication, "lost", "self._replace((item, step), task)", "pass"),
     Bug("the unreachable is asked again", Replication, "lost", "self._unreachable.add(node)", "pass"),
@@ -142,7 +145,7 @@ BUGS = (
         "if theirs.index < job.known.index:",
         "if False:",
     ),
-    Bug("the cut off live on", Fencing, "hold_lease", "away_s > limit_s", "away_s > 1e9"),
+    Bug("the cut off live on", Fencing, "hold_lease", "away_s > limit_s", "away_s > 1e9", rare=True),
     Bug("the cut off decide", Fencing, "hold_lease", "job.lease.renew(", "(lambda *_: None)("),
     Bug("promises are not kept", Agreement, "_answer", "say.ballot < promised", "False"),
     Bug("a vote of before is not proposed", Agreement, "_count", "if newest is not None:", "if False:"),
@@ -172,8 +175,10 @@ BUGS = (
         "if self._accepted:",
     ),
     Bug("orders are not repeated", Leading, "_repeat", "if self.job.stage in orders:", "if False:"),
-    Bug("budgets are not counted", plan, "_count", "count = 1 +", "count = 1 + 0 *"),
-    Bug("the log outlives its generation", RecoveryLog, "agreed", "self._log = FaultLog()", "pass"),
+    Bug("budgets are not counted", plan, "_count", "count = 1 +", "count = 1 + 0 *", rare=True),
+    Bug(
+        "the log outlives its generation", RecoveryLog, "agreed", "self._log = FaultLog()", "pass", rare=True
+    ),
     Bug("ranks stay on a lost node", plan, "_answer", "answers.bad.update(", "list("),
     Bug("a new leader believes old reports", Leading, "begin", "view.state = None", "pass", rare=True),
     Bug(
