@@ -92,7 +92,6 @@ BUGS = (
         '"early" if generation > here else "stale"',
         '"early" if generation > here else "take"',
         rare=True,
-        rare=True,
     ),
     Bug("one holder is enough", Replication, "has", "if not task.missing", "if True"),
     Bug(
