@@ -349,7 +349,7 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
 
 def _ranks_in(now: Situation, places: set[Place]) -> dict[int, Place]:
     """The ranks that have these slots."""
-    return {rank: place for rank, place in enumerate(now.current.places) if place in places}
+    return {rank: place for rank, place in enumerate(now.current.places) if place in places} if places else {}
 
 
 def _causes(now: Situation) -> str:

@@ -1,6 +1,6 @@
 """Pure: which free slot a rank gets that has lost its own. Ranks with a good place are not asked."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,13 +22,11 @@ class Seats:
 
     def free(self, taken: Collection[Place]) -> Free:
         """Slots on usable nodes that are not `taken`, by node."""
-        taken_on: defaultdict[int, set[int]] = defaultdict(set)
-        for place in taken:
-            taken_on[place.node].add(place.slot)
+        count = Counter(place.node for place in taken if place.slot < self.slots_per_node)
         return {
-            node: free
+            node: [s for s in range(self.slots_per_node) if Place(node=node, slot=s) not in taken]
             for node, view in self.nodes.items()
-            if view.usable and (free := [s for s in range(self.slots_per_node) if s not in taken_on[node]])
+            if count[node] < self.slots_per_node and view.usable
         }
 
     def choose(self, free: Free, home: int, count: int) -> list[Place]:
