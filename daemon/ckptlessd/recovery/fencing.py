@@ -132,7 +132,7 @@ class Fencing:
         Then nobody is elected, or what the leader proposes is not agreed on.
         """
         job = self.job
-        decides = job.leads and job.agreement.proposal is None
+        decides = job.leads and job.agreement.ready
         if decides or job.hears_leader or job.spec is None or job.stage in ("forming", "ended"):
             job.led = now
             return
