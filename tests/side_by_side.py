@@ -1,7 +1,7 @@
 """All of `make test`, in two lanes side by side: `python tests/side_by_side.py [OPTION...]`.
 
-A lane is runs of pytest one after the other. What computes (unit and property tests, the simulator) leaves a
-core to jobs and clusters, which wait most of the time. What a run prints goes to build/test-NAME.txt; here
+A lane is runs of pytest one after the other: what computes (unit and property tests, the simulator) and parts
+beside jobs and clusters, which wait most of the time. Both lanes take about as long. What a run prints goes to build/test-NAME.txt; here
 one line a minute says how far they are, and at the end comes the summary of each, and all of one that failed.
 The options are pytest's.
 """
@@ -20,10 +20,11 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 RUNS = {
     "core": ("unit", "property", "sim", "fuzz", "mutants"),
+    "parts": ("integration", "torch", "nccl", "gpu"),
+    "jobs": ("local",),
     "slurm": ("slurm",),
-    "jobs": ("local", "integration", "torch", "nccl", "gpu"),
 }
-LANES = (("core",), ("jobs", "slurm"))
+LANES = (("core", "parts"), ("jobs", "slurm"))
 EVERY_S = 60.0
 POLL_S = 0.5
 

@@ -160,7 +160,7 @@ def test_a_job_whose_twins_differ_each_time_ends() -> None:
 
 
 BUGS = (
-    Bug("a step in dispute is restored", sources, "_newest_held", "disputed=False", "disputed=True"),
+    Bug("a step in dispute is restored", sources, "_newest_held", "(False, True)", "(True, True)"),
     Bug("nothing is in dispute", twins_agree, "disputes", "len(different) >", "0 >"),
     Bug("nobody waits for the twins", TwinCheck, "_judge", "return False", "return True"),
 )
