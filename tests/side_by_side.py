@@ -1,9 +1,9 @@
 """All of `make test`, in two lanes side by side: `python tests/side_by_side.py [OPTION...]`.
 
-A lane is runs of pytest one after the other: what computes (unit and property tests, the simulator) and parts
-beside jobs and clusters, which wait most of the time. Both lanes take about as long. What a run prints goes to build/test-NAME.txt; here
-one line a minute says how far they are, and at the end comes the summary of each, and all of one that failed.
-The options are pytest's.
+A lane is runs of pytest one after the other: what computes (unit and property tests, the simulator), then
+tests of parts, beside jobs and clusters, which wait most of the time. What a run prints goes to
+build/test-NAME.txt; here one line a minute says how far they are, and at the end comes the summary of each,
+and all of one that failed. The options are pytest's.
 """
 
 from __future__ import annotations
