@@ -179,7 +179,6 @@ BUGS = (
         "the log outlives its generation", RecoveryLog, "agreed", "self._log = FaultLog()", "pass", rare=True
     ),
     Bug("ranks stay on a lost node", plan, "_answer", "answers.bad.update(", "list("),
-    Bug("a new leader believes old reports", Leading, "begin", "view.state = None", "pass", rare=True),
     Bug(
         "the news are not counted",
         Leading,
