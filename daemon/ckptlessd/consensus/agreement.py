@@ -38,8 +38,6 @@ REPEAT_S = 0.2
 # A disk that has not taken a vote is tried again after so long, and each time twice as long, up to the last.
 RETRY_S = 1.0
 RETRY_MOST_S = 5.0
-# Whom some voters refuse, as they have promised more, tries so long with the others: two slow writes.
-DENIED_S = 1.5
 # A voter whose disk was not written for so long tries it: that it is full must be known before it matters.
 PROBE_S = 10.0
 
@@ -91,8 +89,6 @@ class Agreement:
     _supporters: set[int] = field(default_factory=set)
     _promises: dict[int, Vote | None] = field(default_factory=dict)
     _accepted: set[int] = field(default_factory=set)
-    _deniers: set[int] = field(default_factory=set)
-    _denied_at: float = 0.0
     _said: float = 0.0
 
     @property
@@ -156,7 +152,6 @@ class Agreement:
     def _stand(self, ballot: Ballot, now: float) -> None:
         """A quorum would promise it, a moment ago."""
         self.sought, self.ballot, self._promises, self._said = None, ballot, {}, now
-        self._deniers.clear()
         # The others are asked once this is on the disk: no ballot is used twice, also not in another life.
         self._answer(self.me, Prepare(ballot=ballot, index=self._index), content=False)
 
@@ -189,7 +184,6 @@ class Agreement:
     def _propose(self, decree: Decree, now: float) -> None:
         assert self.ballot is not None
         self.proposal, self._accepted = decree, set()
-        self._deniers.clear()
         self._ask(Propose(ballot=self.ballot, decree=decree), (), now)
 
     def _ask(self, say: Canvass | Prepare | Propose, answered: Iterable[int], now: float) -> None:
@@ -227,7 +221,6 @@ class Agreement:
         self._index = decree.index
         if decree.voters != voters:
             self._promises, self.prepared = {self.me: None}, False
-            self._deniers.clear()
             self._ask(Prepare(ballot=self.ballot, index=self._index), (), now)
 
     # ------------------------------------------------------------------------------ for all of them
@@ -285,14 +278,6 @@ class Agreement:
         if self.sought is not None and say.promised > self.sought:
             self.campaign(now)  # above that: nobody was asked for a promise yet
         elif self.ballot is not None and say.promised > self.ballot:
-            self._deny(node, now)
-
-    def _deny(self, node: int, now: float) -> None:
-        """A voter has promised more to another, which may never be elected: the rest of a quorum may do."""
-        if not self._deniers:
-            self._denied_at = now
-        self._deniers.add(node)
-        if not self._has(set(self.known.voters) - self._deniers) or now - self._denied_at >= DENIED_S:
             self.resign()
 
     def _answer(self, node: int, say: Canvass | Prepare | Propose, *, content: bool) -> None:

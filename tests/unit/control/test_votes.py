@@ -161,25 +161,7 @@ def test_a_leader_that_learns_from_another_leads_no_more() -> None:
     assert daemon.it.known == decree(1)
 
 
-def refuse(daemon: Daemon, *nodes: int, ballot: Ballot = MINE, promised: Ballot = HIGHER) -> bool:
-    """Voters refuse; whether the daemon still leads."""
-    for node in nodes:
-        daemon.hear(node, Refusal(ballot=ballot, promised=promised, index=0, content=False))
-    return daemon.elected()
-
-
-def test_a_leader_that_a_quorum_may_still_follow_leads_on() -> None:
-    """One voter has promised more to somebody who may never be elected."""
-    daemon = Daemon()
-    daemon.lead()
-    assert refuse(daemon, 2, 2)
-    daemon.propose(decree(1))
-    assert refuse(daemon, 2)
-    daemon.hear(1, Accepted(ballot=MINE, index=1))
-    assert daemon.it.known == decree(1)
-
-
-def test_a_leader_that_too_many_have_refused_stands_down() -> None:
+def test_a_leader_that_is_refused_for_a_higher_promise_stands_down() -> None:
     for ballot, promised, leads in (
         (MINE, HIGHER, False),
         (MINE, MINE, True),
@@ -188,28 +170,8 @@ def test_a_leader_that_too_many_have_refused_stands_down() -> None:
     ):
         daemon = Daemon()
         daemon.lead()
-        assert refuse(daemon, 1, 2, ballot=ballot, promised=promised) is leads, (ballot, promised)
-
-
-def test_a_leader_that_is_refused_and_not_followed_for_a_while_stands_down() -> None:
-    """The voter that has not answered may be gone: with another ballot the one that refuses would follow."""
-    daemon = Daemon()
-    daemon.lead()
-    daemon.propose(decree(1))
-    assert refuse(daemon, 2)
-    daemon.repeat(a.DENIED_S - 0.1)
-    assert refuse(daemon, 2)
-    daemon.repeat(0.1)
-    assert not refuse(daemon, 2)
-
-
-def test_each_proposal_has_a_while_of_its_own() -> None:
-    daemon = Daemon()
-    daemon.lead()
-    assert refuse(daemon, 2)
-    daemon.repeat(2 * a.DENIED_S)
-    daemon.propose(decree(1))
-    assert refuse(daemon, 2)
+        daemon.hear(2, Refusal(ballot=ballot, promised=promised, index=0, content=False))
+        assert daemon.elected() is leads, (ballot, promised)
 
 
 def test_a_leader_that_promises_more_to_another_stands_down() -> None:
