@@ -23,7 +23,7 @@ from .story import Violation
 # known to all within `AGREED_S`: a disk that was full is tried again after 5 s at most, see `agreement`.
 FAULTS_S = 12.0
 FOUND_S = 10.0
-AGREED_S = 8.0
+AGREED_S = 12.0
 TICK_S = 0.1
 DARK_S = 0.6
 LEASE_S = 10.0

@@ -224,3 +224,15 @@ def test_voters_that_a_decree_names_are_asked_before_the_next() -> None:
     assert not room.daemons[0].ready
     room.settle()
     assert room.daemons[0].ready
+
+
+def test_a_leader_that_hears_of_a_higher_promise_stands_down() -> None:
+    room = Room((0, 1, 2))
+    room.campaign(0)
+    room.settle()
+    room.daemons[0].beware(1, Ballot(number=1, node=0))
+    before = room.daemons[0].elected
+    room.daemons[0].beware(1, Ballot(number=7, node=2))
+    assert (before, room.daemons[0].elected) == (True, False)
+    room.campaign(0)
+    assert room.daemons[0].ballot == Ballot(number=8, node=0)

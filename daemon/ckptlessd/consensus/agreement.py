@@ -255,6 +255,15 @@ class Agreement:
             self._learn(decree)
             self.resign()
 
+    def beware(self, node: int, promised: Ballot) -> None:
+        """A voter has promised somebody so much. A leader below that could agree on nothing any more.
+
+        It must know without being refused: whoever was led by more obeys no order of it.
+        """
+        self.highest = max(self.highest, promised)
+        if node in self.known.voters and self.ballot is not None and promised > self.ballot:
+            self.resign()
+
     def _learn(self, decree: Decree) -> None:
         """Know the decree. It need not be on this disk: a quorum has it, and the next promise has it."""
         vote = self.durable.vote

@@ -183,5 +183,7 @@ class Controller:
         elif theirs.index > job.known.index:
             # It answers with what this one lacks.
             job.meet(node)
+        job.agreement.beware(node, theirs.promised)
+        self._look(now)
         if self._election.compare(node, theirs, now):
             self._following.introduce()

@@ -160,6 +160,7 @@ class JobState:
             leader=self.leader,
             stage=self.stage,
             index=self.known.index,
+            promised=self.agreement.durable.promised,
             lost=lost,
             able=self.agreement.able,
             apart=tuple(sorted(self.apart)),

@@ -28,7 +28,7 @@ from ckptless.daemon.protocol.limits import (
     clip_texts,
 )
 from ckptless.daemon.protocol.messages import FromAgent, Introduction, Message, Order
-from ckptless.daemon.protocol.peers.agreement import Ballot, Say
+from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Ballot, Say
 from ckptless.daemon.protocol.peers.membership import Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.protocol.records import FaultSource, Record
 
@@ -40,16 +40,17 @@ class Standing:
     """A daemon's word when two meet: who leads, how far the job is, which nodes are lost.
 
     `term` and `leader` are the ballot by which somebody leads, for all that the sender knows; `index` is the
-    number of the newest decree that it knows. `lost` has the node, the reason, and whose word that is.
-    `able`: the sender can vote; else its disk takes nothing, or has lost what it had promised. `apart`: nodes
-    that it cannot reach, though others see them. `dead`: voters that are dead by the witness's word, whoever
-    asked it.
+    number of the newest decree that it knows; `promised` the ballot below which it accepts nothing. `lost`
+    has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
+    nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
+    `dead`: voters that are dead by the witness's word, whoever asked it.
     """
 
     term: Number
     leader: NodeOrNone
     stage: Stage
     index: Number
+    promised: Ballot = NO_BALLOT
     lost: Annotated[tuple[tuple[NodeNumber, Text, FaultSource], ...], OF_NODES] = ()
     able: bool = True
     apart: Nodes = ()

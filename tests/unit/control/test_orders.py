@@ -332,6 +332,14 @@ def test_who_hears_of_another_leader_says_there_where_it_stands() -> None:
     assert meets(node.feed(e.OrderFrom(2, 3, STOP))) == []
 
 
+def test_a_leader_learns_from_whoever_has_promised_more_that_it_can_agree_on_nothing() -> None:
+    """That one was led by more, and obeys no order of this one, which would give up its node."""
+    node = Node(0, NODES)
+    node.quiet = {1, 2}
+    node.feed(e.PeerUp(1, standing(4, NOBODY, promised=Ballot(number=4, node=1))))
+    assert not node.control.job.leads
+
+
 def test_what_is_said_of_a_reign_of_before_does_not_change_whom_it_follows() -> None:
     node = Node(1, NODES)
     node.feed(e.PeerUp(2, standing(5, 2)))

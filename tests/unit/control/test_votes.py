@@ -209,6 +209,17 @@ def test_who_refuses_since_it_lags_is_sent_the_decree() -> None:
     assert daemon.hear(2, Refusal(ballot=MINE, promised=MINE, index=1, content=False)) == []
 
 
+def test_only_the_higher_promise_of_a_voter_deposes() -> None:
+    for node, promised, leads in ((9, HIGHER, True), (2, MINE, True), (2, HIGHER, False)):
+        daemon = Daemon()
+        daemon.lead()
+        daemon.it.beware(node, promised)
+        assert daemon.elected() is leads, (node, promised)
+        daemon.it.resign()
+        daemon.campaign()
+        assert daemon.it.sought == Ballot(number=max(promised, MINE).number + 1, node=0)
+
+
 def test_voters_that_a_decree_names_are_asked_by_the_leader_that_stays() -> None:
     daemon = Daemon()
     daemon.lead()
