@@ -91,12 +91,15 @@ class Election:
     def _turn(self) -> int | None:
         """The number of others it lets try before it; None where it cannot be elected.
 
-        Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where no
-        voter is left of these, any node: the daemons of lost nodes vote on.
+        Who led last is first, then the lowest voter: of those that can be reached, and can vote. Where each
+        voter's node is lost, whose daemon may vote on, or cannot vote, any node. (Not where it only reaches
+        none itself, as most nodes of a large job.)
         """
         job = self.job
         there = job.reachable - job.unable - job.losses.keys()
-        able = there.intersection(job.known.voters) or there
+        able = there.intersection(job.known.voters)
+        if job.losses.keys() | job.unable >= set(job.known.voters):
+            able = there
         order = sorted(able, key=lambda node: (node != job.reign.node, node))
         return order.index(job.me) if job.me in order else None
 

@@ -122,6 +122,16 @@ def test_who_does_not_vote_leads_where_each_voter_is_lost_or_cannot_vote() -> No
     assert tries_after(node, 10.0) is not None
 
 
+def test_who_does_not_vote_does_not_lead_where_it_only_reaches_no_voter() -> None:
+    """In a large job that is so of most nodes: they hear of voters by the beats of others."""
+    node = Node(4, NODES)
+    named = Decree(index=2, voters=(0, 1, 2), assignment=first_generation(NODES))
+    node.feed(e.Said(0, Decided(decree=named)), *(e.PeerDown(one) for one in (0, 1, 2)))
+    node.feed(e.Heartbeats(frozenset({1, 2})))
+    assert node.held
+    assert tries_after(node, 30.0) is None
+
+
 def test_who_hears_its_leader_again_does_not_try() -> None:
     node = lone(4)
     node.now += TURN_S
