@@ -98,7 +98,7 @@ class Reached:
         return [one for one, by_then in zip(ordered, spent, strict=True) if by_then <= seconds]
 
     def _by_name(self, source: str, line: int) -> set[str]:
-        """Of a constant, or a default of a class: what reaches a line that names it, and tests that do."""
+        """Return what reaches a line that names a constant, or the class of a default, and tests that do."""
         there = [node for node in ast.parse(source).body if node.lineno <= line <= (node.end_lineno or 0)]
         names = {
             target.id

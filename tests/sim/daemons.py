@@ -283,7 +283,7 @@ class Daemon:
                 link.finish(down)
 
     def _tear(self) -> None:
-        """What was being written may be on the disk, though nobody was told."""
+        """Leave the write under way on the disk, or not; nobody was told."""
         kept = self._draws.random() < 0.5
         if self._writing and kept and not self.world.is_full(self.node):
             self.world.disks[self.node] = self._writing[-1][0]
@@ -350,7 +350,7 @@ class Daemon:
         self.reach_disk()
 
     def reach_disk(self) -> None:
-        """What is being written gets to the disk, unless that hangs."""
+        """Bring the write under way to the disk, unless that hangs."""
         if self._writing and not self._reached and self.node not in self.world.hung:
             self._reached = True
             delay_s = self.world.disk_delay() + self.world.slow_s(self.node)

@@ -152,7 +152,7 @@ class Daemon:
         self._write()
 
     def die(self) -> None:
-        """What it was writing may be on the disk, if that takes anything, and nobody was told."""
+        """End it: its last write may be on the disk, if that takes anything, and nobody was told."""
         self.alive = False
         disk = self.room.disks[self.node]
         if self._writing and self.room.random.random() < 0.5 and not disk.is_bad(self.room.events.now):
@@ -283,7 +283,7 @@ class Electorate:
         self.injected[kind] += happened
 
     def _lose(self, node: int) -> bool:
-        """Its daemon begins again without what it had promised, and never votes again in this job."""
+        """A daemon begins again that may have forgotten what it had promised: it votes no more."""
         unable = sum(disk.lost for disk in self.disks.values())
         if 2 * (unable + 1) >= len(self.nodes) or self.disks[node].lost:
             return False

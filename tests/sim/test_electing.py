@@ -37,19 +37,19 @@ def test_an_election_replays_exactly() -> None:
     assert (one.events.now, one.injected) == (other.events.now, other.injected)
 
 
-def _finds(first: int = 0) -> int:
-    """The number of the first of 300 seeds that fails."""
+def _fails(first: int = 0) -> None:
+    """Pass once one of 300 seeds fails."""
     for seed in range(first, first + 300):
         try:
             election(seed)
         except Violation:
-            return seed
+            return
     pytest.fail("none of 300 seeds fails")
 
 
 def test_finds_a_disk_that_is_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agreement, "_try_disk", lambda _self, _now: None)
-    assert _finds() < 300
+    _fails()
 
 
 def test_finds_a_daemon_that_stands_on_a_ballot_that_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_finds_a_daemon_that_stands_on_a_ballot_that_is_not_written(monkeypatch:
         self.trouble = self.trouble or reason
 
     monkeypatch.setattr(Agreement, "not_saved", not_saved)
-    assert _finds(1100) < 1400
+    _fails(1100)
 
 
 def test_finds_votes_that_are_written_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,4 +73,4 @@ def test_finds_votes_that_are_written_one_after_the_other(monkeypatch: pytest.Mo
         self._votes = votes[1:] if idle else votes
 
     monkeypatch.setattr(Daemon, "_write", write_one)
-    assert _finds() < 300
+    _fails()

@@ -72,7 +72,7 @@ class Following:
 
     def _take_hello(self, view: NodeView, hello: m.AgentHello | m.Introduction, now: float) -> None:
         if isinstance(hello, m.AgentHello):
-            self.job.spec = hello.spec
+            self.job.spec = self.job.spec or hello.spec
         if view.hello is not None:
             return
         view.hello = hello

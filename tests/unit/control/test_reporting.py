@@ -142,6 +142,15 @@ def test_an_agent_that_comes_again_is_not_up_again() -> None:
     assert node.feed(e.Report(2, structs.replace(hello, pid=999))).events == []
 
 
+def test_the_options_of_a_job_are_those_that_were_heard_first() -> None:
+    node = Node(1, NODES)
+    before, mine = node.control.job.spec, node.control.job.nodes[1].hello
+    assert isinstance(mine, m.AgentHello)
+    other = structs.replace(mine, spec=structs.replace(mine.spec, saved_step=9))
+    node.feed(e.Report(2, other))
+    assert node.control.job.spec == before != other.spec
+
+
 def test_the_leader_needs_no_more_of_an_agent_than_who_it_is() -> None:
     node = Node(1, NODES)
     hello = node.control.job.nodes[1].hello
