@@ -18,7 +18,7 @@ from ckptless.daemon.ckptlessd.consensus.packing import digest_of, pack, unpack
 from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.main import GC_THRESHOLD
 from ckptless.daemon.ckptlessd.planning import plan
-from ckptless.daemon.ckptlessd.planning.faults import Fault, NodeView, observe
+from ckptless.daemon.ckptlessd.planning.faults import Fault, NodeView
 from ckptless.daemon.ckptlessd.planning.sources import Same, once
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
@@ -59,7 +59,7 @@ def lead(nodes: int) -> None:
         assert state.holdings is not None
         view.state = msgspec.structs.replace(state, holdings=once(state.holdings, same))
     views[nodes // 2 + 1].lost = "its agent is gone"
-    faults = [Fault("g1.t1.1", finding) for finding in observe(first, views)[:1]]
+    faults = [Fault("g1.t1.1", finding) for finding in GenerationProgress.of(first, views).findings[:1]]
     GenerationProgress.of(first, views)
     same.clear()
     following = plan.next_assignment(plan.Situation(spec, views, first, faults, parts.STEP, 1, 0))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeAlias
 
 from ckptless.daemon.protocol.limits import Age, NodeNumber, Text
 from ckptless.daemon.protocol.messages import (
@@ -11,7 +12,6 @@ from ckptless.daemon.protocol.messages import (
     Assignment,
     Copies,
     Introduction,
-    Place,
     SlotState,
 )
 from ckptless.daemon.protocol.records import FaultSource
@@ -19,6 +19,9 @@ from ckptless.daemon.protocol.records import FaultSource
 # Causes that are consequences as often as they are causes: they start a recovery, but are not counted
 # against anybody when a deeper fault is there as well.
 SECONDARY = frozenset({"broken", "stall", "twins-differ", "nccl-unknown"})
+
+# A rank, and what is told of its slot.
+Seated: TypeAlias = tuple[int, SlotState | None]
 
 # One broken collective breaks it for every rank: of more than so many the story is told by these.
 CONSEQUENCES = 64
@@ -68,7 +71,7 @@ class NodeView:
 
     def slot(self, index: int) -> SlotState | None:
         """State of a slot, if its agent has told; agents tell of them in order."""
-        slots = self.slots()
+        slots = self.state.slots if self.state is not None else ()
         if index < len(slots) and slots[index].slot == index:
             return slots[index]
         return next((slot for slot in slots if slot.slot == index), None)
@@ -161,20 +164,12 @@ class FaultLog:
         return fault
 
 
-def observe(assignment: Assignment, nodes: Mapping[int, NodeView]) -> list[Finding]:
-    """Everything that keeps `assignment` from going on, by what the agents have told so far."""
-    ranks: dict[int, list[tuple[int, Place]]] = {}
-    for rank, place in enumerate(assignment.places):
-        ranks.setdefault(place.node, []).append((rank, place))
-    return in_order(one for node in ranks for one in observe_node(assignment, nodes[node], ranks[node]))
-
-
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Lost nodes, then the others by rank."""
     return sorted(findings, key=lambda one: (one.rank is not None, one.rank, one.node))
 
 
-def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[tuple[int, Place]]) -> list[Finding]:
+def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[Seated]) -> list[Finding]:
     """Return the faults of one node, which has these ranks."""
     if not ranks:
         return []
@@ -182,8 +177,17 @@ def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[tuple[i
         names = ", ".join(str(rank) for rank, _ in ranks)
         detail = f"{view.lost} (rank {names})"
         return [Finding("node-lost", view.node, None, None, detail, view.lost_age_s, source=view.lost_source)]
-    found = (_slot_finding(assignment, rank, place, view) for rank, place in ranks)
-    known = [finding for finding in found if finding is not None]
+    generation = assignment.generation
+    stopped = view.state is not None and view.state.frozen == generation
+    known = [
+        _slot_finding(rank, view, slot)
+        for rank, slot in ranks
+        # What is said of an older generation is not news; nor that ranks that were stopped have left.
+        if slot is not None
+        and slot.cause is not None
+        and slot.generation == generation
+        and not (slot.cause.kind == "stop" and (stopped or slot.phase != "left"))
+    ]
     return [*known, *_doubts(assignment, view), *_unknown_nccl(assignment, view)]
 
 
@@ -207,22 +211,13 @@ def _doubts(assignment: Assignment, view: NodeView) -> list[Finding]:
     return found
 
 
-def _slot_finding(assignment: Assignment, rank: int, place: Place, view: NodeView) -> Finding | None:
-    """A fault of the rank in one slot, or None. What is said of an older generation is not news."""
-    slot = view.slot(place.slot)
-    if slot is None or slot.generation != assignment.generation or slot.cause is None:
-        return None
-    kind: str = slot.cause.kind
-    if kind == "stop":
-        assert view.state is not None  # it has told of the slot
-        if slot.phase != "left" or view.state.frozen == assignment.generation:
-            return None
-        # Nobody has stopped it: it will not come back by itself, and the others would wait for it.
-        kind = "raised"
+def _slot_finding(rank: int, view: NodeView, slot: SlotState) -> Finding:
+    assert slot.cause is not None
     return Finding(
-        kind=kind,
-        node=place.node,
-        slot=place.slot,
+        # One that left as told, where nobody has stopped it, will not come back, and the others would wait.
+        kind="raised" if slot.cause.kind == "stop" else slot.cause.kind,
+        node=view.node,
+        slot=slot.slot,
         rank=rank,
         detail=slot.cause.text,
         age_s=slot.age_s,

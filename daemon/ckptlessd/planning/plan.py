@@ -322,7 +322,7 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
     places = list(now.current.places)
     lost = [info.node for info in now.current.nodes if not now.nodes[info.node].usable]
     seats = Seats(now.nodes, now.spec.slots_per_node, now.spec.domains, lost)
-    worse = seats.free({*places, *now.current.bad, *answers.bad})
+    worse = seats.free(now.current, {*now.current.bad, *answers.bad})
     shaky = {
         p.place for p in now.current.replaced if len(_lately(now, p.place)) >= now.spec.limits.flap_tries
     }
@@ -349,7 +349,8 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
 
 def _ranks_in(now: Situation, places: set[Place]) -> dict[int, Place]:
     """The ranks that have these slots."""
-    return {rank: place for rank, place in enumerate(now.current.places) if place in places} if places else {}
+    found = {now.current.rank_at(place): place for place in places}
+    return {rank: found[rank] for rank in sorted(rank for rank in found if rank is not None)}
 
 
 def _causes(now: Situation) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
-from ckptless.daemon.protocol.messages import Place
+from ckptless.daemon.protocol.messages import Assignment, Place
 from ckptless.daemon.replication.failure_domains import domain_of
 
 Free = dict[int, list[int]]
@@ -20,14 +20,17 @@ class Seats:
     domains: Sequence[str]
     lost: Collection[int]
 
-    def free(self, taken: Collection[Place]) -> Free:
-        """Slots on usable nodes that are not `taken`, by node."""
-        count = Counter(place.node for place in taken if place.slot < self.slots_per_node)
-        return {
-            node: [s for s in range(self.slots_per_node) if Place(node=node, slot=s) not in taken]
-            for node, view in self.nodes.items()
-            if count[node] < self.slots_per_node and view.usable
-        }
+    def free(self, current: Assignment, bad: Collection[Place]) -> Free:
+        """Slots on usable nodes that have no rank in `current` and are not `bad`, by node."""
+        found: Free = {}
+        for node, view in self.nodes.items():
+            ranks = current.ranks_on(node)
+            if len(ranks) < self.slots_per_node and view.usable:
+                taken = {current.places[rank].slot for rank in ranks}
+                slots = [slot for slot in range(self.slots_per_node) if slot not in taken]
+                if slots := [slot for slot in slots if Place(node=node, slot=slot) not in bad]:
+                    found[node] = slots
+        return found
 
     def choose(self, free: Free, home: int, count: int) -> list[Place]:
         """Return so many of the free slots, or all there are, for ranks that leave node `home`; best first.

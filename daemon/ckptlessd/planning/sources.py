@@ -1,7 +1,6 @@
 """Pure: which step to go on from, and who can give each rank its record and its shard's tensors."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,9 +14,7 @@ from ckptless.daemon.protocol.messages import Holdings, Place
 # A node, and what it holds.
 Told: TypeAlias = tuple[int, Holdings]
 # Of each node what it has: the rank or shard first, the steps last.
-_Steps: TypeAlias = Sequence[
-    tuple[int, Sequence[tuple[int, Sequence[int]]] | Sequence[tuple[int, int, Sequence[int]]]]
-]
+_Steps: TypeAlias = Sequence[tuple[int, Sequence[tuple[Any, ...]]]]
 # Steps, and entries of holdings, each under itself.
 Same: TypeAlias = dict[tuple[object, ...], Any]
 
@@ -38,31 +35,31 @@ class Sources:
 
 @dataclass(frozen=True)
 class _Held:
-    """The steps that may be restored, by node in order; `shards`: of each rank that has any record."""
+    """The steps that may be restored, by node in order."""
 
-    shards: Mapping[int, int]
     records: _Steps
     tensors: _Steps
 
-    def newest(self) -> "_Common | None":
+    def newest(self, world_size: int) -> "_Common | None":
         """The newest step of which somebody has each rank's record, and somebody its shard's tensors."""
-        wanted = set(self.shards.values())
-        every = {one[-1] for _, some in self.tensors for one in some}
-        for step in sorted({step for steps in every for step in steps}, reverse=True):
-            same: dict[tuple[int, ...], tuple[int, ...]] = {}
-            tensors = _holders(self.tensors, step, same)
-            if wanted <= tensors.keys():
-                records = _holders(self.records, step, same)
-                if self.shards.keys() <= records.keys():
-                    return _Common(step, records, tensors)
+        steps = {s for _, some in self.records for one in some if one[0] == 0 for s in one[-1]}
+        for step in sorted(steps, reverse=True):
+            shards: dict[int, int] = {}
+            records = _holders(self.records, step, shards)
+            if all(map(records.__contains__, range(world_size))):
+                tensors = _holders(self.tensors, step)
+                of_ranks = tuple([shards[rank] for rank in range(world_size)])
+                if set(of_ranks) <= tensors.keys():
+                    return _Common(step, of_ranks, records, tensors)
         return None
 
 
 @dataclass(frozen=True)
 class _Common:
-    """A step that every rank can go on from, and the nodes that have each record and each shard of it."""
+    """A step that every rank can go on from: its shards by rank, and the holders of each record and shard."""
 
     step: int
+    shards: tuple[int, ...]
     records: Mapping[int, tuple[int, ...]]
     tensors: Mapping[int, tuple[int, ...]]
 
@@ -85,12 +82,14 @@ def sources_of(told: Sequence[Told], places: Sequence[Place], progress: int = 0)
         if max(newest, progress) > 0:
             raise NoCommonStepError(_missing(held, len(places)))
         return Sources()
-    shards = tuple(held.shards[rank] for rank in range(len(places)))
-    records = (_nearest_first(common.records[rank], place.node) for rank, place in enumerate(places))
+    records = [
+        nodes if (nodes := common.records[rank])[0] == place.node else _nearest_first(nodes, place.node)
+        for rank, place in enumerate(places)
+    ]
     return Sources(
         step=common.step,
-        shards=shards,
-        tensor_nodes=tuple((shard, common.tensors[shard]) for shard in sorted(set(shards))),
+        shards=common.shards,
+        tensor_nodes=tuple([(shard, common.tensors[shard]) for shard in sorted(set(common.shards))]),
         record_nodes=tuple(records),
     )
 
@@ -107,7 +106,7 @@ def once(held: Holdings, same: Same) -> Holdings:
 
 
 def _nearest_first(nodes: tuple[int, ...], home: int) -> tuple[int, ...]:
-    return nodes if home not in nodes[1:] else tuple(sorted(nodes, key=lambda node: node != home))
+    return nodes if home not in nodes else tuple(sorted(nodes, key=lambda node: node != home))
 
 
 def _told(nodes: Iterable[NodeView]) -> list[Told]:
@@ -118,34 +117,44 @@ def _told(nodes: Iterable[NodeView]) -> list[Told]:
 
 def _newest_held(told: Sequence[Told], world_size: int) -> tuple[_Held, _Common | None]:
     """Return what is held, and the step to go on from: one at which twins differ only as the last."""
+    told = sorted(told, key=lambda one: one[0])
     compared = Comparison([holdings for _, holdings in told])
     for disputed in (False, True):
-        held = _held(told, world_size, compared, disputed=disputed)
-        common = held.newest() if len(held.shards) == world_size else None
+        tensors = [(node, compared.sound(of, disputed=disputed)) for node, of in told]
+        held = _Held([(node, of.records) for node, of in told], tensors)
+        common = held.newest(world_size)
         if common is not None:
             break
     return held, common
 
 
-def _held(told: Sequence[Told], world_size: int, compared: Comparison, *, disputed: bool) -> _Held:
-    told = sorted(told, key=lambda one: one[0])
-    return _Held(
-        {rank: shard for _, of in told for rank, shard, steps in of.records if steps and rank < world_size},
-        [(node, of.records) for node, of in told],
-        [(node, compared.sound(of, disputed=disputed)) for node, of in told],
-    )
+def _holders(held: _Steps, step: int, shards: dict[int, int] | None = None) -> dict[int, tuple[int, ...]]:
+    """Return of each the nodes that have this step, ascending.
 
-
-def _holders(
-    held: _Steps, step: int, same: dict[tuple[int, ...], tuple[int, ...]]
-) -> dict[int, tuple[int, ...]]:
-    """Return of each the nodes that have this step, ascending; equal lists are kept once."""
-    found: dict[int, list[int]] = defaultdict(list)
+    Ranks and shards of one node have the same holders as a rule, and come one after the other: their lists
+    are one tuple. It is made anew for each of its nodes, which costs 0.1 s where 12,500 nodes hold one shard.
+    `shards` takes what each record says of its rank's shard.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    steps_at = 1 if shards is None else 2
+    known, has = (), False
     for node, some in held:
+        this: tuple[int, ...] = (node,)
+        before: tuple[int, ...] = ()
+        after = this
         for one in some:
-            if step in one[-1]:
-                found[one[0]].append(node)
-    return {what: same.setdefault(nodes := tuple(some), nodes) for what, some in found.items()}
+            steps = one[steps_at]
+            if steps is not known:
+                known, has = steps, step in steps
+            if has:
+                what = one[0]
+                nodes = found.get(what, ())
+                if nodes is not before:
+                    before, after = nodes, nodes + this
+                if not nodes and shards is not None:
+                    shards[what] = one[1]
+                found[what] = after
+    return found
 
 
 def _all_steps(holdings: Holdings) -> list[int]:
@@ -156,7 +165,8 @@ def _all_steps(holdings: Holdings) -> list[int]:
 def _missing(held: _Held, world_size: int) -> str:
     """Names the rank that is worst off, and the steps that there are of what it needs."""
     records, by_shard = _steps_of(held.records), _steps_of(held.tensors)
-    tensors = {rank: by_shard.get(shard, set()) for rank, shard in held.shards.items()}
+    shards = {rank: shard for _, some in held.records for rank, shard, steps in some if steps}
+    tensors = {rank: by_shard.get(shard, set()) for rank, shard in shards.items()}
 
     def newest(rank: int) -> float:
         return max(records.get(rank, set()) & tensors.get(rank, set()), default=-math.inf)

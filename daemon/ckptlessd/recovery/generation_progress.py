@@ -8,7 +8,7 @@ from typing import get_args
 from ckptless.daemon.ckptlessd.planning.faults import Finding, NodeView, in_order, observe_node
 from ckptless.daemon.protocol.messages import Assignment, Phase, Place
 
-INSIDE = ("assigned", "joined", "restored", "finished")
+INSIDE = frozenset({"assigned", "joined", "restored", "finished"})
 # What each phase has reached.
 REACHED = {
     "joined": ("joined",),
@@ -39,7 +39,7 @@ class _Work:
     """The counts of one node."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    inside: list[tuple[int, Place]] = field(default_factory=list)
+    inside: list[int] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -61,7 +61,7 @@ class GenerationProgress:
     _frozen: set[int] = field(default_factory=set)
     _works: dict[int, _Work] = field(default_factory=dict)
     _findings: dict[int, list[Finding]] = field(default_factory=dict)
-    _inside: dict[int, list[tuple[int, Place]]] = field(default_factory=dict)
+    _inside: dict[int, list[int]] = field(default_factory=dict)
     _news: list[Finding] = field(default_factory=list)
 
     @classmethod
@@ -74,7 +74,8 @@ class GenerationProgress:
     @property
     def inside(self) -> list[Place]:
         """Slots whose rank lives, has hooks, and has not left its training function, by rank."""
-        return [place for _, place in sorted(one for places in self._inside.values() for one in places)]
+        ranks = sorted(rank for ranks in self._inside.values() for rank in ranks)
+        return [self.assignment.places[rank] for rank in ranks]
 
     @property
     def findings(self) -> list[Finding]:
@@ -117,27 +118,29 @@ class GenerationProgress:
             if value:
                 kept[node] = value  # type: ignore[assignment]  # each list into its own dict
         self._news += new.findings
-        self.newest = max([self.newest, *(slot.step or 0 for slot in view.slots())])
+        for slot in view.slots():
+            if slot.step is not None and slot.step > self.newest:
+                self.newest = slot.step
 
     def _work(self, node: int, view: NodeView) -> _Work:
-        work, generation = _Work(), self.assignment.generation
-        ranks, usable, counts = self._ranks(node), view.usable, work.counts
+        work, generation, usable = _Work(), self.assignment.generation, view.usable
+        places = self.assignment.places
+        told = {slot.slot: slot for slot in view.slots()}
+        ranks = [(rank, told.get(places[rank].slot)) for rank in self.assignment.ranks_on(node)]
         alike: dict[tuple[Phase, bool, bool], int] = {}
-        for rank, place in ranks:
-            slot = view.slot(place.slot)
+        for rank, slot in ranks:
             if slot is None:
                 continue
             if slot.generation == generation:
                 key = slot.phase, slot.stepped, slot.cause is None
                 alike[key] = alike.get(key, 0) + 1
-                self.step = max(self.step, slot.step or 0)
-            if usable and slot.hooked and slot.phase in INSIDE:
-                work.inside.append((rank, place))
+                if slot.step is not None and slot.step > self.step:
+                    self.step = slot.step
+            if usable and slot.phase in INSIDE and slot.hooked:
+                work.inside.append(rank)
+        counts = work.counts
         for key, count in alike.items():
             for reached in _REACHED[key]:
                 counts[reached] = counts.get(reached, 0) + count
         work.findings = observe_node(self.assignment, view, ranks)
         return work
-
-    def _ranks(self, node: int) -> list[tuple[int, Place]]:
-        return [(rank, self.assignment.places[rank]) for rank in self.assignment.ranks_on(node)]

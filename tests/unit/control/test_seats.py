@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptless.daemon.ckptlessd.planning import plan, seats
 from ckptless.daemon.ckptlessd.planning.faults import Fault, Finding, NodeView
@@ -119,15 +120,17 @@ def test_a_node_with_enough_warm_slots_needs_no_more_of_them() -> None:
     spec = job(1, 2, 2)
     now = situation(spec, [0], cold=[1])
     nodes = {**now.nodes, 2: view(spec, 2, ["starting", "waiting"], lost=False)}
-    free = seats.Seats(nodes, 2, (), [0]).free(set())
+    free = seats.Seats(nodes, 2, (), [0]).free(replace(now.current, places=()), {m.Place(node=0, slot=0)})
     assert free == {1: [0, 1], 2: [0, 1]}
     assert seats.Seats(nodes, 2, (), [0]).choose(free, 0, 1) == [m.Place(node=2, slot=1)]
 
 
 def test_only_nodes_with_a_free_slot_have_any() -> None:
     spec = job(2, 2, 2)
-    taken = [m.Place(node=node, slot=slot) for node, slot in ((0, 1), (1, 0), (1, 1))]
-    assert seats.Seats(situation(spec, [2]).nodes, 2, (), [2]).free(taken) == {0: [0], 3: [0, 1]}
+    now = situation(spec, [2])
+    bad = {m.Place(node=1, slot=1)}
+    some = replace(now.current, places=(m.Place(node=0, slot=1), m.Place(node=1, slot=0)))
+    assert seats.Seats(now.nodes, 2, (), [2]).free(some, bad) == {0: [0], 3: [0, 1]}
 
 
 def test_a_node_whose_last_slot_is_taken_is_free_no_more() -> None:

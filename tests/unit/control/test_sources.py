@@ -138,6 +138,18 @@ def test_the_rank_is_named_whose_newest_step_is_the_oldest() -> None:
         state_sources(nodes, [*places, m.Place(node=0, slot=3)], progress=9)
 
 
+def test_the_tensors_that_are_missing_are_those_of_the_shard_that_its_records_name() -> None:
+    nodes = {
+        0: view(0, {2: (6, 7), 3: (2,)}, {(0, 2): (6, 7), (1, 3): (7,)}),
+        1: view(1, {}, {(1, 2): ()}),
+    }
+    places = [m.Place(node=0, slot=0), m.Place(node=1, slot=0)]
+    with pytest.raises(NoCommonStepError, match=r"rank 1's records .* \[7\], its tensors for steps \[2\]"):
+        state_sources(nodes, places, progress=7)
+    nodes[1] = view(1, {3: (6, 7)}, {})
+    assert state_sources(nodes, places, progress=7).shards == (2, 3)
+
+
 def test_a_node_that_has_told_nothing_yet_gives_nothing() -> None:
     nodes = {node: view(node, {0: (6,)}, {(0, 0): (6,)}) for node in range(3)}
     nodes[1].state = None
@@ -150,6 +162,18 @@ def test_a_record_of_which_no_step_is_held_says_nothing_of_its_rank() -> None:
     nodes = {0: view(0, {0: (6,)}, {(0, 0): (6,)}), 1: view(1, {}, {(0, 5): ()})}
     sources = state_sources(nodes, [m.Place(node=0, slot=0)], progress=6)
     assert (sources.step, sources.shards) == (6, (0,))
+
+
+def test_who_has_a_step_is_told_by_node_whatever_else_is_held_beside_it() -> None:
+    nodes = {
+        0: view(0, {0: (5,), 1: (6,), 2: (5, 6)}, {(0, 0): (5,), (1, 1): (6,), (2, 2): (6,)}),
+        1: view(1, {0: (6,), 1: (5,), 2: (6,)}, {(0, 0): (6,), (1, 1): (5,), (2, 2): (6,)}),
+        2: view(2, {1: (6,), 2: (5,)}, {(1, 1): (6,), (2, 2): (5,)}),
+    }
+    sources = state_sources(nodes, [m.Place(node=node, slot=0) for node in (1, 0, 1)], progress=6)
+    assert sources.step == 6
+    assert sources.tensor_nodes == ((0, (1,)), (1, (0, 2)), (2, (0, 1)))
+    assert sources.record_nodes == ((1,), (0, 2), (1, 0))
 
 
 def test_what_nodes_tell_alike_is_in_memory_once() -> None:

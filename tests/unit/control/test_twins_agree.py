@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckptless.daemon.ckptlessd.planning.faults import Finding, NodeView, observe
+from ckptless.daemon.ckptlessd.planning.faults import Finding, NodeView
 from ckptless.daemon.ckptlessd.planning.plan import first_assignment
 from ckptless.daemon.ckptlessd.planning.sources import NoCommonStepError, state_sources
 from ckptless.daemon.ckptlessd.planning.twins_agree import SAY_S, Comparison, disputes, findings, ripe
+from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
 from ckptless.daemon.protocol import messages as m
 
 STEPS = 4
@@ -140,7 +141,7 @@ def doubting(step: int, behind: int | None = None) -> tuple[m.Assignment, dict[i
 
 def test_two_that_differ_wait_for_the_word_of_a_third() -> None:
     assignment, nodes = doubting(7, behind=6)
-    found = observe(assignment, nodes)
+    found = GenerationProgress.of(assignment, nodes).findings
     assert [(one.kind, one.rank) for one in found] == [("twins-differ", 0), ("twins-differ", 1)]
     died = Finding("died", 2, 0, 2, "", source="process")
     assert ripe([*found, died], assignment, nodes, 100.5) == [died]
@@ -152,7 +153,7 @@ def test_two_that_differ_wait_for_the_word_of_a_third() -> None:
 
 def test_the_third_is_waited_for_until_the_oldest_step_that_is_in_doubt() -> None:
     assignment, nodes = doubting(7, behind=6)
-    found = observe(assignment, nodes)
+    found = GenerationProgress.of(assignment, nodes).findings
     state = nodes[1].state
     assert state is not None
     doubts = (replace(state.doubts[0], step=6),)
@@ -167,12 +168,12 @@ def test_the_third_is_waited_for_until_the_oldest_step_that_is_in_doubt() -> Non
 
 def test_the_third_is_waited_for_where_the_first_step_is_in_doubt() -> None:
     assignment, nodes = doubting(1, behind=0)
-    assert ripe(observe(assignment, nodes), assignment, nodes, 100.0) == []
+    assert ripe(GenerationProgress.of(assignment, nodes).findings, assignment, nodes, 100.0) == []
 
 
 def test_doubts_of_an_older_generation_are_no_news() -> None:
     assignment, nodes = doubting(7)
-    assert observe(replace(assignment, generation=2), nodes) == []
+    assert GenerationProgress.of(replace(assignment, generation=2), nodes).findings == []
 
 
 def told(one: NodeView) -> m.Holdings | None:

@@ -12,8 +12,8 @@ from ckptless.daemon.ckptlessd.planning.faults import (
     Finding,
     NodeView,
     NodeViews,
-    observe,
 )
+from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
 from ckptless.daemon.protocol import messages as m
 
 INFO = m.NodeInfo(node=0, name="n", address="a", agent_port=1)
@@ -32,7 +32,9 @@ def observed(lost: str | None = None, frozen: int | None = None, **slot: Any) ->
     """What is found where slot 1 of node 0 is told as `slot`, and node 1 is lost as told."""
     told = m.SlotState(**{"slot": 1, "phase": "restored", "generation": 3, **slot})
     state = m.AgentState(seq=1, slots=(told,), frozen=frozen)
-    return observe(ASSIGNMENT, {0: NodeView(0, state=state), 1: NodeView(1, lost=lost, lost_source="slurm")})
+    return GenerationProgress.of(
+        ASSIGNMENT, {0: NodeView(0, state=state), 1: NodeView(1, lost=lost, lost_source="slurm")}
+    ).findings
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,15 @@ def test_a_lost_node_is_one_fault_that_names_its_ranks() -> None:
 def test_of_a_lost_node_only_the_loss_counts() -> None:
     slot = m.SlotState(slot=0, phase="exited", generation=3, cause=m.Cause(kind="died"))
     lost = NodeView(1, state=m.AgentState(seq=1, slots=(slot,)), lost="dark")
-    assert [f.kind for f in observe(ASSIGNMENT, {0: NodeView(0), 1: lost})] == ["node-lost"]
+    assert [f.kind for f in GenerationProgress.of(ASSIGNMENT, {0: NodeView(0), 1: lost}).findings] == [
+        "node-lost"
+    ]
+
+
+def test_a_slot_is_found_in_whatever_order_its_agent_tells_of_them() -> None:
+    slots = [m.SlotState(slot=index, phase="starting", generation=3) for index in (2, 0, 3)]
+    node = NodeView(0, state=m.AgentState(seq=1, slots=tuple(slots)))
+    assert [node.slot(index) for index in range(5)] == [slots[1], None, slots[0], slots[2], None]
 
 
 def test_an_nccl_that_is_not_known_is_a_fault_until_it_has_roots_of_its_own() -> None:
@@ -78,13 +88,13 @@ def test_an_nccl_that_is_not_known_is_a_fault_until_it_has_roots_of_its_own() ->
     # Also where it was heard of in the generation before, and came too late for the plan.
     state = m.AgentState(seq=1, slots=slots, assigned=2, nccl_unknown="a check-in of 192 bytes")
     nodes = {0: NodeView(0, state=state), 1: NodeView(1)}
-    (found,) = observe(ASSIGNMENT, nodes)
+    (found,) = GenerationProgress.of(ASSIGNMENT, nodes).findings
     assert (found.kind, found.node, found.slot, found.rank) == ("nccl-unknown", 0, None, None)
     assert (
         found.detail
         == "a check-in of 192 bytes: it needs roots of its own, as with TORCH_NCCL_RANKS_PER_ROOT=100000"
     )
-    assert observe(replace(ASSIGNMENT, stock_roots=True), nodes) == []
+    assert GenerationProgress.of(replace(ASSIGNMENT, stock_roots=True), nodes).findings == []
 
 
 def test_the_log_takes_each_fault_once() -> None:
