@@ -74,11 +74,11 @@ test-slurm-matrix: $(STAMP) slurm-packages
 			-m 'not slow' tests/slurm; done
 
 # The story of one seed, or with COUNT=N which of so many fail; NODES and FAULTS of its job, if not the seed's.
-# With ELECTIONS=1 nothing but elections beside bad disks, of so many seeds.
+# With GUEST=1 another job in the same daemons; with ELECTIONS=1 only elections beside bad disks, of so many seeds.
 SEED ?= 1
 simulate: $(STAMP)
 	$(BIN)/python -m tests.sim $(SEED) --count $(or $(COUNT),1) --nodes $(or $(NODES),0) \
-		--faults $(or $(FAULTS),0) --components $(or $(COMPONENTS),0) $(if $(ELECTIONS),--elections)
+		--faults $(or $(FAULTS),0) --components $(or $(COMPONENTS),0) $(if $(ELECTIONS),--elections) $(if $(GUEST),--guest)
 
 # A million faults of components, each job with so many: 33 minutes on two cores with COMPONENTS=120.
 simulate-night: $(STAMP)

@@ -2,7 +2,8 @@
 
 `--count N`: so many seeds from SEED on, or `--until N`: as many as it takes to inject N faults, on all cores.
 `--nodes` and `--faults` of each job, where they are not left to the seed; `--components`: so many faults of
-components more, which are what N counts. `--elections`: no jobs, but elections beside bad disks.
+components more, which are what N counts. `--guest`: another job in the same daemons. `--elections`: no
+jobs, but elections beside bad disks.
 """
 
 import argparse
@@ -136,10 +137,11 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--components", type=int, default=0)
+    parser.add_argument("--guest", action="store_true", help="another job on the same nodes")
     parser.add_argument("--elections", action="store_true", help="elections alone")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    shape = Shape(nodes=args.nodes, faults=args.faults, components=args.components)
+    shape = Shape(nodes=args.nodes, faults=args.faults, components=args.components, guest=args.guest)
     several = args.count > 1 or args.until or args.elections
     sys.exit(many(args, shape) if several else one(args.seed, shape))
 

@@ -4,6 +4,7 @@ Only where `Shape.components` asks for them, so that the histories of seeds with
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
@@ -121,9 +122,9 @@ def _hung_disk(world: "World", fault: Broken) -> bool:
     def again() -> None:
         world.hung.discard(node)
         world.story.tell("fault", f"the disk of node-{node} hangs no more")
-        daemon = world.daemons.get(node)
-        if daemon is not None:
-            daemon.reach_disk()
+        for job in world.jobs:
+            if node in job.daemons:
+                job.daemons[node].reach_disk()
 
     world.events.after(for_s, again)
     return _tell(world, "disk", f"the disk of node-{node} hangs for {for_s:.1f} s", for_s)
@@ -149,7 +150,8 @@ def _lost_disk(world: "World", fault: Broken) -> bool:
     if node is None or world.forgot:
         return False
     _restart(world, node)
-    world.forgot.add(node)
+    for job in world.jobs:
+        job.forgot.add(node)
     return _tell(world, "daemon", f"daemon-{node} is started again, with an empty disk")
 
 
@@ -161,10 +163,13 @@ def _old_disk(world: "World", fault: Broken) -> bool:
         return False
     _restart(world, node)
     count = 1 + int(fault.twist * len(history))
-    if is_as_new(f"row.{count}", f"row.{len(history)}"):
-        world.disks[node] = history[count - 1]
-    else:
-        world.forgot.add(node)
+    at = world.written_at[node][count - 1]
+    for job in world.jobs:
+        written = bisect_right(job.written_at.get(node, []), at)
+        if written and is_as_new(f"row.{written}", f"row.{len(job.history[node])}"):
+            job.disks[node] = job.history[node][written - 1]
+        elif node in job.history:
+            job.forgot.add(node)
     text = f"with the disk of {len(history) - count} votes ago"
     return _tell(world, "daemon", f"daemon-{node} is started again, {text}")
 

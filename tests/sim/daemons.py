@@ -66,6 +66,8 @@ class Daemon:
         # When its life began, and when the job did for it: until then everybody counts as heard.
         self.born = self.began = world.events.now
         self._life = world.next_life()
+        # The one of the same process, where that has another job.
+        self._host = world.host.daemons[node] if world.host is not None else None
         self._skew_s = world.random.uniform(-SKEW_S, SKEW_S)
         # Drawn from the life: the seed's own draws stay what they are.
         self._draws = Random(self._life)
@@ -90,6 +92,8 @@ class Daemon:
 
     def now(self) -> float:
         """What its clock shows."""
+        if self._host is not None:
+            return self._host.now()
         lived = self.world.events.now - self.born
         return self.world.wall_clock() + self._skew_s + (self._rate - 1.0) * lived
 
@@ -104,7 +108,10 @@ class Daemon:
 
     def stop_for(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later: nothing is lost, everything is late."""
-        self._awake_at = max(self._awake_at, self.world.events.now + seconds)
+        for job in self.world.jobs:
+            daemon = job.daemons.get(self.node)
+            if daemon is not None:
+                daemon._awake_at = max(daemon._awake_at, self.world.events.now + seconds)
 
     def _sleeps(self, action: Callable[[], None]) -> bool:
         """Whether it is stopped; then this is done when it goes on."""
@@ -285,7 +292,8 @@ class Daemon:
     def _tear(self) -> None:
         """Leave the write under way on the disk, or not; nobody was told."""
         kept = self._draws.random() < 0.5
-        if self._writing and kept and not self.world.is_full(self.node):
+        under_way = self.world.writers.get(self.node, [])[:1] == [self]
+        if under_way and kept and not self.world.is_full(self.node):
             self.world.disks[self.node] = self._writing[-1][0]
 
     # ----------------------------------------------------------------------- Outlets, for JobSession
@@ -350,8 +358,12 @@ class Daemon:
         self.reach_disk()
 
     def reach_disk(self) -> None:
-        """Bring the write under way to the disk, unless that hangs."""
-        if self._writing and not self._reached and self.node not in self.world.hung:
+        """Bring the write under way to the disk, unless that hangs, or writes something of another job."""
+        waiting = self.world.writers.setdefault(self.node, [])
+        if self._writing and self not in waiting:
+            waiting.append(self)
+        first = waiting[:1] == [self]
+        if self._writing and not self._reached and first and self.node not in self.world.hung:
             self._reached = True
             delay_s = self.world.disk_delay() + self.world.slow_s(self.node)
             self.world.events.after(delay_s, self._written)
@@ -366,12 +378,17 @@ class Daemon:
     def _written(self) -> None:
         if not self.alive or self._sleeps(self._written):
             return
+        waiting = self.world.writers[self.node]
+        waiting.remove(self)
+        if waiting:
+            waiting[0].reach_disk()
         votes, self._writing = self._writing, []
         durable, _, _ = votes[-1]
         full, told = self.world.is_full(self.node), () if self._late else votes
         if not full:
             self.world.disks[self.node] = durable
             self.world.history.setdefault(self.node, []).append(durable)
+            self.world.written_at.setdefault(self.node, []).append(self.world.events.now)
             if durable.vote is not None:
                 self.world.stage_entered("voting")
         for _, then, failed in told:

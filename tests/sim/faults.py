@@ -31,6 +31,8 @@ MANY = 12
 AGREEING = ("electing", "proposing", "voting")
 STAGES = (*(stage for stage in get_args(Stage) if stage not in ("ended", "forming")), *AGREEING)
 OF_RANKS = ("kill", "raise", "hang", "freeze", "start")
+# All others happen to whatever runs there.
+OF_A_JOB = (*OF_RANKS, "agent", "deaf", "cancel")
 CONTROL_KINDS = ("daemon", "leader", "link", "storm", "cut", "grey", "pause", "starve")
 HALF_CHANCE = 0.4
 DISK_CHANCE = 0.2
@@ -57,6 +59,7 @@ class Shape:
     """What is not left to the seed; 0: it is. `without`: faults that are left out, by their numbers.
 
     `others`: whether disks and cables have faults, too. `components`: so many faults of components more.
+    `guest`: whether another job runs on some of its nodes.
     """
 
     nodes: int = 0
@@ -66,6 +69,7 @@ class Shape:
     spares: int = 0
     limits: m.Limits = LIMITS
     components: int = 0
+    guest: bool = False
 
 
 ANY = Shape()
@@ -242,9 +246,7 @@ def _node(world: "World", fault: Fault) -> None:
     if living:
         node, dark = living[int(fault.pick * len(living))].node, fault.twist < 0.5
         world.story.tell("fault", f"node-{node} dies{', dark' if dark else ''}")
-        world.kill_daemon(node, dark=dark, lose=True)
-        world.agents[node].die(dark=dark)
-        world.dead_nodes.add(node)
+        world.kill_node(node, dark=dark)
 
 
 def _daemon(world: "World", fault: Fault) -> None:
@@ -334,7 +336,8 @@ def _storm(world: "World", fault: Fault) -> None:
     """What daemons say to each other comes late, twice, out of order or not at all, and disks are slow."""
     for_s = 0.5 + 2.5 * fault.twist
     world.story.tell("fault", f"a storm between the daemons, for {for_s:.2f} s")
-    world.storm_until = max(world.storm_until, world.events.now + for_s)
+    for job in world.jobs:
+        job.storm_until = max(job.storm_until, world.events.now + for_s)
     world.events.after(for_s, lambda: world.faulted("link"))
 
 

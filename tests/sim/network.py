@@ -1,6 +1,7 @@
 """The network between the nodes: whole, or cut in two for a while; and the cluster's manager."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,19 +14,46 @@ DARK_S = 0.6
 OVER_S = 2 * DARK_S + 1.5
 
 
+@dataclass
+class Cables:
+    """Between the nodes. `blocked`: pairs (from, to) between which nothing gets through."""
+
+    blocked: frozenset[tuple[int, int]] = frozenset()
+    ever: set[int] = field(default_factory=set)
+    healed_at: float = -1.0
+    broken_at: float = -1.0
+
+
 class Network:
-    """`ever`: all nodes that a cut or a mark has touched."""
+    """The network as one job has it."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        self.ever: set[int] = set()
+        # Two jobs on the same nodes have the same cables.
+        self._cables: Cables = Cables() if world.host is None else world.host.network._cables
         # Of nodes until when agent and daemon do not hear each other.
         self.deaf_until: dict[int, float] = {}
-        # Pairs (from, to) between which nothing gets through.
-        self._blocked: frozenset[tuple[int, int]] = frozenset()
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
-        self.healed_at = self.broken_at = -1.0
         self.over_s = world.spec.limits.lease_s + OVER_S
+
+    @property
+    def ever(self) -> set[int]:
+        """All nodes that a cut or a mark has touched."""
+        return self._cables.ever
+
+    @property
+    def healed_at(self) -> float:
+        """When it became whole last."""
+        return self._cables.healed_at
+
+    @property
+    def broken_at(self) -> float:
+        """When it was broken last."""
+        return self._cables.broken_at
+
+    @property
+    def _blocked(self) -> frozenset[tuple[int, int]]:
+        return self._cables.blocked
 
     @property
     def broken(self) -> bool:
@@ -62,11 +90,17 @@ class Network:
         world.story.tell("fault", f"the network is cut: {sorted(side)} and the others, for {away_s:.2f} s")
         rest = set(world.agents) - side
         self._block({(a, b) for a in side for b in rest} | {(b, a) for a in side for b in rest}, away_s)
+        for job in world.jobs:
+            job.network.expect_ends(set(side), rest, away_s)
+
+    def expect_ends(self, side: set[int], rest: set[int], away_s: float) -> None:
+        """Look later at whoever has no quorum on its side."""
+        world = self._world
         # An agent that does not hear its daemon asks others, and ends when its own lease is over.
         for after_s, every in ((self.over_s, False), (self.over_s + 2 * world.spec.limits.lease_s, True)):
             if away_s > after_s:
                 voters, cut_at = world.checks.voters, world.events.now
-                for half in (set(side), rest):
+                for half in (side, rest):
                     look = partial(self._look, half, voters, cut_at, every)
                     world.events.after(after_s, look)
 
@@ -77,8 +111,8 @@ class Network:
         self._block(pairs, away_s)
 
     def _block(self, pairs: set[tuple[int, int]], away_s: float) -> None:
-        self._blocked, self.broken_at = frozenset(pairs), self._world.events.now
-        self.ever |= {node for pair in pairs for node in pair}
+        self._cables.blocked, self._cables.broken_at = frozenset(pairs), self._world.events.now
+        self._cables.ever |= {node for pair in pairs for node in pair}
         self._world.events.after(away_s, self._heal)
 
     def _look(self, half: set[int], voters: tuple[int, ...], cut_at: float, every: bool) -> None:
@@ -107,7 +141,13 @@ class Network:
         world = self._world
         world.story.tell("fault", "the network is whole again")
         world.faulted("cut")
-        self._blocked, self.healed_at = frozenset(), world.events.now
+        self._cables.blocked, self._cables.healed_at = frozenset(), world.events.now
+        for job in world.jobs:
+            job.network.reconnect()
+
+    def reconnect(self) -> None:
+        """What was held up arrives, and daemons dial again."""
+        world = self._world
         waiting, self._waiting = self._waiting, []
         for _, _, action in waiting:
             action()
@@ -162,7 +202,7 @@ class Witness:
             return
         self.down |= nodes
         self.marked.update(dict.fromkeys(nodes, world.events.now))
-        world.network.ever |= nodes
+        world.network.ever.update(nodes)
         for node in nodes:
             world.events.after(world.random.uniform(0.01, 3.0), lambda node=node: self._end(node))  # type: ignore[misc]
         world.soon(lambda: self._look(daemon, nodes))
@@ -176,12 +216,14 @@ class Witness:
 
     def _end(self, node: int) -> None:
         """Slurm ends what runs on a node that it holds for down, once it reaches it."""
-        agent = self._world.agents[node]
-        if not agent.alive:
+        agents = [job.agents[node] for job in self._world.jobs if node in job.agents]
+        living = [agent for agent in agents if agent.alive]
+        if not living:
             return
         if not self._reaches(node):
             self._world.events.after(0.5, lambda: self._end(node))
             return
-        self._world.story.tell(agent.name, "is ended by the cluster's manager")
         self._world.faulted("node")
-        agent.die(dark=False)
+        for agent in living:
+            agent.world.story.tell(agent.name, "is ended by the cluster's manager")
+            agent.die(dark=False)

@@ -12,13 +12,19 @@ class Violation(AssertionError):
 class Story:
     """Lines with their virtual time."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], float], prefix: str = "") -> None:
+        self._now, self._prefix = now, prefix
         self.lines: list[tuple[float, str, str]] = []
+
+    def of(self, prefix: str) -> "Story":
+        """Return the same story, for those whose names get this before them."""
+        other = Story(self._now, prefix)
+        other.lines = self.lines
+        return other
 
     def tell(self, who: str, text: str) -> None:
         """`who` saw or did `text`, now."""
-        self.lines.append((self._now(), who, text))
+        self.lines.append((self._now(), self._prefix + who, text))
 
     def render(self, last: int = LAST) -> str:
         """The last lines; 0 for all."""

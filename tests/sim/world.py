@@ -20,7 +20,7 @@ from .agents import Agent
 from .checks import Checks
 from .daemons import LAUNCH, Daemon
 from .events import Channel, Events
-from .faults import ANY, Fault, Job, Shape, draw, happen, share
+from .faults import ANY, OF_A_JOB, Fault, Job, Shape, draw, happen, share
 from .frames import tamper
 from .living import Living
 from .network import Network, Witness
@@ -42,16 +42,22 @@ SLOW_CHANCE = 0.03
 LATE_CHANCE = 0.3
 # How often something of an earlier job of the same number lies on disks, or of this job's start before.
 FORMER_CHANCE = 0.3
+# Within so many seconds another job begins beside it.
+GUEST_S = 8.0
 FORMER_LAUNCH = "a" * 32
 
 
 class World:
-    """One job, from its start to its end."""
+    """One job, from its start to its end; where its shape says so, with a `guest` on the same nodes.
 
-    def __init__(self, seed: int, shape: Shape = ANY) -> None:
-        self.seed, self.random = seed, Random(seed)
-        self.events = Events()
-        self.story = Story(lambda: self.events.now)
+    That is a job of its own, which shares with it, its `host`, what two jobs on the same nodes do: time, the
+    daemons' processes and disks, the network, and Slurm. All that happens to these happens to both.
+    """
+
+    def __init__(self, seed: int, shape: Shape = ANY, host: "World | None" = None) -> None:
+        self.seed, self.random, self.host = seed, Random(seed), host
+        self.events: Events = Events() if host is None else host.events
+        self.story: Story = Story(lambda: self.events.now) if host is None else host.story.of("guest ")
         job = draw(self.random, shape, f"sim-{seed}", Random(f"disks and cables of {seed}"))
         chance, self._broken = Random(f"{seed}-components"), tuple[components.Broken, ...]()
         if shape.components:
@@ -59,8 +65,10 @@ class World:
             drawn = components.draw(chance, shape.components)
             job = replace(job, steps=components.steps(shape.components), sticky=None)
             self._broken = components.without(drawn, shape.without, FIRST_COMPONENT)
+        if host is not None:
+            job = replace(job, faults=tuple(fault for fault in job.faults if fault.kind in OF_A_JOB))
         self.job: Job = share(job, Random(f"shards of {seed}"))
-        self.spec = self.job.spec
+        self.spec: m.JobSpec = self.job.spec
         self.checks, self.protected = Checks(self), Protected(self)
         self.barriers = Barriers(self)
         self.agents: dict[int, Agent] = {}
@@ -70,7 +78,8 @@ class World:
         self.disks: dict[int, Durable] = {}
         # What any daemon has written of the job as a whole.
         self.job_rows: list[JobRecord] = []
-        self.network, self.witness = Network(self), Witness(self)
+        self.network = Network(self)
+        self.witness: Witness = Witness(self) if host is None else host.witness
         self.living = Living(self)
         self.fates: list[str] = []
         self.raised: Counter[str] = Counter()
@@ -90,6 +99,9 @@ class World:
         # Until when each write of a node takes how much longer; what was ever on its disk.
         self.slow_until: dict[int, tuple[float, float]] = {}
         self.history: dict[int, list[Durable]] = {}
+        self.written_at: dict[int, list[float]] = {}
+        # By node the daemons, of whatever job, that have something to write: one after the other does.
+        self.writers: dict[int, list[Daemon]] = {}
         # Links, from and to, whose next frame is not what was sent; whether the user has ended the job.
         self.tampered: dict[tuple[int, int], float] = {}
         self.cancelled = False
@@ -109,6 +121,19 @@ class World:
         self.twin_chance = Random(f"twins of {seed}")
         self.bulk_chance = Random(f"bulk transfers of {seed}")
         self._waiting: list[Fault] = []
+        # Whether it is over, and was looked at then.
+        self.done = False
+        self.guest: World | None = None
+        if host is not None:
+            self.dead_nodes, self.hung, self.writers = host.dead_nodes, host.hung, host.writers
+            self.full_until, self.slow_until = host.full_until, host.slow_until
+        elif shape.guest:
+            self.guest = _guest(self, shape)
+
+    @property
+    def jobs(self) -> "tuple[World, ...]":
+        """Those on these nodes that are not over."""
+        return tuple(job for job in (self, self.guest) if job is not None and not job.done)
 
     # ------------------------------------------------------------------------------------- disks
 
@@ -143,18 +168,30 @@ class World:
 
     def run(self) -> None:
         """Until the job is over. Raises Violation."""
-        self._begin()
+        self.begin()
+        if self.guest is not None:
+            self.events.after(self._lives.uniform(0.0, GUEST_S), self.guest.begin)
         for _ in range(EVENTS_MAX):
-            if self.over or not self.events.step():
+            for job in self.jobs:
+                job.look()
+            if not self.jobs or not self.events.step():
                 break
-            if self.touched:
-                self.touched = False
-                self.checks.after_event()
-            if self.events.now > self._deadline():
-                raise Violation(f"not over {self._bound_s:.0f} s after the last fault")
-        if not self.over:
+        if self.jobs:
             raise Violation(f"not over after {EVENTS_MAX} events")
-        self.checks.finished()
+
+    def look(self) -> None:
+        """Check what has changed. Raises Violation."""
+        if self.touched:
+            self.touched = False
+            self.checks.after_event()
+        if self.agents and self.over:
+            self.done = True
+            self.checks.finished()
+            if self.host is not None:
+                for daemon in self.daemons.values():
+                    daemon.alive = False
+        elif self.events.now > self._deadline():
+            raise Violation(f"not over {self._bound_s:.0f} s after the last fault")
 
     @property
     def _bound_s(self) -> float:
@@ -168,7 +205,8 @@ class World:
             return newest + 2 * FORMING_DEADLINE_S + self._bound_s
         return newest + self._bound_s
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Its agents start, and daemons where none are."""
         spec = self.spec
         shape = f"{spec.nodes} nodes, {spec.spares} spares, {spec.slots_per_node} slots each"
         self.story.tell("job", f"seed {self.seed}: {shape}, {self.job.steps} steps, sticky {self.job.sticky}")
@@ -176,6 +214,8 @@ class World:
         pace = 10.0 if self._lives.random() < LATE_CHANCE else 1.0
         for node in range(spec.nodes + spec.spares):
             self.agents[node] = Agent(self, node)
+            if node in self.dead_nodes | self.witness.down:
+                self.agents[node].die(dark=True)
             self.events.after(self.random.uniform(0.0, 0.3), lambda node=node: self.start_daemon(node))  # type: ignore[misc]
             self.events.after(pace * self.random.uniform(0.0, 0.6), self.agents[node].connect)
         for fault in self.job.faults:
@@ -190,7 +230,7 @@ class World:
     @property
     def crowded(self) -> bool:
         """Whether faults of components come again and again."""
-        return bool(self._broken)
+        return bool(self._broken) or (self.host is not None and self.host.crowded)
 
     @property
     def over(self) -> bool:
@@ -288,10 +328,12 @@ class World:
     # ------------------------------------------------------------------------------ bookkeeping
 
     def faulted(self, kind: str) -> None:
-        """A fault happens now."""
+        """A fault happens now; one that is not this job's own happens to its guest, too."""
         control = ("daemon", "leader", "link", "storm", "pause", "starve", "disk")
         faults = self.control_faults if kind in control else self.training_faults
         faults.append(self.events.now)
+        if self.guest is not None and kind not in OF_A_JOB:
+            self.guest.faulted(kind)
 
     def note_raise(self, process: Process, text: str) -> None:
         """A rank's script raises."""
@@ -309,15 +351,30 @@ class World:
         """A daemon's life begins: it dials the others, and is dialled."""
         if node in self.daemons or node in self.dead_nodes:
             return
+        if self.host is not None and node not in self.host.daemons:
+            return  # it begins with the host's, which is the same process
         self.daemons[node] = Daemon(self, node)
         for other in sorted(self.graph.neighbours(node)):
             self.dial(min(node, other), max(node, other))
+        for job in self.jobs:
+            if job is not self and node in job.agents:
+                job.start_daemon(node)
 
     def kill_daemon(self, node: int, *, dark: bool, lose: bool) -> None:
         """A daemon's life ends."""
-        daemon = self.daemons.pop(node, None)
-        if daemon is not None:
-            daemon.die(dark=dark, lose=lose)
+        for job in self.jobs:
+            daemon = job.daemons.pop(node, None)
+            if daemon is not None:
+                daemon.die(dark=dark, lose=lose)
+        self.writers.pop(node, None)
+
+    def kill_node(self, node: int, *, dark: bool) -> None:
+        """A node is no more, with all that runs on it."""
+        self.kill_daemon(node, dark=dark, lose=True)
+        for job in self.jobs:
+            if node in job.agents and job.agents[node].alive:
+                job.agents[node].die(dark=dark)
+        self.dead_nodes.add(node)
 
     def dial(self, low: int, high: int) -> None:
         """One of them dials the other, until it answers."""
@@ -416,6 +473,13 @@ class World:
         # For as long as it was away, two leaders may have disagreed.
         self.faulted("link")
         self._connect(low, high)
+
+
+def _guest(host: World, shape: Shape) -> World:
+    """Another job, on some of the host's nodes, with faults of its own ranks and agents."""
+    most = host.spec.nodes + host.spec.spares
+    nodes = Random(f"guest of {host.seed}").randint(min(4, most), most)
+    return World(-1 - host.seed, replace(shape, nodes=nodes, components=0, others=False, guest=False), host)
 
 
 def simulate(seed: int, shape: Shape = ANY) -> World:
