@@ -113,7 +113,12 @@ def test_views_of_nodes_that_two_jobs_share_are_noticed(monkeypatch: pytest.Monk
             session.control.nodes = host._session.control.nodes
         return session
 
-    monkeypatch.setattr(Daemon, "_open", mixed)
-    with pytest.raises(Violation):
-        for seed in range(20):
+    def is_noticed(seed: int) -> bool:
+        try:
             simulate(seed, BESIDE)
+        except Violation:
+            return True
+        return False
+
+    monkeypatch.setattr(Daemon, "_open", mixed)
+    assert any(map(is_noticed, range(20)))
