@@ -6,10 +6,6 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-# Folder by folder: the files of one import each other by their bare names, as Python does beside a script.
-CHECKED := tests/conftest.py tests/side_by_side.py docs/options.py $(filter-out %/__pycache__,$(wildcard tests/unit/*)) tests/property tests/integration tests/torch \
-	tests/fuzz tests/nccl tests/gpu tests/sim tests/mutants tests/local tests/slurm docs/demo
-
 .PHONY: setup demo test test-slow test-gpu test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix
 .PHONY: fuzz mutants scale bench bench-slurm bench-store lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check
@@ -107,11 +103,11 @@ bench: $(STAMP)
 
 # The exchange of addresses between so many simulated ranks, beside torch's TCPStore; and when a node is replaced.
 bench-store: $(STAMP)
-	$(BIN)/python tests/torch/bench_store.py $(ARGS)
-	$(BIN)/python tests/torch/bench_replace.py
+	$(BIN)/python -m tests.torch.bench_store $(ARGS)
+	$(BIN)/python -m tests.torch.bench_replace
 
 bench-slurm: $(STAMP) slurm-packages
-	$(BIN)/python tests/slurm/bench.py $(ARGS)
+	$(BIN)/python -m tests.slurm.bench $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -119,7 +115,8 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	set -e; export MYPYPATH=tests/local:tests/slurm:tests/unit/edges; for folder in $(CHECKED); do $(BIN)/mypy $$folder; done
+	$(BIN)/mypy docs/options.py
+	$(BIN)/mypy docs/demo
 
 imports: $(STAMP)
 	$(BIN)/lint-imports
@@ -141,7 +138,7 @@ slurm-packages:
 # A prompt on a cluster of five nodes (ARGS='--nodes 3'), in namespaces of this machine; takes root and Debian's
 # Slurm packages.
 slurm-shell: slurm-packages $(STAMP)
-	$(BIN)/python tests/slurm/shell.py $(ARGS)
+	$(BIN)/python -m tests.slurm.shell $(ARGS)
 
 # What is written in C: the SPANK plugin, ckptless-notify, and for the controller the job_submit plugin.
 NATIVE := slurm_ext/spank slurm_ext/hooks

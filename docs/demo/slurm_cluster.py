@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "slurm"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cluster import requirements
-from cluster.api import Cluster
-from cluster.plan import ClusterError
-from training import make_site
+from tests.slurm.cluster import requirements
+from tests.slurm.cluster.api import Cluster
+from tests.slurm.cluster.plan import ClusterError
+from tests.slurm.training import make_site
 
 __all__ = ["PACKAGES", "STATE_DIR", "Cluster", "ClusterError", "cluster_up", "missing"]
 

@@ -26,7 +26,6 @@ import pyarrow.ipc
 import pyarrow.parquet
 import torch
 import xxhash
-from seeds import build, members, structs_in
 
 from ckptless.daemon.agent.kvstore import parser as store_parser
 from ckptless.daemon.agent.kvstore import protocol as store_protocol
@@ -56,6 +55,8 @@ from ckptless.pytorch_hooks.data.arrow import Arrow
 from ckptless.pytorch_hooks.data.cache import Cache
 from ckptless.pytorch_hooks.data.sources import Json, JsonLines
 from ckptless.pytorch_hooks.state import catalog, codec, layout, record
+
+from .seeds import build, members, structs_in
 
 REPOSITORY = Path(__file__).parents[2]
 SCRATCH = Path(tempfile.mkdtemp(prefix="ckptless-fuzz-"))

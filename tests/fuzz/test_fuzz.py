@@ -10,7 +10,6 @@ import os
 import pkgutil
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,15 +18,13 @@ from random import Random
 import msgspec
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from mutate import mutate
-from seeds import build, members
-from targets import SCRATCH, Target, covered, data_files, edges, files, texts
-
 import ckptless.daemon
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.messages import Message
+
+from .mutate import mutate
+from .seeds import build, members
+from .targets import SCRATCH, Target, covered, data_files, edges, files, texts
 
 # Of all targets together; each has its part.
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))

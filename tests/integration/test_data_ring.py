@@ -3,7 +3,6 @@
 import fcntl
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from ring_world import DEADLINE_S, Agent, links, one_agent, producers, until
-
 from ckptless.daemon.protocol import ring as m
 from ckptless.daemon.protocol.errors import DataError, PeerError
 from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.pytorch_hooks.data.producer import Made, Produce
 from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
+
+from .ring_world import DEADLINE_S, Agent, links, one_agent, producers, until
 
 MANIFEST = "ab" * 16
 NUMBERS = 4096

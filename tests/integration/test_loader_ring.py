@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -14,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from ring_world import Agent, children, one_agent, producers, until
-
 from ckptless.daemon.protocol.errors import DataError, UsageError
 from ckptless.pytorch_hooks.data import MappedLoader
 from ckptless.pytorch_hooks.data.ring_reader import RingFeed
 from ckptless.pytorch_hooks.errors import GenerationEnded
+
+from .ring_world import Agent, children, one_agent, producers, until
 
 COUNT, BATCH, EPOCHS = 23, 4, 3
 BAD = 17

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from ring_world import Agent, one_agent, producers, until
-
 from ckptless.pytorch_hooks.data import MappedLoader
 from ckptless.pytorch_hooks.data.producer import STATE_LIMIT
 from ckptless.pytorch_hooks.data.ring_reader import RingFeed
+
+from .ring_world import Agent, one_agent, producers, until
 
 COUNT, EPOCHS = 23, 3
 

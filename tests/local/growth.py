@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localrun import RANKS, Job
+from .localrun import RANKS, Job
 
 POLL_S = 0.06
 Numbers = Mapping[str, int]

@@ -16,9 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from points import Point
+from points import Point  # type: ignore[import-not-found]  # run as a script, beside it
 
 from ckptless.daemon.agent import main
 from ckptless.daemon.agent.core.replication import Replication, ReReplication

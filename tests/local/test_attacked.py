@@ -12,7 +12,6 @@ import ipaddress
 import os
 import select
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,16 +20,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "edges"))
-
-import attackers as a
-from localrun import LISTEN, Job, fault, newest_loss, recovered, same_as_reference, toy, wait_until
-from test_attacks import Daemon
-from test_service import hello
-
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.transport import handshake
+from tests.unit.edges import attackers as a
+from tests.unit.edges.test_attacks import Daemon
+from tests.unit.edges.test_service import hello
+
+from .localrun import LISTEN, Job, fault, newest_loss, recovered, same_as_reference, toy, wait_until
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot act as other users"),

@@ -10,10 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import recovered, same_as_reference, toy
-from test_daemons import back, kill_daemon, kill_rank, newest, trains_on
+from .localrun import recovered, same_as_reference, toy
+from .test_daemons import back, kill_daemon, kill_rank, newest, trains_on
 
 STEP_S = 3600.0
 # Python runs it at its start, in whichever process it is.

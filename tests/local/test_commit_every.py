@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import FAULTY_DEADLINE_S, RANKS, Fault, fault, recovered, same_as_reference, toy
-
 from ckptless.daemon.ledger.merge import Snapshot
+
+from .localrun import FAULTY_DEADLINE_S, RANKS, Fault, fault, recovered, same_as_reference, toy
 
 # A run has several recoveries; the first test of a kind also makes the reference run.
 pytestmark = pytest.mark.timeout(400)

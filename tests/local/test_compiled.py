@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Job
+from .localrun import Job
 
 STEPS, KILL_STEP, NEVER = 12, 5, 99
 DEADLINE_S = 500.0

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Fault, Job, read_toy, same_as_reference, toy, wait_until
+from .localrun import Fault, Job, read_toy, same_as_reference, toy, wait_until
 
 DEADLINE_S = 60.0
 

@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
 from click.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import FAULTY_DEADLINE_S, Job
-
 from ckptless.daemon.ckptctl.main import ckptctl
+
+from .localrun import FAULTY_DEADLINE_S, Job
 
 SCRIPT = Path(__file__).parent / "data_job.py"
 STEPS, NODES, RANKS, COUNT = 30, 2, 4, 111

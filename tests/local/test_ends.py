@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import TOY, Job, read_toy, toy
+from .localrun import TOY, Job, read_toy, toy
 
 OFTEN = {"rank": 0, "where": "forward", "kind": "raise", "step": 3, "often": True}
 

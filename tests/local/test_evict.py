@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Job, read_toy, recovered, same_as_reference, toy, wait_until
+from .localrun import Job, read_toy, recovered, same_as_reference, toy, wait_until
 
 DEADLINE_S = 60.0
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import FAULTY_DEADLINE_S, RANKS, STEPS, Fault, Shape, check, fault, same_as_reference, toy
+from .localrun import FAULTY_DEADLINE_S, RANKS, STEPS, Fault, Shape, check, fault, same_as_reference, toy
 
 # A run has dozens of recoveries; the first test also makes the reference run.
 

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import RANKS, Job, read_toy, same_as_reference, toy, wait_until
-
 from ckptless.daemon.ckptlessd.state_dir import FORMAT_FILE, STATE_FORMAT
+
+from .localrun import RANKS, Job, read_toy, same_as_reference, toy, wait_until
 
 pytestmark = [
     pytest.mark.timeout(580),

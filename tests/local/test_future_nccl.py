@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Job
+from .localrun import Job
 
 HOOKED = pytest.mark.parametrize("how", [[], pytest.param(["hooked"], id="hooked")])
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import base64
 import os
 import stat
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import toy, wait_until
-
 from ckptless.daemon.transport.handshake import new_key
+
+from .localrun import toy, wait_until
 
 
 def spellings(key: bytes) -> set[bytes]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Fault, Job, fault, newest_loss, read_toy, reference, toy, wait_until
+from .localrun import Fault, Job, fault, newest_loss, read_toy, reference, toy, wait_until
 
 HERE = Path(__file__).parent
 STEPS = 120

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Job, read_toy, toy, wait_until
-
 from ckptless.daemon.agent.ranks.socket_folder import ROOT, SocketFolder
+
+from .localrun import Job, read_toy, toy, wait_until
 
 DEADLINE_S = 60.0
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import POLL_S, RANKS, STEPS, Job, recovered, same_as_reference, toy
+from .localrun import POLL_S, RANKS, STEPS, Job, recovered, same_as_reference, toy
 
 RECOVERIES = 30
 EARLY = 3

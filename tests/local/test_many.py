@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Job, read_toy, same_as_reference, toy, wait_until
-
 from ckptless.daemon.ckptlessd.membership.overlay import overlay
+
+from .localrun import Job, read_toy, same_as_reference, toy, wait_until
 
 DEADLINE_S = 90.0
 RANKS, SPARES = 6, 5

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from growth import Numbers, Watch, at_all, per_recovery
-from localrun import RANKS, Fault, fault, read_toy, recovered, toy
+from .growth import Numbers, Watch, at_all, per_recovery
+from .localrun import RANKS, Fault, fault, read_toy, recovered, toy
 
 RECOVERIES = 100
 # The first are left out; growth is that over so many.

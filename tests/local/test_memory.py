@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import RANKS, Job, toy, wait_until
-
 from ckptless.daemon.agent.versions.store import SLOTS
+
+from .localrun import RANKS, Job, toy, wait_until
 
 COPIES = 2
 # A shard of 69 MB: 96 parameters for each of the width, and two moments of each, on four ranks.

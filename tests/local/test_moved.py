@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import FAULTY_DEADLINE_S, RANKS, Fault, Job, Result, fault, read_toy
+from .localrun import FAULTY_DEADLINE_S, RANKS, Fault, Job, Result, fault, read_toy
 
 SCRIPT = Path(__file__).parent / "moved_script.py"
 STEPS = 50

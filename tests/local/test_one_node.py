@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import FAULTY_DEADLINE_S, HERE, Job, read_toy
+from .localrun import FAULTY_DEADLINE_S, HERE, Job, read_toy
 
 STEPS = 24
 # Either rank, at each place; the second and the third right after each other.

@@ -6,15 +6,12 @@ Real agents, killed from within (struck_agent.py), with their daemons and ranks.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import HERE, recovered, same_as_reference, toy
-from points import RECOVERY, Point
+from .localrun import HERE, recovered, same_as_reference, toy
+from .points import RECOVERY, Point
 
 pytestmark = pytest.mark.timeout(400)
 

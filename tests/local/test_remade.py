@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from ckptless.daemon.replication.protection import protection
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import RANKS, Fault, Job, fault, newest_loss, recovered, same_as_reference, toy, wait_until
+from .localrun import RANKS, Fault, Job, fault, newest_loss, recovered, same_as_reference, toy, wait_until
 
 STEPS = 40
 LOST_AFTER = 12

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import RANKS, Job, toy, wait_until
-
 from ckptless.daemon.ckptctl.main import ckptctl
+
+from .localrun import RANKS, Job, toy, wait_until
 
 DEADLINE_S = 100.0
 LOST = 2

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Job, newest_loss, read_toy, reference, toy, wait_until
-
 from ckptless.daemon.protocol import saved
+
+from .localrun import Job, newest_loss, read_toy, reference, toy, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import RANKS, Fault, Shape, check, fault
+from .localrun import RANKS, Fault, Shape, check, fault
 
 # A run has up to twenty recoveries; the first test of a kind also makes the reference run.
 pytestmark = pytest.mark.timeout(600)

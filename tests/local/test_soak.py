@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import read_toy, toy, wait_until
+from .localrun import read_toy, toy, wait_until
 
 SOAK_S = float(os.environ.get("CKPTLESS_SOAK_S", "1800"))
 BUSY_PER_CORE = 2

@@ -6,18 +6,15 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import STEPS, Job, check, fault, newest_loss, read_toy, same_as_reference, toy, wait_until
-
 from ckptless.daemon.protocol.outcome import outcome_path
+
+from .localrun import STEPS, Job, check, fault, newest_loss, read_toy, same_as_reference, toy, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 

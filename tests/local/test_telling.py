@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Job, fault, recovered, toy, wait_until
+from .localrun import Job, fault, recovered, toy, wait_until
 
 DEADLINE_S = 120.0
 

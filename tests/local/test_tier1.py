@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import TOY, Job, read_toy
+from .localrun import TOY, Job, read_toy
 
 SCRIPT = Path(__file__).with_name("tier1_script.py")
 ROOTLESS = {"CKPTLESS_ROOTLESS": "1"}

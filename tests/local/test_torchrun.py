@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import RANKS, STEPS, TOY, Job, read_toy, reference
+from .localrun import RANKS, STEPS, TOY, Job, read_toy, reference
 
 DEADLINE_S = 120.0
 SCRIPT = Path(__file__).with_name("env_script.py")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import FAULTY_DEADLINE_S, Fault, fault, read_toy, recovered, reference, toy
-
 from ckptless.daemon.ledger.merge import Snapshot
+
+from .localrun import FAULTY_DEADLINE_S, Fault, fault, read_toy, recovered, reference, toy
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from localrun import Fault, recovered, same_as_reference, toy
-
 from ckptless.daemon.ledger.merge import Snapshot
+
+from .localrun import Fault, recovered, same_as_reference, toy
 
 STEPS = 60
 DEADLINE_S = 200.0

@@ -21,16 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rot import rot  # type: ignore[import-not-found]  # run as a script, beside it
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptless
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from rot import rot
 
 WHERE = (
     *("import", "enter", "build", "restore", "recovered", "forward", "backward", "update", "commit"),

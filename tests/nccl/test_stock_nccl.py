@@ -10,12 +10,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit/daemon"))
-
-from nccl_wheels import RECORDED, library
-from store_client import Client  # type: ignore[import-not-found]
-
 from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.agent.nccl import wire as nccl_wire
 from ckptless.daemon.agent.nccl.blocks import block
@@ -25,6 +19,9 @@ from ckptless.daemon.agent.nccl.service import NcclService
 from ckptless.daemon.agent.nccl.wire import Address
 from ckptless.daemon.agent.ranks import environment
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Place
+from tests.unit.daemon.store_client import Client
+
+from .nccl_wheels import RECORDED, library
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -1,9 +1,7 @@
 """Many clients on several nodes see what they could have seen of one server, whatever comes when."""
 
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from ckptless.daemon.agent.kvstore.protocol import Request
 from ckptless.daemon.agent.kvstore.proxy import Cancel, Done, Proxy, _Waiter, nothing
 from ckptless.daemon.agent.kvstore.wire import Drop, Dropped, FromHome, ToHome
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from store_world import World, is_linear
+from .store_world import World, is_linear
 
 KEYS = (b"a", b"b", b"default_pg/0//cpu//0/1")
 VALUES = (b"1", b"2", b"x")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import click
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training import Training, make_site
+from .training import Training, make_site
 
 
 def first_step_s(job: Training, generation: int) -> float:

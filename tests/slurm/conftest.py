@@ -7,22 +7,18 @@ as in the gate, they fail instead. With CKPTLESS_SLURM_ROOTFS=DIR the Slurm is t
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster import requirements
-from cluster.api import Cluster
-from cluster.plan import Plan
-from cluster.prepare import Files
-from training import make_site
+from .cluster import requirements
+from .cluster.api import Cluster
+from .cluster.plan import Plan
+from .cluster.prepare import Files
+from .training import make_site
 
 NODES = 5
 ROOTFS = os.environ.get("CKPTLESS_SLURM_ROOTFS", "")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from cluster import requirements
-from cluster.api import Cluster
+
+from .cluster import requirements
+from .cluster.api import Cluster
 
 SLURM_EXT = Path(__file__).parents[2] / "slurm_ext"
 PLUGIN = "/etc/slurm/ckptless_spank.so"

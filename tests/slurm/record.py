@@ -15,13 +15,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster import requirements
-from cluster.api import Cluster
-from cluster.plan import Plan
-
 from ckptless.daemon.slurm.text import JobFormat
+
+from .cluster import requirements
+from .cluster.api import Cluster
+from .cluster.plan import Plan
 
 # Of a recording everybody knows it; in use it is a new one each time.
 SECRET = "separator_of_recordings"

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import click
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster import requirements
-from cluster.plan import ClusterError
-from training import ROOT, make_site
+from .cluster import requirements
+from .cluster.plan import ClusterError
+from .training import ROOT, make_site
 
 WELCOME = """
 {nodes} nodes with Slurm, MUNGE, ckptlessd and the SPANK plugin; you are `tester` on the controller. Try

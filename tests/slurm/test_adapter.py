@@ -22,12 +22,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster import requirements
-from cluster.api import Cluster
-from cluster.plan import Plan, Share
-
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.slurm.adapter import Job
@@ -41,6 +35,10 @@ from ckptless.daemon.slurm.errors import (
 )
 from ckptless.daemon.slurm.pyslurm_backend import Pyslurm
 from ckptless.daemon.slurm.select import select
+
+from .cluster import requirements
+from .cluster.api import Cluster
+from .cluster.plan import Plan, Share
 
 ROOTFS = os.environ.get("CKPTLESS_SLURM_ROOTFS", "")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -426,8 +424,9 @@ class Inside:
         self._python = "python3" if ROOTFS else sys.executable
 
     def run(self, backend: str, name: str) -> str:
-        env = {"PYTHONPATH": f"{REPOSITORY}/src", "PYTHONDONTWRITEBYTECODE": "1"}
-        return self.cluster.run("ctl", self._python, __file__, backend, name, env=env, timeout_s=90).stdout
+        env = {"PYTHONPATH": f"{REPOSITORY}/src:{REPOSITORY}", "PYTHONDONTWRITEBYTECODE": "1"}
+        words = (self._python, "-m", __name__, backend, name)
+        return self.cluster.run("ctl", *words, env=env, timeout_s=90).stdout
 
     def has_pyslurm(self) -> bool:
         find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('pyslurm') is None)"

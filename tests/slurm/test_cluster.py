@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster.api import Cluster
-from cluster.plan import ClusterError, Plan, Service, Share
-from cluster.supervise import RESTART_PAUSE_S
+from .cluster.api import Cluster
+from .cluster.plan import ClusterError, Plan, Service, Share
+from .cluster.supervise import RESTART_PAUSE_S
 
 if TYPE_CHECKING:
-    from conftest import MakeCluster
+    from .conftest import MakeCluster
 
 CLI = [sys.executable, str(Path(__file__).parent / "cluster")]
 DEADLINE_S = 20.0

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster.api import Cluster
-from conftest import require_slurm
-from training import DEADLINE_S, USER, Training, make_site
-
 from ckptless.daemon.ckptlessd.recovery.losses import DARK_FOR_GOOD_S
+
+from .cluster.api import Cluster
+from .conftest import require_slurm
+from .training import DEADLINE_S, USER, Training, make_site
 
 NODES = 6
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster.api import Cluster
-from miniconf import puts_in_front
-from training import USER, Training
+from .cluster.api import Cluster
+from .miniconf import puts_in_front
+from .training import USER, Training
 
 NODES = 3
 

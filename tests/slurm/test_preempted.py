@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
-
-from cluster.api import Cluster
-from conftest import require_slurm
-from training import USER, Training, kept, make_site
+from .cluster.api import Cluster
+from .conftest import require_slurm
+from .training import USER, Training, kept, make_site
 
 NODES = 2
 GRACE_S = 12

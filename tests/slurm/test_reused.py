@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster.api import Cluster
-from conftest import require_slurm
-from training import STEPS, Training, make_site
+from .cluster.api import Cluster
+from .conftest import require_slurm
+from .training import STEPS, Training, make_site
 
 NUMBER = 10
 # slurmctld forgets a job so soon after its end.

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
-
-from cluster.api import Cluster
-from localrun import reference
-from training import STEPS, USER, Training
-
 from ckptless.daemon.protocol import saved
+from tests.local.localrun import reference
+
+from .cluster.api import Cluster
+from .training import STEPS, USER, Training
 
 NODES = 5
 

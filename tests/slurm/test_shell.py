@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import shell
-from cluster.plan import Plan
+from . import shell
+from .cluster.plan import Plan
 
 
 @pytest.mark.parametrize("nodes", [3, 5, 20])

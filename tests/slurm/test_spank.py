@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster import requirements
-from cluster.api import Cluster
-from cluster.plan import Plan
-from miniconf import (
+from .cluster import requirements
+from .cluster.api import Cluster
+from .cluster.plan import Plan
+from .miniconf import (
     LAUNCHER,
     LAUNCHER_SCRIPT,
     LOADED,
@@ -38,7 +35,7 @@ from miniconf import (
 )
 
 if TYPE_CHECKING:
-    from conftest import MakeCluster
+    from .conftest import MakeCluster
 
 COMMANDS = ("sbatch", "salloc", "srun")
 PREFIXES = [("sbatch", "SBATCH"), ("salloc", "SALLOC"), ("srun", "SLURM")]

@@ -8,14 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster.api import Cluster
-from training import USER
+from .cluster.api import Cluster
+from .training import USER
 
 STARTS = 50
 NODES = 3

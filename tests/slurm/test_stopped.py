@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster.api import Cluster
-from training import USER, Training
-
 from ckptless.daemon.protocol.records import FaultRecord
+
+from .cluster.api import Cluster
+from .training import USER, Training
 
 NODES = 5
 # With the site's max_stall of 60 s an agent that is silent for 6 s is ended, and a rank for 3 s.

@@ -12,18 +12,15 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster.api import Cluster
-from cluster.plan import Plan
-
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.commands import Commands
 
-ASK = Path(__file__).name
-FOLDER = Path(__file__).resolve().parent
+from .cluster.api import Cluster
+from .cluster.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
 USER = "tester"
 
 
@@ -37,7 +34,7 @@ async def word(run: str, theirs: str, ours: str) -> bool:
 
 
 def ask(site: Cluster, run: str, theirs: str, ours: str) -> bool:
-    done = site.run(ours.split()[0], sys.executable, str(FOLDER / ASK), run, theirs, ours)
+    done = site.run(ours.split()[0], sys.executable, "-m", __name__, run, theirs, ours, cwd=str(ROOT))
     return done.stdout.strip() == "True"
 
 
@@ -49,7 +46,7 @@ def states(site: Cluster, names: str) -> str:
 
 @pytest.fixture(scope="module", params=["1", "2"], ids=["ReturnToService=1", "ReturnToService=2"])
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    from conftest import ROOTFS, require_slurm  # what a node asks with has no pytest of these
+    from .conftest import ROOTFS, require_slurm  # what a node asks with has no pytest of these
 
     require_slurm()
     # slurmctld asks all nodes each two seconds, and those that answer are up again.

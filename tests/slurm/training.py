@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "local"))
-
-import miniconf
-from cluster.api import Cluster
-from cluster.plan import Plan, Service
-from localrun import TOY, Fault, Result, read_toy, reference
-
 from ckptless.daemon.ledger.merge import Snapshot, read_all
+from tests.local.localrun import TOY, Fault, Result, read_toy, reference
+
+from . import miniconf
+from .cluster.api import Cluster
+from .cluster.plan import Plan, Service
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.prefix) / "bin"

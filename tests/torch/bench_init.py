@@ -1,6 +1,6 @@
 """How long `init_process_group("gloo")` and a first all_reduce take, from a cold start in any order.
 
-    python tests/torch/bench_init.py --ranks 32 --rounds 5
+    python -m tests.torch.bench_init --ranks 32 --rounds 5
 
 Side by side: torch's default (rank 0 has the TCPStore), a TCPStore that runs before any rank does, and the
 agents' stores with the environment that agents give to ranks. In every round all of them have the same random
@@ -34,14 +34,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit/daemon"))
-
-from facades import HOST, Facade  # type: ignore[import-not-found]
-
 from ckptless.daemon.agent.kvstore.guard import StoreGuard
 from ckptless.daemon.agent.ranks.environment import GLOO
 from ckptless.daemon.agent.ranks.prctl import set_pdeathsig
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Place
+from tests.unit.daemon.facades import HOST, Facade
+
+ROOT = Path(__file__).resolve().parents[2]
 
 DEADLINE_S = 120.0
 SHARED = "TORCHELASTIC_USE_AGENT_STORE"
@@ -109,8 +108,8 @@ class Server:
     """A process of this file that serves; in `with`."""
 
     def __init__(self, *words: object) -> None:
-        command = [sys.executable, __file__, *map(str, words)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = [sys.executable, "-m", "tests.torch.bench_init", *map(str, words)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
 
     def hear(self) -> Any:
         """The next line that it says. Raises TimeoutError."""

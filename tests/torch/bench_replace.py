@@ -14,14 +14,10 @@ of it takes, in the first generation and in the next one.
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from bench_store import PER_NODE, Clients, Stores
-from store_requests import PREFIX
+from .bench_store import PER_NODE, Clients, Stores
+from .store_requests import PREFIX
 
 # It has neighbours in the ring of ranks.
 LOST = 2

@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "daemon"))
+from .store_requests import PREFIX, steps
 
-from store_requests import PREFIX, steps
+ROOT = Path(__file__).resolve().parents[2]
 
 PER_NODE = 8
 PROCESSES = 2
@@ -120,10 +119,10 @@ async def servers(argv: Sequence[str]) -> None:
     Lines of it: all nodes' infos; then {"ranks": nodes with ranks, "nodes": those that can be used} for the
     next generation, which must be ready by then; "counts"; "end NODE".
     """
-    from facades import Facade  # type: ignore[import-not-found]
     from msgspec import to_builtins
 
     from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Place
+    from tests.unit.daemon.facades import Facade
 
     lo, hi, per_node = map(int, argv)
     mine = {number: Facade(number, 30.0) for number in range(lo, hi)}
@@ -192,7 +191,8 @@ class Child:
 
     def __init__(self, role: str, *args: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--role", role, *args],
+            [sys.executable, "-m", "tests.torch.bench_store", "--role", role, *args],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from world import Place
 
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
@@ -29,6 +28,8 @@ from ckptless.pytorch_hooks.process_groups.older.group import Group
 from ckptless.pytorch_hooks.process_groups.stock import Within
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private.ddp import renew, settle_buckets, settled_layout
+
+from .world import Place
 
 HOST = "127.0.0.1"
 

@@ -14,20 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stub_agent import HOST, Agent
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from world import Place
 
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running.training import Run
 from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
+
+from .stub_agent import HOST, Agent
+from .world import Place
 
 VICTIM = 1
 MICRO = 2

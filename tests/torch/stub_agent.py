@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
-from world import Place
-
 from ckptless.daemon.protocol import messages as m
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.versions import SLOTS
+
+from .world import Place
 
 HOST = "127.0.0.1"
 REGION = 1

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from world import run
-
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+
+from .world import run
 
 KINDS = ["plain", "view", "frozen", "batchnorm", "static", "unused", "no_sync"]
 

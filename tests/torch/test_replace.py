@@ -1,12 +1,7 @@
 """What a recovery asks of a node does not grow with the job, and what it asks of the home grows by nodes."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from bench_replace import WAYS, replaced
-from bench_store import PER_NODE
+from .bench_replace import WAYS, replaced
+from .bench_store import PER_NODE
 
 
 def test_a_survivor_is_asked_no_more_in_a_larger_job() -> None:

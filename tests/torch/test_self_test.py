@@ -15,14 +15,13 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import planted
-
 from ckptless.pytorch_hooks import process_groups
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import ddp as torch_ddp
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
 from ckptless.pytorch_hooks.torch_private import names as torch_names
+
+from . import planted
 
 NAMES = planted.names()
 # One of each list; the others take a second or more each.

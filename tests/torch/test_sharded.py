@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from world import run
+from .world import run
 
 # Two micro-batches, 0 and 1, are a step. A work that cannot end is pending; a step is torn when the optimizer
 # has moved the parameters and nothing is committed.

@@ -1,12 +1,6 @@
-"""`python tests/slurm/cluster`, or `python -m cluster` beside it."""
+"""`python -m tests.slurm.cluster`."""
 
-import sys
-from pathlib import Path
-
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from cluster.cli import main
+from .cli import main
 
 if __name__ == "__main__":
     main()

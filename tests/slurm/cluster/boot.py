@@ -30,8 +30,10 @@ MACHINE = kernel.NEW_MOUNT | kernel.NEW_UTS | kernel.NEW_IPC | kernel.NEW_NET | 
 
 def command(layout: Layout, machines: list[str]) -> list[str]:
     """The command that boots them; it needs nothing of a virtual environment."""
-    package = Path(__file__).resolve().parent
-    start = f"import sys; sys.path.insert(0, {str(package.parent)!r}); from cluster import boot; boot.main()"
+    root = Path(__file__).resolve().parents[3]
+    start = (
+        f"import sys; sys.path.insert(0, {str(root)!r}); from tests.slurm.cluster import boot; boot.main()"
+    )
     return [sys.executable, "-I", "-S", "-c", start, str(layout.base), *machines]
 
 

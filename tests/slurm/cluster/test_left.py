@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster import boot, kernel
-from cluster.api import Cluster
-from cluster.machine import Machine
-from cluster.plan import SWITCH, ClusterError, Layout, Plan, Service
+from . import boot, kernel
+from .api import Cluster
+from .machine import Machine
+from .plan import SWITCH, ClusterError, Layout, Plan, Service
 
 if TYPE_CHECKING:
-    from conftest import MakeCluster
+    from tests.slurm.conftest import MakeCluster
 
-CLI = [sys.executable, str(Path(__file__).parent)]
+ROOT = Path(__file__).resolve().parents[3]
+CLI = [sys.executable, "-m", "tests.slurm.cluster"]
 DEADLINE_S = 20.0
 
 
@@ -105,7 +106,7 @@ def test_up_that_is_killed_midway_can_be_repeated(
 ) -> None:
     base = tmp_path / "cluster"
     command = [*CLI, "--dir", str(base), "up", "--nodes", "3"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     time.sleep(after_s)  # the moment is what the test is about; any will do
     process.kill()
     process.wait()
@@ -125,7 +126,7 @@ def test_up_that_is_killed_midway_can_be_repeated(
 def test_up_that_is_killed_midway_can_be_taken_down(make_cluster: MakeCluster, tmp_path: Path) -> None:
     base = tmp_path / "cluster"
     process = subprocess.Popen(
-        [*CLI, "--dir", str(base), "up"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*CLI, "--dir", str(base), "up"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
     )
     eventually(lambda: boot.living(Layout(base), "ctl"))
     process.kill()

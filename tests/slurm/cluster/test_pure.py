@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import files, nodes, requirements
-from cluster.control import ask
-from cluster.plan import ClusterError, Plan, Service, Share
-from cluster.supervise import RESTART_PAUSE_S, Supervisor
+from . import files, nodes, requirements
+from .control import ask
+from .plan import ClusterError, Plan, Service, Share
+from .supervise import RESTART_PAUSE_S, Supervisor
 
 SERVICE = Service(name="echo-d", argv=("echo", "{node}"), user="tester", env={"WORD": "on-{node}"})
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lease_nodes import STEP, Heard, Node
-
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol import messages as m
+
+from .lease_nodes import STEP, Heard, Node
 
 NODES = 4
 RAISED = m.Cause(kind="raised", text="ValueError: x")

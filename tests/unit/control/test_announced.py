@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import LIMITS, STEP, Heard, Node, first_generation, trains
-from recovering import NODES, Job
-
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import FaultRecord
+
+from .lease_nodes import LIMITS, STEP, Heard, Node, first_generation, trains
+from .recovering import NODES, Job
 
 EARLY = f"rank 1 has returned from the training function after step {STEP}, while rank 0 still trains"
 

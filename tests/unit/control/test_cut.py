@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import PHASES, RecoveryRecord
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import STEP, Heard, Node
+from .lease_nodes import STEP, Heard, Node
 
 NODES = 3
 RAISED = m.Cause(kind="raised", text="ValueError: x")

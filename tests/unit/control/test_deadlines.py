@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -24,10 +22,8 @@ from ckptless.daemon.protocol.records import (
 )
 from ckptless.daemon.replication.protection import FEW_NODES
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import LIMITS, STEP, Heard, Node, info, lost_by
-from recovering import HELD, NODES, Job, kills, kinds
+from .lease_nodes import LIMITS, STEP, Heard, Node, info, lost_by
+from .recovering import HELD, NODES, Job, kills, kinds
 
 R = TypeVar("R", bound=Record)
 LEAVE_S, STALL_S = LIMITS.leave_s, LIMITS.stall_s

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 
@@ -18,9 +15,7 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import Accepted, Ballot, Canvass, Decided, Decree, Prepare
 from ckptless.daemon.protocol.records import EventRecord
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import LEASE_S, START_S, Heard, Node, agreed, first_generation, hello, lost_by
+from .lease_nodes import LEASE_S, START_S, Heard, Node, agreed, first_generation, hello, lost_by
 
 NODES = 5
 TICK_S = 0.0625

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,9 +24,7 @@ from ckptless.daemon.protocol.eviction import Evict, EvictionSource
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
 from ckptless.daemon.settings.config import Peer
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import Node, first_generation, hello, info, job_spec, lost_by
+from .lease_nodes import Node, first_generation, hello, info, job_spec, lost_by
 
 NODES = 5  # the last one is the spare
 OWNER = 1001

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 
@@ -15,9 +12,7 @@ from ckptless.daemon.protocol.peers.agreement import Decided
 from ckptless.daemon.protocol.records import HoldingRecord
 from ckptless.daemon.replication.protection import FEW_NODES
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import Heard, Node, agreed, first_generation, trains
+from .lease_nodes import Heard, Node, agreed, first_generation, trains
 
 FEW = 3
 MANY = FEW_NODES + 1

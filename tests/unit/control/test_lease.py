@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -21,9 +19,7 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import Decided, Decree
 from ckptless.daemon.protocol.records import FaultSource
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import LEASE_S, LIMITS, Heard, Node, agreed, first_generation, hello, lost_by, meet, trains
+from .lease_nodes import LEASE_S, LIMITS, Heard, Node, agreed, first_generation, hello, lost_by, meet, trains
 
 NODES = 5
 LONG_S = 4 * LEASE_S

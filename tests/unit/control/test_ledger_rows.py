@@ -1,11 +1,5 @@
 """What daemons write of a job: of each slot, whoever knows best is believed; with its end no node is lost."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import Node
 from msgspec import structs
 
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
@@ -14,6 +8,8 @@ from ckptless.daemon.ckptlessd.recovery import ledger_rows
 from ckptless.daemon.ledger.merge import merge
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import NodeRecord, Record, SlotRecord
+
+from .lease_nodes import Node
 
 SPEC = m.JobSpec(
     job="j",

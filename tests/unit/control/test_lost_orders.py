@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol import messages as m
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import Node, first_generation, trains
+from .lease_nodes import Node, first_generation, trains
 
 NODES = 4
 

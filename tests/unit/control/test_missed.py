@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 
@@ -12,9 +9,7 @@ from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import Ballot, Decree, Durable
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import Heard, Node, first_generation, hello, lost_by, trains
+from .lease_nodes import Heard, Node, first_generation, hello, lost_by, trains
 
 NODES = 3
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +23,7 @@ from ckptless.daemon.protocol.peers.agreement import (
     Support,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import (
+from .lease_nodes import (
     LEASE_S,
     LIMITS,
     Heard,

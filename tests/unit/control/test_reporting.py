@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -20,9 +18,7 @@ from ckptless.daemon.protocol.peers.agreement import Decided, Decree
 from ckptless.daemon.protocol.records import EventRecord, HoldingRecord, NodeRecord
 from ckptless.daemon.replication.protection import FEW_NODES
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import START_S, STEP, Heard, Node, agreed, first_generation, hello, info, lost_by, trains
+from .lease_nodes import START_S, STEP, Heard, Node, agreed, first_generation, hello, info, lost_by, trains
 
 NODES = 3
 MANY = 2 * FEW_NODES

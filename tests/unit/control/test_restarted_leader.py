@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
 from ckptless.daemon.protocol import messages as m
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import Node
+from .lease_nodes import Node
 
 NODES = 4
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 
@@ -16,10 +13,8 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import Decided, Decree
 from ckptless.daemon.protocol.records import EventRecord
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import LIMITS, STEP, Heard, Node, first_generation, hello, lost_by, trains
-from recovering import NODES, Job, kills, kinds
+from .lease_nodes import LIMITS, STEP, Heard, Node, first_generation, hello, lost_by, trains
+from .recovering import NODES, Job, kills, kinds
 
 LEAVE_S = LIMITS.leave_s
 # --------------------------------------------------------------------------------------- from fault on

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from msgspec.structs import replace
-from test_remaking import STEP, assignment
 
 from ckptless.daemon.replication import re_replication as remaking
 from ckptless.daemon.replication.protection import Item
 from ckptless.daemon.replication.re_replication import Holders, Watermark, surplus
+
+from .test_remaking import STEP, assignment
 
 KEEP = 3
 RANKS, SPARES = 3, 3

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol import messages as m
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import LIMITS, Node
+from .lease_nodes import LIMITS, Node
 
 TICK_S = 1.0
 SEEN_EVERY_S = 4.0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,9 +17,7 @@ from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.peers.agreement import Accepted
 from ckptless.daemon.replication.failure_domains import by_members, check_name, domain_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lease_nodes import Node
+from .lease_nodes import Node
 
 RACKS = st.lists(st.sampled_from(("a", "b", "c", "d", "")), min_size=1, max_size=30).map(tuple)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from ckptless.daemon.ckptlessd.consensus import agreement as a
@@ -25,9 +22,7 @@ from ckptless.daemon.protocol.peers.agreement import (
     Vote,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lone_voter import HIGHER, MINE, OTHER, VOTERS, Daemon, decree, fresh
+from .lone_voter import HIGHER, MINE, OTHER, VOTERS, Daemon, decree, fresh
 
 # ------------------------------------------------------------------------------------- being elected
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from vaults import Node, Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions.deltas import Run, missing, spans_of, unchanged
 from ckptless.daemon.agent.versions.store import Version
@@ -23,6 +17,8 @@ from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.protocol.peers.messages import MOST_RUNS
 from ckptless.daemon.transport.bulk import Pace
 from ckptless.daemon.transport.link import Link
+
+from .vaults import Node, Nodes, payload_of, until
 
 PAGE = version.PAGE_NBYTES
 CHUNKS = 12

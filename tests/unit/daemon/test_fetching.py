@@ -5,16 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from vaults import Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions import shares
 from ckptless.daemon.agent.versions.serving import Serving
@@ -22,6 +16,8 @@ from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import PeerError
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bulk import LOW_WATER_NBYTES, Pump
+
+from .vaults import Nodes, payload_of, until
 
 STEP, PAGE = 7, version.PAGE_NBYTES
 NBYTES = 40 * PAGE + 77

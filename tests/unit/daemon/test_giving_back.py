@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from vaults import Node, Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions.replicas import put_record
 from ckptless.daemon.protocol import version
 from ckptless.daemon.replication.protection import Item
+
+from .vaults import Node, Nodes, payload_of, until
 
 STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
 RANKS = 4

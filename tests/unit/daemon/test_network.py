@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from vaults import Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions.connections import Network
 from ckptless.daemon.agent.versions.store import Version
 from ckptless.daemon.transport.bulk import CHUNK_S
+
+from .vaults import Nodes, payload_of, until
 
 STEP, NBYTES = 7, 4_000_000
 # Beside what may go at once, 50 ms' worth: clocks.

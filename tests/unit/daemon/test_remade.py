@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from vaults import DEADLINE_S, Node, Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions.store import Version
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError
 from ckptless.daemon.protocol.peers import messages as p
+
+from .vaults import DEADLINE_S, Node, Nodes, payload_of, until
 
 STEP, NBYTES = 7, 5 * version.PAGE_NBYTES + 100
 RANKS = 4

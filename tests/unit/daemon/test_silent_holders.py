@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from vaults import DEADLINE_S, HOST, JOB, Nodes, payload_of, until
 
 from ckptless.daemon.agent.versions import connections, serving
 from ckptless.daemon.agent.versions.connections import Peer
@@ -23,6 +17,8 @@ from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, serve
+
+from .vaults import DEADLINE_S, HOST, JOB, Nodes, payload_of, until
 
 STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
 # Of the tests' own; what is shipped is in seconds.

@@ -2,18 +2,11 @@
 
 import asyncio
 import random
-import sys
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from facades import KEY, Facade, Facades
-from store_client import Client
 
 from ckptless.daemon.agent.kvstore import connection, protocol, wire
 from ckptless.daemon.agent.kvstore.connection import Peer
@@ -22,6 +15,9 @@ from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link
 from ckptless.daemon.transport.listener import Listener
+
+from .facades import KEY, Facade, Facades
+from .store_client import Client
 
 # The home of generation 1 where there are three nodes with ranks; that of 2 is node 2, and that of 3 node 0.
 HOME = 1

@@ -7,14 +7,12 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from attackers import ATTACKER, VICTIM
-from test_service import FakeCluster, Site
-
 from ckptless.daemon.ckptlessd import unix_server
 from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol.errors import PeerError
+
+from .attackers import ATTACKER, VICTIM
+from .test_service import FakeCluster, Site
 
 
 class Cluster(FakeCluster):

@@ -12,10 +12,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_service import Site, hello
-
 from ckptless.daemon.agent.kvstore.guard import StoreGuard
 from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.agent.nccl.server import NcclServer
@@ -26,6 +22,8 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.model import NO_RUN
 from ckptless.daemon.protocol.version import Origin
 from ckptless.daemon.transport.credentials import KeyCredentials
+
+from .test_service import Site, hello
 
 HOST, KEY, JOB = "127.0.0.1", b"k" * 32, "4711"
 # What a connection to the daemon is for; here to the agent, too.

@@ -16,15 +16,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import attacked
-import attackers as a
-from test_service import hello
-
 from ckptless.daemon.ckptlessd.admission import CONNECTIONS_PER_UID, MOST_CONNECTIONS
 from ckptless.daemon.ckptlessd.service import RUNS_PER_JOB
 from ckptless.daemon.protocol import messages as m
+
+from . import attacked
+from . import attackers as a
+from .test_service import hello
+
+ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot act as other users")
 
@@ -41,7 +41,10 @@ class Daemon:
         self.folder, self.address = folder, str(folder / "run" / "d.sock")
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, attacked.__file__, str(folder), *words], stdin=subprocess.PIPE, stderr=log
+                [sys.executable, "-m", attacked.__name__, str(folder), *words],
+                stdin=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
             )
         self._children: list[int] = []
         limit = time.monotonic() + 60

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -22,15 +21,12 @@ from ckptless.daemon.ckptlessd.session import is_as_new
 from ckptless.daemon.ledger.aside import MOST_KEPT
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import MOST_SET_ASIDE, LedgerWriter
+from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import LedgerError
 from ckptless.daemon.protocol.peers.agreement import Ballot, Decree, Durable, Vote
 from ckptless.daemon.protocol.records import EventRecord
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_service import Client, Site, hello
-
-from ckptless.daemon.protocol import messages as m
+from .test_service import Client, Site, hello
 
 DEADLINE_S = 60.0
 JOB = "4711"

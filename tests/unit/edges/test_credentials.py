@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,9 +24,7 @@ from ckptless.daemon.transport.handshake import GREETING_LIMIT, Answer, Opening,
 from ckptless.daemon.transport.link import Link
 from ckptless.daemon.transport.munge import CredentialError, CredentialKind
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_munge import Cell, FakeMunge
+from .fake_munge import Cell, FakeMunge
 
 JOB = "4711"
 KEY = b"k" * 32

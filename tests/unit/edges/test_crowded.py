@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_service import DEADLINE_S, Client, Site, hello, until
 
 from ckptless.daemon.ckptlessd import admission, unix_server
 from ckptless.daemon.ckptlessd.admission import Admission
@@ -24,6 +19,8 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder
 from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
 from ckptless.daemon.protocol.saving import Save
+
+from .test_service import DEADLINE_S, Client, Site, hello, until
 
 ROOT, OWNER = 0, 1001
 WANTED, MOST = 4, 8

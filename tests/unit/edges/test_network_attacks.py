@@ -21,12 +21,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import attacked_ports
-import attackers as a
-from attacked_ports import HOST, KEY, LINK
-
 from ckptless.daemon.agent.kvstore.protocol import MAGIC
 from ckptless.daemon.agent.nccl.ids import NcclIds
 from ckptless.daemon.agent.nccl.wire import (
@@ -41,6 +35,12 @@ from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport import handshake
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, Route
+
+from . import attacked_ports
+from . import attackers as a
+from .attacked_ports import HOST, KEY, LINK
+
+ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot act as other users")
 
@@ -63,7 +63,10 @@ class Site:
         self.folder = folder
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, attacked_ports.__file__, str(folder)], stdin=subprocess.PIPE, stderr=log
+                [sys.executable, "-m", attacked_ports.__name__, str(folder)],
+                stdin=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
             )
         limit = time.monotonic() + 120
         while not (folder / "ports.json").exists():

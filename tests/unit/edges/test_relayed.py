@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Coroutine
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -30,9 +28,7 @@ from ckptless.daemon.settings.config import Peer
 from ckptless.daemon.transport.credentials import Credentials, KeyCredentials, MungeCredentials
 from ckptless.daemon.transport.link import Link, serve
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_munge import Cell, FakeMunge
+from .fake_munge import Cell, FakeMunge
 
 HOST, JOB, KEY = "127.0.0.1", "4711", b"k" * 32
 DEADLINE_S = 30.0

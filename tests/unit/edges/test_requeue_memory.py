@@ -9,7 +9,6 @@ import json
 import os
 import random
 import socket
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,10 +16,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_service import DEADLINE_S, Site, hello
 
 from ckptless.daemon.agent.versions.requeue_memory import RequeueMemory
 from ckptless.daemon.agent.versions.store import (
@@ -39,6 +34,8 @@ from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.fdsocket import FdSocket
 from ckptless.daemon.settings.agent_config import AgentConfig
 from ckptless.daemon.settings.config import KeepConfig
+
+from .test_service import DEADLINE_S, Site, hello
 
 RUN, NEXT = "4711", "4711.1"
 NBYTES = 20_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
@@ -25,9 +24,7 @@ from ckptless.daemon.protocol.records import EventRecord, JobRecord, JobState
 from ckptless.daemon.settings.config import Peer
 from ckptless.daemon.transport.credentials import KeyCredentials
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_service import CANCEL, DEADLINE_S, STATE, Site, hello, until
+from .test_service import CANCEL, DEADLINE_S, STATE, Site, hello, until
 
 A, B = "a" * 32, "b" * 32
 Life = Callable[[Site], Awaitable[None]]

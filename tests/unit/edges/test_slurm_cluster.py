@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ipaddress
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -38,9 +37,7 @@ from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_slurm import ADDRESS, NAMES, OWNER, FakeRuntime, FakeSlurm, hello, job
+from .fake_slurm import ADDRESS, NAMES, OWNER, FakeRuntime, FakeSlurm, hello, job
 
 PORT = 6821
 LOOK_UP = module._look_up

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +17,14 @@ from ckptless.daemon.ckptlessd.recovery.events import Said
 from ckptless.daemon.ckptlessd.session import is_as_new
 from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
 from ckptless.daemon.ledger.store import Ledger
+from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import LedgerError
 from ckptless.daemon.protocol.peers.agreement import Ballot, Decided, Decree, Durable, Vote
 from ckptless.daemon.slurm.adapter import Node
 from ckptless.daemon.slurm.cached import Reading
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_slurm import FakeRuntime, FakeSlurm, job
-from test_service import Site, hello
-
-from ckptless.daemon.protocol import messages as m
+from .fake_slurm import FakeRuntime, FakeSlurm, job
+from .test_service import Site, hello
 
 FIRST = Decree(index=0, voters=(0, 1, 2))
 

@@ -3,7 +3,6 @@
 import base64
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +21,7 @@ from ckptless.daemon.transport.munge import (
     Munge,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from munged import STRANGER, Munged, as_uid, running
+from .munged import STRANGER, Munged, as_uid, running
 
 ME = os.getuid()
 

@@ -1,13 +1,10 @@
 """The programs under test, built with warnings as errors."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from native import HOOKS, SPANK, Parsers, lacking, make
+from .native import HOOKS, SPANK, Parsers, lacking, make
 
 
 @pytest.fixture(scope="session")

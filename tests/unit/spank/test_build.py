@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from native import JOB_SUBMIT, REPOSITORY, SPANK, make
+from .native import JOB_SUBMIT, REPOSITORY, SPANK, make
 
 
 def test_symbols_and_random_input(build: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from native import Parsers
+
+from .native import Parsers
 
 DEADLINE_S = 0.3
 START_S = 0.25  # what a process may take to start

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from native import Parsers
 
 from ckptless.daemon.launch.main import command
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.settings.options import RUN_ROWS, check_fits
+
+from .native import Parsers
 
 
 def here(spares: int, nodes: int) -> str:

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from native import Parsers
+
+from .native import Parsers
 
 
 @pytest.mark.parametrize(
