@@ -27,10 +27,10 @@ from ckptless.daemon.agent.ranks.rank_processes import RankProcesses
 from ckptless.daemon.agent.saving.service import SaveService
 from ckptless.daemon.agent.versions.connections import Network
 from ckptless.daemon.agent.versions.replicas import Replicas
-from ckptless.daemon.agent.versions.requeue_memory import RequeueMemory
+from ckptless.daemon.agent.versions.requeue_memory import RequeueClient
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.agent.versions.twins import Twins
+from ckptless.daemon.agent.versions.twins import AgentTwins
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import check_protocol
 from ckptless.daemon.protocol.errors import StartError
@@ -69,12 +69,12 @@ class Agent:
             config.spec.domains,
             Network(config.copies_address, config.replication.bandwidth_rate or 0.0),
         )
-        self._twins = Twins(config.node, config.twins, self._versions, self._replicas)
+        self._twins = AgentTwins(config.node, config.twins, self._versions, self._replicas)
         self._state = StateService(
             self._core, self._versions, self._replicas, self._rank_processes, self._twins
         )
         self._saving = SaveService(config, self._versions, self._zygote, self._replicas)
-        self._requeue_memory = RequeueMemory(config, self._versions, self._twins.holdings)
+        self._requeue_memory = RequeueClient(config, self._versions, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
         self._store = StoreService(config.node, self._replicas.dial, config.spec.limits.pong_s)
         self._replicas.serving.on_store = self._store.serve
@@ -322,7 +322,7 @@ class Agent:
                 self._replicas.core.accepting = False
             case a.ReleaseReplicas():
                 self._replicas.release()
-            case a.Report():
+            case a.ReportState():
                 (self._progressed if action.soon else self._changed)()
             case a.NoteEvent():
                 self._event(action.kind, action.text)

@@ -12,7 +12,7 @@ from ckptless.daemon.ckptctl.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 from ckptless.daemon.protocol.limits import runs
-from ckptless.daemon.replication.protection import Copy, Item
+from ckptless.daemon.replication.protection import HeldCopy, Item
 
 
 @click.command()
@@ -62,7 +62,7 @@ def _shards(found: Snapshot, safety: safe.Safety) -> list[dict[str, Any]]:
     for shard, ranks in held.ranks.items():
         owners = {places[rank][0] for rank in ranks if rank < len(places)}
         tensors = {copy.node: copy for copy in held.items[Item("tensors", shard)]}
-        records: dict[int, list[tuple[int, Copy]]] = {}
+        records: dict[int, list[tuple[int, HeldCopy]]] = {}
         for rank in ranks:
             for copy in held.items[Item("record", rank)]:
                 records.setdefault(copy.node, []).append((rank, copy))
@@ -84,14 +84,14 @@ def _shards(found: Snapshot, safety: safe.Safety) -> list[dict[str, Any]]:
     return shards
 
 
-def _role(node: int, owners: set[int], copy: Copy | None) -> str | None:
+def _role(node: int, owners: set[int], copy: HeldCopy | None) -> str | None:
     """Return as what a node holds the tensors; None where it has only records."""
     if copy is None:
         return None
     return "old" if copy.old else "owner" if node in owners else "copy"
 
 
-def _copy(copy: Copy | None) -> dict[str, Any]:
+def _copy(copy: HeldCopy | None) -> dict[str, Any]:
     if copy is None:
         return {"step": None, "steps": (), "nbytes": 0}
     return {"step": copy.step, "steps": copy.steps, "nbytes": copy.nbytes}

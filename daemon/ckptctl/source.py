@@ -21,7 +21,7 @@ from ckptless.daemon.ledger.paths import LEDGER, default_state_dir, ledger_files
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.errors import LedgerError, PeerError
 from ckptless.daemon.protocol.messages import PROTOCOL
-from ckptless.daemon.protocol.reading import TABLES, Cursor, Page, Read, Table
+from ckptless.daemon.protocol.reading import TABLES, Page, Read, RowCursor, Table
 from ckptless.daemon.protocol.records import EventRecord, Record
 from ckptless.daemon.settings.site import load_settings
 
@@ -33,7 +33,7 @@ AskPage: TypeAlias = Callable[[Read], Page]
 
 
 @dataclass(frozen=True)
-class Source:
+class LedgerSource:
     """One place to read. Reading raises LedgerError, PeerError.
 
     `name` says which it is, behind "no job 7 in". `jobs` has all jobs, at least; `job(name)` all that is
@@ -56,7 +56,7 @@ class Feed:
     def __init__(self, places: Callable[[], Mapping[str, AskPage]], job: str) -> None:
         self._places = places
         self._question = Read(protocol=PROTOCOL, job=job, tables=("event",))
-        self._after: dict[str, Cursor] = {}
+        self._after: dict[str, RowCursor] = {}
         self._seen: set[str] = set()
         self._away: set[str] = set()
 
@@ -81,13 +81,13 @@ class Feed:
     def _news(self, name: str, page_of: AskPage) -> Iterator[EventRecord]:
         more = True
         while more:
-            after = self._after.get(name, Cursor(table="event"))
+            after = self._after.get(name, RowCursor(table="event"))
             page = page_of(replace(self._question, after=after))
             self._after[name], more = page.next, page.more
             yield from (record for record in page.records if isinstance(record, EventRecord))
 
 
-def sources(asked: Asked, events: bool | Collection[str]) -> list[Source]:
+def sources(asked: Asked, events: bool | Collection[str]) -> list[LedgerSource]:
     """Return where to read, nearest first. `events`: whether, or of which kinds, events are wanted.
 
     Raises LedgerError, PeerError where there is no such place.
@@ -112,7 +112,7 @@ def sources(asked: Asked, events: bool | Collection[str]) -> list[Source]:
     return found
 
 
-def _files(state_dir: Path, events: bool | Collection[str]) -> Source:
+def _files(state_dir: Path, events: bool | Collection[str]) -> LedgerSource:
     """The ledgers of a state directory, read at once. Those that cannot be read are told of on stderr."""
     # Looked up once: `latest` may come to mean another run.
     folder = state_dir.resolve()
@@ -124,7 +124,7 @@ def _files(state_dir: Path, events: bool | Collection[str]) -> Source:
     for problem in found.problems:
         click.echo(f"ckptctl: warning: {problem.why}", err=True)
     places = lambda: {str(path): partial(_page_of_file, path) for path in ledger_files(folder)}  # noqa: E731
-    return Source(f"the ledgers in {state_dir}", found, found.of_job, partial(Feed, places))
+    return LedgerSource(f"the ledgers in {state_dir}", found, found.of_job, partial(Feed, places))
 
 
 def _page_of_file(path: Path, question: Read) -> Page:
@@ -132,7 +132,7 @@ def _page_of_file(path: Path, question: Read) -> Page:
         return ledger.page(question, None, _ALL, _ALL)
 
 
-def _daemon(socket: str, events: bool | Collection[str]) -> Source:
+def _daemon(socket: str, events: bool | Collection[str]) -> LedgerSource:
     """The daemon that listens at `socket`, which knows who asks. Raises PeerError where there is none."""
     page_of: AskPage = lambda question: ask(socket, question, Page)  # noqa: E731
     tables: tuple[Table, ...] = TABLES if events else TABLES[:-1]
@@ -148,7 +148,7 @@ def _daemon(socket: str, events: bool | Collection[str]) -> Source:
             question, more = replace(question, after=page.next), page.more
         return merge([found])
 
-    return Source(
+    return LedgerSource(
         f"the daemon at {socket}",
         read(Read(protocol=PROTOCOL, tables=("job",))),
         lambda job: read(Read(protocol=PROTOCOL, job=job, tables=tables, kinds=kinds)),

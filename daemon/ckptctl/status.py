@@ -97,7 +97,7 @@ def _step(found: Snapshot) -> int | None:
     return max((slot.step for slot in found.slots if slot.step is not None), default=None)
 
 
-def _causes(found: Snapshot) -> tuple[view.Cause, ...]:
+def _causes(found: Snapshot) -> tuple[view.FaultGroup, ...]:
     return view.causes(found)[-_LAST_FAULTS:]
 
 
@@ -148,7 +148,7 @@ def _node_cells(number: int, node: NodeRecord | None) -> tuple[object, ...]:
     return (number, None, "unknown") if node is None else (number, node.name, node.state)
 
 
-def _sentence(cause: view.Cause) -> str:
+def _sentence(cause: view.FaultGroup) -> str:
     fault, noticed = cause
     where = f"node {fault.node}"
     if fault.slot is not None:

@@ -9,7 +9,7 @@ import click
 
 from ckptless.daemon.ckptctl.ask import NoSuchJobError
 from ckptless.daemon.ckptctl.options import Asked
-from ckptless.daemon.ckptctl.source import Source, sources
+from ckptless.daemon.ckptctl.source import LedgerSource, sources
 from ckptless.daemon.ckptlessd.planning.event_lines import returned_text
 from ckptless.daemon.ckptlessd.planning.faults import SECONDARY
 from ckptless.daemon.ledger.merge import Snapshot
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
     job: JobRecord
     snapshot: Snapshot
-    source: Source
+    source: LedgerSource
 
 
 def all_jobs(asked: Asked) -> tuple[JobRecord, ...]:
@@ -56,14 +56,14 @@ def job_of(asked: Asked, *, events: bool | Collection[str] = False) -> Found:
     return Found(job, found, source)
 
 
-def _none(which: str, places: list[Source]) -> NoSuchJobError:
+def _none(which: str, places: list[LedgerSource]) -> NoSuchJobError:
     names = " nor in ".join(place.name for place in places)
     return NoSuchJobError(f"there is no {which} in {names}: see `ckptctl jobs`")
 
 
 def _choose(
-    known: list[tuple[JobRecord, Source]], wanted: str | None, places: list[Source]
-) -> tuple[JobRecord, Source]:
+    known: list[tuple[JobRecord, LedgerSource]], wanted: str | None, places: list[LedgerSource]
+) -> tuple[JobRecord, LedgerSource]:
     """The run of that name, else the newest run of the Slurm job of that number, else the newest of all."""
     right = [one for one in known if wanted is None or _is(one[0], wanted)]
     if not right:
@@ -88,22 +88,22 @@ def refused(found: Snapshot) -> dict[str, int]:
     return dict(sorted(Counter(event.kind for event in found.events if event.kind in REFUSALS).items()))
 
 
-class Cause(NamedTuple):
+class FaultGroup(NamedTuple):
     """A fault, and the ranks that only noticed it: their collectives failed with it."""
 
     fault: FaultRecord
     noticed: tuple[int, ...]
 
 
-def causes(found: Snapshot) -> tuple[Cause, ...]:
+def causes(found: Snapshot) -> tuple[FaultGroup, ...]:
     """The causes, oldest first. Of faults that follow from others one is told where no cause is known."""
-    told: list[Cause] = []
+    told: list[FaultGroup] = []
     for _, group in groupby(sorted(found.faults, key=_when), key=lambda fault: fault.generation):
         faults = list(group)
         deep = [fault for fault in faults if fault.kind not in SECONDARY] or faults[:1]
         noticed = {fault.rank for fault in faults if fault.kind in SECONDARY and fault not in deep}
         ranks = tuple(sorted(rank for rank in noticed - {f.rank for f in deep} if rank is not None))
-        told += [Cause(fault, ranks if fault is deep[0] else ()) for fault in deep]
+        told += [FaultGroup(fault, ranks if fault is deep[0] else ()) for fault in deep]
     return tuple(told)
 
 

@@ -2,7 +2,7 @@
 
 A descriptor that comes with bytes (SCM_RIGHTS) is closed by whoever receives these, or closes the socket they
 lie in; and close(2) may take as long as its sender chose (SO_LINGER). So where the kernel can (Linux 6.16)
-descriptors are refused (SO_PASSRIGHTS), and everywhere both receive(2) and close(2) are a `Worker`'s: one
+descriptors are refused (SO_PASSRIGHTS), and everywhere both receive(2) and close(2) are a `CallThread`'s: one
 thread for each user, which can hold up that user alone, and is interrupted when it is stuck.
 """
 
@@ -61,7 +61,7 @@ def _may_hold_descriptors(sock: socket.socket) -> bool:
         return True
 
 
-class Worker:
+class CallThread:
     """A thread that makes one call after the other; nothing waits for its end, the process's neither."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Client:
     One task reads at a time. Calls raise OSError, and PeerError where the other end has hung up.
     """
 
-    def __init__(self, sock: socket.socket, worker: Worker, ended: Callable[["Client"], None]) -> None:
+    def __init__(self, sock: socket.socket, worker: CallThread, ended: Callable[["Client"], None]) -> None:
         self.pid, self.uid = peer_credentials(sock)
         self._sock, self._worker, self._ended = sock, worker, ended
         self._loop = asyncio.get_running_loop()
@@ -292,7 +292,7 @@ class UnixServer:
         # Of each user, in the order in which they came.
         self._clients: dict[int, dict[Client, None]] = {}
         # One for each user that has a connection, and how many it has; those beyond the limits share one.
-        self._workers: dict[int | None, Worker] = {}
+        self._workers: dict[int | None, CallThread] = {}
         self._uses: dict[int | None, int] = {}
         self._again: asyncio.TimerHandle | None = None
 
@@ -333,7 +333,7 @@ class UnixServer:
         key = uid if not why or uid in self._workers else None
         self._uses[key] = self._uses.get(key, 0) + 1
         if key not in self._workers:
-            self._workers[key] = Worker()
+            self._workers[key] = CallThread()
         worker = self._workers[key]
         if why:
             worker.call(sock.close).add_done_callback(lambda _: self._unuse(key))

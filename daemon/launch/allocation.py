@@ -26,11 +26,11 @@ class Allocation:
     names: tuple[str, ...]
     tasks: int | None
     gpus: int | None
-    step: "Step | None" = None
+    step: "StepTask | None" = None
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTask:
     """A task of a step: `run` names the step among all of its job's, `local_id` this task on its node."""
 
     run: str
@@ -73,13 +73,13 @@ def read_allocation(env: Mapping[str, str]) -> Allocation:
     )
 
 
-def _step(env: Mapping[str, str]) -> Step | None:
+def _step(env: Mapping[str, str]) -> StepTask | None:
     names = ("SLURM_STEP_ID", "SLURM_NODEID", "SLURM_LOCALID")
     numbers = [int(env[name]) for name in names if env.get(name, "").isdecimal()]
     if len(numbers) < len(names) or numbers[0] >= FIRST_SPECIAL_STEP:
         return None
     again = f"r{restarts(env)}" if restarts(env) else ""
-    return Step(run=f"s{numbers[0]}{again}", node_id=numbers[1], local_id=numbers[2])
+    return StepTask(run=f"s{numbers[0]}{again}", node_id=numbers[1], local_id=numbers[2])
 
 
 def _first_number(text: str | None) -> int | None:

@@ -57,7 +57,7 @@ Child: TypeAlias = Process | asyncio.subprocess.Process
 
 
 @dataclass
-class Node:
+class LocalNode:
     """A node's files and processes."""
 
     number: int
@@ -82,7 +82,7 @@ class LocalRun:
         root = state_dir or default_state_dir().parent / config.spec.job
         self.state_dir = root.absolute()
         self._tag = secrets.token_hex(4)
-        self._nodes: list[Node] = []
+        self._nodes: list[LocalNode] = []
         # It has torch loaded; each agent is a fork of it.
         self._zygote = Zygote(lambda kind, text: logger.debug("%s: %s", kind, text))
         # The first signal that ends the job, from the user or the system.
@@ -137,7 +137,7 @@ class LocalRun:
         total = self._spec.nodes + self._spec.spares
         peers = tuple(self._peer(number, f"{net}.{number + 1}") for number in range(total))
         for peer in peers:
-            node = Node(peer.node, peer, self.state_dir / peer.name)
+            node = LocalNode(peer.node, peer, self.state_dir / peer.name)
             open_state_dir(node.dir)
             (node.dir / "logs").mkdir(exist_ok=True)
             # An earlier run of this name may have left one, which is not this run's.
@@ -168,10 +168,10 @@ class LocalRun:
         partial.symlink_to(self.state_dir.name)
         partial.rename(latest)
 
-    def _socket(self, node: Node, what: str) -> str:
+    def _socket(self, node: LocalNode, what: str) -> str:
         return self._sockets.socket(f"{node.number}-{what}")
 
-    def _agent_config(self, node: Node) -> AgentConfig:
+    def _agent_config(self, node: LocalNode) -> AgentConfig:
         env = dict(os.environ)
         env.update(thread_env(env, self._spec.nodes * self._spec.slots_per_node))
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -190,10 +190,10 @@ class LocalRun:
 
     # ------------------------------------------------------------------------------------- start
 
-    def _arguments(self, node: Node, what: str) -> list[str]:
+    def _arguments(self, node: LocalNode, what: str) -> list[str]:
         return ["--local", str(node.dir / f"{what}.json"), *(["--verbose"] if self._verbose else [])]
 
-    async def _start_daemon(self, node: Node) -> None:
+    async def _start_daemon(self, node: LocalNode) -> None:
         with (node.dir / "daemon.log").open("ab") as output:
             node.daemon = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", DAEMON, *self._arguments(node, "daemon")),
@@ -220,7 +220,7 @@ class LocalRun:
             node.started.append(node.agent)
         await self._zygote.close()
 
-    async def _start_agent(self, node: Node, program: Sequence[str]) -> Process:
+    async def _start_agent(self, node: LocalNode, program: Sequence[str]) -> Process:
         preloads = [f"--preload={module}" for module in self._config.preload]
         spec = SpawnSpec(argv=(LOCAL_FORK, *preloads, *program), env=os.environ, cwd=Path.cwd(), module=True)
         with (node.dir / "agent.log").open("ab") as errors:
@@ -232,7 +232,7 @@ class LocalRun:
         # no deadline: each has its own
         await asyncio.gather(*map(self._daemon_ready, self._nodes))
 
-    async def _daemon_ready(self, node: Node) -> None:
+    async def _daemon_ready(self, node: LocalNode) -> None:
         """Its Unix socket listens once everything else does."""
         assert node.daemon is not None
         name, listens = node.peer.name, self._socket(node, "daemon")
@@ -266,7 +266,7 @@ class LocalRun:
             send(node.agent, signal.SIGKILL)
 
     @property
-    def _agents_left(self) -> list[Node]:
+    def _agents_left(self) -> list[LocalNode]:
         return [node for node in self._nodes if node.agent is not None and node.agent.returncode is None]
 
     @property
@@ -290,7 +290,7 @@ class LocalRun:
                 if child is not None:
                     send(child, signal.SIGCONT)
 
-    async def _revive_daemon(self, node: Node) -> None:
+    async def _revive_daemon(self, node: LocalNode) -> None:
         """Start a daemon again, as systemd does on a cluster (Restart=always)."""
         if node.daemon is None or node.daemon.returncode is None or self.outcome() is not None:
             return

@@ -70,7 +70,7 @@ MOST_TEXT = 16_000
 
 
 @dataclass
-class Step:
+class NodeStep:
     """One node's srun, and the files its agent writes to."""
 
     name: str
@@ -171,7 +171,7 @@ class SlurmRun:
     domains: Mapping[str, tuple[str, ...]] | None = None
     requeue: int = 0
     binding: tuple[str, ...] = ()
-    _steps: list[Step] = field(default_factory=list)
+    _steps: list[NodeStep] = field(default_factory=list)
     _stop: signal.Signals | None = None
 
     @property
@@ -217,12 +217,12 @@ class SlurmRun:
         if self._stop is None:
             self._stop = number
 
-    async def _start(self, name: str) -> Step:
-        step = Step(name, self.log_dir / f"console-{name}.out", self.log_dir / f"agent-{name}.log")
+    async def _start(self, name: str) -> NodeStep:
+        step = NodeStep(name, self.log_dir / f"console-{name}.out", self.log_dir / f"agent-{name}.log")
         await self._launch(step)
         return step
 
-    async def _launch(self, step: Step) -> None:
+    async def _launch(self, step: NodeStep) -> None:
         # Slurm writes through to the file as it comes, and the agent's own log is line by line.
         words = [
             *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={step.name}"),

@@ -36,7 +36,7 @@ from ckptless.daemon.ledger.migrations import migrate, require_current
 from ckptless.daemon.ledger.precedence import ENDED, KEYS
 from ckptless.daemon.protocol.errors import BadRowError, DamagedLedgerError, LedgerError
 from ckptless.daemon.protocol.peers.agreement import Durable
-from ckptless.daemon.protocol.reading import TABLES, Cursor, Page, Read, Table
+from ckptless.daemon.protocol.reading import TABLES, Page, Read, RowCursor, Table
 from ckptless.daemon.protocol.records import (
     EventRecord,
     FaultRecord,
@@ -182,7 +182,7 @@ class Ledger:
     def page(self, wanted: Read, uid: int | None, rows: int, nbytes: int) -> Page:
         """Answer a Read as of one moment, with about so much at most; None for `uid` may read of all jobs."""
         found: list[Record] = []
-        first = wanted.after or Cursor(table=TABLES[0])
+        first = wanted.after or RowCursor(table=TABLES[0])
         left = [table for table in TABLES[TABLES.index(first.table) :] if table in wanted.tables]
         place, size = first, 0
         with self._reading() as connection:
@@ -195,7 +195,7 @@ class Ledger:
                     record = _record(_KINDS[table], row)
                     found.append(record)
                     size += len(_MSGPACK.encode(record))
-                    place = Cursor(table=table, key=tuple(row[-len(_page_key(table)) :]))
+                    place = RowCursor(table=table, key=tuple(row[-len(_page_key(table)) :]))
         return Page(records=tuple(found), next=place, more=False)
 
     def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:

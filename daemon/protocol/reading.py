@@ -20,7 +20,7 @@ TABLES: tuple[Table, ...] = ("job", "node", "slot", "holding", "generation", "fa
 KeyPart: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)] | Annotated[str, Meta(max_length=MAX_NAME)]
 
 
-class Cursor(Value, frozen=True, kw_only=True):
+class RowCursor(Value, frozen=True, kw_only=True):
     """A place between two records: behind the one of `table` with this `key`, or, without one, before all."""
 
     table: Table
@@ -40,12 +40,12 @@ class Read(Message, frozen=True, kw_only=True):
     kinds: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=MAX_KIND)], ...], Meta(max_length=MAX_KINDS)
     ] = ()
-    after: Cursor | None = None
+    after: RowCursor | None = None
 
 
 class Page(Message, frozen=True, kw_only=True):
     """Answer to Read: records, and where to go on; `more`: some are left. Of others' jobs there are none."""
 
     records: Annotated[tuple[Record, ...], OF_RANKS]
-    next: Cursor
+    next: RowCursor
     more: bool

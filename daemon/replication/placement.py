@@ -8,7 +8,7 @@ from ckptless.daemon.protocol.messages import NodeInfo
 from ckptless.daemon.replication.failure_domains import domain_of
 
 
-class Ring:
+class PlacementRing:
     """The nodes of a generation in a circle; made once, since it takes all of them to make it.
 
     It takes the failure domains in turn, so that each node holds for about as many others as they for it, and

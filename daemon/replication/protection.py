@@ -28,7 +28,7 @@ class Item(NamedTuple):
     number: int
 
 
-class Copy(NamedTuple):
+class HeldCopy(NamedTuple):
     """One node's copy of an item; `nbytes` of all these steps. `old`: it does not come along any more."""
 
     node: int
@@ -62,7 +62,7 @@ class Protection:
     nodes have failed, whichever would be worst. None where something is held by nobody (any more).
     """
 
-    items: Mapping[Item, tuple[Copy, ...]]
+    items: Mapping[Item, tuple[HeldCopy, ...]]
     ranks: Mapping[int, tuple[int, ...]]
     after: tuple[int | None, int | None, int | None]
     exposure: Exposure
@@ -82,11 +82,11 @@ def protection(
     ranks: dict[int, list[int]] = {}
     for rank, shard in sorted(shards.items()):
         ranks.setdefault(shard, []).append(rank)
-    items: dict[Item, list[Copy]] = {Item("tensors", shard): [] for shard in ranks}
+    items: dict[Item, list[HeldCopy]] = {Item("tensors", shard): [] for shard in ranks}
     items |= {Item("record", rank): [] for rank in range(world_size)}
     for node, item, steps, nbytes in _told(living):
         if item in items and steps:
-            items[item].append(Copy(node, steps, nbytes))
+            items[item].append(HeldCopy(node, steps, nbytes))
     found = _marked(items, living, nodes)
     present = {item: [copy for copy in copies if not copy.old] for item, copies in found.items()}
     steps_of = _newest_first(present.values())
@@ -106,13 +106,13 @@ def _told(holdings: Iterable[HoldingRecord]) -> Iterable[tuple[int, Item, tuple[
             yield one.node, Item("record", rank), steps, nbytes
 
 
-def _newest_first(items: Iterable[Iterable[Copy]]) -> list[list[int]]:
+def _newest_first(items: Iterable[Iterable[HeldCopy]]) -> list[list[int]]:
     return [sorted((copy.step for copy in copies), reverse=True) for copies in items]
 
 
 def _marked(
-    items: Mapping[Item, Sequence[Copy]], holdings: Sequence[HoldingRecord], nodes: int
-) -> dict[Item, tuple[Copy, ...]]:
+    items: Mapping[Item, Sequence[HeldCopy]], holdings: Sequence[HoldingRecord], nodes: int
+) -> dict[Item, tuple[HeldCopy, ...]]:
     """The copies, and of each whether it is an old one."""
     mark = step_after(_newest_first(items.values()), 0)
     lag_s = LAG_S * max(1.0, nodes / FEW_NODES)
@@ -123,7 +123,7 @@ def _marked(
     for node, _, steps, _ in _told(holdings):
         steps_on[node].update(steps)
 
-    def is_old(copy: Copy) -> bool:
+    def is_old(copy: HeldCopy) -> bool:
         return (
             mark is not None
             and copy.step < mark

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo
-from ckptless.daemon.replication.placement import Ring
+from ckptless.daemon.replication.placement import PlacementRing
 from ckptless.daemon.replication.protection import Item
 
 # A rank commits a step when all who are to hold its commit before have that. And its update took gradients of
@@ -39,7 +39,7 @@ class Holders:
 
     def __init__(self, assignment: Assignment, copies: int, domains: tuple[str, ...] = ()) -> None:
         self.assignment, self._copies = assignment, copies
-        self._ring = Ring(assignment.nodes, domains)
+        self._ring = PlacementRing(assignment.nodes, domains)
         self._ranked = assignment.ranks_by_node.keys()
         # Of each shard the nodes of those ranks that it is not named after: none where there are no twins.
         self._twins: dict[int, set[int]] = {}

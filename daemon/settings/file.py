@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Source:
+class SettingsText:
     """A file's text as values; `lines` gives the line of each key by its path ("daemon.port")."""
 
     path: Path
@@ -36,7 +36,7 @@ class Source:
 CONSTRUCTION = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> SettingsText:
     """The file as it stands. Raises UsageError where it cannot be read or is no YAML mapping."""
     try:
         mode = path.stat().st_mode
@@ -61,7 +61,7 @@ def read(path: Path) -> Source:
         raise UsageError(f"{path} can be written by every user: chmod o-w it")
     if not isinstance(values, dict):
         raise UsageError(f"{path}: it must consist of keys with values, as in `version: 1`")
-    return Source(path, values, lines)
+    return SettingsText(path, values, lines)
 
 
 def _mark(error: yaml.YAMLError) -> str:
@@ -90,7 +90,7 @@ def _note_lines(path: Path, node: yaml.Node | None, prefix: str, lines: dict[str
             _note_lines(path, value_node, f"{key}.", lines)
 
 
-def parse(source: Source, part: type[T], section: str = "") -> T:
+def parse(source: SettingsText, part: type[T], section: str = "") -> T:
     """The part of the table that a file describes. Raises UsageError."""
     written = source.values[section] if section else source.values
     known = {row.key: row for row in rows(part, section) if row.section == section}
@@ -114,7 +114,7 @@ def parse(source: Source, part: type[T], section: str = "") -> T:
     return part(**found)
 
 
-def _value(source: Source, row: Row, written: object) -> Any:
+def _value(source: SettingsText, row: Row, written: object) -> Any:
     if written is None and row.optional:
         return None
     found = row.option.read(written)

@@ -17,7 +17,7 @@ from ckptless.daemon.protocol.model import Limits
 from ckptless.daemon.replication.failure_domains import check_name
 from ckptless.daemon.settings import file as settings_file
 from ckptless.daemon.settings.config import Timers
-from ckptless.daemon.settings.file import Source
+from ckptless.daemon.settings.file import SettingsText
 from ckptless.daemon.settings.option_kinds import duration
 from ckptless.daemon.settings.options import KEYS, Overrides, Row, SettingsFile
 from ckptless.daemon.slurm.hostlist import compress, expand
@@ -102,10 +102,10 @@ def load_settings(path: Path | None = None) -> Settings:
 
 def default_settings() -> Settings:
     """The settings without any file."""
-    return _settled(Source(DEFAULT_FILE, {"version": 1}, {}), SettingsFile(version=1), None)
+    return _settled(SettingsText(DEFAULT_FILE, {"version": 1}, {}), SettingsFile(version=1), None)
 
 
-def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings:
+def _settled(source: SettingsText, found: SettingsFile, file: Path | None) -> Settings:
     if found.daemon.port in SLURM_PORTS:
         text = f"daemon.port is {found.daemon.port}, which is one of Slurm's own"
         raise source.mistake("daemon.port", text)
@@ -122,7 +122,9 @@ def _settled(source: Source, found: SettingsFile, file: Path | None) -> Settings
     return Settings(**{**vars(found), **own})
 
 
-def _domains(source: Source, written: Mapping[object, object] | None) -> dict[str, tuple[str, ...]] | None:
+def _domains(
+    source: SettingsText, written: Mapping[object, object] | None
+) -> dict[str, tuple[str, ...]] | None:
     """The nodes of each failure domain. Raises UsageError for a bad name or hostlist, or a node in two."""
     if written is None:
         return None
@@ -145,7 +147,7 @@ def _domains(source: Source, written: Mapping[object, object] | None) -> dict[st
     return found
 
 
-def _check_timeouts(source: Source, times: Timeouts, found: SettingsFile) -> None:
+def _check_timeouts(source: SettingsText, times: Timeouts, found: SettingsFile) -> None:
     """The order that the timeouts must stand in; raises UsageError at the one that was set by hand."""
     own = found.timeouts
 

@@ -15,7 +15,7 @@ from ckptless.daemon.slurm.adapter import DEADLINE_S, Job, Node
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import SlurmUnreachableError
-from ckptless.daemon.slurm.freshness import Pace, Track
+from ckptless.daemon.slurm.freshness import PollPace, Track
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Time(Protocol):
 class _Question(Generic[T]):
     """One kind of question: its last answer, and the query under way."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T]], clock: Time, pace: Pace) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[T]], clock: Time, pace: PollPace) -> None:
         self._ask = ask
         self._clock = clock
         self._value: T | None = None
@@ -107,11 +107,11 @@ class CachedSlurm:
     """
 
     def __init__(
-        self, direct: Commands, clock: Time, pace: Pace | None = None, query_s: float = DEADLINE_S
+        self, direct: Commands, clock: Time, pace: PollPace | None = None, query_s: float = DEADLINE_S
     ) -> None:
         self.direct = direct
         self._clock = clock
-        pace = pace or Pace()
+        pace = pace or PollPace()
         self._jobs = _Question(lambda: direct.jobs(deadline_s=query_s), clock, pace)
         self._nodes = _Question(lambda: direct.nodes(deadline_s=query_s), clock, pace)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class PollPace:
     """The pauses between questions to Slurm, in seconds."""
 
     min_interval_s: float = 1.0
@@ -32,7 +32,7 @@ class Track:
     counts queries without an answer since then; `trouble` says why the newest had none, "" if it had.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: PollPace) -> None:
         self._pace = pace
         self.in_flight = False
         self.asked_s = self.answered_s = -math.inf

@@ -62,7 +62,7 @@ class CountingReader(asyncio.StreamReader):
         return data
 
 
-class Pace:
+class SendRate:
     """Bytes per second that all transfers together may send; 0: as many as they can."""
 
     def __init__(self, rate: float = 0) -> None:
@@ -98,7 +98,7 @@ class Pump:
             with contextlib.suppress(OSError):  # it is not connected any more
                 sock.shutdown(socket.SHUT_RDWR)
 
-    async def send(self, data: memoryview, pace: Pace) -> None:
+    async def send(self, data: memoryview, pace: SendRate) -> None:
         """All of `data`. Raises OSError."""
         sent = 0
         with self._socket() as sock:

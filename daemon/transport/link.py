@@ -12,7 +12,7 @@ import msgspec
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT
 from ckptless.daemon.protocol.errors import MismatchError, PeerError, ProtocolError
 from ckptless.daemon.transport import handshake
-from ckptless.daemon.transport.bulk import CountingReader, Pace, Pump
+from ckptless.daemon.transport.bulk import CountingReader, Pump, SendRate
 from ckptless.daemon.transport.credentials import Credentials
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ HANDSHAKE_DEADLINE_S = 5.0
 READ_BUFFER_BYTES = 4 << 20
 # Until the other end has proved who it is.
 GREETING_BUFFER_BYTES = 16 << 10
-UNPACED = Pace()
+UNPACED = SendRate()
 
 
 def _nobody(_nbytes: int) -> None:
@@ -217,7 +217,7 @@ class Link(Generic[T]):
     # A transfer that ends in the middle, by whatever error or cancellation, leaves bytes on the wire that are
     # no messages: so it ends the connection too.
 
-    async def send_bulk(self, data: memoryview, pace: Pace = UNPACED) -> None:
+    async def send_bulk(self, data: memoryview, pace: SendRate = UNPACED) -> None:
         """Raw bytes right after the last message; what is sent meanwhile comes after them.
 
         The receiver knows how many and checks their digest. Raises OSError; ConnectionError where it ends.

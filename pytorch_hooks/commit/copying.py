@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.pytorch_hooks.commit.versions import Versions, Written
+from ckptless.pytorch_hooks.commit.versions import Versions, WrittenVersion
 from ckptless.pytorch_hooks.errors import StateMoved
 from ckptless.pytorch_hooks.state import TensorSet
 
@@ -31,10 +31,10 @@ class Copying:
         # The sentence that says why commits are copied in order, once something has ended overlap.
         self._why_not: str | None = None
         # Copied in order, and to be compared with what lives when the next update begins.
-        self._trial: tuple[TensorSet, Written] | None = None
+        self._trial: tuple[TensorSet, WrittenVersion] | None = None
         self._known: TensorSet | None = None
 
-    def write(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
+    def write(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
         """Copy all tensors, or begin to. As `Versions.write`."""
         if tensors is not self._known:
             self._known = tensors

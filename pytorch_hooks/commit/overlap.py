@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from ckptless.pytorch_hooks.errors import StateMoved
-from ckptless.pytorch_hooks.state import Copy, private, raw
+from ckptless.pytorch_hooks.state import TensorCopy, private, raw
 
 # Of one call, without the GIL: little enough that the cache still has it when it is digested.
 PIECE_NBYTES = 1 << 20
@@ -26,7 +26,7 @@ class BesideTraining:
     `moved`: the name of a tensor that was written to before it had been copied, once `complete` has returned.
     """
 
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    def __init__(self, copies: Sequence[TensorCopy]) -> None:
         self._copies = copies
         self._digests = [_digest(source for _, source in pairs) for _, pairs in pieces(copies)]
         self._over = threading.Event()
@@ -60,7 +60,7 @@ def _digest(tensors: Iterable[torch.Tensor]) -> int:
     return found.intdigest()
 
 
-def pieces(copies: Sequence[Copy]) -> Iterator[tuple[int, Pairs]]:
+def pieces(copies: Sequence[TensorCopy]) -> Iterator[tuple[int, Pairs]]:
     """Give what to copy at a time: small tensors together, big ones in parts; each with where it begins."""
     begin, nbytes, pairs = 0, 0, Pairs()
     for one in copies:
@@ -78,7 +78,7 @@ def pieces(copies: Sequence[Copy]) -> Iterator[tuple[int, Pairs]]:
         yield begin, pairs
 
 
-def _parts(one: Copy) -> Iterator[tuple[int, Pairs]]:
+def _parts(one: TensorCopy) -> Iterator[tuple[int, Pairs]]:
     target, source = one.target.view(-1), one.source.view(-1)
     count = PIECE_NBYTES // target.element_size()
     for first in range(0, len(target), count):

@@ -50,7 +50,7 @@ class _Mapped:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenVersion:
     """A version whose payload is in its slot, or coming, and whose chunks are being digested."""
 
     header: version.Header
@@ -66,7 +66,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedStep:
     """A committed step: the record, and the verified version of its tensors with its place."""
 
     record: bytes
@@ -98,7 +98,7 @@ class Versions:
 
     # ------------------------------------------------------------------------------------- write
 
-    def write(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
+    def write(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
         """Copy all tensors into the next slot. Raises GenerationEnded while asking for memory.
 
         What was written before must have been sent: `wait`.
@@ -113,7 +113,7 @@ class Versions:
         self._pending.extend(written.chunks)
         return written
 
-    def begin(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
+    def begin(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
         """Begin as `write`; but copy what only an update changes beside the training, up to `fence`."""
         written = self._place(tensors, step, generation, shard, rank)
         now, later = tensors.copies(written.payload)
@@ -126,7 +126,7 @@ class Versions:
         if self._coming is not None:
             self._coming.fence()
 
-    def _place(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> Written:
+    def _place(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
         """The next slot, in which no version lies any more."""
         layout = tensors.layout
         header = version.Header(
@@ -153,7 +153,7 @@ class Versions:
         version.invalidate(raw.window(slot))
         offset = index * mapped.slot_nbytes
         at = m.TensorsAt(region=mapped.number, offset=offset, nbytes=nbytes, digest="")
-        return Written(header, at, slot, [])
+        return WrittenVersion(header, at, slot, [])
 
     def _allocate(self, generation: int, tensors: TensorSet, nbytes: int) -> _Mapped:
         # The views that pack() keeps would hold the old mapping.
@@ -174,7 +174,9 @@ class Versions:
             self._pinned.close()
             self._pinned = None
 
-    def send(self, commit: m.Commit, written: Written | None = None, own: tuple[Span, ...] = ()) -> None:
+    def send(
+        self, commit: m.Commit, written: WrittenVersion | None = None, own: tuple[Span, ...] = ()
+    ) -> None:
         """Give a commit to the agent: at once, or with what was `written`, as soon as its header is there.
 
         `own` are the bytes of the payload that twins have each for itself.
@@ -185,7 +187,7 @@ class Versions:
             # The chunks stand before it in the threads' queue: it waits for none that has not begun.
             self._pending.append(self._threads.submit(self._finish, commit, written, own))
 
-    def _finish(self, commit: m.Commit, written: Written, own: tuple[Span, ...]) -> None:
+    def _finish(self, commit: m.Commit, written: WrittenVersion, own: tuple[Span, ...]) -> None:
         if written.coming is None:
             # no deadline: hashes of memory, and the agent's answers; the control plane ends what hangs
             chunks = tuple(chunk.result() for chunk in written.chunks)
@@ -238,7 +240,7 @@ class Versions:
 
     # -------------------------------------------------------------------------------------- read
 
-    def fetch(self, generation: int, step: int, shard: int, tensors: TensorSet) -> Fetched:
+    def fetch(self, generation: int, step: int, shard: int, tensors: TensorSet) -> FetchedStep:
         """Return a version of `step` that is sound to its last byte.
 
         A bad one is told to the agent, which gets another. Raises StateUnavailableError, GenerationEnded.
@@ -254,7 +256,7 @@ class Versions:
                 header = version.decode(raw.window(data), reply.tensors.digest)
                 welcome = self._session.welcome
                 header.check(version.Origin(welcome.job, welcome.run), shard, step, generation)
-                found = Fetched(reply.record, reply.tensors, header, data)
+                found = FetchedStep(reply.record, reply.tensors, header, data)
                 self._verify(found)
                 return found
             except (BadVersionError, StateUnavailableError) as error:
@@ -272,7 +274,7 @@ class Versions:
         self._mapped.last_slot = at.offset // slot_nbytes
         return self._mapped.bytes[at.offset : at.offset + at.nbytes]
 
-    def _verify(self, found: Fetched) -> None:
+    def _verify(self, found: FetchedStep) -> None:
         """Raise StateUnavailableError, which names the chunk, where the bytes are not those of the commit."""
         header, payload = found.header, raw.window(found.data)[found.header.header_nbytes :]
         if header.total_nbytes != len(found.data):

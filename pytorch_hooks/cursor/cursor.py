@@ -42,7 +42,7 @@ REMEMBERED_COMMITS = 3
 DRAWS, BEGINS, BEGUN = range(3)
 
 
-class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`index` batches of epoch `epoch` are done. Once one is, exactly one of `loader` and `begun` is set.
 
     `loader`: its state_dict then. `begun`: the random state that the epoch began with. `own`: in both cases,
@@ -68,7 +68,7 @@ class _Taken:
     `after` is the batch that was given out before it, as (epoch, index), maybe of the epoch before.
     """
 
-    position: Position
+    position: LoaderPosition
     after: tuple[int, int]
     batch: Any
     # None where to fetch it moved no generator.
@@ -92,7 +92,7 @@ class Cursors:
         self._named: dict[str, Cursor] = {"": self._new()}
 
     @property
-    def position(self) -> Position:
+    def position(self) -> LoaderPosition:
         """The position of the loader that is not named."""
         return self._named[""].position
 
@@ -104,7 +104,7 @@ class Cursors:
         """All positions, for the record."""
         return {name: cursor.committed() for name, cursor in self._named.items()}
 
-    def oldest(self, name: str) -> Position | None:
+    def oldest(self, name: str) -> LoaderPosition | None:
         """The oldest position of a loader that a recovery can ask for; None before the first commit."""
         cursor = self._named.get(name)
         return cursor.oldest if cursor is not None else None
@@ -114,7 +114,7 @@ class Cursors:
         if type(saved) is not dict:
             raise ProtocolError("the record's data positions are no dict")
         for name in self._named.keys() | saved.keys():
-            position = saved.get(name, msgspec.structs.asdict(Position()))
+            position = saved.get(name, msgspec.structs.asdict(LoaderPosition()))
             self._named.setdefault(name, self._new()).restore(position)
 
 
@@ -127,7 +127,7 @@ class Cursor:
         shared: Callable[[], Container[int]] = tuple,
         tell: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        self.position = Position()
+        self.position = LoaderPosition()
         self._calls, self._shared, self._tell = calls, shared, tell
         self._kept = LoaderState(())
         # What the loader's objects looked like right after a batch was fetched, now and then.
@@ -147,11 +147,11 @@ class Cursor:
         self._layout: object = None
         # Whether the next batch moves no generator, and whether those after it do not.
         self._draws_nothing = self._drawless = False
-        self._fetched = Position()
-        self._epoch_end: Position | None = None
+        self._fetched = LoaderPosition()
+        self._epoch_end: LoaderPosition | None = None
         self._last = (0, 0)
         self._taken: deque[_Taken] = deque()
-        self._commits: deque[Position] = deque(maxlen=REMEMBERED_COMMITS)
+        self._commits: deque[LoaderPosition] = deque(maxlen=REMEMBERED_COMMITS)
 
     # ------------------------------------------------------------------------------------ commit
 
@@ -169,14 +169,14 @@ class Cursor:
         return msgspec.structs.asdict(self.position)
 
     @property
-    def oldest(self) -> Position | None:
+    def oldest(self) -> LoaderPosition | None:
         """The oldest position that a recovery can ask for; None before the first commit."""
         return self._commits[0] if self._commits else None
 
     def restore(self, saved: Any) -> None:
         """Go back (or on, in a new process) to a committed position. Raises ProtocolError."""
         try:
-            self.position = msgspec.convert(saved, Position)
+            self.position = msgspec.convert(saved, LoaderPosition)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"the record's data position: {error}") from error
         self._last = _order(self.position)
@@ -196,7 +196,7 @@ class Cursor:
         """Batches from the position on, to the end of `epochs` epochs from the current one's begin."""
         for _ in range(epochs):
             yield from self._rest_of_epoch(loader)
-            self.position = Position(epoch=self.position.epoch + 1)
+            self.position = LoaderPosition(epoch=self.position.epoch + 1)
 
     def _rest_of_epoch(self, loader: Iterable[Any]) -> Iterator[Any]:
         if self._is_epoch_end():
@@ -278,7 +278,9 @@ class Cursor:
             self._last = _order(self.position)
             yield taken.batch
 
-    def _after_batch(self, loader: Iterable[Any], batch: Any, before: dict[str, Any] | None) -> Position:
+    def _after_batch(
+        self, loader: Iterable[Any], batch: Any, before: dict[str, Any] | None
+    ) -> LoaderPosition:
         """`before`: what the generators were like before the batch was fetched, where that has moved one."""
         here, state = self.position, None
         if self._tells is None:
@@ -287,7 +289,7 @@ class Cursor:
             state = loader.state_dict()  # type: ignore[attr-defined]
             _refuse_inexact(loader)
             own, now = self._own.get(here.epoch) or None, drawn(loader) or None
-            return Position(epoch=here.epoch, index=here.index + 1, loader=state, own=own, drawn=now)
+            return LoaderPosition(epoch=here.epoch, index=here.index + 1, loader=state, own=own, drawn=now)
         if before is not None and here.index and getattr(loader, "num_workers", 0):
             raise UsageError(
                 "the loader draws from this process's random generators for batches that its workers make "
@@ -369,7 +371,7 @@ class Cursor:
             epoch: own
         }
         if self.position.index == 0:
-            self.position = Position(epoch=epoch, begun=now, own=own or None)
+            self.position = LoaderPosition(epoch=epoch, begun=now, own=own or None)
             self._iterator = iter(loader)
             return
         rng.restore(self.position.begun)
@@ -421,7 +423,7 @@ def _add(hasher: xxhash.xxh3_64, value: Any, depth: int) -> None:
         hasher.update(repr(value).encode(errors="replace"))
 
 
-def _order(position: Position) -> tuple[int, int]:
+def _order(position: LoaderPosition) -> tuple[int, int]:
     return position.epoch, position.index
 
 

@@ -22,7 +22,7 @@ MANY = 1000
 PACKAGES = ("ckptless", "torch", "numpy", "pyarrow", "msgspec", "tokenizers", "transformers", "tiktoken")
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+class DataIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Names to digests, each of one thing that the batches depend on; `order` are those of the order."""
 
     format: int

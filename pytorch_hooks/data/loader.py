@@ -17,13 +17,13 @@ from ckptless.daemon.protocol.ring import WINDOW_LIMIT
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache, key
-from ckptless.pytorch_hooks.data.identity import Manifest, identify
-from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
+from ckptless.pytorch_hooks.data.identity import DataIdentity, identify
+from ckptless.pytorch_hooks.data.order import DataPosition, DataReplica, position_of
 from ckptless.pytorch_hooks.data.pack import Pack
 from ckptless.pytorch_hooks.data.pinning import Pinning
 from ckptless.pytorch_hooks.data.producer import Numbered
 from ckptless.pytorch_hooks.data.production import Function, Production, Recipe, untouched
-from ckptless.pytorch_hooks.data.ring_reader import BUDGET_NBYTES, PREFETCH, Limits, RingFeed
+from ckptless.pytorch_hooks.data.ring_reader import BUDGET_NBYTES, PREFETCH, ReadAhead, RingFeed
 from ckptless.pytorch_hooks.data.streams import Stream, as_source
 from ckptless.pytorch_hooks.data.workers import Pool, Worker, WorkerDied
 
@@ -88,7 +88,9 @@ class MappedLoader:
     def __init__(self, source: Any, **options: Unpack[Options]) -> None:
         self._workers = options.pop("workers", 1)
         self._timeout_s = options.pop("timeout_s", TIMEOUT_S)
-        self._limits = Limits(options.pop("prefetch", PREFETCH), options.pop("budget_nbytes", BUDGET_NBYTES))
+        self._limits = ReadAhead(
+            options.pop("prefetch", PREFETCH), options.pop("budget_nbytes", BUDGET_NBYTES)
+        )
         if not 1 <= self._limits.window <= WINDOW_LIMIT or self._limits.budget_nbytes < 1:
             raise UsageError(f"prefetch must be 1 to {WINDOW_LIMIT} batches, and budget_nbytes 1 or more")
         pins = options.pop("pin_memory", False)
@@ -106,9 +108,9 @@ class MappedLoader:
             raise UsageError("workers must be 0 or more, and at most 1 for a DataLoader, which has its own")
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
         self._production: Production | None = None
-        self._manifest: Manifest | None = None
+        self._manifest: DataIdentity | None = None
         self._epoch = 0
-        self._position = Position()
+        self._position = DataPosition()
         self._resumed = False
         self._turn = 0
         self._feed: RingFeed | None = None
@@ -120,11 +122,11 @@ class MappedLoader:
     # ----------------------------------------------------------------------------------------- what it is
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> DataReplica:
         """The number of this replica, and of all."""
         found = env.read()
         replica = found.rank if self._replica is None else self._replica
-        return Layout(replica, found.world_size if self._replicas is None else self._replicas)
+        return DataReplica(replica, found.world_size if self._replicas is None else self._replicas)
 
     @property
     def production(self) -> Production:
@@ -146,7 +148,7 @@ class MappedLoader:
                 self.on_event(kind, text)
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> DataIdentity:
         """The facts that the batches depend on."""
         made = self.production
         return self._manifest or made.manifest()
@@ -209,13 +211,13 @@ class MappedLoader:
     # ----------------------------------------------------------------------------------------- iteration
 
     def __iter__(self) -> Iterator[Any]:
-        position = self._position if self._resumed else Position(epoch=self._epoch)
+        position = self._position if self._resumed else DataPosition(epoch=self._epoch)
         self._resumed = False
         self._position = position
         self._turn += 1
         return self._epoch_from(self._turn, position)
 
-    def _epoch_from(self, turn: int, position: Position) -> Iterator[Any]:
+    def _epoch_from(self, turn: int, position: DataPosition) -> Iterator[Any]:
         for made, after, skipped in self._made(position):
             if turn != self._turn:
                 raise UsageError("another iteration over this loader has begun: make a second loader for it")
@@ -231,7 +233,7 @@ class MappedLoader:
         if number <= EVENTS_OF_SKIPPED or number & (number - 1) == 0:
             self.on_event("data-skipped", f"{number} records of this epoch: {why}")
 
-    def _made(self, position: Position) -> Iterator[tuple[Any, Position, Any]]:
+    def _made(self, position: DataPosition) -> Iterator[tuple[Any, DataPosition, Any]]:
         """The rest of an epoch: batch, the position after it, and of each record left out of it why."""
         if not self._workers:
             return self._in_process(position)
@@ -239,7 +241,7 @@ class MappedLoader:
             return self._in_ring(self._feed, position)
         return self._pool.epoch(self.production, position)
 
-    def _in_process(self, position: Position) -> Iterator[tuple[Any, Position, Any]]:
+    def _in_process(self, position: DataPosition) -> Iterator[tuple[Any, DataPosition, Any]]:
         batches = self.production.produce(position)
         while True:
             with untouched():
@@ -248,7 +250,7 @@ class MappedLoader:
                 return
             yield made.batch, made.after, made.skipped
 
-    def _in_ring(self, feed: RingFeed, position: Position) -> Iterator[tuple[Any, Position, Any]]:
+    def _in_ring(self, feed: RingFeed, position: DataPosition) -> Iterator[tuple[Any, DataPosition, Any]]:
         production, numbered = self.production, self._numbered
         if numbered is None or numbered.production is not production:
             numbered = Numbered(production, self.manifest, self._workers, self._timeout_s)

@@ -107,7 +107,7 @@ def _by_hash(value: npt.NDArray[np.uint64], keys: list[np.uint64]) -> Indices:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DataReplica:
     """One of so many data-parallel replicas."""
 
     replica: int = 0
@@ -123,7 +123,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainOrder:
     """`count` samples, one by one, in their own order or shuffled anew in each epoch."""
 
     count: int
@@ -148,13 +148,13 @@ class Batches:
         """The number of batches of an epoch."""
         return self.count // self.size if self.drop_last else -(-self.count // self.size)
 
-    def places(self, batch: int, layout: Layout) -> Indices:
+    def places(self, batch: int, layout: DataReplica) -> Indices:
         """A replica's places in a global batch."""
         begin = batch * self.size
         first, last = layout.slice(min(self.size, self.count - begin))
         return np.arange(begin + first, begin + last, dtype=np.int64)
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: DataReplica) -> None:
         """Raises UsageError where a batch would leave a replica with nothing, or an epoch has no batch."""
         if not self.number:
             raise UsageError(
@@ -173,7 +173,7 @@ class Batches:
             )
 
 
-class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DataPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`batch` global batches of `epoch` are done; of its part of them this replica has skipped `skipped`
     records.
 
@@ -186,10 +186,10 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream: object = None
 
 
-def position_of(saved: object) -> Position:
+def position_of(saved: object) -> DataPosition:
     """Read a position strictly. Raises ProtocolError."""
     try:
-        found = msgspec.convert(saved, Position)
+        found = msgspec.convert(saved, DataPosition)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"a position in the data: {error}") from error
     if min(found.epoch, found.batch, found.skipped) < 0 or found.batch >= BATCHES_LIMIT:

@@ -90,7 +90,7 @@ def pack(documents: Iterable[Indices], how: Pack) -> list[dict[str, Indices]]:
     ]
 
 
-class Packed:
+class PackedOrder:
     """The order of packed sequences: sample numbers are those of all blocks' sequences in a row.
 
     `firsts`: the number of each block's first sequence, and one more: of all.

@@ -24,8 +24,8 @@ import msgspec
 from ckptless.daemon.protocol import ring as m
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.protocol.messages import PROTOCOL
-from ckptless.pytorch_hooks.data.identity import Manifest
-from ckptless.pytorch_hooks.data.order import Layout, Position, position_of
+from ckptless.pytorch_hooks.data.identity import DataIdentity
+from ckptless.pytorch_hooks.data.order import DataPosition, DataReplica, position_of
 from ckptless.pytorch_hooks.data.production import Production
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 from ckptless.pytorch_hooks.data.streams import Stream
@@ -42,7 +42,7 @@ PROCESS_NAME = "ckptless-data"
 NICE = 5
 
 
-class Place(NamedTuple):
+class BatchId(NamedTuple):
     """Number `seq` of `stream`."""
 
     stream: int
@@ -52,7 +52,9 @@ class Place(NamedTuple):
 class Numbered:
     """A loader's batches as a ring has them: which number each of them has, and who makes it."""
 
-    def __init__(self, production: Production, manifest: Manifest, workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, production: Production, manifest: DataIdentity, workers: int, timeout_s: float
+    ) -> None:
         self.production, self.timeout_s = production, timeout_s
         self._workers = workers
         source, layout = production.source, production.layout
@@ -64,20 +66,20 @@ class Numbered:
         # In the producer: of each replica the workers, and what they have told since the last batch.
         self._pools: dict[int, tuple[Pool, list[list[str]]]] = {}
 
-    def place(self, position: Position) -> Place:
+    def place(self, position: DataPosition) -> BatchId:
         """Return the place of the batch of this replica that follows a position."""
         replica, batches = self.production.layout.replica, self.production.batches
         if batches is None:
-            return Place(position.epoch * m.STREAMS + replica, position.batch)
-        return Place(replica, position.epoch * batches + position.batch)
+            return BatchId(position.epoch * m.STREAMS + replica, position.batch)
+        return BatchId(replica, position.epoch * batches + position.batch)
 
-    def is_end(self, position: Position) -> bool:
+    def is_end(self, position: DataPosition) -> bool:
         """Whether it is known that the epoch has no batch after it."""
         return self.production.batches is not None and position.batch >= self.production.batches
 
-    def before(self, position: Position) -> dict[str, Any]:
+    def before(self, position: DataPosition) -> dict[str, Any]:
         """The position as a ring compares it: the end of an epoch is the begin of the next one."""
-        return msgspec.structs.asdict(Position(position.epoch + 1) if self.is_end(position) else position)
+        return msgspec.structs.asdict(DataPosition(position.epoch + 1) if self.is_end(position) else position)
 
     def produce(self, stream: int, saved: Any) -> Iterator[Made]:
         """Give a stream's batches in the producer, with what goes with each. See Produce."""
@@ -89,25 +91,25 @@ class Numbered:
                 yield seq, content, self.before(after)
             if self.production.batches is None:
                 return
-            position = Position(epoch=position.epoch + 1)
+            position = DataPosition(epoch=position.epoch + 1)
 
     def _epoch(
-        self, replica: int, position: Position
-    ) -> Iterator[tuple[Any, Position, Any, list[list[str]]]]:
+        self, replica: int, position: DataPosition
+    ) -> Iterator[tuple[Any, DataPosition, Any, list[list[str]]]]:
         """The rest of an epoch: batch, the position after it, what was skipped, what workers have told."""
         if replica not in self._pools:
             told: list[list[str]] = []
             pool = Pool(self._workers, self.timeout_s, lambda kind, text: told.append([kind, text]))
             self._pools[replica] = (pool, told)
         pool, told = self._pools[replica]
-        own = self.production.of(Layout(replica, self.production.layout.replicas))
+        own = self.production.of(DataReplica(replica, self.production.layout.replicas))
         for batch, after, skipped in pool.epoch(own, position):
             after = _storable(after, told)
             events, told[:] = list(told), []
             yield batch, after, skipped, events
 
 
-def _storable(position: Position, events: list[list[str]]) -> Position:
+def _storable(position: DataPosition, events: list[list[str]]) -> DataPosition:
     """Return the batch with the source's state, where a ring has room for it."""
     if position.stream is None:
         return position

@@ -22,9 +22,9 @@ from torch.utils.data import default_collate
 from ckptless.daemon.protocol.errors import BadRecordError, CkptlessError, DataError, UsageError
 from ckptless.pytorch_hooks.data import pack as packing
 from ckptless.pytorch_hooks.data.cache import Cache
-from ckptless.pytorch_hooks.data.identity import FORMAT, Manifest, digest, identify, versions
-from ckptless.pytorch_hooks.data.order import Batches, Indices, Layout, Plain, Position, mixed
-from ckptless.pytorch_hooks.data.pack import Pack, Packed
+from ckptless.pytorch_hooks.data.identity import FORMAT, DataIdentity, digest, identify, versions
+from ckptless.pytorch_hooks.data.order import Batches, DataPosition, DataReplica, Indices, PlainOrder, mixed
+from ckptless.pytorch_hooks.data.pack import Pack, PackedOrder
 from ckptless.pytorch_hooks.data.sources import Source
 from ckptless.pytorch_hooks.data.streams import Stream
 from ckptless.pytorch_hooks.state import rng
@@ -74,18 +74,18 @@ class Produced(NamedTuple):
     """A batch, the position after it, and of each record left out of it why."""
 
     batch: Any
-    after: Position
+    after: DataPosition
     skipped: Sequence[str]
 
 
 class Production:
     """Batches of one replica. `open` first; then in any process forked from here."""
 
-    def __init__(self, source: Source | Stream, recipe: Recipe, layout: Layout) -> None:
+    def __init__(self, source: Source | Stream, recipe: Recipe, layout: DataReplica) -> None:
         recipe.check(source)
         self.source, self.recipe, self.layout = source, recipe, layout
-        self._order: Plain | Packed | None = None
-        self._packed: Packed | None = None
+        self._order: PlainOrder | PackedOrder | None = None
+        self._packed: PackedOrder | None = None
         # A batch takes several sequences of each.
         self._blocks = lru_cache(KEPT_BLOCKS)(self._block)
         self._batches: Batches | None = None
@@ -99,13 +99,13 @@ class Production:
         self.source.open()
         recipe = self.recipe
         if recipe.pack:
-            self._packed = Packed(firsts(), recipe.seed, shuffle=recipe.shuffle)
-        self._order = order = self._packed or Plain(len(self.source), recipe.seed, recipe.shuffle)
+            self._packed = PackedOrder(firsts(), recipe.seed, shuffle=recipe.shuffle)
+        self._order = order = self._packed or PlainOrder(len(self.source), recipe.seed, recipe.shuffle)
         batches = Batches(order.count, recipe.batch_size or 1, recipe.drop_last)
         batches.check(self.layout)
         self._batches = batches
 
-    def of(self, layout: Layout) -> Production:
+    def of(self, layout: DataReplica) -> Production:
         """Return the maker of another replica's batches, open as this is; the source is shared."""
         other = Production(self.source, self.recipe, layout)
         other._order, other._packed, other._batches = self._order, self._packed, self._batches
@@ -116,7 +116,7 @@ class Production:
         """The number of batches of an epoch; None where only the end of the stream tells."""
         return self._batches.number if self._batches else None
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> DataIdentity:
         """Return the facts that the batches depend on."""
         recipe = self.recipe
         order = {
@@ -141,11 +141,11 @@ class Production:
             "replica": replica,
             "versions": digest(versions()),
         }
-        return Manifest(format=FORMAT, order=order, made=made)
+        return DataIdentity(format=FORMAT, order=order, made=made)
 
     # --------------------------------------------------------------------------------------- batches
 
-    def produce(self, position: Position, *, turn: int = 0, turns: int = 1) -> Iterator[Produced]:
+    def produce(self, position: DataPosition, *, turn: int = 0, turns: int = 1) -> Iterator[Produced]:
         """The rest of the position's epoch; of `turns` processes that share the work this one's batches.
 
         Moves the generators of this process. Raises DataError, UsageError (of a layout that does not fit).
@@ -154,11 +154,11 @@ class Production:
         skipped = position.skipped
         for batch, state, value, why in makes(position, turn, turns):
             skipped += len(why)
-            after = Position(position.epoch, batch + 1, skipped, state)
+            after = DataPosition(position.epoch, batch + 1, skipped, state)
             yield Produced(value, after, why)
 
     def _of_order(
-        self, position: Position, turn: int, turns: int
+        self, position: DataPosition, turn: int, turns: int
     ) -> Iterator[tuple[int, None, Any, list[str]]]:
         assert self._batches is not None
         begin = position.batch + (turn - position.batch) % turns
@@ -264,7 +264,7 @@ class Production:
     # --------------------------------------------------------------------------------------- streams
 
     def _of_stream(
-        self, position: Position, turn: int, turns: int
+        self, position: DataPosition, turn: int, turns: int
     ) -> Iterator[tuple[int, Any, Any, list[str]]]:
         assert isinstance(self.source, Stream)
         seed, epoch, size = self.recipe.seed, position.epoch, self.recipe.batch_size or 1

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from ckptless.daemon.protocol import ring as m
 from ckptless.daemon.protocol.errors import DataError, PeerError, ProtocolError
 from ckptless.daemon.protocol.messages import PROTOCOL
-from ckptless.pytorch_hooks.data.order import Position, position_of
-from ckptless.pytorch_hooks.data.producer import Numbered, Place, Produce, Producer, encode_position
+from ckptless.pytorch_hooks.data.order import DataPosition, position_of
+from ckptless.pytorch_hooks.data.producer import BatchId, Numbered, Produce, Producer, encode_position
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 from ckptless.pytorch_hooks.errors import GenerationEnded
 from ckptless.pytorch_hooks.state import codec
@@ -43,14 +43,14 @@ class RingName:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReadAhead:
     """`window` batches of each stream are made ahead; all that lie on the node take `budget_nbytes` bytes."""
 
     window: int = PREFETCH
     budget_nbytes: int = BUDGET_NBYTES
 
 
-class Taken(NamedTuple):
+class TakenBatch(NamedTuple):
     """Batch `seq`."""
 
     seq: int
@@ -66,14 +66,14 @@ class Reader:
     """
 
     def __init__(
-        self, agent_socket: str, name: RingName, slot: int, produce: Produce, limits: Limits | None = None
+        self, agent_socket: str, name: RingName, slot: int, produce: Produce, limits: ReadAhead | None = None
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or ReadAhead()
         self._agent_socket, self._name, self._produce = agent_socket, name, produce
         self._socket: RingSocket[m.ToReader] = RingSocket(agent_socket, m.ToReader)
         self._producer: Producer | None = None
         # What was sent ahead, and what there is behind it.
-        self._ahead: deque[Taken] = deque()
+        self._ahead: deque[TakenBatch] = deque()
         self._verdict: m.RingEnd | m.RingBroken | None = None
         # Batches that the agent has not been told of, how often one was waited for, and for how long. It is
         # heard and told of several at once: right after a step of training either takes long.
@@ -103,7 +103,7 @@ class Reader:
         self._stream, self._next, self._done = stream, seq, seq
         self._socket.send(m.RingSeek(number=self._number, stream=stream, seq=seq, position=encoded))
 
-    def take(self, deadline_s: float = TAKE_DEADLINE_S) -> Taken | None:
+    def take(self, deadline_s: float = TAKE_DEADLINE_S) -> TakenBatch | None:
         """The next batch; None at the stream's end. Its tensors are valid for as long as somebody has them.
 
         Raises DataError where it could not be made, with what was raised, or does not come in time, and what
@@ -215,7 +215,7 @@ class Reader:
             self._producer.close()
         self._producer = Producer(self._agent_socket, lease, self._name.manifest, self._produce)
 
-    def _mapped(self, seq: int, nbytes: int, fd: int) -> Taken:
+    def _mapped(self, seq: int, nbytes: int, fd: int) -> TakenBatch:
         try:
             mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
@@ -224,7 +224,7 @@ class Reader:
         wanted = [self._name.manifest, self._stream, seq]
         if type(found) is not list or len(found) != 2 or found[0] != wanted:
             raise ProtocolError(f"another batch came in place of {wanted}")
-        return Taken(seq, found[1])
+        return TakenBatch(seq, found[1])
 
     def _forget_ahead(self) -> None:
         self._verdict = None
@@ -237,7 +237,7 @@ class Batch(NamedTuple):
     """
 
     value: Any
-    after: Position
+    after: DataPosition
     skipped: list[str]
     events: list[tuple[str, str]]
 
@@ -254,7 +254,7 @@ class RingFeed:
         self._reader: Reader | None = None
         self._digest = ""
         # Which batch the reader gives next; None where it has to be told.
-        self._at: Place | None = None
+        self._at: BatchId | None = None
         self._stream = -1
         # `stop` wakes a reader, which must not be closed meanwhile.
         self._lock = threading.Lock()
@@ -277,7 +277,7 @@ class RingFeed:
     def _ended(self) -> str:
         return f"generation {self._generation} ended while waiting for a batch"
 
-    def take(self, numbered: Numbered, limits: Limits, position: Position) -> Batch | None:
+    def take(self, numbered: Numbered, limits: ReadAhead, position: DataPosition) -> Batch | None:
         """The batch after `position`; None where the epoch has none.
 
         Raises GenerationEnded, DataError, PeerError where there is no ring.
@@ -292,11 +292,11 @@ class RingFeed:
         taken = reader.take(numbered.timeout_s)
         if taken is None:
             return None
-        self._at = Place(place.stream, place.seq + 1)
+        self._at = BatchId(place.stream, place.seq + 1)
         value, after, skipped, events = taken.batch
         return Batch(value, position_of(after), skipped, [(kind, text) for kind, text in events])
 
-    def _opened(self, numbered: Numbered, limits: Limits) -> Reader:
+    def _opened(self, numbered: Numbered, limits: ReadAhead) -> Reader:
         if self._reader is not None and self._digest == numbered.digest:
             return self._reader
         self.close()
@@ -306,7 +306,7 @@ class RingFeed:
             self._reader, self._digest = reader, numbered.digest
         return reader
 
-    def committed(self, numbered: Numbered, position: Position) -> None:
+    def committed(self, numbered: Numbered, position: DataPosition) -> None:
         """No recovery goes back behind this position: the batches before it may go."""
         place = numbered.place(position)
         if self._reader is not None and self._digest == numbered.digest and place.stream == self._stream:

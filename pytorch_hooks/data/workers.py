@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ckptless.daemon.protocol.errors import BadRecordError, CkptlessError, DataError, UsageError
-from ckptless.pytorch_hooks.data.order import Layout, Position
+from ckptless.pytorch_hooks.data.order import DataPosition, DataReplica
 from ckptless.pytorch_hooks.data.production import Production
 from ckptless.pytorch_hooks.state import codec
 
@@ -309,9 +309,11 @@ class Pool:
         self._count, self._timeout_s, self._tell = count, timeout_s, tell
         self.workers: list[Worker] = []
         # Where the workers stand; None where nobody may rely on them.
-        self._at: tuple[Layout, int, int] | None = None
+        self._at: tuple[DataReplica, int, int] | None = None
 
-    def epoch(self, production: Production, position: Position) -> Iterator[tuple[Any, Position, Any]]:
+    def epoch(
+        self, production: Production, position: DataPosition
+    ) -> Iterator[tuple[Any, DataPosition, Any]]:
         """The rest of an epoch: batch, the position after it, and of each record left out of it why.
 
         Raises DataError, UsageError; the pool is closed then.
@@ -330,15 +332,15 @@ class Pool:
             if found.number < 0:
                 break
             skips = position.skipped + len(found.skipped)
-            position = Position(position.epoch, position.batch + 1, skips, found.stream)
+            position = DataPosition(position.epoch, position.batch + 1, skips, found.stream)
             self._at = (production.layout, position.epoch, position.batch)
             yield found.batch, position, found.skipped
         self._at = (production.layout, position.epoch + 1, 0)
 
-    def _worker(self, production: Production, position: Position, turn: int) -> Worker:
+    def _worker(self, production: Production, position: DataPosition, turn: int) -> Worker:
         return Worker(lambda: _produce(production, position, turn, self._count))
 
-    def _next(self, production: Production, position: Position) -> _Word:
+    def _next(self, production: Production, position: DataPosition) -> _Word:
         turn = position.batch % self._count
         for _ in range(DEATHS_IN_A_ROW):
             try:
@@ -367,11 +369,13 @@ class Pool:
             self.workers.pop().close()
 
 
-def _produce(production: Production, position: Position, turn: int, turns: int) -> Iterator[tuple[Any, ...]]:
+def _produce(
+    production: Production, position: DataPosition, turn: int, turns: int
+) -> Iterator[tuple[Any, ...]]:
     """Give a worker's batches, as _Words, of this epoch and of all that follow, and the end of each."""
     while True:
         for made in production.produce(position, turn=turn, turns=turns):
             after = made.after
             yield after.epoch, after.batch - 1, made.batch, after.stream, list(made.skipped)
         yield position.epoch, -1
-        position = Position(epoch=position.epoch + 1)
+        position = DataPosition(epoch=position.epoch + 1)

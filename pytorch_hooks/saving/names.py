@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.pytorch_hooks.state.catalog import Catalog
 from ckptless.pytorch_hooks.state.layout import Layout
-from ckptless.pytorch_hooks.state.optim import Saved
+from ckptless.pytorch_hooks.state.optim import OptimizerTree
 
 Path = tuple[str | int, ...]
 
@@ -18,7 +18,7 @@ def key_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def tensor_paths(layout: Layout, catalog: Catalog, optimizers: dict[str, Saved]) -> list[Path]:
+def tensor_paths(layout: Layout, catalog: Catalog, optimizers: dict[str, OptimizerTree]) -> list[Path]:
     """Return the path of each entry of a layout, in order. Raises ProtocolError if the catalog does not fit.
 
     Parameters and buffers are under their model by their names there, without what wrappers add to them; an
@@ -57,7 +57,7 @@ def parameter_name(name: str, catalog: Catalog) -> str:
 
 
 def optimizer_values(
-    layout: Layout, catalog: Catalog, optimizers: dict[str, Saved]
+    layout: Layout, catalog: Catalog, optimizers: dict[str, OptimizerTree]
 ) -> Iterator[tuple[Path, object]]:
     """Yield optimizers' groups and plain state, as get_optimizer_state_dict has them."""
     for role, saved in optimizers.items():
@@ -76,7 +76,7 @@ def optimizer_values(
                 yield (*_split(role), "state", names[index], key), value
 
 
-def _places(saved: Saved) -> Sequence[str]:
+def _places(saved: OptimizerTree) -> Sequence[str]:
     return [f"{group}.{index}" for group, size in enumerate(saved.sizes) for index in range(size)]
 
 

@@ -3,15 +3,15 @@
 from ckptless.pytorch_hooks.state.layout import Entry, Layout
 from ckptless.pytorch_hooks.state.objects import State
 from ckptless.pytorch_hooks.state.record import DdpLayouts, RecordView, capture, read, restore
-from ckptless.pytorch_hooks.state.tensors import Copy, TensorSet
+from ckptless.pytorch_hooks.state.tensors import TensorCopy, TensorSet
 
 __all__ = [
-    "Copy",
     "DdpLayouts",
     "Entry",
     "Layout",
     "RecordView",
     "State",
+    "TensorCopy",
     "TensorSet",
     "capture",
     "read",

@@ -10,7 +10,7 @@ from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageE
 from ckptless.pytorch_hooks.state.codec import Ref
 
 
-class Saved(msgspec.Struct, forbid_unknown_fields=True):
+class OptimizerTree(msgspec.Struct, forbid_unknown_fields=True):
     """An optimizer without its tensors.
 
     `groups`: the options of each parameter group; `sizes`: its number of parameters. `kinds`: the lists of
@@ -76,7 +76,7 @@ def check(name: str, optimizer: torch.optim.Optimizer) -> None:
             raise UsageError(f"state.{name} keeps state for a tensor that is in none of its parameter groups")
 
 
-def split(optimizer: torch.optim.Optimizer) -> Saved:
+def split(optimizer: torch.optim.Optimizer) -> OptimizerTree:
     """Take everything but the parameters and the tensors of their state; nothing is copied."""
     kinds: dict[tuple[Any, ...], int] = {}
     kind: list[int] = []
@@ -90,7 +90,7 @@ def split(optimizer: torch.optim.Optimizer) -> Saved:
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 values.append((index, key, _without(value, str(key))))
-    return Saved(
+    return OptimizerTree(
         groups=[{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         sizes=[len(group["params"]) for group in optimizer.param_groups],
         kinds=[list(keys) for keys in kinds],
@@ -110,7 +110,7 @@ def _without(value: Any, path: str) -> Any:
     return value
 
 
-def fits(name: str, saved: Saved, optimizer: torch.optim.Optimizer) -> None:
+def fits(name: str, saved: OptimizerTree, optimizer: torch.optim.Optimizer) -> None:
     """Raise RecoveryError unless the groups have the saved sizes; ProtocolError if `saved` is malformed."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if saved.sizes != sizes:
@@ -124,7 +124,7 @@ def fits(name: str, saved: Saved, optimizer: torch.optim.Optimizer) -> None:
         raise ProtocolError(f"record: the state of {name} is malformed")
 
 
-def join(name: str, saved: Saved, optimizer: torch.optim.Optimizer) -> None:
+def join(name: str, saved: OptimizerTree, optimizer: torch.optim.Optimizer) -> None:
     """Put `split`'s part back, around the tensors that are in the optimizer's state now.
 
     The dicts of the groups and of the state stay the same objects, and so do tensors (a tensor learning rate

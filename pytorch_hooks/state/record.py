@@ -39,7 +39,7 @@ class Described(msgspec.Struct, frozen=True):
 
     layout: Layout
     catalog: Catalog
-    optimizers: dict[str, optim.Saved]
+    optimizers: dict[str, optim.OptimizerTree]
 
 
 class _Flags(msgspec.Struct, forbid_unknown_fields=True):
@@ -222,7 +222,7 @@ def _restore_attributes(record: _Record, state: State) -> None:
         known.restore(record.attributes, tensors.living, tensors.names)
 
 
-def _check_fit(record: _Record, state: State) -> dict[str, optim.Saved]:
+def _check_fit(record: _Record, state: State) -> dict[str, optim.OptimizerTree]:
     parts = parts_of(state)
     pairs: list[tuple[Iterable[str], Iterable[str]]] = [
         (record.optimizers, parts.optimizers),
@@ -233,7 +233,7 @@ def _check_fit(record: _Record, state: State) -> dict[str, optim.Saved]:
     for there, here in pairs:
         if set(there) != set(here):
             raise RecoveryError(f"the record holds {sorted(there)} where the State has {sorted(here)}")
-    saved: dict[str, optim.Saved] = {}
+    saved: dict[str, optim.OptimizerTree] = {}
     for name, optimizer in parts.optimizers.items():
         saved[name] = _saved(record, name)
         optim.fits(name, saved[name], optimizer)
@@ -251,9 +251,9 @@ def _check_fit(record: _Record, state: State) -> dict[str, optim.Saved]:
     return saved
 
 
-def _saved(record: _Record, name: str) -> optim.Saved:
+def _saved(record: _Record, name: str) -> optim.OptimizerTree:
     try:
-        return msgspec.convert(codec.unpack(record.optimizers[name]), optim.Saved)
+        return msgspec.convert(codec.unpack(record.optimizers[name]), optim.OptimizerTree)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"record: the state of {name} is malformed: {error}") from error
 

@@ -23,7 +23,7 @@ def _list_ids(value: list[Any]) -> tuple[int, ...]:
     return tuple(map(id, value))
 
 
-class Copy(NamedTuple):
+class TensorCopy(NamedTuple):
     """One tensor's: `target` (a view of the buffer, from `offset` on) is to be as `source` is.
 
     `source` shares its memory with what the training has, and keeps that memory alive.
@@ -141,7 +141,7 @@ class TensorSet:
         private.copy_all(self._viewed(buffer), [s for s in sources if s.numel()])
         return self._layout
 
-    def copies(self, buffer: torch.Tensor) -> tuple[list[Copy], list[Copy]]:
+    def copies(self, buffer: torch.Tensor) -> tuple[list[TensorCopy], list[TensorCopy]]:
         """Give what `pack` would copy: what may change at any time, and what only an update changes.
 
         The latter are the optimizers' state, and the parameters of modules (as the State names them) that an
@@ -150,13 +150,13 @@ class TensorSet:
         """
         self.refresh()
         _check_buffer(buffer, self._layout.nbytes)
-        both: tuple[list[Copy], list[Copy]] = [], []
+        both: tuple[list[TensorCopy], list[TensorCopy]] = [], []
         parts = [private.local(n.tensor) for n in self._named]
         aliases = self._aliased(parts)
         filled = [index for index, part in enumerate(parts) if part.numel()]
         for index, target in zip(filled, self._viewed(buffer), strict=True):
             entry = self._layout.entries[index]
-            both[self._updated[index]].append(Copy(entry.name, entry.offset, target, aliases[index]))
+            both[self._updated[index]].append(TensorCopy(entry.name, entry.offset, target, aliases[index]))
         return both
 
     def differs(self, buffer: torch.Tensor) -> str | None:

@@ -16,7 +16,7 @@ from ckptless.daemon.protocol import ring as m
 from ckptless.daemon.protocol.errors import DataError, PeerError
 from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.pytorch_hooks.data.producer import Made, Produce
-from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName
+from ckptless.pytorch_hooks.data.ring_reader import ReadAhead, Reader, RingName
 from ckptless.pytorch_hooks.data.ring_socket import RingSocket
 
 from .ring_world import DEADLINE_S, Agent, links, one_agent, producers, until
@@ -54,7 +54,7 @@ def name(manifest: str = MANIFEST) -> RingName:
 
 
 def reader(agent: Agent, produce: Produce = numbers, slot: int = 0, **limits: int) -> Reader:
-    return Reader(agent.socket, name(), slot, produce, Limits(**limits))
+    return Reader(agent.socket, name(), slot, produce, ReadAhead(**limits))
 
 
 def expect(found: Reader, stream: int, seqs: range) -> None:

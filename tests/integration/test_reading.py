@@ -26,7 +26,7 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.model import NO_RUN
 from ckptless.daemon.protocol.peercred import unix_address
-from ckptless.daemon.protocol.reading import TABLES, Cursor, Page, Read
+from ckptless.daemon.protocol.reading import TABLES, Page, Read, RowCursor
 from ckptless.daemon.protocol.records import EventRecord, JobRecord, NodeRecord, Record, printable
 from ckptless.daemon.settings.config import DaemonConfig, Peer
 from ckptless.daemon.transport.credentials import KeyCredentials
@@ -335,7 +335,7 @@ def test_a_cursor_that_names_no_place_begins_at_the_table(tmp_path: Path) -> Non
     async def scenario() -> None:
         async with daemon(tmp_path) as (service, where):
             await told(service, job("7", 1.0), event("7", 1), job7=ALICE)
-            question = Read(protocol=1, job="7", tables=TABLES, after=Cursor(table="event", key=("x", 2)))
+            question = Read(protocol=1, job="7", tables=TABLES, after=RowCursor(table="event", key=("x", 2)))
             page = await asyncio.to_thread(ask, where, question)
             assert isinstance(page, Page)
             assert [type(one) for one in page.records] == [EventRecord]

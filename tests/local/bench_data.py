@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ckptless.pytorch_hooks.data.producer import Made, Produce
-from ckptless.pytorch_hooks.data.ring_reader import Limits, Reader, RingName
+from ckptless.pytorch_hooks.data.ring_reader import ReadAhead, Reader, RingName
 
 PREFETCH = 8
 ROUNDS = 3
@@ -59,7 +59,7 @@ class Ours:
     """A rank's batches from the ring."""
 
     def __init__(self, socket: str, slot: int, nbytes: int) -> None:
-        limits = Limits(window=PREFETCH, budget_nbytes=1 << 32)
+        limits = ReadAhead(window=PREFETCH, budget_nbytes=1 << 32)
         self.reader = Reader(socket, NAME, slot, numbers(nbytes), limits)
         self.reader.seek(0, 0, 0)
 

@@ -9,7 +9,7 @@ from ckptless.daemon.launch import local, main
 _start_agent = local.LocalRun._start_agent
 
 
-async def start_agent(self: local.LocalRun, node: local.Node, program: Any) -> Any:
+async def start_agent(self: local.LocalRun, node: local.LocalNode, program: Any) -> Any:
     """As ever, but of another program."""
     assert tuple(program[:2]) == ("-m", local.AGENT)
     words = (str(Path(__file__).with_name("struck_agent.py")), PLAN, local.AGENT, *program[2:])

@@ -52,14 +52,14 @@ class World:
         self.grants: list[tuple[int, int]] = []
         self.jobs: list[r.Make] = []
         self.stands: dict[int, tuple[int, int, int]] = {}
-        self.told: list[r.Tell] = []
+        self.told: list[r.Note] = []
         self.fails: set[int] = set()
         self.end = END
 
     # ------------------------------------------------------------------------------ what it does
 
     def do(self, actions: list[r.Action]) -> None:
-        anew = any(isinstance(action, r.Tell) and action.kind == "ring-position" for action in actions)
+        anew = any(isinstance(action, r.Note) and action.kind == "ring-position" for action in actions)
         for action in actions:
             match action:
                 case r.Give():
@@ -78,11 +78,11 @@ class World:
                 case r.Make():
                     assert self.producers, "asked of nobody"
                     self.jobs.append(action)
-                case r.Free():
+                case r.FreeBatch():
                     del self.memory[(action.stream, action.seq)]
                     ahead = [one for one in self.readers if one.alive and one.next <= action.seq]
                     assert anew or all(one.stream != action.stream for one in ahead), "still to be taken"
-                case r.Tell():
+                case r.Note():
                     self.told.append(action)
         self.check()
 

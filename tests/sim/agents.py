@@ -193,7 +193,7 @@ class Agent:
                 self._follow(action.assignment)
             case a.StopAccepting():
                 self.replicas.core.accepting = False
-            case a.Report():
+            case a.ReportState():
                 (self._progressed if action.soon else self._changed)()
             case a.NoteEvent():
                 self.say(m.AgentEvent(level="warning", kind=action.kind, text=action.text))

@@ -64,7 +64,7 @@ class ReleaseReplicas:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportState:
     """Tell the daemon the state of this node at once, or `soon`, together with what else changes by then."""
 
     soon: bool = False
@@ -95,7 +95,7 @@ Action: TypeAlias = (
     | FollowAssignment
     | StopAccepting
     | ReleaseReplicas
-    | Report
+    | ReportState
     | NoteEvent
     | EndJob
 )

@@ -15,7 +15,7 @@ from ckptless.daemon.agent.core.actions import (
     NoteEvent,
     PrefetchState,
     ReleaseReplicas,
-    Report,
+    ReportState,
     SendToRank,
     StartProcess,
     StopAccepting,
@@ -85,7 +85,7 @@ class AgentCore:
     def _stop(self, order: m.Stop, now: float) -> None:
         """Freeze, tell the ranks; processes without hooks cannot be told, so they end."""
         if self.assignment is None or order.generation != self.assignment.generation:
-            self.out.append(Report())
+            self.out.append(ReportState())
             return
         if self.frozen != order.generation:
             self.frozen = order.generation
@@ -100,18 +100,18 @@ class AgentCore:
             hanging = self.slots[place.slot].living if place.node == self.node else None
             if hanging is not None:
                 self._kill(hanging, "did not leave its training function in time and was killed")
-        self.out.append(Report())
+        self.out.append(ReportState())
 
     def _assign(self, assignment: m.Assignment, now: float) -> None:
         """Take the next generation: state first, then every slot as it says."""
         if self.assignment is not None and assignment.generation <= self.assignment.generation:
-            self.out.append(Report())
+            self.out.append(ReportState())
             return
         self.assignment, self.frozen = assignment, None
         self.out.append(FollowAssignment(assignment))
         for slot in self.slots:
             self._settle(slot, assignment, now)
-        self.out.append(Report())
+        self.out.append(ReportState())
 
     def _settle(self, slot: Slot, assignment: m.Assignment, now: float) -> None:
         """Make a slot what an assignment says: a rank that goes on, a new process, a spare, or nothing."""
@@ -153,7 +153,7 @@ class AgentCore:
             self.out.append(KillProcess(birth))
             return
         slot.occupant = Occupant(index, birth, pid, now)
-        self.out.append(Report())
+        self.out.append(ReportState())
 
     def not_born(self, index: int, birth: int, why: str, now: float) -> None:
         """A process could not be forked."""
@@ -162,7 +162,7 @@ class AgentCore:
         if slot.birth == birth:
             slot.exit_code = 1
             slot.enter("exited", slot.generation, now, m.Cause(kind="died", text=why))
-            self.out.append(Report())
+            self.out.append(ReportState())
 
     def exited(self, birth: int, code: int, how: str, now: float) -> None:
         """A process has ended with `code` (as in subprocess); `how` says so in words."""
@@ -179,7 +179,7 @@ class AgentCore:
             cause = m.Cause(kind="hung", text=one.hung)
         slot.exit_code = code
         slot.enter("exited", slot.generation, now, cause)
-        self.out.append(Report())
+        self.out.append(ReportState())
 
     def _retire(self, slot: Slot, one: Occupant) -> None:
         """End a process whose time is over."""
@@ -233,7 +233,7 @@ class AgentCore:
             self._give(slot, one, rank, now)
         else:
             slot.enter("waiting", slot.generation, now)
-        self.out.append(Report())
+        self.out.append(ReportState())
 
     def admits(self, slot: Slot, generation: int, what: str) -> bool:
         """Whether a rank's message is of its slot's generation; one of another is refused."""
@@ -263,14 +263,14 @@ class AgentCore:
                 slot.enter("restored", message.generation, now)
             case m.Finished():
                 slot.enter("finished", message.generation, now)
-        self.out.append(Report())
+        self.out.append(ReportState())
 
     def stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
         """Note a rank's step; `first`: the first new one of its slot in this generation."""
         slot.step, slot.loss = message.step, message.loss
         slot.every, slot.share = message.every, message.share
         slot.stepped |= first
-        self.out.append(Report(soon=not first))
+        self.out.append(ReportState(soon=not first))
 
     def unused_slots(self, assignment: m.Assignment) -> list[int]:
         """Return the slots that no rank is in."""

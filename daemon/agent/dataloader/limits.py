@@ -17,14 +17,14 @@ class RingLimits(NamedTuple):
     reasons: tuple[str, ...]
 
 
-class Free(NamedTuple):
+class FreeMemory(NamedTuple):
     """Bytes that can be had still, and by whose measure."""
 
     nbytes: int
     whose: str
 
 
-def limited(window: int, budget_nbytes: int, site: DataSettings, free: Free | None) -> RingLimits:
+def limited(window: int, budget_nbytes: int, site: DataSettings, free: FreeMemory | None) -> RingLimits:
     """The smallest of what the loader asks for, the site allows, and the memory has room for."""
     reasons = []
     if site.prefetch is not None and site.prefetch < window:
@@ -43,19 +43,21 @@ def limited(window: int, budget_nbytes: int, site: DataSettings, free: Free | No
     return RingLimits(window, budget_nbytes, tuple(reasons))
 
 
-def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Free | None:
+def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory | None:
     """The least of what the node and each cgroup around this process have; None where nothing tells."""
     found = [*_of_node(proc), *_of_cgroups(proc, cgroups)]
     return min(found, default=None)
 
 
-def _of_node(proc: Path) -> list[Free]:
+def _of_node(proc: Path) -> list[FreeMemory]:
     words = _words(proc / "meminfo")
-    return [Free(words["MemAvailable:"] * 1024, "the node's memory")] if "MemAvailable:" in words else []
+    return (
+        [FreeMemory(words["MemAvailable:"] * 1024, "the node's memory")] if "MemAvailable:" in words else []
+    )
 
 
-def _of_cgroups(proc: Path, root: Path) -> list[Free]:
-    found: list[Free] = []
+def _of_cgroups(proc: Path, root: Path) -> list[FreeMemory]:
+    found: list[FreeMemory] = []
     for line in _text(proc / "self" / "cgroup").splitlines():
         _number, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
@@ -67,7 +69,7 @@ def _of_cgroups(proc: Path, root: Path) -> list[Free]:
     return found
 
 
-def _of_cgroup(folder: Path, unified: bool) -> list[Free]:
+def _of_cgroup(folder: Path, unified: bool) -> list[FreeMemory]:
     names = ("max", "current") if unified else ("limit_in_bytes", "usage_in_bytes")
     limit, used = (_text(folder / f"memory.{name}").strip() for name in names)
     if not limit.isdecimal() or not used.isdecimal() or int(limit) >= 1 << 60:
@@ -76,7 +78,7 @@ def _of_cgroup(folder: Path, unified: bool) -> list[Free]:
     kept = _words(folder / "memory.stat")
     prefix = "" if unified else "total_"
     files = sum(kept.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
-    return [Free(max(0, int(limit) - max(0, int(used) - files)), f"the cgroup {folder}")]
+    return [FreeMemory(max(0, int(limit) - max(0, int(used) - files)), f"the cgroup {folder}")]
 
 
 def _words(path: Path) -> dict[str, int]:

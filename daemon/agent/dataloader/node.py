@@ -185,9 +185,9 @@ class RingNode:
         match action:
             case r.Make():
                 self._ask(action)
-            case r.Free():
+            case r.FreeBatch():
                 os.close(self._memory.pop((action.stream, action.seq)))
-            case r.Tell():
+            case r.Note():
                 self._tell(action.kind, f"loader {self.loader!r}: {action.text}")
             case _:
                 if (reader := self.readers.get(action.reader)) is not None:

@@ -73,7 +73,7 @@ class Make:
 
 
 @dataclass(frozen=True)
-class Free:
+class FreeBatch:
     """Give the memory of a batch back."""
 
     stream: int
@@ -81,14 +81,14 @@ class Free:
 
 
 @dataclass(frozen=True)
-class Tell:
+class Note:
     """Something worth an event."""
 
     kind: str
     text: str
 
 
-Action: TypeAlias = Give | GiveEnd | GiveUp | Grant | Make | Free | Tell
+Action: TypeAlias = Give | GiveEnd | GiveUp | Grant | Make | FreeBatch | Note
 
 
 # ---------------------------------------------------------------------------- what a ring knows
@@ -110,7 +110,7 @@ class Mark:
 
 
 @dataclass
-class Stream:
+class StreamState:
     """`positions` are those before each batch; `history` is a new number where another one is begun."""
 
     history: int
@@ -135,7 +135,7 @@ class Ring:
         """`leases`: numbers that no other lease of the agent has."""
         self._window, self._budget = window, budget_nbytes
         self._leases = leases or itertools.count(1)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, StreamState] = {}
         self._marks: dict[int, Mark] = {}
         self._open: set[int] = set()
         self._late: set[int] = set()
@@ -156,7 +156,7 @@ class Ring:
         return sum(sum(stream.ready.values()) for stream in self._streams.values())
 
     @property
-    def streams(self) -> Mapping[int, Stream]:
+    def streams(self) -> Mapping[int, StreamState]:
         """All that any reader takes."""
         return self._streams
 
@@ -196,7 +196,7 @@ class Ring:
         again = former is not None and not (former.alive and former.stream != stream)
         if stream not in self._streams:
             self._histories += 1
-            self._streams[stream] = Stream(self._histories)
+            self._streams[stream] = StreamState(self._histories)
         found = self._streams[stream]
         self._deaths = 0
         found.failed = None
@@ -207,7 +207,7 @@ class Ring:
         if again:
             there = next(at for at in itertools.count(seq) if at not in found.ready) - seq
             text = f"reader {reader} goes on with batch {seq} of stream {stream}: {there} were there"
-            out.append(Tell("ring-resumed", text))
+            out.append(Note("ring-resumed", text))
         return out + self._decide()
 
     def _begin_anew(self, number: int, first: int, seq: int, position: bytes) -> list[Action]:
@@ -227,7 +227,7 @@ class Ring:
             if mark.stream == number:
                 mark.held, mark.told = mark.held or mark.sent >= first, False
         text = f"{len(gone)} batches of stream {number}, from {first} on, are not used: others follow now"
-        return [*(Free(number, other) for other in gone), Tell("ring-position", text)]
+        return [*(FreeBatch(number, other) for other in gone), Note("ring-position", text)]
 
     def took(self, reader: int, seq: int, done: int) -> list[Action]:
         """A reader has taken `seq`, and is never sent back before `done`."""
@@ -275,7 +275,7 @@ class Ring:
             )
             for _lead, number, seq in self._missing():
                 self._streams[number].failed = (seq, text)
-            out.append(Tell("ring-producer", text))
+            out.append(Note("ring-producer", text))
         return out + self._decide()
 
     def lease_late(self, lease: int) -> list[Action]:
@@ -340,7 +340,7 @@ class Ring:
             floor = min((mark.done for mark in marks), default=None)
             for seq in [seq for seq in stream.ready if floor is None or seq < floor]:
                 del stream.ready[seq]
-                yield Free(number, seq)
+                yield FreeBatch(number, seq)
             if floor is None:
                 del self._streams[number]
                 for job in self._jobs:
@@ -416,7 +416,7 @@ class Ring:
                 f"{self.used_nbytes + expected} bytes for what is needed next; the budget is {self._budget}: "
                 "give the loader more memory, or it makes nothing ahead"
             )
-            out.append(Tell("ring-over-budget", text))
+            out.append(Note("ring-over-budget", text))
         self._over = self._over or over
         stream = self._streams[number]
         base = max(at for at in stream.positions if at <= seq)
@@ -438,7 +438,7 @@ class Ring:
                 return
             seq, number = max(kept)
             del self._streams[number].ready[seq]
-            yield Free(number, seq)
+            yield FreeBatch(number, seq)
 
     def _is_ahead(self, stream: int, seq: int) -> bool:
         """Whether a living reader has it still before it."""

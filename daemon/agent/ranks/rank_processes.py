@@ -42,7 +42,7 @@ PINGS_PER_DEADLINE = 4
 
 
 @dataclass
-class Running:
+class RankProcess:
     """A training process that has not ended yet, and its connection once it has said Hello."""
 
     birth: int
@@ -65,7 +65,7 @@ class RankProcesses:
     ) -> None:
         self._config, self._core, self._zygote, self._console = config, core, zygote, console
         self._settle = settle
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RankProcess] = {}
         self._starts = [0] * config.spec.slots_per_node
         self._early: dict[int, RankLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,7 +134,7 @@ class RankProcesses:
                 link.close()
             self._fail(order, f"its log cannot be opened: {error}", spec)
             return
-        one = self._running[order.birth] = Running(order.birth, process, printed, spec.scratch)
+        one = self._running[order.birth] = RankProcess(order.birth, process, printed, spec.scratch)
         self._spawn_task(self._wait(one), self._ends)
         self._core.born(order.slot, order.birth, process.pid, asyncio.get_running_loop().time())
         if (link := self._early.pop(process.pid, None)) is not None:
@@ -176,7 +176,7 @@ class RankProcesses:
         self._welcome(one, link)
         self._settle()
 
-    def _welcome(self, one: Running, link: RankLink) -> None:
+    def _welcome(self, one: RankProcess, link: RankLink) -> None:
         slot = self._core.occupied(one.birth)
         if slot is None:
             link.close()
@@ -209,7 +209,7 @@ class RankProcesses:
 
     # ------------------------------------------------------------------------------- end of life
 
-    async def _wait(self, one: Running) -> None:
+    async def _wait(self, one: RankProcess) -> None:
         # no deadline: a rank lives as long as it trains; `close` ends it
         code = await one.process.wait()
         del self._running[one.birth]

@@ -51,7 +51,7 @@ _FORKED = struct.Struct("i")
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
-class Job(NamedTuple):
+class SpawnRequest(NamedTuple):
     """A new training process: its program, and the descriptors that came with it."""
 
     program: wire.Program
@@ -60,7 +60,7 @@ class Job(NamedTuple):
     stderr: int
 
 
-def serve(connection: socket.socket) -> Job | None:
+def serve(connection: socket.socket) -> SpawnRequest | None:
     """Answer spawn requests. Returns None when the agent is gone, and in each new process its job."""
     while True:
         # no deadline: waiting is what a zygote does, and the agent's end is its own (EOF, PDEATHSIG)
@@ -76,7 +76,7 @@ def serve(connection: socket.socket) -> Job | None:
             return job
 
 
-def _answer(connection: socket.socket, spawn: wire.Spawn, fds: list[int]) -> Job | None:
+def _answer(connection: socket.socket, spawn: wire.Spawn, fds: list[int]) -> SpawnRequest | None:
     program_fd, gate, stdout, stderr = fds
     try:
         program = wire.read_program(program_fd)
@@ -88,7 +88,7 @@ def _answer(connection: socket.socket, spawn: wire.Spawn, fds: list[int]) -> Job
             # Through the object: a socket that outlives its descriptor would one day close someone else's.
             connection.close()
             os.close(program_fd)
-            return Job(program, gate, stdout, stderr)
+            return SpawnRequest(program, gate, stdout, stderr)
         reply = wire.Spawned(id=spawn.id, pid=pid)
     for fd in fds:
         os.close(fd)
@@ -160,7 +160,7 @@ def _readable(fd: int, deadline_s: float) -> bool:
     return bool(poller.poll(deadline_s * 1000))
 
 
-def enter(job: Job, agent: int) -> None:
+def enter(job: SpawnRequest, agent: int) -> None:
     """Make the caller, fresh from `serve`, the agent's training process; exits if the agent gave it up."""
     os.setsid()
     # The byte comes after the agent has registered us, hence after the adoption: no polling of getppid().

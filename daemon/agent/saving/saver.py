@@ -39,7 +39,7 @@ COPY_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenShard:
     """A shard's version: where it lies in the memory behind `fd`, which is whose this is to close."""
 
     shard: int
@@ -51,7 +51,7 @@ class Taken:
 class Hold:
     """The memory that a part is written from. Nobody has to keep it: versions are copied before all else."""
 
-    shards: tuple[Taken, ...]
+    shards: tuple[TakenShard, ...]
     records: tuple[w.WriteRecord, ...]
 
 
@@ -192,7 +192,7 @@ class Saver:
         found = [(shard, self._store.tensors(shard, task.step)) for shard, _ in task.shards]
         kept = [(rank, self._store.record(rank, task.step)) for rank, _ in task.records]
         return Hold(
-            tuple(Taken(shard, one[0], os.dup(one[1].fd)) for shard, one in found if one is not None),
+            tuple(TakenShard(shard, one[0], os.dup(one[1].fd)) for shard, one in found if one is not None),
             tuple(
                 w.WriteRecord(rank=rank, shard=held.shard, record=held.record, digest=held.digest)
                 for rank, held in kept
@@ -205,7 +205,7 @@ class Saver:
 
         Raises CkptlessError, OSError. `held` is closed.
         """
-        copies: list[Taken] = []
+        copies: list[TakenShard] = []
         try:
             if self._writer is not None:
                 raise PeerError("an older step is still being written")
@@ -309,13 +309,13 @@ class Saver:
             await asyncio.wait(late, timeout=deadline_s)
 
 
-def _copy_all(held: Sequence[Taken]) -> list[Taken]:
+def _copy_all(held: Sequence[TakenShard]) -> list[TakenShard]:
     """Memfds of exactly the versions' bytes. Raises OSError."""
-    copies: list[Taken] = []
+    copies: list[TakenShard] = []
     try:
         for one in held:
             fd = os.memfd_create("ckptless-save", os.MFD_CLOEXEC)
-            copies.append(Taken(one.shard, one.at, fd))
+            copies.append(TakenShard(one.shard, one.at, fd))
             done = 0
             while done < one.at.nbytes:
                 count = min(COPY_NBYTES, one.at.nbytes - done)

@@ -11,7 +11,7 @@ from ckptless.daemon.agent.versions.store import Version, header_of
 from ckptless.daemon.protocol.errors import BadVersionError, CkptlessError, ProtocolError
 from ckptless.daemon.protocol.messages import NodeInfo
 from ckptless.daemon.protocol.peers import messages as p
-from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.bulk import SendRate
 from ckptless.daemon.transport.link import Link
 
 # So long a holder is waited for that says nothing; one that takes its time says so every few seconds.
@@ -130,7 +130,7 @@ class TensorConnection(Connection):
         on_held: Callable[[int, Version], None],
         on_lost: OnLost,
         is_sound: Callable[[Version], Awaitable[bool]],
-        pace: Pace,
+        pace: SendRate,
     ) -> None:
         super().__init__(info, on_lost)
         self._on_held, self._is_sound, self._pace = on_held, is_sound, pace

@@ -15,13 +15,13 @@ from ckptless.daemon.agent.versions.connections import (
 )
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.serving import Serving
-from ckptless.daemon.agent.versions.store import Held, Version, VersionStore
+from ckptless.daemon.agent.versions.store import HeldRecord, Version, VersionStore
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.version import Origin
 from ckptless.daemon.replication.protection import Item
-from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.bulk import SendRate
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, Route
 from ckptless.daemon.transport.listener import Listener
@@ -51,7 +51,7 @@ class Replicas:
         self._me, self.origin, self._store = node, origin, store
         self.core: Replication[p.PutRecord | Version] = Replication(node, copies, domains, self)
         self.credentials: KeyCredentials | None = None
-        self._source, self._pace = network.source, Pace(network.send_rate)
+        self._source, self._pace = network.source, SendRate(network.send_rate)
         self.serving = Serving(node, origin, store, self._pace, self.core)
         self.integrity = self.serving.integrity
         self._small: dict[int, SmallConnection] = {}
@@ -214,11 +214,11 @@ class Replicas:
                 return
         raise PeerError(f"nobody could give {what} ({'; '.join(tried) or 'no node is said to hold it'})")
 
-    async def _ask_record(self, info: NodeInfo, rank: int, step: int) -> Held:
+    async def _ask_record(self, info: NodeInfo, rank: int, step: int) -> HeldRecord:
         reply = await self._ask(info, p.GetRecord(rank=rank, step=step), FETCH_DEADLINE_S)
         if not isinstance(reply, p.RecordReply) or not reply.record:
             raise PeerError("it does not hold it")
-        return Held(reply.record, reply.digest, reply.shard)
+        return HeldRecord(reply.record, reply.digest, reply.shard)
 
     async def fetch_tensors(self, shard: int, step: int, nodes: Sequence[int]) -> None:
         """Get tensors into the store, verified, from all who have the same. Raises PeerError, OSError."""
@@ -273,7 +273,7 @@ class Replicas:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def put_record(generation: int, rank: int, step: int, held: Held) -> p.PutRecord:
+def put_record(generation: int, rank: int, step: int, held: HeldRecord) -> p.PutRecord:
     """Return the message by which a holder is given a record."""
     return p.PutRecord(
         generation=generation,

@@ -17,7 +17,14 @@ import msgspec
 import xxhash
 from msgspec import structs
 
-from ckptless.daemon.agent.versions.store import SIZE_SEALS, Held, Region, VersionStore, digest, header_of
+from ckptless.daemon.agent.versions.store import (
+    SIZE_SEALS,
+    HeldRecord,
+    Region,
+    VersionStore,
+    digest,
+    header_of,
+)
 from ckptless.daemon.protocol import keeping as k
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
@@ -53,7 +60,7 @@ class _Kept:
             region.close()
 
 
-class RequeueMemory:
+class RequeueClient:
     """Owned by the agent's event loop. `holdings`: of the store, with what twins are compared by."""
 
     def __init__(self, config: AgentConfig, store: VersionStore, holdings: Callable[[], Holdings]) -> None:
@@ -212,7 +219,7 @@ class RequeueMemory:
                 self._store.put_tensors(told.shard, told.step, at)
         for one in kept.catalog.records:
             if one.step <= newest:
-                self._store.put_record(one.rank, one.step, Held(one.record, one.digest, one.shard))
+                self._store.put_record(one.rank, one.step, HeldRecord(one.record, one.digest, one.shard))
 
     # -------------------------------------------------------------------------------- at the end
 

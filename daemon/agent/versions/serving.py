@@ -11,7 +11,7 @@ from ckptless.daemon.agent.core.replication import Replication, verdict
 from ckptless.daemon.agent.versions.connections import Peer
 from ckptless.daemon.agent.versions.deltas import Base, base_of, missing
 from ckptless.daemon.agent.versions.integrity import ArrivalCheck, IntegrityCheck
-from ckptless.daemon.agent.versions.store import Held, Incoming, VersionStore, header_of
+from ckptless.daemon.agent.versions.store import HeldRecord, Incoming, VersionStore, header_of
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import (
     BadVersionError,
@@ -22,7 +22,7 @@ from ckptless.daemon.protocol.errors import (
 )
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bucket import TokenBucket
-from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.bulk import SendRate
 from ckptless.daemon.transport.credentials import Credentials
 from ckptless.daemon.transport.link import Link
 
@@ -69,7 +69,7 @@ class Serving:
     """Owned by the agent's event loop."""
 
     def __init__(
-        self, node: int, origin: version.Origin, store: VersionStore, pace: Pace, core: Replication[Any]
+        self, node: int, origin: version.Origin, store: VersionStore, pace: SendRate, core: Replication[Any]
     ) -> None:
         self._me, self._origin, self._store, self._pace, self._core = node, origin, store, pace, core
         self.integrity = IntegrityCheck(origin, store)
@@ -134,7 +134,7 @@ class Serving:
             case p.StoreJoin():
                 await self.on_store(link, message)
             case p.GetRecord(rank=rank, step=step):
-                held = self._store.record(rank, step) or Held(b"", "")
+                held = self._store.record(rank, step) or HeldRecord(b"", "")
                 link.send(p.RecordReply(record=held.record, digest=held.digest, shard=held.shard))
             case p.GetTensors():
                 link.send(p.TensorsReply(header=self._header(message)))
@@ -148,7 +148,7 @@ class Serving:
     async def _hold_record(self, link: Peer, message: p.PutRecord) -> None:
         taken = await self._takes(message.generation, f"the record of rank {message.rank}")
         if taken:
-            held = Held(message.record, message.digest, message.shard)
+            held = HeldRecord(message.record, message.digest, message.shard)
             self._store.put_record(message.rank, message.step, held)
             self._core.saw_commit(message.step)
         link.send(p.Held(generation=message.generation, rank=message.rank, step=message.step, held=taken))

@@ -11,8 +11,8 @@ from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.rank_processes import RankProcesses
 from ckptless.daemon.agent.versions.replicas import Replicas, put_record
-from ckptless.daemon.agent.versions.store import Held, Version, VersionStore, header_of
-from ckptless.daemon.agent.versions.twins import Twins
+from ckptless.daemon.agent.versions.store import HeldRecord, Version, VersionStore, header_of
+from ckptless.daemon.agent.versions.twins import AgentTwins
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
 
@@ -28,7 +28,7 @@ class StateService:
         store: VersionStore,
         replicas: Replicas,
         rank_processes: RankProcesses,
-        twins: Twins,
+        twins: AgentTwins,
     ) -> None:
         self._core, self._node = core, core.node
         self._store, self._replicas, self._rank_processes = store, replicas, rank_processes
@@ -132,7 +132,7 @@ class StateService:
             if commit.step != self._assignment.restore_step:
                 self._check_version(commit, shard, rank)
                 self._store.put_tensors(shard, commit.step, commit.tensors)
-        held = Held(commit.record, commit.digest, shard)
+        held = HeldRecord(commit.record, commit.digest, shard)
         self._store.put_record(rank, commit.step, held)
         self._replicas.push(put_record(commit.generation, rank, commit.step, held))
         if commit.tensors is not None:

@@ -90,7 +90,7 @@ def header_of(region: Region, at: TensorsAt) -> version.Header:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRecord:
     """A record, its digest, and the shard that its rank has tensors of."""
 
     record: bytes
@@ -135,7 +135,7 @@ class VersionStore:
     """Owned by the agent's event loop."""
 
     def __init__(self) -> None:
-        self._records: dict[int, dict[int, Held]] = {}
+        self._records: dict[int, dict[int, HeldRecord]] = {}
         self._tensors: dict[int, dict[int, TensorsAt]] = {}
         self._regions: dict[int, Region] = {}
         # Places that are being written to, by number of the region and offset.
@@ -147,7 +147,7 @@ class VersionStore:
 
     # ----------------------------------------------------------------------------------- records
 
-    def put_record(self, rank: int, step: int, held: Held) -> None:
+    def put_record(self, rank: int, step: int, held: HeldRecord) -> None:
         """Hold a record. Raises ProtocolError where it does not match its digest."""
         if digest(held.record) != held.digest:
             raise ProtocolError(f"the record of rank {rank}, step {step}, does not match its digest")
@@ -156,7 +156,7 @@ class VersionStore:
         _keep_newest(steps)
         self.on_held()
 
-    def record(self, rank: int, step: int) -> Held | None:
+    def record(self, rank: int, step: int) -> HeldRecord | None:
         """A record that matches its digest, or None."""
         held = self._records.get(rank, {}).get(step)
         return held if held is not None and digest(held.record) == held.digest else None
@@ -323,7 +323,9 @@ class VersionStore:
         )
         return Copies(tensors=tensors, records=records, nbytes=self.nbytes)
 
-    def contents(self) -> tuple[list[Region], list[tuple[int, int, TensorsAt]], list[tuple[int, int, Held]]]:
+    def contents(
+        self,
+    ) -> tuple[list[Region], list[tuple[int, int, TensorsAt]], list[tuple[int, int, HeldRecord]]]:
         """All that is held: regions that something lies in, (shard, step, where), (rank, step, record)."""
         tensors = [(shard, step, at) for shard, steps in self._tensors.items() for step, at in steps.items()]
         records = [
@@ -352,5 +354,5 @@ def _keep_newest(steps: dict[int, Any]) -> None:
         del steps[old]
 
 
-def _nbytes_of(steps: dict[int, Held]) -> int:
+def _nbytes_of(steps: dict[int, HeldRecord]) -> int:
     return sum(len(held.record) for held in steps.values())

@@ -14,7 +14,7 @@ from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.settings.options import TwinsMode
 
 
-class Twins:
+class AgentTwins:
     """Owned by the agent's event loop."""
 
     def __init__(self, node: int, mode: TwinsMode, store: VersionStore, replicas: Replicas) -> None:

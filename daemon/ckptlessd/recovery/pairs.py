@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Apart:
+class PairReports:
     """The daemons' latest words on whom each cannot reach, though others see them."""
 
     _said: dict[int, tuple[frozenset[int], float]] = field(default_factory=dict)

@@ -23,7 +23,7 @@ class Stalls:
     """The leader's watch over deadlines, and what daemons have told it of nodes that they cannot reach."""
 
     job: JobState
-    apart: pairs.Apart = field(default_factory=pairs.Apart)
+    apart: pairs.PairReports = field(default_factory=pairs.PairReports)
     # Nodes that cannot reach each other, by what was said last, and since when it is these.
     _pairs: set[tuple[int, int]] = field(default_factory=set)
     _paired: float = 0.0

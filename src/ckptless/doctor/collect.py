@@ -18,7 +18,7 @@ from ckptless.daemon.protocol.peercred import unix_address
 from ckptless.daemon.settings.bind import interfaces
 from ckptless.daemon.settings.options import DaemonSettings
 from ckptless.daemon.settings.site import load_settings
-from ckptless.doctor.facts import Daemon, Facts, Limits, Nccl, Torch
+from ckptless.doctor.facts import Daemon, Facts, Nccl, ProcessLimits, Torch
 from ckptless.torch_versions import Version, parse
 
 CONNECT_DEADLINE_S = 2.0
@@ -153,8 +153,8 @@ def _ephemeral() -> tuple[int, int] | tuple[()]:
         return ()
 
 
-def _limits() -> Limits:
-    return Limits(
+def _limits() -> ProcessLimits:
+    return ProcessLimits(
         memfd=_memfd_error(),
         shm_free_nbytes=_shm_free(),
         memlock_nbytes=_soft(resource.RLIMIT_MEMLOCK),

@@ -28,7 +28,7 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """The limits of this process and machine, in bytes; None is no limit, or not known.
 
     `memlock` (RLIMIT_MEMLOCK) and `files` (RLIMIT_NOFILE, a number) are the soft ones. `memfd`: "" where one
@@ -64,7 +64,7 @@ class Facts:
     env: Mapping[str, str] = field(default_factory=dict)
     interfaces: tuple[tuple[str, str], ...] = ()
     ephemeral: tuple[int, int] | tuple[()] = ()
-    limits: Limits = Limits()
+    limits: ProcessLimits = ProcessLimits()
     slurm: bool = False
     srun: str | None = None
     daemon: Daemon | None = None

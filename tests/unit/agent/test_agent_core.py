@@ -95,7 +95,7 @@ def kinds(actions: list[a.Action]) -> list[str]:
 
 def test_state_follows_before_a_process_is_started(node: Node) -> None:
     said = node.assign(assignment(1, place(0)))
-    assert kinds(said) == ["FollowAssignment", "StartProcess", "PrefetchState", "StartProcess", "Report"]
+    assert kinds(said) == ["FollowAssignment", "StartProcess", "PrefetchState", "StartProcess", "ReportState"]
     rank, spare = (action for action in said if isinstance(action, a.StartProcess))
     assert rank.assignment is not None
     assert spare.assignment is None
@@ -114,13 +114,13 @@ def test_a_process_that_takes_another_s_place_is_not_at_the_hooks_yet(node: Node
     (start,) = (one for one in said if isinstance(one, a.StartProcess))
     assert (node.core.slots[0].generation, node.core.slots[0].exit_code) == (2, None)
     node.core.born(start.slot, start.birth, 2000, node.now)
-    assert kinds(node.out()) == ["Report"]
+    assert kinds(node.out()) == ["ReportState"]
 
 
 def test_a_process_gets_its_rank_once_it_says_hello(node: Node) -> None:
     births = node.births(node.assign(assignment(1, place(0), place(1))))
     for rank, birth in enumerate(births, 1):
-        assert node.hello(birth) == [a.AssignRank(birth, rank, fresh=True), a.Report(soon=False)]
+        assert node.hello(birth) == [a.AssignRank(birth, rank, fresh=True), a.ReportState(soon=False)]
     again = node.assign(assignment(2, place(0), place(1)))
     assert a.AssignRank(births[0], 1, fresh=False) in again
     assert not node.births(again)
@@ -135,7 +135,7 @@ def test_a_spare_waits_and_is_fresh_when_it_gets_a_rank(node: Node) -> None:
 @pytest.mark.parametrize("generation", [1, 2])
 def test_an_assignment_that_is_not_newer_changes_nothing(node: Node, generation: int) -> None:
     node.train(assignment(2, place(0)))
-    assert kinds(node.assign(assignment(generation, place(1)))) == ["Report"]
+    assert kinds(node.assign(assignment(generation, place(1)))) == ["ReportState"]
     assert node.phases() == ["assigned", "waiting"]
 
 
@@ -161,7 +161,7 @@ def test_a_rank_that_trained_and_is_none_any_more_ends_and_a_spare_stays(node: N
 
 
 def test_before_the_first_assignment_nothing_is_stopped_and_nobody_is_known(node: Node) -> None:
-    assert kinds(node.obey(m.Stop(generation=1, reason="a fault"))) == ["Report"]
+    assert kinds(node.obey(m.Stop(generation=1, reason="a fault"))) == ["ReportState"]
     assert node.core.frozen is None
     assert node.core.rank(node.core.slots[0]) is None
     assert not node.obey(m.Go(generation=1))
@@ -175,7 +175,7 @@ def test_before_the_first_assignment_nothing_is_stopped_and_nobody_is_known(node
 def test_a_spare_that_never_was_a_rank_stays_over_generations(node: Node) -> None:
     births = node.train(assignment(1, place(0)))
     said = node.assign(assignment(2, place(0)))
-    assert kinds(said) == ["FollowAssignment", "AssignRank", "Report"]
+    assert kinds(said) == ["FollowAssignment", "AssignRank", "ReportState"]
     assert node.core.occupied(births[1]) is node.core.slots[1]
 
 
@@ -197,16 +197,16 @@ def test_stop_freezes_and_is_told_once(node: Node) -> None:
     births = node.train(assignment(1, place(0)))
     stop = m.Stop(generation=1, reason="a fault")
     said = node.obey(stop)
-    assert kinds(said) == ["StopAccepting", "SendToRank", "Report"]
+    assert kinds(said) == ["StopAccepting", "SendToRank", "ReportState"]
     assert a.SendToRank(births[0], stop) in said
     assert node.core.frozen == 1
-    assert kinds(node.obey(stop)) == ["Report"]
+    assert kinds(node.obey(stop)) == ["ReportState"]
 
 
 @pytest.mark.parametrize("generation", [1, 3])
 def test_stop_of_another_generation_freezes_nothing(node: Node, generation: int) -> None:
     node.train(assignment(2, place(0)))
-    assert kinds(node.obey(m.Stop(generation=generation, reason="a fault"))) == ["Report"]
+    assert kinds(node.obey(m.Stop(generation=generation, reason="a fault"))) == ["ReportState"]
     assert node.core.frozen is None
 
 
@@ -214,7 +214,7 @@ def test_stop_ends_a_process_without_hooks_that_has_a_rank(node: Node) -> None:
     births = node.births(node.assign(assignment(1, place(0))))
     node.out()
     said = node.obey(m.Stop(generation=1, reason="a fault"))
-    assert kinds(said) == ["StopAccepting", "KillProcess", "Report"]
+    assert kinds(said) == ["StopAccepting", "KillProcess", "ReportState"]
     assert a.KillProcess(births[0]) in said
     assert (node.phases()[0], node.causes()[0]) == ("exited", "stop")
 
@@ -266,7 +266,7 @@ def test_a_process_that_is_forked_too_late_is_ended(node: Node) -> None:
 def test_a_process_that_cannot_be_forked_is_dead(node: Node) -> None:
     start = next(one for one in node.assign(assignment(1, place(0))) if isinstance(one, a.StartProcess))
     node.core.not_born(start.slot, start.birth, "no memory", 1.0)
-    assert kinds(node.out()) == ["NoteEvent", "Report"]
+    assert kinds(node.out()) == ["NoteEvent", "ReportState"]
     assert (node.phases()[0], node.causes()[0]) == ("exited", "died")
     # As a script that fails at once.
     assert node.core.slots[0].exit_code == 1
@@ -298,7 +298,7 @@ def test_what_a_death_is(node: Node, code: int, hooked: bool, phase: m.Phase, ca
     node.core.slots[0].enter(phase, 1, 0.0)
     node.out()
     node.core.exited(births[0], code, "ended", 2.0)
-    assert node.out() == [a.Report(soon=False)]
+    assert node.out() == [a.ReportState(soon=False)]
     slot = node.core.slots[0]
     assert (slot.phase, slot.exit_code, node.causes()[0]) == ("exited", code, cause)
     assert slot.living is None
@@ -340,7 +340,7 @@ def test_a_step_before_the_restore_is_none_of_the_new_generation(node: Node) -> 
     step = m.Stepped(generation=1, step=9, loss=0.5, every=1, share=None)
     node.core.stepped(slot, step, first=True)
     node.core.stepped(slot, step, first=False)
-    assert node.out() == [a.Report(soon=False), a.Report(soon=True)]
+    assert node.out() == [a.ReportState(soon=False), a.ReportState(soon=True)]
     assert node.stepped() == [True, False]
     node.assign(assignment(2, place(0), restore_step=7))
     assert node.stepped() == [False, False]
@@ -386,7 +386,7 @@ def test_a_broken_collective_blames_and_changes_no_phase(node: Node) -> None:
     node.core.advance(slot, m.Joined(generation=1), 1.0)
     node.out()
     node.core.advance(slot, m.Broken(generation=1, text="reset by peer"), 2.0)
-    assert node.out() == [a.Report(soon=False)]
+    assert node.out() == [a.ReportState(soon=False)]
     assert (slot.phase, slot.since, node.causes()[0]) == ("joined", 2.0, "broken")
 
 

@@ -49,7 +49,7 @@ def second(job: Job) -> None:
 @pytest.fixture
 def joins_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does not join within a minute is late; without a step all may be for ten."""
-    monkeypatch.setattr("lease_nodes.LIMITS", structs.replace(LIMITS, join_s=JOIN_S))
+    monkeypatch.setattr("tests.unit.control.lease_nodes.LIMITS", structs.replace(LIMITS, join_s=JOIN_S))
 
 
 # ------------------------------------------------------------------------------------------- joining
@@ -454,7 +454,7 @@ def test_twins_that_differ_are_a_fault_though_a_rank_has_raised(monkeypatch: pyt
             for rank in range(3)
         ),
     )
-    monkeypatch.setattr("recovering.HELD", held)
+    monkeypatch.setattr("tests.unit.control.recovering.HELD", held)
     job = Job()
     job.raises()
     job.freeze(*range(NODES))

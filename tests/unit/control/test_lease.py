@@ -248,7 +248,7 @@ def test_one_of_a_half_asks_and_before_the_other_half_that_of_the_lowest(
     lease_s: float, asked_s: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later only where the lease leaves time for a busy witness."""
-    monkeypatch.setattr("lease_nodes.LIMITS", structs.replace(LIMITS, lease_s=lease_s))
+    monkeypatch.setattr("tests.unit.control.lease_nodes.LIMITS", structs.replace(LIMITS, lease_s=lease_s))
     for me, after_s in enumerate(asked_s):
         node = Node(me, 4)
         heard = Heard(node.silent({0, 1, 2, 3} - {me, me ^ 1}).outputs + node.wait(after_s - 0.65).outputs)

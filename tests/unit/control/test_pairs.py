@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.ckptlessd.recovery.pairs import Apart, gives_way, pairs
+from ckptless.daemon.ckptlessd.recovery.pairs import PairReports, gives_way, pairs
 
 NODES = st.frozensets(st.integers(0, 11), min_size=2)
 SAID = st.dictionaries(st.integers(0, 11), st.frozensets(st.integers(0, 11)))
@@ -71,7 +71,7 @@ def test_a_node_apart_from_several_is_the_one(others: set[int], hosts: frozenset
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.frozensets(st.integers(4, 7)), st.floats(0, 100))))
 def test_only_what_was_said_lately_counts(said: list[tuple[int, frozenset[int], float]]) -> None:
-    apart, newest = Apart(), dict[int, tuple[frozenset[int], float]]()
+    apart, newest = PairReports(), dict[int, tuple[frozenset[int], float]]()
     for node, others, at in sorted(said, key=lambda one: one[2]):
         apart.say(node, others, at)
         newest[node] = others, at

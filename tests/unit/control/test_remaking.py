@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo, Place
-from ckptless.daemon.replication.placement import Ring
+from ckptless.daemon.replication.placement import PlacementRing
 from ckptless.daemon.replication.protection import Item
 from ckptless.daemon.replication.re_replication import Holders, Remake, remakes
 
@@ -132,11 +132,11 @@ def test_twins_of_a_shard_are_all_nodes_that_have_ranks_of_it() -> None:
 
 def test_holders_are_the_next_ones_and_begin_at_the_first_for_a_node_that_is_none_of_them() -> None:
     nodes = [NodeInfo(node=n, name=f"n{n}", address="a", agent_port=1) for n in (1, 3, 5)]
-    ring = Ring(nodes)
+    ring = PlacementRing(nodes)
     assert [[info.node for info in ring.holders(me, 1)] for me in (1, 3, 5, 9)] == [[3], [5], [1], [1]]
 
 
 def test_a_copy_in_another_domain_where_only_some_domains_are_known() -> None:
     nodes = [NodeInfo(node=n, name=f"n{n}", address="a", agent_port=1) for n in range(3)]
-    given = Ring(nodes, ("a", "a", "")).shard_holders(0, 1, {0, 1})
+    given = PlacementRing(nodes, ("a", "a", "")).shard_holders(0, 1, {0, 1})
     assert [info.node for info in given] == [2]

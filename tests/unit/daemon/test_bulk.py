@@ -34,7 +34,7 @@ from ckptless.daemon.protocol.version import (
 )
 from ckptless.daemon.transport import link
 from ckptless.daemon.transport.bucket import TokenBucket
-from ckptless.daemon.transport.bulk import CHUNK_MIN_NBYTES, Pace, Pump
+from ckptless.daemon.transport.bulk import CHUNK_MIN_NBYTES, Pump, SendRate
 from ckptless.daemon.transport.credentials import KeyCredentials
 
 JOB = "a-job"
@@ -211,7 +211,7 @@ async def begun(sender: AgentLink, receiver: AgentLink) -> list[asyncio.Task[Non
         loop.call_soon_threadsafe(some.set)
 
     # So slow that it stays in the middle.
-    sending = asyncio.create_task(sender.send_bulk(memoryview(bytes(LARGE)), Pace(LARGE / 10)))
+    sending = asyncio.create_task(sender.send_bulk(memoryview(bytes(LARGE)), SendRate(LARGE / 10)))
     receiving = asyncio.create_task(receiver.receive_bulk(memoryview(bytearray(LARGE)), begins))
     await some.wait()
     return [sending, receiving]
@@ -306,7 +306,7 @@ def test_however_a_transfer_ends_no_thread_is_left_and_its_memory_can_be_given_b
             view = memoryview(memory)
             pump = Pump(ours, patience_s=0.5 if ending == "silent" else DEADLINE_S)
             if way == "send":
-                moving = asyncio.create_task(pump.send(view, Pace()))
+                moving = asyncio.create_task(pump.send(view, SendRate()))
             else:
                 theirs.send(b"x")
                 moving = asyncio.create_task(pump.receive(view, lambda _nbytes: None))
@@ -507,7 +507,7 @@ def test_a_limit_holds_for_all_transfers_together() -> None:
     rate, nbytes = 4e6, 600_000
 
     async def main() -> None:
-        pace = Pace(rate)
+        pace = SendRate(rate)
 
         async def one() -> None:
             async with links() as (sender, receiver):
@@ -530,8 +530,8 @@ def test_a_limit_holds_for_all_transfers_together() -> None:
 
 def test_a_slow_limit_still_moves_whole_chunks() -> None:
     async def main() -> None:
-        assert await Pace(1.0).turn(CHUNK_MIN_NBYTES * 9) == CHUNK_MIN_NBYTES
-        assert await Pace(1.0).turn(5) == 5
-        assert await Pace().turn(1 << 40) == 1 << 40
+        assert await SendRate(1.0).turn(CHUNK_MIN_NBYTES * 9) == CHUNK_MIN_NBYTES
+        assert await SendRate(1.0).turn(5) == 5
+        assert await SendRate().turn(1 << 40) == 1 << 40
 
     asyncio.run(main())

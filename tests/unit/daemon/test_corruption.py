@@ -21,15 +21,15 @@ from ckptless.daemon.agent.core.agent_core import AgentCore
 from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.state_service import StateService
-from ckptless.daemon.agent.versions.store import SLOTS, Held, Version, VersionStore, digest, round_up
-from ckptless.daemon.agent.versions.twins import Twins
+from ckptless.daemon.agent.versions.store import SLOTS, HeldRecord, Version, VersionStore, digest, round_up
+from ckptless.daemon.agent.versions.twins import AgentTwins
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError, StateUnavailableError
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link
-from ckptless.pytorch_hooks.commit.versions import Fetched, Versions
+from ckptless.pytorch_hooks.commit.versions import FetchedStep, Versions
 
 HOST, JOB, SHARD, STEP, GENERATION = "127.0.0.1", "job", 0, 5, 3
 CHUNK = version.PAGE_NBYTES
@@ -131,7 +131,9 @@ class World:
         core = AgentCore(0, 0, 5.0)
         core.slots, core.assignment = [self.slot], self.assignment
         vault, replicas = self.nodes[0].vault, self.nodes[0].replicas
-        self.state = StateService(core, vault, replicas, rank_processes, Twins(0, "act", vault, replicas))
+        self.state = StateService(
+            core, vault, replicas, rank_processes, AgentTwins(0, "act", vault, replicas)
+        )
         for node in self.nodes:
             node.replicas.follow(self.assignment)
 
@@ -140,7 +142,7 @@ class World:
         for node in self.nodes:
             node.clear()
         self.state.follow(self.assignment)
-        self.nodes[0].vault.put_record(0, STEP, Held(RECORD, digest(RECORD), SHARD))
+        self.nodes[0].vault.put_record(0, STEP, HeldRecord(RECORD, digest(RECORD), SHARD))
 
     def close(self) -> None:
         async def end() -> None:
@@ -176,7 +178,7 @@ def restore(world: World) -> bytes:
     versions = Versions(cast("Any", RankSession(world)))
     tensors: Any = SimpleNamespace(release=lambda: None)
     try:
-        found: Fetched = versions.fetch(GENERATION, STEP, SHARD, tensors)
+        found: FetchedStep = versions.fetch(GENERATION, STEP, SHARD, tensors)
         assert found.record == RECORD
         return bytes(found.payload.tolist())
     finally:

@@ -15,7 +15,7 @@ from ckptless.daemon.agent.versions.store import Version
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.protocol.peers.messages import MOST_RUNS
-from ckptless.daemon.transport.bulk import Pace
+from ckptless.daemon.transport.bulk import SendRate
 from ckptless.daemon.transport.link import Link
 
 from .vaults import Node, Nodes, payload_of, until
@@ -106,7 +106,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     original = Link.send_bulk
 
-    async def send_bulk(self: Link[object], data: memoryview, pace: Pace) -> None:
+    async def send_bulk(self: Link[object], data: memoryview, pace: SendRate) -> None:
         sizes.append(len(data))
         await original(self, data, pace)
 

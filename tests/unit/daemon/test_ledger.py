@@ -19,7 +19,7 @@ from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.errors import DamagedLedgerError, LedgerError, UsageError
 from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.daemon.protocol.model import ReaderState, RingState, StreamState
-from ckptless.daemon.protocol.reading import Cursor, Read
+from ckptless.daemon.protocol.reading import Read, RowCursor
 from ckptless.daemon.protocol.records import (
     EventRecord,
     FaultRecord,
@@ -216,7 +216,7 @@ def test_a_recovery_takes_the_newest_written(path: Path) -> None:
 
 
 def test_events_go_on_where_a_page_ended(path: Path) -> None:
-    def page(after: Cursor | None = None) -> tuple[list[str], Cursor]:
+    def page(after: RowCursor | None = None) -> tuple[list[str], RowCursor]:
         wanted = Read(protocol=PROTOCOL, job="7", tables=("event",), after=after)
         found = ledger.page(wanted, None, 100, 1 << 20)
         return [event.event for event in found.records if isinstance(event, EventRecord)], found.next

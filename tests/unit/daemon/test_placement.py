@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.protocol.messages import NodeInfo
 from ckptless.daemon.replication.failure_domains import by_members, check_name, domain_of
-from ckptless.daemon.replication.placement import Ring
+from ckptless.daemon.replication.placement import PlacementRing
 
 
 def infos(nodes: list[int]) -> list[NodeInfo]:
@@ -29,7 +29,7 @@ def infos(nodes: list[int]) -> list[NodeInfo]:
 def test_the_next_on_the_ring(
     nodes: list[int], me: int, copies: int, away: list[int], expected: list[int]
 ) -> None:
-    assert [info.node for info in Ring(infos(nodes)).holders(me, copies, away)] == expected
+    assert [info.node for info in PlacementRing(infos(nodes)).holders(me, copies, away)] == expected
 
 
 @given(st.sets(st.integers(0, 20), min_size=1), st.integers(0, 4), st.sets(st.integers(0, 20)), st.data())
@@ -37,14 +37,14 @@ def test_as_many_as_there_are_and_never_oneself(
     nodes: set[int], copies: int, away: set[int], data: st.DataObject
 ) -> None:
     me = data.draw(st.sampled_from(sorted(nodes)))
-    chosen = [info.node for info in Ring(infos(sorted(nodes))).holders(me, copies, away)]
+    chosen = [info.node for info in PlacementRing(infos(sorted(nodes))).holders(me, copies, away)]
     assert len(chosen) == len(set(chosen)) == min(copies, len(nodes - away - {me}))
     assert not set(chosen) & (away | {me})
 
 
 @given(st.sets(st.integers(0, 20), min_size=3))
 def test_every_node_holds_for_as_many_others(nodes: set[int]) -> None:
-    held = [info.node for me in nodes for info in Ring(infos(sorted(nodes))).holders(me, 2)]
+    held = [info.node for me in nodes for info in PlacementRing(infos(sorted(nodes))).holders(me, 2)]
     assert all(held.count(node) == 2 for node in nodes)
 
 
@@ -64,7 +64,7 @@ DOMAINS = st.lists(st.sampled_from(("a", "b", "c", "")), min_size=1, max_size=20
 )
 def test_other_domains_come_first(domains: tuple[str, ...], me: int, expected: list[int]) -> None:
     nodes = infos(list(range(len(domains))))
-    assert [info.node for info in Ring(nodes, domains).holders(me, 2)] == expected
+    assert [info.node for info in PlacementRing(nodes, domains).holders(me, 2)] == expected
 
 
 @given(DOMAINS, st.integers(1, 4), st.sets(st.integers(0, 19)), st.data())
@@ -73,7 +73,7 @@ def test_no_domain_holds_all_where_another_can(
 ) -> None:
     nodes = range(len(domains))
     me = data.draw(st.sampled_from(nodes))
-    chosen = [info.node for info in Ring(infos(list(nodes)), domains).holders(me, copies, away)]
+    chosen = [info.node for info in PlacementRing(infos(list(nodes)), domains).holders(me, copies, away)]
     reachable = [node for node in nodes if node != me and node not in away]
     foreign = [node for node in reachable if domain_of(domains, node) != domain_of(domains, me)]
     assert len(chosen) == len(set(chosen)) == min(copies, len(reachable))
@@ -84,15 +84,15 @@ def test_no_domain_holds_all_where_another_can(
 @given(st.sets(st.integers(0, 20), min_size=1), st.integers(0, 4), st.data())
 def test_one_domain_for_all_is_as_none(nodes: set[int], copies: int, data: st.DataObject) -> None:
     me = data.draw(st.sampled_from(sorted(nodes)))
-    expected = Ring(infos(sorted(nodes))).holders(me, copies)
-    assert Ring(infos(sorted(nodes)), ("a",) * 21).holders(me, copies) == expected
+    expected = PlacementRing(infos(sorted(nodes))).holders(me, copies)
+    assert PlacementRing(infos(sorted(nodes)), ("a",) * 21).holders(me, copies) == expected
 
 
 @pytest.mark.parametrize("racks", [2, 3, 5])
 def test_in_racks_of_the_same_size_every_node_holds_for_as_many_others(racks: int) -> None:
     domains = tuple(f"r{node // 4}" for node in range(4 * racks))
     nodes = infos(list(range(4 * racks)))
-    held = [info.node for me in range(4 * racks) for info in Ring(nodes, domains).holders(me, 2)]
+    held = [info.node for me in range(4 * racks) for info in PlacementRing(nodes, domains).holders(me, 2)]
     assert all(held.count(node) == 2 for node in range(4 * racks))
 
 
@@ -124,7 +124,7 @@ def test_a_domain_may_have_a_name_of_one_letter() -> None:
 def test_who_gets_a_shard(
     twins: set[int], copies: int, domains: tuple[str, ...], expected: list[int]
 ) -> None:
-    found = Ring(infos([0, 1, 2, 3, 4]), domains).shard_holders(0, copies, twins, ())
+    found = PlacementRing(infos([0, 1, 2, 3, 4]), domains).shard_holders(0, copies, twins, ())
     assert [info.node for info in found] == expected
 
 
@@ -140,7 +140,10 @@ def test_any_domain_may_be_lost_where_there_is_another(
 ) -> None:
     twins = data.draw(st.sets(st.sampled_from(sorted(nodes)), min_size=1))
     me = data.draw(st.sampled_from(sorted(twins)))
-    found = {info.node for info in Ring(infos(sorted(nodes)), domains).shard_holders(me, copies, twins, away)}
+    found = {
+        info.node
+        for info in PlacementRing(infos(sorted(nodes)), domains).shard_holders(me, copies, twins, away)
+    }
     assert not found & (twins | away)
     have = twins | found
     reachable = nodes - away - twins

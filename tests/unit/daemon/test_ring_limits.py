@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.agent.dataloader.limits import Free, free_memory, limited
+from ckptless.daemon.agent.dataloader.limits import FreeMemory, free_memory, limited
 from ckptless.daemon.settings.options import DataSettings
 
 MIB = 1 << 20
 
 
 def test_what_is_asked_for() -> None:
-    found = limited(8, 100 * MIB, DataSettings(), Free(1000 * MIB, "the node's memory"))
+    found = limited(8, 100 * MIB, DataSettings(), FreeMemory(1000 * MIB, "the node's memory"))
     assert found == (8, 100 * MIB, ())
     assert limited(8, 100 * MIB, DataSettings(), None).budget_nbytes == 100 * MIB
     assert limited(8, 100 * MIB, DataSettings(budget_nbytes=200 * MIB, prefetch=9), None).reasons == ()
@@ -28,7 +28,7 @@ def test_what_the_site_allows() -> None:
 
 @pytest.mark.parametrize("free", [0, 1, 30 * MIB])
 def test_what_is_free(free: int) -> None:
-    found = limited(8, 100 * MIB, DataSettings(budget_nbytes=50 * MIB), Free(free, "the cgroup /x"))
+    found = limited(8, 100 * MIB, DataSettings(budget_nbytes=50 * MIB), FreeMemory(free, "the cgroup /x"))
     assert found.budget_nbytes == max(1, free // 2)
     assert f"not {100 * MIB}: the cgroup /x has {free} bytes left" in found.reasons[0]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.daemon.agent.versions.store import KEEP, Held, VersionStore, digest
+from ckptless.daemon.agent.versions.store import KEEP, HeldRecord, VersionStore, digest
 from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.protocol.messages import Assignment, TensorsAt
 
@@ -29,7 +29,7 @@ def vault() -> Iterator[VersionStore]:
 def put(vault: VersionStore, rank: int, *steps: int) -> None:
     for step in steps:
         data = f"{rank}/{step}".encode()
-        vault.put_record(rank, step, Held(data, digest(data)))
+        vault.put_record(rank, step, HeldRecord(data, digest(data)))
 
 
 def at(region: int, slot: int, nbytes: int = 10) -> TensorsAt:
@@ -67,7 +67,7 @@ def test_copies_say_how_many_bytes_and_each_change_is_told(vault: VersionStore) 
 def test_a_record_that_does_not_match_is_refused(vault: VersionStore) -> None:
     put(vault, 0, 1)
     with pytest.raises(ProtocolError, match="rank 0, step 1"):
-        vault.put_record(0, 1, Held(b"something else", digest(b"0/1")))
+        vault.put_record(0, 1, HeldRecord(b"something else", digest(b"0/1")))
     held = vault.record(0, 1)
     assert held is not None
     assert held.record == b"0/1"
@@ -75,7 +75,7 @@ def test_a_record_that_does_not_match_is_refused(vault: VersionStore) -> None:
 
 def test_a_record_that_rots_is_not_given(vault: VersionStore) -> None:
     put(vault, 0, 1)
-    vault._records[0][1] = Held(b"0/!", digest(b"0/1"))
+    vault._records[0][1] = HeldRecord(b"0/!", digest(b"0/1"))
     assert vault.record(0, 1) is None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptless.daemon.agent.versions.connections import ANY_NETWORK, Network
 from ckptless.daemon.agent.versions.replicas import Replicas
-from ckptless.daemon.agent.versions.store import SLOTS, Held, VersionStore, digest, round_up
+from ckptless.daemon.agent.versions.store import SLOTS, HeldRecord, VersionStore, digest, round_up
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
 from ckptless.daemon.transport.credentials import KeyCredentials
@@ -71,7 +71,7 @@ class Node:
         at = m.TensorsAt(region=region.number, offset=0, nbytes=header.total_nbytes, digest=told)
         self.vault.put_tensors(shard, step, at)
         record = f"the record of {shard}".encode()
-        self.vault.put_record(shard, step, Held(record, digest(record), shard))
+        self.vault.put_record(shard, step, HeldRecord(record, digest(record), shard))
         return at
 
     def spoil(self, shard: int, step: int, offset: int = -1) -> None:

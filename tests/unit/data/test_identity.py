@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptless.pytorch_hooks.data.identity import FORMAT, Manifest, identify
+from ckptless.pytorch_hooks.data.identity import FORMAT, DataIdentity, identify
 
 SCRIPT = """
 import json
@@ -101,7 +101,7 @@ def test_an_object_may_say_what_it_is() -> None:
 
 
 MANIFESTS = st.builds(
-    Manifest,
+    DataIdentity,
     format=st.just(FORMAT),
     order=st.dictionaries(st.sampled_from("abc"), st.sampled_from(["", "1", "2"])),
     made=st.dictionaries(st.sampled_from(["d", "e", "replica"]), st.sampled_from(["", "1", "2"])),
@@ -109,7 +109,9 @@ MANIFESTS = st.builds(
 
 
 @given(MANIFESTS, MANIFESTS, st.integers(1, 3), st.integers(1, 3))
-def test_digests_tell_manifests_apart(one: Manifest, other: Manifest, replicas: int, others: int) -> None:
+def test_digests_tell_manifests_apart(
+    one: DataIdentity, other: DataIdentity, replicas: int, others: int
+) -> None:
     assert (one.order == other.order) == (one.order_digest == other.order_digest)
     made = [{name: what for name, what in each.made.items() if name != "replica"} for each in (one, other)]
     same = one.order == other.order and made[0] == made[1] and replicas == others

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ckptless.daemon.protocol.errors import CkptlessError, DataError, ProtocolError, RecoveryError, UsageError
 from ckptless.data import Cache, JsonLines, MappedLoader, Pack
-from ckptless.pytorch_hooks.data.order import Position
+from ckptless.pytorch_hooks.data.order import DataPosition
 from ckptless.pytorch_hooks.state import codec, rng
 
 COUNT = 41
@@ -512,6 +512,6 @@ def test_no_samples() -> None:
 def test_the_seam_to_what_keeps_batches() -> None:
     """Batches and positions, as of one producer."""
     loader = make(workers=0, shuffle=True)
-    produced = list(loader.production.produce(Position(epoch=1, batch=2)))
-    assert [p.after for p in produced] == [Position(1, n) for n in range(3, 8)]
+    produced = list(loader.production.produce(DataPosition(epoch=1, batch=2)))
+    assert [p.after for p in produced] == [DataPosition(1, n) for n in range(3, 8)]
     assert [p.batch for p in produced] == run(loader, epochs=2)[9:]

@@ -14,9 +14,9 @@ from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.data.order import (
     FEW,
     Batches,
-    Layout,
+    DataReplica,
     Permutation,
-    Plain,
+    PlainOrder,
     permutation,
     position_of,
 )
@@ -71,13 +71,13 @@ def test_the_order_is_fixed_for_good() -> None:
 def test_replicas_cut_up_the_same_batches(
     count: int, size: int, drop_last: bool, replicas: int, shuffle: bool
 ) -> None:
-    batches, order = Batches(count, size, drop_last), Plain(count, 3, shuffle)
+    batches, order = Batches(count, size, drop_last), PlainOrder(count, 3, shuffle)
     whole = []
     for batch in range(batches.number):
-        parts = [batches.places(batch, Layout(r, replicas)) for r in range(replicas)]
+        parts = [batches.places(batch, DataReplica(r, replicas)) for r in range(replicas)]
         sizes = [len(part) for part in parts]
         assert max(sizes) - min(sizes) <= 1
-        alone = order.at(2, batches.places(batch, Layout())).tolist()
+        alone = order.at(2, batches.places(batch, DataReplica())).tolist()
         assert [x for part in parts for x in order.at(2, part).tolist()] == alone
         whole += alone
     assert len(whole) == len(set(whole)) == (count // size * size if drop_last else count)
@@ -89,11 +89,15 @@ def test_what_passes_the_check_leaves_nobody_empty(
 ) -> None:
     batches = Batches(count, size, drop_last)
     least = min(
-        (len(batches.places(b, Layout(r, replicas))) for b in range(batches.number) for r in range(replicas)),
+        (
+            len(batches.places(b, DataReplica(r, replicas)))
+            for b in range(batches.number)
+            for r in range(replicas)
+        ),
         default=0,
     )
     try:
-        batches.check(Layout(0, replicas))
+        batches.check(DataReplica(0, replicas))
     except UsageError:
         assert least == 0
     else:
@@ -103,7 +107,7 @@ def test_what_passes_the_check_leaves_nobody_empty(
 @pytest.mark.parametrize(("replica", "replicas"), [(-1, 2), (2, 2), (0, 0)])
 def test_a_replica_that_is_none(replica: int, replicas: int) -> None:
     with pytest.raises(UsageError, match="replica"):
-        Layout(replica, replicas)
+        DataReplica(replica, replicas)
 
 
 BAD: list[Any] = [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptless.daemon.protocol.errors import DataError, UsageError
 from ckptless.data import Cache, MappedLoader, Pack
 from ckptless.pytorch_hooks.data import pack as packing
-from ckptless.pytorch_hooks.data.pack import Packed
+from ckptless.pytorch_hooks.data.pack import PackedOrder
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40)
 
@@ -44,7 +44,7 @@ def test_a_block(lengths: list[int], length: int, tail: str, separator: int | No
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(0, 5), st.booleans())
 def test_every_sequence_once_in_every_epoch(counts: list[int], epoch: int, shuffle: bool) -> None:
     firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    packed = Packed(firsts, 3, shuffle=shuffle)
+    packed = PackedOrder(firsts, 3, shuffle=shuffle)
     found = packed.at(epoch, np.arange(packed.count))
     assert np.array_equal(np.sort(found), np.arange(packed.count))
     every = [packed.find(sample) for sample in range(packed.count)]

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ckptless.daemon.agent.versions.requeue_memory import RequeueMemory
+from ckptless.daemon.agent.versions.requeue_memory import RequeueClient
 from ckptless.daemon.agent.versions.store import (
     SIZE_SEALS,
     SLOTS,
-    Held,
+    HeldRecord,
     VersionStore,
     digest,
     header_of,
@@ -98,7 +98,7 @@ class Start:
         )
         self.vault = VersionStore()
         self.events: list[tuple[str, str]] = []
-        self.keeping = RequeueMemory(self.config, self.vault, self.vault.holdings)
+        self.keeping = RequeueClient(self.config, self.vault, self.vault.holdings)
         self.keeping.on_event = lambda _level, kind, text: self.events.append((kind, text))
 
     def holds(self, *steps: int, generation: int = 3) -> Start:
@@ -127,7 +127,7 @@ class Start:
             at = m.TensorsAt(region=region.number, offset=offset, nbytes=header.total_nbytes, digest=told)
             self.vault.put_tensors(0, step, at)
             record = f"record {step}".encode()
-            self.vault.put_record(0, step, Held(record, digest(record), 0))
+            self.vault.put_record(0, step, HeldRecord(record, digest(record), 0))
         return self
 
     def spoil(self, step: int) -> None:

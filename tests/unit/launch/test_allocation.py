@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckptless.daemon.launch.allocation import (
     Allocation,
     Shape,
-    Step,
+    StepTask,
     inside_slurm,
     read_allocation,
     shape,
@@ -62,7 +62,7 @@ FOUR = ("node01", "node02", "node03", "node05")
         pytest.param(BATCH, Allocation(4711, FOUR, 2, None), id="batch script"),
         pytest.param(SALLOC, Allocation(12, ("node01",), None, None), id="salloc"),
         pytest.param(
-            STEP, Allocation(4711, ("node02", "node03"), 4, None, Step("s3", 1, 2)), id="task of a step"
+            STEP, Allocation(4711, ("node02", "node03"), 4, None, StepTask("s3", 1, 2)), id="task of a step"
         ),
         pytest.param(INTERACTIVE, Allocation(4711, FOUR, 2, None), id="interactive step"),
         pytest.param(
@@ -70,17 +70,17 @@ FOUR = ("node01", "node02", "node03", "node05")
         ),
         pytest.param(
             {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"},
-            Allocation(4711, ("node02", "node03"), 2, None, Step("s3", 1, 2)),
+            Allocation(4711, ("node02", "node03"), 2, None, StepTask("s3", 1, 2)),
             id="heterogeneous",
         ),
         pytest.param(
             {**STEP, "SLURM_RESTART_COUNT": "2"},
-            Allocation(4711, ("node02", "node03"), 4, None, Step("s3r2", 1, 2)),
+            Allocation(4711, ("node02", "node03"), 4, None, StepTask("s3r2", 1, 2)),
             id="requeued twice",
         ),
         pytest.param(
             {**STEP, "SLURM_RESTART_COUNT": "0"},
-            Allocation(4711, ("node02", "node03"), 4, None, Step("s3", 1, 2)),
+            Allocation(4711, ("node02", "node03"), 4, None, StepTask("s3", 1, 2)),
             id="not requeued",
         ),
         pytest.param(

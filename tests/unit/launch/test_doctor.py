@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from ckptless.daemon.agent.nccl.wire import LAYOUTS
 from ckptless.doctor import __main__ as program
 from ckptless.doctor.collect import collect, of_number
-from ckptless.doctor.facts import Daemon, Facts, Limits, Nccl, Torch
+from ckptless.doctor.facts import Daemon, Facts, Nccl, ProcessLimits, Torch
 from ckptless.doctor.findings import Finding, find, layout_of, worst
 from ckptless.torch_versions import parse, shown
 
@@ -23,7 +23,7 @@ SOUND: dict[str, Any] = {
     "interfaces": (("lo", "127.0.0.1"), ("eth0", "192.0.2.2")),
     "ephemeral": (32768, 60999),
     "daemon": Daemon("/run/ckptless/ckptlessd.sock", 6821),
-    "limits": Limits(files=65536, available_nbytes=1 << 34),
+    "limits": ProcessLimits(files=65536, available_nbytes=1 << 34),
 }
 
 
@@ -107,9 +107,9 @@ def test_the_old_nccl_groups_of_a_new_torch() -> None:
         ({"env": {"NCCL_SOCKET_IFNAME": "=eth"}}, "NCCL_SOCKET_IFNAME", "broken", "names eth"),
         ({"ephemeral": (1024, 65535)}, "ports", "limited", "port 6821 lies within"),
         ({"guard": "none"}, "store", "limited", "takes any process"),
-        ({"limits": Limits(memfd="Operation not permitted")}, "memory", "broken", "no memfd"),
-        ({"limits": Limits(address_space_nbytes=1 << 30)}, "memory", "limited", "RLIMIT_AS is 1 GiB"),
-        ({"limits": Limits(files=1024)}, "files", "limited", "RLIMIT_NOFILE is 1024"),
+        ({"limits": ProcessLimits(memfd="Operation not permitted")}, "memory", "broken", "no memfd"),
+        ({"limits": ProcessLimits(address_space_nbytes=1 << 30)}, "memory", "limited", "RLIMIT_AS is 1 GiB"),
+        ({"limits": ProcessLimits(files=1024)}, "files", "limited", "RLIMIT_NOFILE is 1024"),
         ({"slurm": True}, "Slurm", "broken", "no srun"),
         ({"slurm": True, "daemon": Daemon("/x", 6821, "refused")}, "ckptlessd", "broken", "does not answer"),
         ({"settings_error": "line 3: no"}, "settings", "broken", "line 3"),

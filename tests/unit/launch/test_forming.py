@@ -175,6 +175,6 @@ def test_nodes_whose_agents_do_the_same_are_told_of_together(tmp_path: Path) -> 
     for name, at in (("n01", "06:08:15.972"), ("n02", "06:08:16.074")):
         log = tmp_path / f"agent-{name}.log"
         log.write_text(f"{at} agent[{name}] INFO reading\n{at} agent[{name}] INFO importing torch: 2\n")
-        states[name] = slurm.Step(name, tmp_path / "console", log).state
+        states[name] = slurm.NodeStep(name, tmp_path / "console", log).state
     text = waiting_text(spec(), states, 5.0)
     assert text.startswith("waiting for n[01-02] (its agent starts up: importing torch: 2); 2 of 4 nodes")

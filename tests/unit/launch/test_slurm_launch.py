@@ -219,9 +219,9 @@ def test_every_agent_is_told_the_same_failure_domains(
 ) -> None:
     told: list[tuple[str, ...]] = []
 
-    async def start(run: SlurmRun, name: str) -> slurm.Step:
+    async def start(run: SlurmRun, name: str) -> slurm.NodeStep:
         told.append(run.config.spec.domains)
-        return slurm.Step(name, tmp_path / "console", tmp_path / "log")
+        return slurm.NodeStep(name, tmp_path / "console", tmp_path / "log")
 
     async def binding() -> tuple[str, ...]:
         return ()
@@ -241,8 +241,8 @@ def test_an_agent_that_cannot_start_ends_the_job(
     """The others, which wait for it, are ended."""
     processes: list[asyncio.subprocess.Process] = []
 
-    async def start(_run: SlurmRun, name: str) -> slurm.Step:
-        step = slurm.Step(name, tmp_path / f"console-{name}", tmp_path / f"log-{name}")
+    async def start(_run: SlurmRun, name: str) -> slurm.NodeStep:
+        step = slurm.NodeStep(name, tmp_path / f"console-{name}", tmp_path / f"log-{name}")
         what = f"echo {name} has no such address >&2; exit {code}" if name == "n2" else "exec sleep 100"
         with step.log.open("wb") as log:
             step.process = await asyncio.create_subprocess_exec("sh", "-c", what, stderr=log)

@@ -20,9 +20,9 @@ from ckptless.daemon.protocol.errors import BadVersionError, UsageError
 from ckptless.pytorch_hooks.commit import versions as subject
 from ckptless.pytorch_hooks.commit.copying import TRIALS, Copying, Wanted, checked_overlap
 from ckptless.pytorch_hooks.commit.overlap import PIECE_NBYTES, BesideTraining
-from ckptless.pytorch_hooks.commit.versions import Versions, Written
+from ckptless.pytorch_hooks.commit.versions import Versions, WrittenVersion
 from ckptless.pytorch_hooks.errors import StateMoved
-from ckptless.pytorch_hooks.state import Copy, State, TensorSet
+from ckptless.pytorch_hooks.state import State, TensorCopy, TensorSet
 
 DEADLINE_S = 30.0
 
@@ -58,12 +58,12 @@ class Gate:
         self.gate = threading.Event()
         self.fenced = threading.Event()
 
-    def copies(self, later: Sequence[Copy]) -> BesideTraining:
+    def copies(self, later: Sequence[TensorCopy]) -> BesideTraining:
         return GatedCopies(later, self)
 
 
 class GatedCopies(BesideTraining):
-    def __init__(self, copies: Sequence[Copy], gate: Gate) -> None:
+    def __init__(self, copies: Sequence[TensorCopy], gate: Gate) -> None:
         super().__init__(copies)
         self.gated = gate
 
@@ -107,11 +107,11 @@ class Rank:
                 parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
 
-    def send(self, written: Written, step: int = 1) -> None:
+    def send(self, written: WrittenVersion, step: int = 1) -> None:
         commit = m.Commit(generation=1, step=step, record=b"", digest="", tensors=None, loss=None)
         self.versions.send(commit, written)
 
-    def begin(self, step: int = 1) -> Written:
+    def begin(self, step: int = 1) -> WrittenVersion:
         written = self.versions.begin(self.tensors, step, 1, 0, 0)
         self.send(written, step)
         return written
@@ -276,7 +276,7 @@ def test_a_version_is_sealed_without_another_call(rank: Rank) -> None:
 
 
 class FailingCopies(BesideTraining):
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    def __init__(self, copies: Sequence[TensorCopy]) -> None:
         super().__init__([copies[0]._replace(source=torch.zeros(3)), *copies])
 
 

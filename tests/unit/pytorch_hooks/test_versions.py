@@ -88,7 +88,7 @@ class Rank:
             m.Fetched(step=1, record=b"r", tensors=at, slot_nbytes=self.session.slot_nbytes) for at in places
         ]
 
-    def fetch(self) -> subject.Fetched:
+    def fetch(self) -> subject.FetchedStep:
         return self.versions.fetch(2, 1, 2, self.tensors)
 
 

@@ -12,9 +12,9 @@ from ckptless.daemon.slurm.adapter import Job, Node
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.errors import SlurmRefusedError, SlurmUnreachableError
-from ckptless.daemon.slurm.freshness import Pace
+from ckptless.daemon.slurm.freshness import PollPace
 
-PACE = Pace(min_interval_s=0.05, most_interval_s=0.2)
+PACE = PollPace(min_interval_s=0.05, most_interval_s=0.2)
 
 
 class FakeClock:

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from ckptless.daemon.slurm.freshness import Pace, Track
+from ckptless.daemon.slurm.freshness import PollPace, Track
 
-PACE = Pace(min_interval_s=1.0, most_interval_s=30.0)
+PACE = PollPace(min_interval_s=1.0, most_interval_s=30.0)
 
 
 def asked(*begun_s: float) -> Track:
@@ -81,7 +81,7 @@ def test_failures_are_further_and_further_apart() -> None:
 @pytest.mark.parametrize(("least", "most"), [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, math.inf)])
 def test_a_pace_that_is_none(least: float, most: float) -> None:
     with pytest.raises(ValueError, match="pace"):
-        Pace(min_interval_s=least, most_interval_s=most)
+        PollPace(min_interval_s=least, most_interval_s=most)
 
 
 @dataclass
