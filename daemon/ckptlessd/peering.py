@@ -132,7 +132,7 @@ class Peering:
         match message:
             case Beat():
                 for voter, clock_ms, _ in self._pulses.hear(message.pulses, self._now()):
-                    self._router.learn(voter, node, clock_ms)
+                    self._router.learn(voter, node, clock_ms, self._now())
             case Suspect() | Saw():
                 self._member.hear(node, message, self._now())
             case Have() | Want():
@@ -267,7 +267,7 @@ class Peering:
     def _pass_on(self, sender: int, relayed: tuple[p.Relayed, ...]) -> None:
         batch: list[tuple[int, p.Said]] = []
         for one in relayed:
-            if not self._router.heard(sender, one.origin, one.serial, one.clock_ms):
+            if not self._router.heard(sender, one.origin, one.serial, one.clock_ms, self._now()):
                 continue
             if one.to is None or one.to == self._me:
                 batch.append((one.origin, one.said))

@@ -191,7 +191,7 @@ def test_nothing_that_is_said_breaks_it(
     assert all(len(lives) <= LIVES for lives in router._origins.values())
     assert all(len(life.above) <= WINDOW for lives in router._origins.values() for life in lives.values())
     assert len(peering._pulses._newest) <= NODES
-    assert len(router._ways.keys() | router._newest_ms.keys()) <= NODES
+    assert len(router._ways.keys() | router._newest.keys()) <= NODES
 
 
 def gone(node: int) -> p.Gone:

@@ -42,6 +42,13 @@ def test_what_was_found_once(seed: int) -> None:
     simulate(seed, Shape(components=40))
 
 
+def test_a_daemon_whose_clock_is_behind_that_of_its_former_life_is_reached() -> None:
+    """Something of that life came late: another node's words did not get there for 90 s; it was given up."""
+    world = simulate(7002217, Shape(components=120))
+    assert world.checks.outcome is not None
+    assert world.checks.outcome.state == "done"
+
+
 def test_a_crowded_seed_replays_exactly() -> None:
     assert simulate(5, CROWD).story.lines == simulate(5, CROWD).story.lines
 

@@ -4,7 +4,8 @@ To all: everybody passes it on to all neighbours, once. To one: by the neighbour
 one came first, a message or, of voters, a sign of life in a beat (`pulses`); whoever knows no way passes it
 to nobody, and it is said again. What is newest its own clock says, which is remembered also where the way is
 gone: so each on a way knows something newer than the one before, or knew it earlier, and no way goes round
-(as with the sequence numbers of AODV, RFC 3561).
+(as with the sequence numbers of AODV, RFC 3561, which are forgotten after a while, too). Where a way does so
+after all, since something came very late, the hops end, and that daemon's next word mends it.
 """
 
 from collections import OrderedDict
@@ -16,6 +17,9 @@ LIFE_SERIALS = 1 << 20
 LIVES = 4
 # Of so many messages of one life it is known whether they came, when they come out of order.
 WINDOW = 64
+# For so long nothing newer has come: then what comes is taken for it, whatever the clock says. A daemon that
+# is started again may have an earlier clock, and something of its former life may come after that.
+REMEMBERED_S = 3.0
 # Far more hops than it takes in any overlay.
 MOST_HOPS = 32
 
@@ -50,7 +54,8 @@ class Router:
     life: int
     _serial: int = field(init=False)
     _origins: dict[int, OrderedDict[int, _Life]] = field(default_factory=dict)
-    _newest_ms: dict[int, int] = field(default_factory=dict)
+    # By that daemon's clock in ms, and when it came.
+    _newest: dict[int, tuple[int, float]] = field(default_factory=dict)
     _ways: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,7 +72,7 @@ class Router:
         known = lives.get(serial // LIFE_SERIALS) if lives is not None else None
         return origin == self.me or (known is not None and known.has(serial))
 
-    def heard(self, sender: int, origin: int, serial: int, clock_ms: int) -> bool:
+    def heard(self, sender: int, origin: int, serial: int, clock_ms: int, now: float) -> bool:
         """A message of `origin`, said at that time of its clock, came over `sender`; False if again."""
         if origin == self.me:
             return False
@@ -75,19 +80,20 @@ class Router:
         number = serial // LIFE_SERIALS
         if lives and number not in lives:
             # Its clock may have been set back.
-            self._newest_ms.pop(origin, None)
+            self._newest.pop(origin, None)
         lives.setdefault(number, _Life())
         if len(lives) > LIVES:
             lives.popitem(last=False)
         if not lives[number].add(serial):
             return False
-        self.learn(origin, sender, clock_ms)
+        self.learn(origin, sender, clock_ms, now)
         return True
 
-    def learn(self, node: int, neighbour: int, clock_ms: int) -> None:
+    def learn(self, node: int, neighbour: int, clock_ms: int, now: float) -> None:
         """Something that a daemon said at that time of its clock came by way of a neighbour."""
-        if node != self.me and clock_ms > self._newest_ms.get(node, -1):
-            self._newest_ms[node], self._ways[node] = clock_ms, neighbour
+        newest_ms, came = self._newest.get(node, (-1, now))
+        if node != self.me and (clock_ms > newest_ms or now - came > REMEMBERED_S):
+            self._newest[node], self._ways[node] = (clock_ms, now), neighbour
 
     def toward(self, node: int) -> int | None:
         """The neighbour over whom the newest of that node came."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.ckptlessd.membership.offers import ASK_AGAIN_S, ASKED_MOST, KEPT, Offers
 from ckptless.daemon.ckptlessd.membership.pulses import MOST, Pulses
-from ckptless.daemon.ckptlessd.membership.router import LIFE_SERIALS, LIVES, WINDOW, Router
+from ckptless.daemon.ckptlessd.membership.router import LIFE_SERIALS, LIVES, REMEMBERED_S, WINDOW, Router
 
 # --------------------------------------------------------------------------------------------- routes
 
@@ -16,16 +16,16 @@ from ckptless.daemon.ckptlessd.membership.router import LIFE_SERIALS, LIVES, WIN
 def test_each_message_counts_once(serials: list[int]) -> None:
     router = Router(me=0, life=0)
     for at, serial in enumerate(serials):
-        assert router.heard(1, 7, serial, serial) is (serial not in serials[:at])
+        assert router.heard(1, 7, serial, serial, 0.0) is (serial not in serials[:at])
         assert all(router.has(7, one) is (one in serials[: at + 1]) for one in range(1, max(serials) + 2))
 
 
 def test_what_is_older_than_the_window_has_come() -> None:
     router = Router(me=0, life=0)
     for serial in range(1, WINDOW + 11):
-        assert router.heard(1, 7, serial, serial)
-    assert not any(router.heard(1, 7, serial, serial) for serial in range(1, 11))
-    assert router.heard(1, 7, WINDOW + 11, 99)
+        assert router.heard(1, 7, serial, serial, 0.0)
+    assert not any(router.heard(1, 7, serial, serial, 0.0) for serial in range(1, 11))
+    assert router.heard(1, 7, WINDOW + 11, 99, 0.0)
 
 
 def test_a_late_message_is_new_as_long_as_few_others_have_come() -> None:
@@ -33,14 +33,14 @@ def test_a_late_message_is_new_as_long_as_few_others_have_come() -> None:
     router = Router(me=0, life=0)
     in_time = [2, *range(4, WINDOW + 3)]
     for serial in in_time:
-        assert router.heard(1, 7, serial, serial)
+        assert router.heard(1, 7, serial, serial, 0.0)
     assert len(in_time) == WINDOW
     assert not router.has(7, 1)
-    assert router.heard(1, 7, WINDOW + 3, 200)
+    assert router.heard(1, 7, WINDOW + 3, 200, 0.0)
     # Of what is older than all in the window nobody knows any more: it is taken for one that has come.
     assert router.has(7, 1)
-    assert not router.heard(1, 7, 1, 201)
-    assert router.heard(1, 7, 3, 202)
+    assert not router.heard(1, 7, 1, 201, 0.0)
+    assert router.heard(1, 7, 3, 202, 0.0)
 
 
 def test_what_a_daemon_says_after_its_restart_is_new_to_the_others() -> None:
@@ -48,23 +48,23 @@ def test_what_a_daemon_says_after_its_restart_is_new_to_the_others() -> None:
     for life in (1, 2):
         origin = Router(me=7, life=life)
         for _ in range(3):
-            assert router.heard(1, 7, origin.next_serial(), 100)
+            assert router.heard(1, 7, origin.next_serial(), 100, 0.0)
 
 
 def test_what_this_daemon_has_said_itself_is_no_news_and_no_way_leads_to_it() -> None:
     router = Router(me=0, life=5)
-    assert not router.heard(1, 0, router.next_serial(), 100)
-    router.learn(0, 1, 100)
+    assert not router.heard(1, 0, router.next_serial(), 100, 0.0)
+    router.learn(0, 1, 100, 0.0)
     assert router.toward(0) is None
 
 
 def test_the_way_back_is_the_way_it_came() -> None:
     router = Router(me=0, life=0)
     assert router.toward(7) is None
-    router.heard(1, 7, 1, 100)
-    router.heard(2, 7, 1, 100)
+    router.heard(1, 7, 1, 100, 0.0)
+    router.heard(2, 7, 1, 100, 0.0)
     assert router.toward(7) == 1
-    router.heard(2, 7, 2, 101)
+    router.heard(2, 7, 2, 101, 0.0)
     assert router.toward(7) == 2
     router.forget(2)
     assert router.toward(7) is None
@@ -73,20 +73,20 @@ def test_the_way_back_is_the_way_it_came() -> None:
 def test_what_was_said_earlier_shows_no_way() -> None:
     """Over a slow connection, or by a neighbour to whom the way leads by way of this daemon."""
     router = Router(me=0, life=0)
-    router.heard(1, 7, 2, 200)
-    router.heard(2, 7, 1, 199)
-    router.learn(7, 3, 200)
+    router.heard(1, 7, 2, 200, 0.0)
+    router.heard(2, 7, 1, 199, 0.0)
+    router.learn(7, 3, 200, 0.0)
     assert router.toward(7) == 1
     router.forget(1)
-    router.learn(7, 2, 200)
+    router.learn(7, 2, 200, 0.0)
     assert router.toward(7) is None
-    router.learn(7, 2, 201)
+    router.learn(7, 2, 201, 0.0)
     assert router.toward(7) == 2
 
 
 def test_a_message_that_was_passed_over_has_not_come() -> None:
     router = Router(me=0, life=0)
-    router.heard(1, 7, 5, 100)
+    router.heard(1, 7, 5, 100, 0.0)
     assert router.has(7, 5)
     assert not router.has(7, 4)
     assert not router.has(7, 6)
@@ -95,16 +95,31 @@ def test_a_message_that_was_passed_over_has_not_come() -> None:
 
 def test_one_neighbour_gone_is_one_way_gone() -> None:
     router = Router(me=0, life=0)
-    router.heard(1, 7, 1, 100)
-    router.heard(2, 8, 1, 100)
+    router.heard(1, 7, 1, 100, 0.0)
+    router.heard(2, 8, 1, 100, 0.0)
     router.forget(2)
     assert (router.toward(7), router.toward(8)) == (1, None)
 
 
 def test_a_daemon_whose_clock_was_set_back_is_found_again() -> None:
     router = Router(me=0, life=0)
-    router.heard(1, 7, 5 * LIFE_SERIALS + 1, 9000)
-    router.heard(2, 7, 6 * LIFE_SERIALS + 1, 100)
+    router.heard(1, 7, 5 * LIFE_SERIALS + 1, 9000, 0.0)
+    router.heard(2, 7, 6 * LIFE_SERIALS + 1, 100, 0.0)
+    assert router.toward(7) == 2
+
+
+def test_a_word_of_a_former_life_that_comes_late_hides_the_way_for_a_moment() -> None:
+    """Node 7 is started again with an earlier clock, and something that it said before comes after that."""
+    router = Router(me=0, life=0)
+    router.heard(1, 7, 5 * LIFE_SERIALS + 1, 9000, 50.0)
+    router.heard(2, 7, 6 * LIFE_SERIALS + 1, 100, 50.5)
+    router.heard(1, 7, 5 * LIFE_SERIALS + 2, 9001, 51.0)
+    router.forget(1)
+    router.heard(2, 7, 6 * LIFE_SERIALS + 2, 200, 51.0 + REMEMBERED_S)
+    assert router.toward(7) is None
+    router.heard(2, 7, 6 * LIFE_SERIALS + 3, 300, 51.5 + REMEMBERED_S)
+    assert router.toward(7) == 2
+    router.heard(3, 7, 6 * LIFE_SERIALS + 4, 299, 52.0 + REMEMBERED_S)
     assert router.toward(7) == 2
 
 
@@ -130,12 +145,12 @@ def test_no_way_goes_round(story: list[tuple[str, tuple[int, int]]]) -> None:
                 wires += [(0, node, serial, clock_ms) for node in range(1, 4)]
             case "deliver" if wires:
                 sender, node, serial, clock_ms = wires.pop(one % len(wires))
-                if routers[node].heard(sender, 0, serial, clock_ms):
+                if routers[node].heard(sender, 0, serial, clock_ms, 0.0):
                     onward = {1, 2, 3} - {sender, node}
                     wires += [(node, neighbour, serial, clock_ms) for neighbour in sorted(onward)]
             case "beat":
                 for node, clock_ms, _ in pulses[other].hear(pulses[one].beat((0,), float(now)), float(now)):
-                    routers[other].learn(node, one, clock_ms)
+                    routers[other].learn(node, one, clock_ms, 0.0)
             case "cut":
                 routers[one].forget(other)
                 routers[other].forget(one)
@@ -297,6 +312,6 @@ def test_an_own_pulse_has_no_age_and_one_that_is_doubted_is_not_fresh() -> None:
 def test_of_many_lives_of_a_daemon_the_first_are_forgotten() -> None:
     router = Router(me=0, life=0)
     for life in range(1, LIVES + 2):
-        assert router.heard(1, 7, life * LIFE_SERIALS + 1, life)
+        assert router.heard(1, 7, life * LIFE_SERIALS + 1, life, 0.0)
     assert not router.has(7, LIFE_SERIALS + 1)
     assert all(router.has(7, life * LIFE_SERIALS + 1) for life in range(2, LIVES + 2))
