@@ -3,7 +3,7 @@
 A lane is runs of pytest one after the other: what computes (unit and property tests, the simulator), then
 tests of parts, beside jobs and clusters, which wait most of the time. What a run prints goes to
 build/test-NAME.txt; here one line a minute says how far they are, and at the end comes the summary of each,
-and all of one that failed. The options are pytest's.
+with its slowest tests, and all of one that failed. The options are pytest's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ RUNS = {
     "slurm": ("slurm",),
 }
 LANES = (("core", "parts"), ("jobs", "slurm"))
+SLOWEST = 15
 EVERY_S = 60.0
 POLL_S = 0.5
 
@@ -42,7 +43,7 @@ class Run:
         """Begin it; it ends by itself."""
         output = BUILD / f"test-{name}.txt"
         folders = [f"tests/{folder}" for folder in RUNS[name]]
-        command = [sys.executable, "-m", "pytest", "-q", *options, *folders]
+        command = [sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}", *options, *folders]
         with output.open("wb") as out:
             # In sessions of their own: Ctrl-C comes from here, once.
             process = subprocess.Popen(
@@ -59,6 +60,14 @@ class Run:
     def text(self) -> str:
         """What it has said so far."""
         return self.output.read_text(errors="replace")
+
+    @property
+    def summary(self) -> str:
+        """All that it has said where it failed; else its last line, and the slowest tests."""
+        if self.process.returncode:
+            return self.text.rstrip()
+        lines = self.text.rstrip().splitlines()
+        return "\n".join([lines[-1], *(line for line in lines if re.match(r"\d+\.\d+s (call|setup) ", line))])
 
     def status(self) -> str:
         """How far it is, or how it ended."""
@@ -110,8 +119,7 @@ def main() -> int:
     BUILD.mkdir(exist_ok=True)
     runs = run_lanes(sys.argv[1:])
     for run in runs:
-        text = run.text.rstrip()
-        print(f"\n{run.name}: " + (text if run.process.returncode else text.splitlines()[-1]))
+        print(f"\n{run.name}: {run.summary}")
     return int(any(run.process.returncode for run in runs))
 
 
