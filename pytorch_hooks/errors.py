@@ -16,7 +16,7 @@ class CollectiveFailed(RuntimeError):
 
 
 class TorchMismatch(RuntimeError):
-    """This torch lacks something, or has something in another shape, that recovery stands on."""
+    """The installed torch lacks something, or has it in another shape, that recovery stands on."""
 
 
 class StateMoved(RuntimeError):

@@ -41,7 +41,7 @@ class Cluster(Protocol):
         """A job is over."""
 
     def node_is_dark(self, runtime: "JobHost", node: int, reason: str, state: DarkState) -> None:
-        """This daemon leads a job, of which a node does not answer any more; see edges.NodeIsDark."""
+        """Note that a node of a job that this daemon leads does not answer any more; see edges.NodeIsDark."""
 
     def witness(self, runtime: "JobHost", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """Hold `nodes` for dead from now on; call `runtime.witnessed` unless one of `ours` is held for that.

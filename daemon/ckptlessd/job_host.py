@@ -160,7 +160,7 @@ class JobHost:
             self.note("warning", "no-vote", text)
 
     def agent_gone(self, client: Client) -> None:
-        """Its process is gone (or hung up, which it does only at its end)."""
+        """Take note that the agent's process is gone (or hung up, which it does only at its end)."""
         if self._agent.left(client):
             self._lose_agent("its agent is gone", 0.0)
 

@@ -30,7 +30,7 @@ FLUSH_S = 0.005
 
 
 class PeerLinks:
-    """This daemon's links to others of the roster. Owned by the daemon's event loop.
+    """The links of this daemon to others of the roster. Owned by the daemon's event loop.
 
     `key` is the job's, once it is known here; `on_key` hears of it.
     """

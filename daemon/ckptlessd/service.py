@@ -319,7 +319,7 @@ class Service:
             raise PeerError(f"memory of run {message.run}: {error or type(error).__name__}") from error
 
     def _keeps_for(self, name: str, uid: int) -> int:
-        """This node's number in a run whose agent may leave its memory here. Raises PeerError."""
+        """Return this node's number in a run whose agent may leave its memory here. Raises PeerError."""
         run = self._jobs.get(name)
         if run is None or run.uid != uid:
             raise PeerError(f"no run {name!r} of uid {uid} is known here")
@@ -329,7 +329,7 @@ class Service:
         return run.roster.me
 
     def _kept(self, entry: Entry, kind: str, text: str) -> None:
-        """Its job may be long over for this daemon: of this its own ledger alone is told."""
+        """Write an event of kept memory to this daemon's own ledger alone: the job may be long over."""
         level: Literal["info", "warning"] = "warning" if kind == "memory-dropped" else "info"
         logger.info("job %s: %s: %s", entry.run, kind, text)
         event_id = f"{entry.node}.{secrets.token_hex(5)}.{kind}"

@@ -48,7 +48,7 @@ class Outlets(Protocol):
         """The job is over; said again where an end is agreed on after this node has ended by itself."""
 
     def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
-        """This daemon leads, and a node does not answer any more at all; see edges.NodeIsDark."""
+        """Note that a node does not answer the leader, this daemon, at all any more; see edges.NodeIsDark."""
 
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """Keep it on the disk, in the order of the calls, then call `then`; or `failed`, with the reason."""
@@ -62,7 +62,7 @@ class Outlets(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """This daemon's knowledge of a job from an earlier life; `lost`: why nothing, though it had one.
+    """The memory of a daemon of a job, from an earlier life; `lost`: why nothing, though it had one.
 
     `life`, of LIFE_BITS random bits, is this life's alone (by its clock it could not be told from an earlier
     one: clocks are set back). `identity` is the same as long as it remembers, but for a count of what was

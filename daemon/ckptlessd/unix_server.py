@@ -78,7 +78,7 @@ class CallThread:
         return answer
 
     def end(self) -> None:
-        """No call follows."""
+        """End the thread: no call follows."""
         self._calls.put(None)
 
     def look(self) -> None:

@@ -233,7 +233,7 @@ class LocalRun:
         await asyncio.gather(*map(self._daemon_ready, self._nodes))
 
     async def _daemon_ready(self, node: LocalNode) -> None:
-        """Its Unix socket listens once everything else does."""
+        """Wait until the daemon's Unix socket listens, which it does once everything else does."""
         assert node.daemon is not None
         name, listens = node.peer.name, self._socket(node, "daemon")
         try:
@@ -244,7 +244,7 @@ class LocalRun:
     # -------------------------------------------------------------------------------------- wait
 
     async def _wait(self) -> None:
-        """Until every agent has ended, or is late; daemons that die are started again while the job runs."""
+        """Wait until every agent has ended, or is late; start daemons that die again while the job runs."""
         loop = asyncio.get_running_loop()
         told, leave_by = False, math.inf
         while self._agents_left and loop.time() < leave_by:

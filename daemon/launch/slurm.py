@@ -245,7 +245,7 @@ class SlurmRun:
             raise StartError("there is no srun in PATH: is this a node of the cluster?") from None
 
     async def _wait(self) -> None:
-        """Until every agent's step is over, or is late: after the job's end, or the user's signal."""
+        """Wait until every agent's step is over, or is late: after the job's end, or the user's signal."""
         loop = asyncio.get_running_loop()
         follower = Follower([step.console for step in self._steps], sys.stdout.buffer)
         told, deadline = False, None

@@ -55,7 +55,7 @@ class StepRun:
         os.execve(sys.executable, [*words, *(["--verbose"] if self.verbose else [])], env)
 
     def _wait(self) -> int:
-        """Until the node's agent hangs up."""
+        """Wait until the node's agent hangs up."""
         limit = time.monotonic() + AGENT_DEADLINE_S
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiter:
             while all(waiter.connect_ex(address) != 0 for address in rank_sockets(self.config.spec.job)):

@@ -69,7 +69,7 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def daemon(self) -> DaemonConfig:
-        """Its part that every daemon has. Raises UsageError."""
+        """Return the part that every daemon has. Raises UsageError."""
         me = next((peer for peer in self.peers if peer.node == self.node), None)
         if me is None:
             raise UsageError(f"node {self.node} is not among the peers: add its entry")

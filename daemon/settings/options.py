@@ -400,7 +400,7 @@ class Row(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Its names on the command line."""
+        """Return the option's names on the command line."""
         return (*filter(None, [self.option.short]), f"--{self.key.replace('_', '-')}", *self.option.also)
 
     @property

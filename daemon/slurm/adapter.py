@@ -79,7 +79,7 @@ class Job:
 
     @property
     def holds_nodes(self) -> bool:
-        """Its nodes are its own: running, or on the way there or from there."""
+        """Whether the job's nodes are its own: running, or on the way there or from there."""
         return self.state in HOLDS_NODES
 
 
@@ -110,12 +110,12 @@ class Node:
 
     @property
     def draining(self) -> bool:
-        """No new job starts there; running ones go on."""
+        """Whether no new job starts there; running ones go on."""
         return "DRAIN" in self.flags
 
     @property
     def responding(self) -> bool:
-        """Its slurmd answers, as far as Slurm knows yet."""
+        """Whether the node's slurmd answers, as far as Slurm knows yet."""
         return "NOT_RESPONDING" not in self.flags
 
     @property

@@ -80,7 +80,7 @@ class Commands:
     # ----------------------------------------------------------------------------------- orders
 
     async def drain(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """No new job on this node; running ones go on. Replaces the reason that may be there already."""
+        """Have no new job start on this node; running ones go on. The reason replaces an older one."""
         await self._set_node(check_node(name), "drain", check_text(reason), Deadline(deadline_s))
 
     async def mark_down(self, name: str, reason: str, *, deadline_s: float = DEADLINE_S) -> None:

@@ -168,7 +168,7 @@ async def end(process: asyncio.subprocess.Process, grace_s: float = 0.0) -> None
 
 
 async def _gone(process: asyncio.subprocess.Process) -> None:
-    """Until it has ended. asyncio takes note of that only once its pipes are read empty."""
+    """Wait until the process has ended. asyncio takes note of that only once its pipes are read empty."""
     for stream in (process.stdout, process.stderr):
         while stream is not None and await stream.read(1 << 20):
             pass

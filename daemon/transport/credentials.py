@@ -42,7 +42,7 @@ class KeyCredentials:
         self._key = key
 
     async def offer(self, context: bytes) -> tuple[bytes, bytes]:
-        """No credential: what both ends know is bound to the context."""
+        """Offer no credential: what both ends know is bound to the context."""
         return b"", self.bind(context)
 
     async def accept(self, credential: bytes, context: bytes) -> bytes:

@@ -106,7 +106,7 @@ def new_key() -> bytes:
 
 
 def opening(job: str, node: int) -> Opening:
-    """This end's first words, still without a credential."""
+    """Return the first words of this end, still without a credential."""
     return Opening(PROTOCOL, job, node, secrets.token_bytes(NONCE_BYTES))
 
 

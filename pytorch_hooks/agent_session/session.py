@@ -171,13 +171,13 @@ class Session:
                 raise GenerationEnded(f"generation {generation} ended while waiting for {what}")
 
     def wait_go(self, generation: int) -> None:
-        """Until every rank has joined. Raises GenerationEnded."""
+        """Wait until every rank has joined. Raises GenerationEnded."""
         self._wait(generation, lambda: self._went >= generation, "the other ranks")
         if self.ended(generation):
             raise GenerationEnded(f"generation {generation} ended before it began")
 
     def wait_acked(self, generation: int, step: int) -> float:
-        """Until the record of `step` is held elsewhere; the seconds it took. Raises GenerationEnded."""
+        """Wait until the record of `step` is held elsewhere; return the seconds. Raises GenerationEnded."""
         if self._acked >= (generation, step):
             return 0.0
         start = time.monotonic()
@@ -190,7 +190,7 @@ class Session:
         return self._writes[1]
 
     def wait_released(self, generation: int) -> None:
-        """Until every rank's training function has returned. Raises GenerationEnded."""
+        """Wait until every rank's training function has returned. Raises GenerationEnded."""
         self._wait(generation, lambda: self._released >= generation, "the other ranks to finish")
 
     def allocate(self, generation: int, slot_nbytes: int, slots: int) -> tuple[m.Allocated, int]:
@@ -204,7 +204,7 @@ class Session:
     def fetch(
         self, generation: int, step: int, unsound: m.TensorsAt | None = None, why: str = ""
     ) -> tuple[m.Fetched, int | None]:
-        """This rank's state of `step`; the descriptor is the caller's. Raises GenerationEnded.
+        """Return this rank's state of `step`; the descriptor is the caller's. Raises GenerationEnded.
 
         `unsound` is what came before and does not verify, `why` the sentence that says where.
         """

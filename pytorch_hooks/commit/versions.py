@@ -206,7 +206,7 @@ class Versions:
         self._session.send(structs.replace(commit, tensors=at))
 
     def wait(self) -> None:
-        """Until the last commit has been sent. Raises what went wrong with it, StateMoved among that."""
+        """Wait until the last commit has been sent. Raises what went wrong with it, StateMoved among that."""
         pending, moved = self._settle()
         for future in pending:
             # no deadline: hashes of memory, and the agent's answers; the control plane ends what hangs

@@ -177,7 +177,7 @@ class SealingWriter(io.RawIOBase):
         self._number += 1
 
     def finish(self) -> None:
-        """No more comes."""
+        """Finish the file: no more comes."""
         self._put(bytes(self._waiting), last=True)
         self._waiting.clear()
 

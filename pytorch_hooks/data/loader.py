@@ -204,7 +204,7 @@ class MappedLoader:
         self._feed = feed
 
     def committed(self, state: dict[str, Any]) -> None:
-        """No recovery goes back behind the position of this `state_dict`."""
+        """Take note that no recovery goes back behind the position of this `state_dict`."""
         if self._feed is not None and self._numbered is not None:
             self._feed.committed(self._numbered, position_of(state["position"]))
 

@@ -154,7 +154,7 @@ class _Maker:
         self._standing: dict[int, _Standing] = {}
 
     def work(self, agent_socket: str, lease: int) -> None:
-        """Until the agent hangs up: it does not want this producer any more, or is gone."""
+        """Produce until the agent hangs up: it does not want this producer any more, or is gone."""
         try:
             connection: RingSocket[m.ToProducer] = RingSocket(agent_socket, m.ToProducer)
             connection.send(m.ProducerHello(protocol=PROTOCOL, lease=lease))

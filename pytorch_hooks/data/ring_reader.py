@@ -147,7 +147,7 @@ class Reader:
         return True
 
     def committed(self, seq: int) -> None:
-        """No recovery will ask for a batch before number `seq`: the agent hears it with one of the next."""
+        """Tell the agent, with one of the next messages, that no recovery needs a batch before `seq`."""
         self._done = max(self._done, min(seq, self._next))
 
     def interrupt(self, error: BaseException) -> None:
@@ -160,7 +160,7 @@ class Reader:
         self._interrupted = None
 
     def close(self) -> None:
-        """This process does not need the ring any more, nor will one in its place."""
+        """Close the ring: neither this process nor one in its place needs it any more."""
         try:
             self._socket.send(m.RingDone())
             self._socket.wait_hung_up(DONE_DEADLINE_S)
@@ -307,7 +307,7 @@ class RingFeed:
         return reader
 
     def committed(self, numbered: Numbered, position: DataPosition) -> None:
-        """No recovery goes back behind this position: the batches before it may go."""
+        """Let the batches before this position go: no recovery goes back behind it."""
         place = numbered.place(position)
         if self._reader is not None and self._digest == numbered.digest and place.stream == self._stream:
             self._reader.committed(place.seq)

@@ -80,7 +80,7 @@ class RingSocket(Generic[T]):
                 return bool(found)
 
     def wait_hung_up(self, deadline_s: float) -> None:
-        """Until the agent has hung up, or the deadline; what comes before that is not looked at."""
+        """Wait until the agent has hung up, or the deadline; what comes before that is not looked at."""
         end = time.monotonic() + deadline_s
         with contextlib.suppress(PeerError):
             while self.wait(max(0.0, end - time.monotonic())):

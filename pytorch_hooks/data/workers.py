@@ -80,7 +80,7 @@ class Child:
         self._pidfd: int | None = os.pidfd_open(self.pid)
 
     def wait(self, deadline_s: float) -> int | None:
-        """Its exit status, once it has ended; None if it does not, or somebody else has got its status."""
+        """Return the exit status once the process has ended; None if it does not, or somebody else got it."""
         assert self._pidfd is not None
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)

@@ -315,7 +315,7 @@ class ProcessGroups:
     # -- leaving
 
     def abort(self, generation: int | None = None) -> None:
-        """This generation is over: free whoever waits, cut the connections. Any thread, idempotent, in ms.
+        """End this generation: free whoever waits, cut the connections. Any thread, idempotent, in ms.
 
         With a number: only if the groups have not gone beyond that generation; and if they have not come to
         it, then they never will.

@@ -102,7 +102,7 @@ class Loaders:
                 feed.stop(generation)
 
     def abandon(self) -> None:
-        """This process ends, and leaves its batches for the one that takes its place."""
+        """Leave the batches of this process, which ends, for the one that takes its place."""
         for _loader, feed in self._fed.values():
             feed.abandon()
 

@@ -156,7 +156,7 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This process's rank; it keeps it for the whole job."""
+        """Return the rank of this process, which it keeps for the whole job."""
         return self._assigned.rank
 
     @property

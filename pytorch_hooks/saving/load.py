@@ -26,7 +26,7 @@ class Loaded:
 
 
 def load(folder: Path, rank: int, world_size: int) -> Loaded:
-    """This rank's part; every byte of it is verified. Raises RecoveryError, which names the folder."""
+    """Return this rank's part; every byte of it is verified. Raises RecoveryError, which names the folder."""
     try:
         return _load(folder, rank, world_size)
     except (CkptlessError, OSError, EOFError, RuntimeError) as error:

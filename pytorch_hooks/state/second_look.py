@@ -236,7 +236,7 @@ def _items(tree: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _own(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Its own attributes, but for weights that each forward pass makes anew (pruned, or with an old norm)."""
+    """Yield a module's own attributes, but for weights that each forward pass makes (pruned, an old norm)."""
     made_of = private.parameters_of(module)
     for key, value in attributes.own(module):
         if f"{key}_orig" not in made_of and f"{key}_g" not in made_of:

@@ -1,4 +1,4 @@
-"""Which releases of torch and NCCL each part is made for; known without importing either."""
+"""The releases of torch and NCCL that each part is made for; known without importing either."""
 
 import re
 from typing import TypeAlias
@@ -44,5 +44,5 @@ def is_tested(text: str) -> bool:
 
 
 def shown(version: Version) -> str:
-    """As people write it."""
+    """Return a version as people write it."""
     return ".".join(map(str, version))

@@ -109,7 +109,7 @@ class RingNode:
         self._do(self.ring.gone(reader))
 
     def forget(self, reader: int) -> None:
-        """Nobody will come back as this reader."""
+        """Drop what this reader holds: nobody will come back as it."""
         if reader not in self.readers:
             self._do(self.ring.forget(reader))
 

@@ -247,7 +247,7 @@ class Ring:
         return self._decide()
 
     def forget(self, reader: int) -> list[Action]:
-        """Nobody will come back as this reader."""
+        """Drop what this reader holds: nobody will come back as it."""
         self._open.discard(reader)
         self._marks.pop(reader, None)
         return self._decide()

@@ -68,7 +68,7 @@ class RingService:
             made.producer_gone()
 
     def forget(self, readers: Iterable[int]) -> None:
-        """Nobody will come back under these slots' numbers."""
+        """Drop what these readers hold: nobody will come back under these slots' numbers."""
         for node in list(self._rings.values()):
             for reader in readers:
                 node.forget(reader)

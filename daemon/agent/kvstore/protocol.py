@@ -66,7 +66,7 @@ class Ping(Struct, frozen=True):
 
 
 class Set(Struct, frozen=True, tag=True, array_like=True):
-    """No answer."""
+    """Set a key; there is no answer."""
 
     key: Key
     value: Bytes
@@ -116,7 +116,7 @@ class Delete(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Append(Struct, frozen=True, tag=True, array_like=True):
-    """No answer."""
+    """Append to the value of a key; there is no answer."""
 
     key: Key
     value: Bytes
@@ -129,7 +129,7 @@ class MultiGet(Struct, frozen=True, tag=True, array_like=True):
 
 
 class MultiSet(Struct, frozen=True, tag=True, array_like=True):
-    """No answer."""
+    """Set several keys, as one step; there is no answer."""
 
     items: Items
 
@@ -139,7 +139,7 @@ class CancelWait(Struct, frozen=True):
 
 
 class QueuePush(Struct, frozen=True, tag=True, array_like=True):
-    """No answer."""
+    """Push onto a queue; there is no answer."""
 
     key: Key
     value: Bytes

@@ -212,7 +212,7 @@ class Proxy:
                 self._left_nbytes -= size
 
     def lost(self, why: str) -> None:
-        """Nothing of the home will be heard in this generation any more: who needs it is refused."""
+        """Refuse all who need the home: nothing of it will be heard in this generation any more."""
         self._lost = why
         self._cache.clear()
         asking, self._asking = self._asking, {}

@@ -34,7 +34,7 @@ TELL_EVERY_S = 5.0
 
 
 def _ignore(*_: object) -> None:
-    """Nobody listens."""
+    """Do nothing: nobody listens."""
 
 
 class NcclServer:

@@ -48,7 +48,7 @@ async def agree(
 
 
 def leave(folder: Path, me: int) -> None:
-    """This node needs it no more; the last one removes it. Raises OSError."""
+    """Note that this node needs the folder no more; the last one removes it. Raises OSError."""
     (folder / f"node-{me}.json").unlink(missing_ok=True)
     if not any(folder.glob("node-*.json")):
         shutil.rmtree(folder, ignore_errors=True)

@@ -331,7 +331,7 @@ def _copy_all(held: Sequence[TakenShard]) -> list[TakenShard]:
 
 
 def _give_up(folder: Path, part: w.WritePart) -> None:
-    """Nobody needs to wait for this node's part; and without the one who finishes it all are in vain."""
+    """Say that nobody needs to wait for this node's part; if it is the one that finishes, all are in vain."""
     if part.finishes:
         shutil.rmtree(folder, ignore_errors=True)
         return

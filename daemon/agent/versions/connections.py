@@ -45,7 +45,7 @@ class Connection(ABC):
         self._closed = False
 
     async def run(self, dial: Dial) -> None:
-        """Until the connection ends."""
+        """Serve the connection until it ends."""
         why = ""
         try:
             self._link = await dial(self._info)

@@ -56,7 +56,7 @@ class TensorsFetch:
         self.others: list[NodeInfo] = []
 
     async def run(self, infos: Sequence[NodeInfo], store: VersionStore) -> None:
-        """Until all of it is in the store, verified. Raises PeerError, OSError."""
+        """Fetch until all of it is in the store, verified. Raises PeerError, OSError."""
         self._asked_of = len(infos)
         with contextlib.ExitStack() as room:
             place = lambda header: room.enter_context(store.incoming(header))  # noqa: E731
@@ -168,7 +168,7 @@ class TensorsFetch:
         return coming.shares.again(node, piece, _now())
 
     async def _idle(self, node: int, coming: _Coming) -> None:
-        """Until there is something to do again; whoever is slow is not waited for."""
+        """Wait until there is something to do again; a slow source is not waited for."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 await coming.moved.wait()

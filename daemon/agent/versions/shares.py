@@ -93,7 +93,7 @@ class Shares:
         return anew
 
     def back(self, source: int) -> None:
-        """Nothing more comes from a source: what it was asked for is open for the others."""
+        """Open for the others what a source was asked for: nothing more comes from it."""
         known = self._sources.pop(source, None)
         for piece in known.asked if known is not None else ():
             self._open.appendleft(Piece(piece.start, piece.end))

@@ -38,11 +38,11 @@ class LocalHealth:
         return 1 + self.score
 
     def worse(self, now: float, points: int = 1) -> None:
-        """This daemon was late itself, or has accused a node that lives."""
+        """Trust this daemon less: it was late itself, or has accused a node that lives."""
         self.score, self._since = min(WORST, self.score + points), now
 
     def on_time(self, now: float) -> None:
-        """Nothing to complain of."""
+        """Trust this daemon more: there is nothing to complain of."""
         if self.score and now - self._since >= BETTER_AFTER_S:
             self.score, self._since = self.score - 1, now
 

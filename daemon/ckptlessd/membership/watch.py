@@ -69,7 +69,7 @@ class Say:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """Nothing on a node had answered this daemon, and yet it lives."""
+    """A suspicion is over: nothing on a node had answered this daemon, and yet it lives."""
 
     node: int
     why: str
@@ -201,7 +201,7 @@ class Membership:
         self._look(node, one, now)
 
     def heard(self, node: int, now: float) -> None:
-        """Its daemon has said something."""
+        """Take note that a node's daemon has said something."""
         one = self._watched.get(node)
         if one is not None:
             one.heard = one.seen = now
@@ -209,7 +209,7 @@ class Membership:
             self._lives(node, one, now, "it was heard again")
 
     def known_gone(self, node: int) -> None:
-        """Its fate is decided: there is nothing to find out any more."""
+        """Stop asking about a node: its fate is decided."""
         if node in self._watched:
             self._watched[node].gone = True
 

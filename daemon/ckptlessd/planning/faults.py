@@ -192,7 +192,7 @@ def observe_node(assignment: Assignment, view: NodeView, ranks: Sequence[Seated]
 
 
 def _unknown_nccl(assignment: Assignment, view: NodeView) -> list[Finding]:
-    """Its ranks wait in NCCL's bootstrap for an answer that they never get, and nothing else would tell."""
+    """Find ranks that wait in NCCL's bootstrap for an answer that they never get; nothing else tells."""
     if assignment.stock_roots or view.state is None or not view.state.nccl_unknown:
         return []
     text = f"{view.state.nccl_unknown}: it needs roots of its own, as with TORCH_NCCL_RANKS_PER_ROOT=100000"

@@ -52,7 +52,7 @@ class Leading:
     _progress: GenerationProgress | None = None
 
     def begin(self, former: int, now: float) -> None:
-        """This daemon leads from now on, where `former` did."""
+        """Begin to lead, where `former` did."""
         job = self.job
         if job.stage != "forming":
             old = "nobody else does" if former == NOBODY else f"node-{former} cannot be reached"

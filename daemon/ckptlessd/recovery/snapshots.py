@@ -30,7 +30,7 @@ class Snapshots:
     _row_at: float = 0.0
 
     def has_news(self, node: int) -> None:
-        """Its agent has told something."""
+        """Take note that a node's agent has told something."""
         self._news[node] = None
 
     def write_snapshot(self, now: float) -> None:
@@ -59,7 +59,7 @@ class Snapshots:
     # ------------------------------------------------------------------------ before generation 1
 
     def write_job(self, now: float) -> None:
-        """Until there is a generation, of which its leader tells, write the job's own row.
+        """Write the job's own row until there is a generation, of which its leader tells.
 
         What this daemon has forgotten of a job it does not take for the beginning.
         """

@@ -26,7 +26,7 @@ _NO_LIMIT = resource.RLIM_INFINITY
 
 
 def collect(env: Mapping[str, str], torch: Version | None = None, nccl: Version | None = None) -> Facts:
-    """This machine's facts; `torch` and `nccl` are versions to ask about in place of those installed."""
+    """Return the facts of this machine; `torch`, `nccl`: versions to ask about in place of the installed."""
     error, settings = "", DaemonSettings()
     try:
         settings = load_settings().daemon
