@@ -58,7 +58,7 @@ class Run:
 
     @property
     def text(self) -> str:
-        """What it has said so far."""
+        """Return what it has said so far."""
         return self.output.read_text(errors="replace")
 
     @property
@@ -70,7 +70,7 @@ class Run:
         return "\n".join([lines[-1], *(line for line in lines if re.match(r"\d+\.\d+s (call|setup) ", line))])
 
     def status(self) -> str:
-        """How far it is, or how it ended."""
+        """Return how far it is, or how it ended."""
         code = self.process.poll()
         if code is not None:
             return f"{self.name} {'passed' if code == 0 else f'ended with {code}'}"

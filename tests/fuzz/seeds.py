@@ -23,7 +23,7 @@ class NoSeedError(Exception):
 
 @functools.cache
 def info_of(kind: Any) -> mi.Type:
-    """What msgspec knows of a type."""
+    """Return what msgspec knows of a type."""
     return mi.type_info(kind)
 
 

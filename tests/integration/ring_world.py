@@ -46,7 +46,7 @@ class Agent:
             return next(text for k, text in self.events if k == kind)
 
     def told(self) -> tuple[RingState, ...]:
-        """What its rings say of themselves."""
+        """Return what its rings say of themselves."""
         assert self._process.stdin is not None
         before = sum(kind == "told" for kind, _ in self.events)
         self._process.stdin.write(b"told\n")
@@ -85,7 +85,7 @@ def children(pid: int | None = None) -> list[int]:
 
 
 def links(pid: int) -> list[str]:
-    """What a process has open, but what it closes meanwhile."""
+    """Return what a process has open, but what it closes meanwhile."""
     found = []
     for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
         with contextlib.suppress(FileNotFoundError):

@@ -27,7 +27,7 @@ def durable(number: int) -> Durable:
 
 
 def torn(chance: random.Random, before: bytes, after: bytes) -> bytes:
-    """What differs is there or not, by sectors; a new end may be missing, zero, or anything."""
+    """Take of what differs each sector or not; a new end may be missing, zero, or anything."""
     end = chance.randint(min(len(before), len(after)), max(len(before), len(after)))
     found = bytearray()
     for at in range(0, end, SECTOR):
@@ -65,7 +65,7 @@ def test_it_is_the_new_one_or_the_one_before(tmp_path: Path) -> None:
 
 
 def reopened(folder: Path, database: bytes, log: bytes) -> Durable:
-    """What a daemon that starts with these files knows of its votes."""
+    """Return what a daemon that starts with these files knows of its votes."""
     folder.mkdir(exist_ok=True)
     for left in folder.iterdir():
         left.unlink()

@@ -115,7 +115,7 @@ class Bench:
         return time.perf_counter() - start
 
     def async_save(self) -> float:
-        """What PyTorch's own asynchronous checkpoint takes from the training."""
+        """Return what PyTorch's own asynchronous checkpoint takes from the training."""
         content = {"model": self.state.model.state_dict(), "optimizer": self.state.optimizer.state_dict()}
         start = time.perf_counter()
         done: Any = async_save(content, checkpoint_id=f"{self.shm}/{self.step}")

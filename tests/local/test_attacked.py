@@ -41,7 +41,7 @@ FAULTS = [fault("forward", "kill", 1, 60)]
 
 
 def ports_of(job: Job) -> list[tuple[str, int]]:
-    """Where it listens, as anybody finds out."""
+    """Return where it listens, as anybody finds out."""
     found = []
     own = {line.split(":")[0] for line in job.sockets()}
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
@@ -84,7 +84,7 @@ def squat(label: str) -> None:
 
 
 def floods(daemon: Daemon) -> list[Callable[[], object]]:
-    """What B does to the daemon of the node."""
+    """Return the attacks of B on the daemon of the node."""
     at = daemon.address
     monster = msgspec.to_builtins(hello("1"))
     monster["spec"]["slots_per_node"] = 20_000_000

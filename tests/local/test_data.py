@@ -40,7 +40,7 @@ def waits_are_told(job: Job) -> None:
 
 
 def trained(home: Path, *faulty: str) -> Seen:
-    """What each rank trained on in each step, and the losses; more than one where it was not the same
+    """Return what each rank trained on in each step, and the losses; more than one where it was not the same
     again.
     """
     options = [

@@ -101,7 +101,7 @@ def kill(job: Job, node: int, *what: str) -> None:
 
 
 def kill_rank(job: Job, rank: int) -> Path:
-    """What of /proc is gone once it is dead, and no zombie either."""
+    """Return what of /proc is gone once it is dead, and no zombie either."""
     pid = (job.home / "out" / f"pid-{rank}.txt").read_text().split()[0]
     os.kill(int(pid), signal.SIGKILL)
     return Path("/proc") / pid

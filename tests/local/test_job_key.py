@@ -23,7 +23,7 @@ def spellings(key: bytes) -> set[bytes]:
 
 
 def open_to_all(words: set[bytes]) -> list[str]:
-    """Where any process of the machine has the key in its command line or environment."""
+    """Return where any process of the machine has the key in its command line or environment."""
     found: list[str] = []
     for entry in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ"):

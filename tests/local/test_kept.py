@@ -50,7 +50,7 @@ def cancelled_after(job: Job, home: Path, step: int) -> None:
 
 
 def start_of(job: Job, number: int = 1) -> str:
-    """What a start says that it goes on from."""
+    """Return what a start says that it goes on from."""
     found = [e.text for e in job.ledger().events if e.kind == "start" and e.job.endswith(f".{number}")]
     assert len(found) <= 1, found
     return found[0] if found else ""
@@ -61,7 +61,7 @@ def events(job: Job, kind: str) -> list[str]:
 
 
 def every_node_tells(job: Job, kind: str) -> list[str]:
-    """What each node's daemon tells of its memory; that may come after the end of the first start."""
+    """Return what each node's daemon tells of its memory; that may come after the end of the first start."""
     wait_until(lambda: len(events(job, kind)) == RANKS, DEADLINE_S, job)
     return events(job, kind)
 

@@ -70,7 +70,7 @@ def rank_0(log: Path) -> list[Numbers]:
 
 
 def grows(name: str, rows: Sequence[Numbers]) -> list[str]:
-    """What has grown from one part of the recoveries to the last, in words."""
+    """Return what has grown from one part of the recoveries to the last, in words."""
     assert len(rows) >= 0.6 * RECOVERIES, f"{name} was seen after {len(rows)} recoveries only"
     found: list[str] = []
     for key in rows[0]:

@@ -31,7 +31,7 @@ class Memory:
 
 
 def memory(job: Job, nodes: int) -> Memory:
-    """What the agents have, and what their ranks map."""
+    """Return what the agents have, and what their ranks map."""
     found: dict[int, int] = {}
     mapped: set[int] = set()
     agents = {pid for node in range(nodes) if (pid := job.pid_of(node, "agent"))}
@@ -53,7 +53,7 @@ def shard_nbytes(job: Job) -> int:
 
 
 def step_of(job: Job) -> int:
-    """How far rank 0 is."""
+    """Return how far rank 0 is."""
     with contextlib.suppress(OSError, IndexError):
         return int((job.home / "out/loss-0.txt").read_text().splitlines()[-1].split()[0])
     return 0

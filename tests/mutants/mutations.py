@@ -178,7 +178,7 @@ def _connective(node: ast.BoolOp, text: _Text) -> Iterator[tuple[Place, str]]:
 
 
 def _statement(node: ast.AST) -> Iterator[tuple[Place, str]]:
-    """What is done, left out; and what is given back, nothing."""
+    """Yield what is done, left out; and what is given back, nothing."""
     match node:
         case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Continue() | ast.Break() | ast.Delete():
             yield node, "pass"

@@ -38,7 +38,7 @@ class Trial:
         return PASSED
 
     def _anew(self, checks: Mapping[str, Check], seconds: Mapping[str, float], say: Say) -> int:
-        """What an import makes, constants and classes, is in too many places to be replaced."""
+        """Try a mutant of what an import makes: constants and classes are in too many places to replace."""
         at_next_import(self.path, self.source)
         tests = [name for name in seconds if "::" in name]
         allow(LOADING_S + sum(seconds[name] for name in tests))

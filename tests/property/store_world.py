@@ -83,7 +83,7 @@ class World:
         return op
 
     def ready(self) -> list[tuple[int, int]]:
-        """Where something is on its way."""
+        """Return the connections on which something is on its way."""
         return sorted(pair for pair, queue in self.wires.items() if queue)
 
     def deliver(self, pair: tuple[int, int]) -> None:
@@ -178,7 +178,7 @@ def _has_order(ops: list[tuple[int, int | None, Request, Answer | None]]) -> boo
 
 
 def _standing(requests: list[Request]) -> tuple[bytes | None, tuple[bytes, ...]]:
-    """What stands under the key of these after all of them: its value, and its queue."""
+    """Return what stands under the key of these after all of them: its value, and its queue."""
     if not requests:
         return None, ()
     request = requests[0]
@@ -197,7 +197,7 @@ def _after(requests: list[Request]) -> tuple[Proxy, StoreState]:
 
 
 def _done_once(before: list[Request], request: Request) -> Answer | None:
-    """What one server answers after those; None where it does not, since a wait goes on."""
+    """Return what one server answers after those; None where it does not, since a wait goes on."""
     server, _state = _after(before)
     got: list[Answer] = []
     server.ask(request, got.append)

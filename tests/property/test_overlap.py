@@ -30,7 +30,7 @@ def some_bytes(chance: random.Random, tensors: list[torch.Tensor]) -> None:
 
 
 def copied(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, bool]:
-    """Which tensor is said to have moved, and whether the copy is what was committed."""
+    """Return which tensor is said to have moved, and whether the copy is what was committed."""
     module = torch.nn.Module()
     for index, size in enumerate(SIZES):
         module.register_parameter(f"p{index}", torch.nn.Parameter(torch.zeros(size)))

@@ -17,7 +17,7 @@ Stock = dict[Item, dict[int, int]]
 
 
 def lost(stock: Stock, failed: Sequence[int]) -> set[Item]:
-    """What nobody has once these have failed."""
+    """Return what nobody has once these have failed."""
     return {item for item, steps in stock.items() if not steps.keys() - set(failed)}
 
 

@@ -70,7 +70,7 @@ def elections(first: int, count: int, _shape: Shape) -> Found:
 
 
 def of_components(injected: Counter[str]) -> int:
-    """What counts: not what ranks do, messages that were perturbed, nor what happens in a quarrel."""
+    """Return what counts: not what ranks do, messages that were perturbed, nor what happens in a quarrel."""
     return sum(count for kind, count in injected.items() if kind in COMPONENTS)
 
 

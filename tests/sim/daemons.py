@@ -87,11 +87,11 @@ class Daemon:
 
     @property
     def awake_since(self) -> float:
-        """When it went on, if it was stopped."""
+        """Return when it went on, if it was stopped."""
         return self._awake_at
 
     def now(self) -> float:
-        """What its clock shows."""
+        """Return what its clock shows."""
         if self._host is not None:
             return self._host.now()
         lived = self.world.events.now - self.born

@@ -92,7 +92,7 @@ class Job:
     long_step: int = 0
 
     def raises_at(self, rank: int, step: int) -> str | None:
-        """What the script raises there."""
+        """Return what the script raises there."""
         return "KeyError: a bug in the script" if self.sticky == (rank, step) else None
 
 

@@ -43,12 +43,12 @@ class Network:
 
     @property
     def healed_at(self) -> float:
-        """When it became whole last."""
+        """Return when it became whole last."""
         return self._cables.healed_at
 
     @property
     def broken_at(self) -> float:
-        """When it was broken last."""
+        """Return when it was broken last."""
         return self._cables.broken_at
 
     @property
@@ -65,7 +65,7 @@ class Network:
         return (one, other) in self._blocked or (other, one) in self._blocked
 
     def reached_from(self, node: int) -> set[int]:
-        """Who can be heard of there, also by way of others."""
+        """Return who can be heard of there, also by way of others."""
         # Over a connection that is there already, one way is enough.
         reached = {node, *(n for n in self._world.agents if (n, node) not in self._blocked)}
         edge = list(reached)

@@ -16,7 +16,7 @@ LONG = 0.2, 0.4
 
 
 def trained(value: int, gradient: frozenset[int], step: int) -> int:
-    """What tensors are after a step: whatever is wrong with one rank's is in everybody's gradients."""
+    """Return what tensors are after a step: whatever is wrong with one rank's is in everybody's gradients."""
     return hash((value, tuple(sorted(gradient)), step))
 
 

@@ -107,14 +107,14 @@ def state_of(node: int, nodes: int, step: int, *, frozen: bool = False) -> m.Age
 
 
 def views_of(nodes: int, *, frozen: bool) -> dict[int, NodeView]:
-    """What the leader knows of all."""
+    """Return what the leader knows of all."""
     hellos = [m.Introduction(info=info_of(node), pid=4711) for node in range(nodes)]
     states = [state_of(node, nodes, STEP, frozen=frozen) for node in range(nodes)]
     return {node: NodeView(node, hellos[node], states[node]) for node in range(nodes)}
 
 
 def after_a_loss(nodes: int) -> tuple[plan.Situation, dict[int, NodeView]]:
-    """What the plan is made of when one node is lost and all others are frozen."""
+    """Return what the plan is made of when one node is lost and all others are frozen."""
     first = plan.first_assignment(spec_of(nodes), views_of(nodes, frozen=False), 1, 0)
     views = views_of(nodes, frozen=True)
     views[nodes // 2 + 1].lost = "its agent is gone"

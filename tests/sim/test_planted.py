@@ -227,7 +227,7 @@ def game(bug: Bug) -> tuple[Callable[[int], object], int]:
 
 
 def seeds_until_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """How many seeds it takes; None where they are not enough."""
+    """Return how many seeds it takes; None where they are not enough."""
     play, seeds = game(bug)
     with monkeypatch.context() as patch:
         bug.plant(patch)

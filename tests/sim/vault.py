@@ -56,7 +56,7 @@ class Vault:
     contents: dict[Key, Content] = field(default_factory=dict)
 
     def shard(self, rank: int) -> int:
-        """What a rank has tensors of: of so many ranks in a row the lowest."""
+        """Return what a rank has tensors of: of so many ranks in a row the lowest."""
         return rank // self.twins * self.twins
 
     def _steps(self, item: Item) -> dict[int, set[int]]:
@@ -159,7 +159,7 @@ class Replicas:
         self._agent.world.events.after(takes_s, lambda: self._send(what, info.node))
 
     def held(self, key: Key) -> Put | None:
-        """What is here of it, as it is sent."""
+        """Return what is here of it, as it is sent."""
         item, step = key
         vault = self._agent.vault
         if not vault.has(item, step):

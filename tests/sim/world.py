@@ -160,7 +160,7 @@ class World:
         }
 
     def row(self, node: int) -> Kept | None:
-        """What a daemon finds under the job's name on its disk."""
+        """Return what a daemon finds under the job's name on its disk."""
         mine = self.disks.get(node)
         return (LAUNCH + "0" * 16, mine) if mine is not None else self.former.get(node)
 
@@ -268,7 +268,7 @@ class World:
     # -------------------------------------------------------------------------- time and chance
 
     def wall_clock(self) -> float:
-        """What a daemon's clock shows."""
+        """Return what a daemon's clock shows."""
         return EPOCH_S + self.events.now
 
     def next_life(self) -> int:
@@ -304,7 +304,7 @@ class World:
         return node not in self.hung and not self.is_full(node)
 
     def slow_s(self, node: int) -> float:
-        """How much longer a write takes there."""
+        """Return how much longer a write takes there."""
         until, slow_s = self.slow_until.get(node, (0.0, 0.0))
         return slow_s if self.events.now < until else 0.0
 
@@ -319,7 +319,7 @@ class World:
         return self._pid
 
     def start_fate(self) -> str | None:
-        """What happens to a process that is just being started."""
+        """Return what happens to a process that is just being started."""
         if not self.fates or self.generation <= 1:
             return None
         self.faulted("start")

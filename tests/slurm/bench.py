@@ -14,7 +14,7 @@ from .training import Training, make_site
 
 
 def first_step_s(job: Training, generation: int) -> float:
-    """When the last rank had made its first step of a generation (Unix time)."""
+    """Return when the last rank had made its first step of a generation (Unix time)."""
     firsts: list[float] = []
     for path in (job.home / "out").glob("loss-*.txt"):
         lines = [line.split() for line in path.read_text().splitlines()]

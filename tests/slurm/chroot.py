@@ -58,7 +58,7 @@ class Suite:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """What apt installs."""
+        """Return what apt installs."""
         return SLURM_PACKAGES + (PYSLURM_PACKAGES if self.pyslurm else ())
 
     @property

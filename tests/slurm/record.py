@@ -112,7 +112,7 @@ def record(recorder: Recorder) -> None:
 
 
 def errors(recorder: Recorder, job: str) -> list[dict[str, object]]:
-    """What Slurm refuses, why it could not, and how it says so."""
+    """Return what Slurm refuses, why it could not, and how it says so."""
     refused = [
         ("not found", "root", ("squeue", "--noheader", "--all", "--states=all", "--jobs=4000")),
         ("not found", "root", ("scontrol", "-o", "show", "node", "nowhere")),

@@ -30,7 +30,7 @@ The cluster goes when you leave this prompt.
 
 
 def welcome(nodes: int, command: str) -> str:
-    """What can be tried on a cluster of so many nodes; `command`: how it is reached from outside."""
+    """Return what can be tried on a cluster of so many nodes; `command`: how it is reached from outside."""
     return WELCOME.format(nodes=nodes, demo=ROOT / "docs/demo/train_gpt.py", cluster=command)
 
 

@@ -56,13 +56,13 @@ def is_down(site: Cluster, node: str) -> bool:
 
 
 def sources(job: Training) -> list[str | None]:
-    """Who told of the nodes that it lost, in the order of time."""
+    """Return who told of the nodes that it lost, in the order of time."""
     faults = [f for f in job.ledger().faults if f.job == job.run_name and f.kind == "node-lost"]
     return [fault.source for fault in faults]
 
 
 def reason(job: Training) -> str:
-    """What users are told of its end."""
+    """Return what users are told of its end."""
     outcome = job.outcome()
     assert outcome is not None
     return str(outcome["reason"])

@@ -41,7 +41,7 @@ def preempt(site: Cluster) -> None:
 
 
 def reason(job: Training) -> str:
-    """What users are told of its end; the batch script is still there."""
+    """Return what users are told of its end; the batch script is still there."""
     job.wait(lambda: job.outcome() is not None, "an outcome", 60.0)
     outcome = job.outcome()
     assert outcome is not None

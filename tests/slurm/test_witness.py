@@ -25,7 +25,7 @@ USER = "tester"
 
 
 async def word(run: str, theirs: str, ours: str) -> bool:
-    """What the half `ours` hears of the other one."""
+    """Return what the half `ours` hears of the other one."""
     edge = SlurmCluster(CachedSlurm(Commands(), Clock()), ours.split()[0], 1, "down")
     try:
         return await edge._are_down(run, theirs.split(), ours.split())

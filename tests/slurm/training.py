@@ -91,11 +91,11 @@ class Training:
 
     @property
     def log_dir(self) -> Path:
-        """What ckptless-run made."""
+        """Return what ckptless-run made."""
         return self.home / f"ckptless-{self.run_name}"
 
     def result(self) -> Result:
-        """What the toy wrote."""
+        """Return what the toy wrote."""
         return read_toy(self.home / "out")
 
     def newest(self, generation: int = 0) -> int:
@@ -125,7 +125,7 @@ class Training:
         return folder
 
     def outcome(self) -> dict[str, Any] | None:
-        """What the agents wrote down."""
+        """Return what the agents wrote down."""
         path = self.log_dir / "outcome.json"
         return json.loads(path.read_text()) if path.exists() else None
 

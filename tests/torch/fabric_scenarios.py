@@ -434,7 +434,7 @@ def stock(place: Place, kinds: list[str], steps: int) -> dict[str, Any]:
 
 
 def _polled(group: dist.ProcessGroup) -> list[Any]:
-    """What a work says of itself, as soon as it says that it is done."""
+    """Return what a work says of itself, as soon as it says that it is done."""
     work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
     until = time.monotonic() + 10.0
     while not work.is_completed() and time.monotonic() < until:
@@ -443,7 +443,7 @@ def _polled(group: dist.ProcessGroup) -> list[Any]:
 
 
 def _from_anyone(rank: int, group: dist.ProcessGroup) -> int:
-    """Whom a message is from that was waited for from anybody."""
+    """Return whom a message is from that was waited for from anybody."""
     if rank:
         dist.send(torch.ones(1), 0, group=group)
         return 0

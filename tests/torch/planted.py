@@ -107,7 +107,7 @@ SPECIAL: dict[str, Callable[[], None]] = {"Backend": _no_backends, "all_gather_w
 
 
 def said(name: Name, kind: str) -> str:
-    """What the self-test says of it, in a process of its own."""
+    """Return what the self-test says of it, in a process of its own."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:

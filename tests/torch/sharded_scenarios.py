@@ -312,7 +312,7 @@ class Rank:
 
 
 def identities(state: State) -> tuple[int, ...]:
-    """Who is who: model, optimizer, every module and parameter."""
+    """Return who is who: model, optimizer, every module and parameter."""
     things: list[Any] = [state.model, state.optimizer, *state.model.modules(), *state.model.parameters()]
     return tuple(map(id, things))
 

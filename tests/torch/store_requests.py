@@ -38,7 +38,7 @@ def steps(rank: int, ranks: int, pattern: str, value_nbytes: int, where: str) ->
 
 
 def compared(rank: int, where: str) -> list[tuple[bytes, int]]:
-    """What ckptless.run's ranks ask next: each whether the one before was started alike."""
+    """Return what ckptless.run's ranks ask next: each whether the one before was started alike."""
     told = b"commit_every=1"
 
     def key(of: int) -> bytes:

@@ -109,7 +109,7 @@ def torchs() -> Client:
 
 
 def outcome(function: Callable[..., Any], *args: Any) -> Any:
-    """What a call returns, or the name of what it raises."""
+    """Return what a call returns, or the name of what it raises."""
     try:
         return function(*args)
     except Exception as error:  # noqa: BLE001  the error's type is what is compared

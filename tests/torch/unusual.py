@@ -729,7 +729,7 @@ def forked(name: str, mode: str, folder: Path) -> dict[str, Any]:
 
 
 def verdict(name: str) -> dict[str, str]:
-    """What became of it: "clean", "survivor" and "new", each "equal", "refused: ..." or "WRONG..."."""
+    """Return what became of it: "clean", "survivor" and "new", each "equal", "refused: ..." or "WRONG..."."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="ckptless-unusual-") as scratch:
         clean = forked(name, "clean", Path(scratch))

@@ -82,7 +82,7 @@ class _Server:
         atexit.register(self._end)
 
     def ask(self, request: str, deadline: float) -> str:
-        """What the runner has printed; whatever it has started is gone then."""
+        """Return what the runner has printed; whatever it has started is gone then."""
         assert self._process.stdin is not None
         self._process.stdin.write(request.encode() + b"\n")
         self._process.stdin.flush()

@@ -118,7 +118,7 @@ class Cluster:
         self.down(purge=True)
 
     def status(self) -> list[Status]:
-        """What is on, plugged in, registered and running."""
+        """Return what is on, plugged in, registered and running."""
         slurm = self.node_states() if self._machine(CONTROLLER).pid else {}
         links = self._links()
         found = []

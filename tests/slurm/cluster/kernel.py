@@ -74,7 +74,7 @@ def _mount(source: str | None, target: Path, kind: str | None, flags: int, optio
 
 
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks: with its pid its identity. None: gone, or a zombie."""
+    """Return when the process started, in clock ticks: with its pid its identity. None: gone, or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

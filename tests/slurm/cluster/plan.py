@@ -59,7 +59,7 @@ class Share:
 
     @property
     def inside(self) -> str:
-        """Where the cluster's machines see it."""
+        """Return where the cluster's machines see it."""
         return self.at or self.path
 
 

@@ -22,7 +22,7 @@ _INSIDE = {
 
 
 def missing(rootfs: str = "") -> list[str]:
-    """What stands in the way of a cluster here, each in a few words; empty: nothing does."""
+    """Return what stands in the way of a cluster here, each in a few words; empty: nothing does."""
     lacks = [] if os.geteuid() == 0 else ["root"]
     lacks += [f"{name} (package {package})" for name, package in _HERE.items() if not _which(name, "")]
     inside = [f"{name} (package {package})" for name, package in _INSIDE.items() if not _which(name, rootfs)]
@@ -40,7 +40,7 @@ def check(rootfs: str) -> None:
 
 
 def slurm_version(rootfs: str) -> str:
-    """What `slurmd -V` says, such as "slurm-wlm 22.05.8"."""
+    """Return what `slurmd -V` says, such as "slurm-wlm 22.05.8"."""
     command = ["slurmd", "-V"] if not rootfs else ["chroot", rootfs, "slurmd", "-V"]
     env = {"PATH": SYSTEM_PATH}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.strip()

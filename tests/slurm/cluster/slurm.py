@@ -24,7 +24,7 @@ class Host(Protocol):
         ...
 
     def service(self, machine: str, name: str) -> Unit:
-        """What a machine knows of one of its services."""
+        """Return what a machine knows of one of its services."""
         ...
 
 

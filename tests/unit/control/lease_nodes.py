@@ -68,7 +68,7 @@ def hello(node: int, nodes: int) -> m.AgentHello:
 
 
 def trains(node: int, assignment: m.Assignment, seq: int = 1, phase: m.Phase = "restored") -> m.AgentState:
-    """What an agent says of a rank in the middle of training (of a spare's process, that it waits)."""
+    """Return what an agent says of a rank in the middle of training (of a spare's process, that it waits)."""
     if not assignment.ranks_on(node):
         phase = "waiting"
     slot = m.SlotState(
@@ -94,7 +94,7 @@ class Heard:
 
     @property
     def renewals(self) -> int:
-        """How often the agent has heard that its node has a lease."""
+        """Return how often the agent has heard that its node has a lease."""
         return [type(out.order) for out in self.outputs if isinstance(out, e.ToAgent)].count(m.Renewed)
 
     @property
@@ -103,7 +103,7 @@ class Heard:
 
     @property
     def dark_states(self) -> list[tuple[int, e.DarkState]]:
-        """What the cluster's manager is told."""
+        """Return what the cluster's manager is told."""
         return [(out.node, out.state) for out in self.outputs if isinstance(out, e.NodeIsDark)]
 
     @property
@@ -199,7 +199,7 @@ class Node:
         return self.control.job.decides
 
     def feed(self, *events: e.Input) -> Heard:
-        """What it puts out for these inputs."""
+        """Return what it puts out for these inputs."""
         found = Heard()
         waiting = list(events)
         while waiting:
@@ -284,7 +284,7 @@ def meet(one: Node, other: Node) -> None:
 
 
 def carried(sender: int, receiver: int, outputs: Sequence[e.Output]) -> list[e.Input]:
-    """What comes over the link between two daemons, of what one of them puts out."""
+    """Return what comes over the link between two daemons, of what one of them puts out."""
     events: list[e.Input] = []
     for output in outputs:
         match output:

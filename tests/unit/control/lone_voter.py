@@ -50,7 +50,7 @@ class Daemon:
         self.told: list[tuple[int | None, Say]] = []
 
     def carry(self) -> list[tuple[int | None, Say]]:
-        """What is said to others for all that has come."""
+        """Return what is said to others for all that has come."""
         before = len(self.told)
         while self.it.out:
             output = self.it.out.pop(0)

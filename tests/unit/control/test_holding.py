@@ -19,7 +19,7 @@ MANY = FEW_NODES + 1
 
 
 def holds(node: int, step: int, seq: int, of: int = FEW) -> e.Report:
-    """What an agent says that has made its rank's step."""
+    """Return what an agent says that has made its rank's step."""
     tensors = ((node, (step - 1, step), 16),)
     copies = m.Copies(tensors=tensors, records=((node, node, (step,), 4),), nbytes=64)
     return e.Report(node, structs.replace(trains(node, first_generation(of), seq=seq), copies=copies))

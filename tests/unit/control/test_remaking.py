@@ -40,7 +40,7 @@ def assignment(
 
 
 def shares(now: Assignment, copies: int) -> dict[int, tuple[Remake, ...]]:
-    """What each node gives, as each finds out for itself."""
+    """Return what each node gives, as each finds out for itself."""
     of = Holders(now, copies)
     found = {info.node: remakes(of, info.node) for info in now.nodes}
     return {node: given for node, given in found.items() if given}

@@ -61,7 +61,7 @@ def situation(spec: m.JobSpec, lost: Sequence[int], cold: Sequence[int] = (), **
 
 
 def moved(now: plan.Situation) -> dict[int, m.Place]:
-    """Where the ranks went that have moved."""
+    """Return where the ranks went that have moved."""
     following = plan.next_assignment(now)
     return {rank: p for rank, p in enumerate(following.places) if p != now.current.places[rank]}
 

@@ -172,7 +172,7 @@ def test_what_another_leader_has_stopped_stops_here() -> None:
 
 
 def taken_over(stage: m.Order | None) -> Heard:
-    """What node 1 says that leads after node 0, whose daemon is away and whose agent answers."""
+    """Return what node 1 says that leads after node 0, whose daemon is away and whose agent answers."""
     node = Node(1, NODES)
     if stage is not None:
         node.feed(e.OrderFrom(0, 1, stage))

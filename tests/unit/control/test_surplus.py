@@ -55,7 +55,7 @@ class Cluster:
         return self.now.places[item.number].node
 
     def targets(self, item: Item) -> set[int]:
-        """Who is to hold it beside its home."""
+        """Return who is to hold it beside its home."""
         return {info.node for info in self.to.targets(item)}
 
     def put(self, node: int, item: Item, step: int) -> None:

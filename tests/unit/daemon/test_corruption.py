@@ -174,7 +174,7 @@ class RankSession:
 
 
 def restore(world: World) -> bytes:
-    """What a rank would put into its tensors. Raises StateUnavailableError."""
+    """Return what a rank would put into its tensors. Raises StateUnavailableError."""
     versions = Versions(cast("Any", RankSession(world)))
     tensors: Any = SimpleNamespace(release=lambda: None)
     try:
@@ -375,7 +375,7 @@ def test_what_was_found_bad_does_not_come_back_with_a_twins_commit(world: World)
 
 
 def served(world: World, step: int) -> m.Fetched:
-    """What a rank hears that asks for a step."""
+    """Return what a rank hears that asks for a step."""
 
     async def go() -> m.Fetched:
         heard: asyncio.Future[m.Fetched] = asyncio.get_running_loop().create_future()

@@ -29,7 +29,7 @@ ASSIGNMENT = m.Assignment(
 
 
 def observed(lost: str | None = None, frozen: int | None = None, **slot: Any) -> list[Finding]:
-    """What is found where slot 1 of node 0 is told as `slot`, and node 1 is lost as told."""
+    """Return what is found where slot 1 of node 0 is told as `slot`, and node 1 is lost as told."""
     told = m.SlotState(**{"slot": 1, "phase": "restored", "generation": 3, **slot})
     state = m.AgentState(seq=1, slots=(told,), frozen=frozen)
     return GenerationProgress.of(

@@ -79,7 +79,7 @@ def communicator(
 
 
 def play(seed: int) -> tuple[int, int]:
-    """How many were answered, and how many refused as stale."""
+    """Return how many were answered, and how many refused as stale."""
     chance = random.Random(seed)
     all_of_them = [
         communicator(chance, key, generation, group, round_)

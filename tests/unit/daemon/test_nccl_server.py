@@ -87,7 +87,7 @@ class Rank:
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def bootstrap(self) -> bytes:
-        """What the next rank said of itself."""
+        """Return what the next rank said of itself."""
         server = await asyncio.start_server(self._told, HOST, 0)
         try:
             self.listen = Address(HOST, server.sockets[0].getsockname()[1])

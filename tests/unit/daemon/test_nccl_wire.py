@@ -20,7 +20,7 @@ ADDRESSES = st.one_of(
 
 
 def check_in(nbytes: int, listen: wire.Address = V4) -> wire.CheckIn:
-    """What the third of five ranks says, in so far as that layout has it."""
+    """Return what the third of five ranks says, in so far as that layout has it."""
     root, roots = (0, 1) if nbytes == 64 else (1, 2)
     opaque = bytes(range(1, 1 + wire.LAYOUTS[nbytes].next_nbytes))
     return wire.CheckIn(2, 5, root, roots, 0, listen, opaque)

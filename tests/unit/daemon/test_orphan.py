@@ -38,7 +38,7 @@ class Site:
         raise ConnectionRefusedError
 
     def over(self) -> Coroutine[Any, Any, str]:
-        """Whose daemon is heard now, and then no more."""
+        """Return whose daemon is heard now, and then no more."""
         self.lease = AgentLease(LEASE_S, asyncio.get_running_loop().time())
         nodes = [info(node) for node in range(self.nodes)]
         return lease_over(0, self.lease, lambda: nodes, self.knock)

@@ -391,7 +391,7 @@ def test_a_slot_that_was_flapping_is_better_than_none() -> None:
 
 
 def moved_to(now: plan.Situation) -> dict[int, m.Place]:
-    """Where the ranks went that have moved."""
+    """Return where the ranks went that have moved."""
     following = plan.next_assignment(now).places
     return {rank: place for rank, place in enumerate(following) if place != now.current.places[rank]}
 

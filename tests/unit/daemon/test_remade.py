@@ -18,7 +18,7 @@ RANKS = 4
 
 
 def holders(nodes: Nodes, shard: int, step: int = STEP) -> set[int]:
-    """Who has a shard's tensors, sound, and the record of its rank."""
+    """Return who has a shard's tensors, sound, and the record of its rank."""
     return {
         number
         for number, node in nodes.items()

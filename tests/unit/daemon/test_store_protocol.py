@@ -55,7 +55,7 @@ def field(value: object) -> bytes:
 
 
 def to_bytes(request: Request) -> bytes:
-    """What torch's client sends, as logged between it and its own server."""
+    """Return what torch's client sends, as logged between it and its own server."""
     op = bytes([OPCODES[type(request)]])
     if isinstance(request, protocol.Ping):
         return op + struct.pack("<I", request.nonce)

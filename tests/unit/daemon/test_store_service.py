@@ -44,7 +44,7 @@ async def until(what: Callable[[], object]) -> None:
 
 
 async def outcome(call: Awaitable[Any]) -> Any:
-    """What it gives, or the name of what it raises."""
+    """Return what it gives, or the name of what it raises."""
     try:
         return await call
     except (ConnectionError, TimeoutError) as error:

@@ -26,7 +26,7 @@ async def until(what: Callable[[], object]) -> None:
 
 
 def payload_of(shard: int, step: int, nbytes: int) -> bytes:
-    """What a shard's tensors of a step are."""
+    """Return what a shard's tensors of a step are."""
     return random.Random(f"{shard} {step}").randbytes(nbytes)
 
 
@@ -82,7 +82,7 @@ class Node:
             view[offset] ^= 1
 
     def payload(self, shard: int, step: int) -> bytes | None:
-        """What is held, to its last byte verified."""
+        """Return what is held, to its last byte verified."""
         found = self.vault.tensors(shard, step)
         if found is None:
             return None

@@ -465,7 +465,7 @@ def test_whatever_became_of_the_file_a_vote_is_the_one_that_was_given_or_none(tm
         await writer.close()
 
     async def reopened() -> str:
-        """What the daemon's next life finds."""
+        """Return what the daemon's next life finds."""
         writer = LedgerWriter(path)
         try:
             await writer.start()

@@ -64,7 +64,7 @@ async def accept(streams: Streams, credentials: Credentials) -> Made:
 
 
 async def pair(dialler: Credentials, acceptor: Credentials) -> tuple[Made, Made]:
-    """What both ends make of each other: a link, or why not."""
+    """Return what both ends make of each other: a link, or why not."""
     accepting: asyncio.Queue[asyncio.Task[Made]] = asyncio.Queue()
 
     def connected(*streams: Any) -> None:
@@ -213,7 +213,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 async def say(credentials: Credentials, *first: bytes) -> tuple[Made, bytes]:
-    """What an acceptor makes of a dialler that says this and no more, and what it answered."""
+    """Return what an acceptor makes of a dialler that says this and no more, and what it answered."""
     (reader, writer), streams = await ends()
     task = asyncio.create_task(accept(streams, credentials))
     for data in first:
@@ -338,7 +338,7 @@ def test_an_answer_that_was_given_to_another_dialler(loop: asyncio.Runner) -> No
 
 
 async def answered(credentials: Credentials, answer: bytes) -> Made:
-    """What a dialler makes of an acceptor that says this, whatever it was asked."""
+    """Return what a dialler makes of an acceptor that says this, whatever it was asked."""
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         tasks.append(asyncio.create_task(serve(reader, writer)))

@@ -170,7 +170,7 @@ async def timed(name: str, site: Site) -> float:
 
 
 async def waits(attacked: Site, twin: Site, seconds: float) -> dict[str, tuple[list[float], list[float]]]:
-    """How long an honest end has waited at each port of both, again and again."""
+    """Return how long an honest end has waited at each port of both, again and again."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in NAMES}
     end = time.monotonic() + seconds
     while time.monotonic() < end:

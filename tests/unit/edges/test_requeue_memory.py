@@ -73,7 +73,7 @@ async def until(what: Callable[[], object]) -> None:
 
 
 def payload_of(step: int) -> bytes:
-    """What the tensors of a step are."""
+    """Return what the tensors of a step are."""
     return random.Random(step).randbytes(NBYTES)
 
 
@@ -138,7 +138,7 @@ class Start:
             view[-1] ^= 1
 
     def payload(self, step: int) -> bytes:
-        """What is held, to its last byte verified."""
+        """Return what is held, to its last byte verified."""
         found = self.vault.tensors(0, step)
         assert found is not None
         with found[1].view(found[0].offset, found[0].nbytes) as view:

@@ -198,7 +198,7 @@ class Site:
         return agent
 
     async def stranger(self, *messages: object) -> list[m.ToAgent]:
-        """What another user's process hears."""
+        """Return what another user's process hears."""
         words = b"".join(one if isinstance(one, bytes) else encode(one) for one in messages)
         answers = await asyncio.to_thread(as_stranger, self.socket, words)
         decoder: Decoder[m.ToAgent] = Decoder(m.ToAgent, CONTROL_LIMIT)
@@ -515,7 +515,7 @@ def taken_out(**more: Any) -> Evict:
 
 
 async def answer_to(site: Site, *words: object) -> list[Evicted | m.Denied]:
-    """What ckptctl hears over a connection of its own."""
+    """Return what ckptctl hears over a connection of its own."""
     reader, writer = await asyncio.open_unix_connection(site.socket)
     try:
         for word in words:

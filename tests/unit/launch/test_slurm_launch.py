@@ -153,7 +153,7 @@ def test_without_an_outcome_it_says_where_to_look(tmp_path: Path) -> None:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[socket.socket]:
-    """Where the node's agent will listen."""
+    """Yield where the node's agent will listen."""
     with contextlib.closing(SocketFolder(f"{os.getpid()}-{tmp_path.name}")) as folder:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(folder.socket(RANKS))

@@ -8,7 +8,7 @@ from ckptless.daemon.ckptlessd.membership.overlay import DEGREE, REACH, Overlay,
 
 
 def hops(graph: Overlay, start: int, away: frozenset[int] = frozenset()) -> dict[int, int]:
-    """How far everybody is from `start`, where nobody passes on through those that are away."""
+    """Return how far everybody is from `start`, where nobody passes on through those that are away."""
     found, edge = {start: 0}, [start]
     while edge:
         following: list[int] = []

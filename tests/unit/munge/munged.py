@@ -97,7 +97,7 @@ def running() -> Iterator[Munged]:
 
 
 def as_uid(uid: int, work: Callable[[], bytes]) -> bytes:
-    """What `work` returns in a child process of another user (needs root)."""
+    """Return what `work` returns in a child process of another user (needs root)."""
     if os.geteuid() != 0:
         require("not root: cannot act as another user")
     reader, writer = os.pipe()

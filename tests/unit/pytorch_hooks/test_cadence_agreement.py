@@ -100,7 +100,7 @@ def test_a_new_generation_begins_from_the_step_that_is_restored_and_nothing_else
 
 
 def begin_all(cadences: list[Cadence]) -> dict[int, str]:
-    """What each rank says against it, by rank."""
+    """Return what each rank says against it, by rank."""
     said: dict[int, str] = {}
 
     def begin(rank: int) -> None:

@@ -139,7 +139,7 @@ def talks() -> int:
 
 
 def build(kind: str) -> Any:
-    """What a script's build does, random numbers of its own included."""
+    """Return what a script's build does, random numbers of its own included."""
     torch.manual_seed(7)
     random.seed(3)
     torch.randn(3)
@@ -159,7 +159,7 @@ def build(kind: str) -> Any:
 
 
 def make_step(batch: Any) -> Step:
-    """What a step makes of a batch; a forward pass draws random numbers too."""
+    """Return what a step makes of a batch; a forward pass draws random numbers too."""
     return [float(x) for x in batch[0]], torch.rand(1).item(), random.random()
 
 

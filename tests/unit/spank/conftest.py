@@ -9,7 +9,7 @@ from .native import HOOKS, SPANK, Parsers, lacking, make
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the products are; skips the test where none can be made."""
+    """Return where the products are; skips the test where none can be made."""
     if lacks := lacking():
         pytest.skip(lacks)
     return tmp_path_factory.mktemp("build")

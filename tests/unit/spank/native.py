@@ -13,7 +13,7 @@ MAKE_DEADLINE_S = 100
 
 
 def lacking() -> str:
-    """What stands in the way of a build here; empty: nothing."""
+    """Return what stands in the way of a build here; empty: nothing."""
     for program in ("make", "cc"):
         if not shutil.which(program):
             return f"{program} is not installed"

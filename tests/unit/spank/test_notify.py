@@ -67,7 +67,7 @@ class Daemon:
                     self.frames.append(frame)
 
     def heard(self, count: int) -> list[bytes]:
-        """What has come, once it is so much: whoever sends it does not wait for long."""
+        """Return what has come, once it is so much: whoever sends it does not wait for long."""
         limit = time.monotonic() + HEARD_S
         while len(self.frames) < count and time.monotonic() < limit:
             time.sleep(0.01)

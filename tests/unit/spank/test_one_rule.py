@@ -12,7 +12,7 @@ from .native import Parsers
 
 
 def here(spares: int, nodes: int) -> str:
-    """What ckptless-run says; empty: nothing."""
+    """Return what ckptless-run says; empty: nothing."""
     try:
         check_fits(spares, nodes)
     except UsageError as error:

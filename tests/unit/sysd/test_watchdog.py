@@ -26,7 +26,7 @@ class Listener:
         self.socket.setblocking(False)
 
     def heard(self) -> list[str]:
-        """What came since the last call."""
+        """Return what came since the last call."""
         lines: list[str] = []
         with suppress(BlockingIOError):
             while True:
