@@ -129,8 +129,9 @@ def _own_nonblocking(fd: int) -> int:
 class RankOutput:
     """Copies one process's pipe to its log file, and by lines to the console if given, until the pipe's end.
 
-    Takes over `pipe`, a read end. A log that cannot be written is told once, to
-    `on_event("log-failed", text)`; the rank goes on.
+    Takes over `pipe`, a read end. Raises OSError where the first log cannot be opened; of one that cannot be
+    written, or of a later one that cannot be opened, `on_event("log-failed", text)` hears once: the rank goes
+    on.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class RankOutput:
         self._on_event = on_event
         self._partial = bytearray()
         self._ended = asyncio.Event()
-        self._log = -1
+        self._log, self._log_path = -1, log
         self.redirect(log, prefix, console)
         os.set_blocking(pipe, False)
         self._loop.add_reader(pipe, self._on_readable)
@@ -150,11 +151,18 @@ class RankOutput:
         """Send what comes from now on elsewhere (a spare has got a rank); nothing once the pipe has ended."""
         if self._ended.is_set():
             return
-        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._prefix, self._console = prefix.encode(), console
+        try:
+            fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if self._log < 0:
+                raise
+            # A recovery is not given up for a log.
+            self._on_event("log-failed", f"{log}: {error}; the output goes on into {self._log_path}")
+            return
         if self._log >= 0:
             os.close(self._log)
         self._log, self._log_path, self._log_failed = fd, log, False
-        self._prefix, self._console = prefix.encode(), console
 
     async def finish(self, deadline_s: float) -> None:
         """Copy what a dead process has left and stop. Call it after the death.

@@ -113,6 +113,22 @@ def test_output_follows_a_spare_that_gets_a_rank(tmp_path: Path) -> None:
     assert not rank_log_path(tmp_path, 9).exists()
 
 
+def test_a_rank_whose_log_cannot_be_opened_writes_on_into_the_spares(tmp_path: Path) -> None:
+    rank_log_path(tmp_path, 0).mkdir()
+
+    async def body(rig: Rig) -> None:
+        rig.output.redirect(rank_log_path(tmp_path, 0), "[rank 0] ", rig.console)
+        await rig.write(b"training\n")
+        await rig.end()
+
+    rig = run(tmp_path, body)
+    assert rig.log.read_bytes() == b"training\n"
+    assert rig.on_console() == b"[rank 0] training\n"
+    ((kind, text),) = rig.events
+    assert kind == "log-failed"
+    assert text.endswith(f"Is a directory: '{rank_log_path(tmp_path, 0)}'; the output goes on into {rig.log}")
+
+
 def test_what_a_killed_process_wrote_is_kept_while_another_holds_the_pipe(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         # More than one read, less than the pipe holds, all written before the agent looks again.
