@@ -37,7 +37,7 @@ def cannot_say(job: JobState) -> str | None:
 
 
 def refusal(job: JobState, node: int, *, force: bool) -> str | None:
-    """Return why the node stays in the job, or None; `force` where its ranks would have no place to go."""
+    """Return why the node stays in the job, or None; `force` where ranks would have no place to go."""
     assignment, spec = job.assignment, job.spec
     if job.outcome is not None:
         return f"the job is over: {job.outcome.reason}"
@@ -47,13 +47,13 @@ def refusal(job: JobState, node: int, *, force: bool) -> str | None:
         return "training is over, and the job about to end"
     if force:
         return None
-    ranks = len(assignment.ranks_on(node))
-    if not ranks:
-        return None  # a spare
     short = homeless_after(assignment, job.nodes, spec.slots_per_node, node)
     if short <= 0:
         return None
-    words = "its rank has" if ranks == 1 else f"its {ranks} ranks have"
+    ranks = len(assignment.ranks_on(node))
+    # A spare may be the only place for the ranks of a node that was just lost.
+    known = {0: "ranks of nodes that are lost have", 1: "its rank has"}
+    words = known.get(ranks, f"its {ranks} ranks have")
     return f"{words} no spare to go to ({short} too few), and the job would end; --force does it all the same"
 
 

@@ -196,6 +196,15 @@ def test_a_spare_needs_no_other_one(run: Run) -> None:
     assert run.asked("4")[0] == "accepted"
 
 
+def test_a_spare_that_ranks_of_a_lost_node_wait_for_takes_force() -> None:
+    run = Run(Node(0, NODES))
+    run.node.feed(lost_by(2, "its agent is gone", source="agent"))
+    verdict, text = run.asked("4")
+    assert verdict == "refused"
+    assert "ranks of nodes that are lost have no spare to go to (1 too few)" in text
+    assert run.asked("4", force=True)[0] == "accepted"
+
+
 def test_a_daemon_that_is_out_itself_or_hears_nobody_sends_on(run: Run) -> None:
     run.node.silent((0, 2, 3))
     run.node.now += 0.1
@@ -310,4 +319,4 @@ def test_whatever_is_asked_is_answered(asked: Evict, uid: int, lost: set[int]) -
         (loss,) = run.losses
         assert loss.node not in lost
         assert loss.source == asked.source
-        assert asked.force or loss.node == 4 or ranks < spares
+        assert asked.force or (ranks == 0 if loss.node == 4 else ranks < spares)
