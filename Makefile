@@ -74,7 +74,7 @@ test-slurm-matrix: $(STAMP) slurm-packages
 SEED ?= 1
 simulate: $(STAMP)
 	$(BIN)/python -m tests.sim $(SEED) --count $(or $(COUNT),1) --nodes $(or $(NODES),0) \
-		--faults $(or $(FAULTS),0) --components $(or $(COMPONENTS),0) $(if $(ELECTIONS),--elections) $(if $(GUEST),--guest)
+		--faults $(or $(FAULTS),0) --components $(or $(COMPONENTS),0) $(if $(ELECTIONS),--elections) $(if $(GUEST),--guest) $(if $(COST_MS),--cost-ms $(COST_MS))
 
 # A million faults of components, each job with so many: 33 minutes on two cores with COMPONENTS=120.
 simulate-night: $(STAMP)

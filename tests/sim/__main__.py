@@ -137,11 +137,18 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--components", type=int, default=0)
+    parser.add_argument("--cost-ms", type=float, default=0.0, help="CPU time of a daemon for each message")
     parser.add_argument("--guest", action="store_true", help="another job on the same nodes")
     parser.add_argument("--elections", action="store_true", help="elections alone")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    shape = Shape(nodes=args.nodes, faults=args.faults, components=args.components, guest=args.guest)
+    shape = Shape(
+        nodes=args.nodes,
+        faults=args.faults,
+        components=args.components,
+        guest=args.guest,
+        cost_s=args.cost_ms / 1000,
+    )
     several = args.count > 1 or args.until or args.elections
     sys.exit(many(args, shape) if several else one(args.seed, shape))
 

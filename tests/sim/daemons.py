@@ -63,6 +63,8 @@ class Daemon:
         # Until when orders do not get to the agent.
         self._deaf_until = 0.0
         self._awake_at = 0.0
+        # Until when it is busy with messages that have come.
+        self._busy_until = 0.0
         # When its life began, and when the job did for it: until then everybody counts as heard.
         self.born = self.began = world.events.now
         self._life = world.next_life()
@@ -100,7 +102,7 @@ class Daemon:
     def _tick(self) -> None:
         if not self.alive:
             return
-        if self._sleeps(self._tick):
+        if self._sleeps(self._tick) or self._is_busy(self._tick):
             return
         self._feed(e.Tick())
         self._do(Peering.tick)
@@ -119,6 +121,25 @@ class Daemon:
             return False
         self.world.events.at(self._awake_at, action)
         return True
+
+    def _is_busy(self, action: Callable[[], None]) -> bool:
+        """Whether it has messages to look at first; then this is done after them."""
+        if self.world.events.now >= self._busy_until:
+            return False
+        self.world.events.at(self._busy_until, action)
+        return True
+
+    def _in_turn(self, action: Callable[[], None]) -> None:
+        """Look at a message, when those before it are done."""
+        if not self.world.cost_s:
+            action()
+            return
+        for job in self.world.jobs:
+            daemon = job.daemons.get(self.node)
+            if daemon is not None:
+                at = max(self._busy_until, self.world.events.now) + self.world.cost_s
+                daemon._busy_until = max(daemon._busy_until, at)
+        self.world.events.at(self._busy_until, action)
 
     def _open(self) -> JobSession:
         if self._session is None:
@@ -166,7 +187,8 @@ class Daemon:
 
     def peer_down(self, node: int, why: str) -> None:
         """A link is no more. Who is stopped finds that out when it goes on, as everything else."""
-        if not self.alive or self._sleeps(lambda: self.peer_down(node, why)):
+        again = lambda: self.peer_down(node, why)  # noqa: E731
+        if not self.alive or self._sleeps(again) or self._is_busy(again):
             return
         if self.links.pop(node, None) is None:
             return
@@ -178,7 +200,11 @@ class Daemon:
         # What a stopped daemon finds when it goes on came before the end of the connection, or never.
         if not self.alive or node not in self.links or self._sleeps(lambda: self.peer_says(node, message)):
             return
-        self._do(lambda peering: peering.hear(node, message))
+        self._in_turn(lambda: self._hear(node, message))
+
+    def _hear(self, node: int, message: p.DaemonMessage) -> None:
+        if self.alive and node in self.links and not self._sleeps(lambda: self._hear(node, message)):
+            self._do(lambda peering: peering.hear(node, message))
 
     # --------------------------------------------------------------------------- Links, for Peering
 
@@ -244,12 +270,16 @@ class Daemon:
     def agent_says(self, message: m.FromAgent) -> None:
         """A message of this node's agent."""
         if self.alive and not self._sleeps(lambda: self.agent_says(message)):
+            self._in_turn(lambda: self._report(message))
+
+    def _report(self, message: m.FromAgent) -> None:
+        if self.alive and not self._sleeps(lambda: self._report(message)):
             self._open()
             self._feed(e.Report(self.node, message))
 
     def agent_hung_up(self) -> None:
         """The agent is gone."""
-        if self.alive and self._sleeps(self.agent_hung_up):
+        if self.alive and (self._sleeps(self.agent_hung_up) or self._is_busy(self.agent_hung_up)):
             return
         self._agent = self._orders = None
         control = self.control

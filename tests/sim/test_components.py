@@ -42,6 +42,24 @@ def test_what_was_found_once(seed: int) -> None:
     simulate(seed, Shape(components=40))
 
 
+@pytest.mark.parametrize("cost_s", [0.001, 0.004])
+def test_daemons_that_take_their_time_for_each_message(cost_s: float) -> None:
+    """A beat comes every 0.1 s from each neighbour: at 4 ms each a daemon of six nodes is a fifth busy."""
+    for seed in range(12):
+        simulate(seed, Shape(cost_s=cost_s))
+    for seed in range(3):
+        simulate(seed, Shape(components=24, cost_s=cost_s))
+
+
+def test_messages_cost_time() -> None:
+    def formed_at(cost_s: float) -> float:
+        world = World(3, Shape(nodes=5, without=frozenset(range(100)), cost_s=cost_s))
+        world.run()
+        return world.formed_at
+
+    assert formed_at(0.004) > formed_at(0.0) + 0.004
+
+
 def test_a_daemon_whose_clock_is_behind_that_of_its_former_life_is_reached() -> None:
     """Something of that life came late: another node's words did not get there for 90 s; it was given up."""
     world = simulate(7002217, Shape(components=120))

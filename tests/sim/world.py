@@ -114,6 +114,7 @@ class World:
         self.forgot: set[int] = set()
         self._pid = 100
         self._lives = Random(f"lives of {seed}")
+        self.cost_s = shape.cost_s
         # Whether twins are compared, which takes no draw of the seed's.
         self.twins: TwinsMode = "off"
         # How many values have changed where they lay.
