@@ -44,11 +44,11 @@ def main(nodes: int) -> None:
         raise click.ClickException(f"it takes {', '.join(lacks)}")
     with tempfile.TemporaryDirectory(prefix="ckptless-slurm-") as scratch:
         place = Path(scratch)
-        command = f"{sys.executable} {Path(__file__).parent / 'cluster'} --dir {place / 'cluster'}"
+        command = f"{sys.executable} -m tests.slurm.cluster --dir {place / 'cluster'}"
         try:
             with make_site(place / "cluster", place / "build", nodes):
                 click.echo(welcome(nodes, command))
-                subprocess.run([*command.split(), "shell", "--user", "tester", "ctl"], check=False)
+                subprocess.run([*command.split(), "shell", "--user", "tester", "ctl"], check=False, cwd=ROOT)
         except ClusterError as error:
             raise click.ClickException(str(error)) from error
 

@@ -23,7 +23,8 @@ from .cluster.supervise import RESTART_PAUSE_S
 if TYPE_CHECKING:
     from .conftest import MakeCluster
 
-CLI = [sys.executable, str(Path(__file__).parent / "cluster")]
+ROOT = Path(__file__).resolve().parents[2]
+CLI = [sys.executable, "-m", "tests.slurm.cluster"]
 DEADLINE_S = 20.0
 SILENCE_S = 1.5
 
@@ -412,6 +413,7 @@ def test_command(make_cluster: MakeCluster, tmp_path: Path) -> None:
             text=True,
             stdin=subprocess.DEVNULL,
             check=False,
+            cwd=ROOT,
         )
 
     machines = json.loads(command("status", "--json").stdout)
@@ -448,6 +450,7 @@ def test_shell_runs_on_a_terminal(cluster: Cluster) -> None:
         text=True,
         timeout=DEADLINE_S,
         check=False,
+        cwd=ROOT,
     )
     assert "You are tester on ctl" in done.stdout
     assert {"ctl", "tester", "idle"} <= set(done.stdout.splitlines())

@@ -20,7 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
+ROOM = "tests.torch"
 SCENARIOS = ("fabric_scenarios", "sharded_scenarios")
 START_S = 100.0
 END = "end"
@@ -72,11 +73,12 @@ class _Server:
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "world.py")],
+            [sys.executable, "-m", f"{ROOM}.world"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             env=environment,
+            cwd=ROOT,
         )
         self._unread = b""
         atexit.register(self._end)
@@ -144,7 +146,7 @@ def _child(scenario: str, index: int, size: int, ports: int, out: int, arguments
         port = int(os.read(ports, 16))
         module, _, name = scenario.partition(":")
         place = Place(index, size, port)
-        result = getattr(importlib.import_module(module), name)(place, **arguments)
+        result = getattr(importlib.import_module(f"{ROOM}.{module}"), name)(place, **arguments)
         code = 0
     except BaseException:  # noqa: BLE001 - it is told to the parent
         result = {"error": traceback.format_exc()}
@@ -191,7 +193,7 @@ def _main(scenario: str, size: int, lost: list[int], deadline: float, arguments:
 def _serve() -> None:
     """A runner for each line, in a session of its own; its number, what it prints, and END."""
     for name in SCENARIOS:
-        importlib.import_module(name)
+        importlib.import_module(f"{ROOM}.{name}")
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

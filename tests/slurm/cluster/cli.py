@@ -163,7 +163,7 @@ def execute(directory: Path, user: str, cwd: str | None, machine: str, argv: tup
 def shell(directory: Path, user: str, machine: str) -> None:
     """A prompt on a machine, the controller unless named."""
     cluster = _existing(directory)
-    command = f"{sys.executable} {Path(__file__).resolve().parent} --dir {directory}"
+    command = f"{sys.executable} -m tests.slurm.cluster --dir {directory}"
     click.echo(TRY.format(user=user, machine=machine, nodes=cluster.plan.nodes, command=command), err=True)
     cluster.replace_process(machine, ["bash", "-i"], user)
 
