@@ -154,9 +154,14 @@ class Protected:
         if not agent.sound or agent.core.frozen is not None or not agent.replicas.core.nodes:
             return False
         # Who does not answer, and has not hung up, is only given up with the generation. Who is frozen
-        # takes nothing.
+        # takes nothing, nor who has not heard of the generation.
         others = self._others(agent)
-        return not any(other.dark or other.deaf or other.core.frozen is not None for other in others)
+        ready = [
+            other.assignment is not None and other.assignment.generation == world.generation
+            for other in others
+            if other.alive
+        ]
+        return all(ready) and not any(o.dark or o.deaf or o.core.frozen is not None for o in others)
 
     def gives_back(self, agent: "Agent", item: Item) -> None:
         """An agent gives back only what others have something newer of: all that are to hold it."""

@@ -67,6 +67,12 @@ def test_a_daemon_whose_clock_is_behind_that_of_its_former_life_is_reached() -> 
     assert world.checks.outcome.state == "done"
 
 
+def test_those_who_are_left_end_too() -> None:
+    """A spare whose job's others have given up or are gone; whoever has not heard the user's word."""
+    for seed in (7005126, 7005568, 7010180, 7010807):
+        simulate(seed, Shape(components=120))
+
+
 def test_a_crowded_seed_replays_exactly() -> None:
     assert simulate(5, CROWD).story.lines == simulate(5, CROWD).story.lines
 

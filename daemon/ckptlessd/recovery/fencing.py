@@ -138,7 +138,9 @@ class Fencing:
             return
         limit_s = job.spec.limits.join_s + job.spec.limits.stall_s
         hosts = job.assignment.ranks_by_node.keys() if job.assignment is not None else set()
-        stands = job.stage != "running" or job.still_s(now) > limit_s or hosts <= job.losses.keys()
+        # A spare makes no steps: it stands still where it hears no daemon of those that would.
+        alone = hosts.isdisjoint({job.me, *job.reachable, *job.heartbeats} - job.losses.keys())
+        stands = job.stage != "running" or job.still_s(now) > limit_s or alone
         if stands and now - job.led > limit_s:
             unable = job.unable.intersection(job.known.voters)
             few = f": {_names(unable)} cannot vote" if unable else ""
@@ -155,6 +157,8 @@ class Fencing:
             job.ended_here = cancelled_by(cancel)
             job.enter("ended", now)
             job.out.append(ToAgent(m.End(outcome=job.ended_here)))
+            # Others end by the same word, where the leader that heard it is this one, or there is none.
+            job.meet(reports=True)
 
 
 def _names(nodes: set[int]) -> str:

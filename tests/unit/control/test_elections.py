@@ -443,6 +443,10 @@ def test_who_is_to_end_and_hears_of_no_end_ends_by_itself(quiet: tuple[int, ...]
     (end,) = node.told.ends
     assert (end.outcome.state, end.outcome.exit_code, end.outcome.reason) == ("stopped", 130, "Ctrl-C")
     assert node.control.job.stage == "ended"
+    # Others hear the user's word from it: its leader may be gone, or be itself.
+    (word,) = [out for out in node.told.outputs if isinstance(out, e.Meet) and out.node is None][-1:]
+    assert m.Cancel(exit_code=130, reason="Ctrl-C") in [report.message for report in word.reports]
+    assert word.standing.stage == "ended"
     # What is agreed on later holds more.
     outcome = m.Outcome(state="done", exit_code=0, reason="")
     node.feed(e.Said(0, Decided(decree=Decree(index=2, voters=(0, 1, 2), outcome=outcome))))

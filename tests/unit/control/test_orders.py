@@ -403,6 +403,21 @@ def test_a_job_that_stands_still_and_finds_no_leader_ends(stage: e.Stage) -> Non
     assert "nobody was elected leader for 1200 s: node-2 cannot vote" in end.outcome.reason
 
 
+def test_a_spare_that_hears_none_who_would_train_ends_too() -> None:
+    """It makes no steps by which it would know; others have given themselves up, and their daemons live."""
+    for silent, ends in (([0], True), ([], False)):
+        node = Node(2, NODES)
+        node.feed(e.PeerUp(0, standing(1, 0, "running")), e.PeerUp(1, standing(1, 0, able=False)))
+        found = Heard(node.control.handle_all([lost_by(1, "x"), *map(e.PeerDown, silent)], node.now))
+        # Who led is followed no more, and nobody answers who is asked to be led.
+        node.control.job.leader = NOBODY
+        for _ in range(round(LIMIT_S / 10) + 2):
+            node.now += 10.0
+            found.outputs += node.control.handle(e.Tick(), node.now)
+        assert node.held
+        assert [end.outcome.why for end in found.ends] == ["no-quorum"] * ends
+
+
 def test_who_cannot_be_blamed_is_not_named() -> None:
     """The other voter can vote, and gives no answer."""
     node = Node(1, NODES)
