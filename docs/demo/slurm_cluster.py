@@ -32,7 +32,7 @@ PACKAGES = (
 
 
 def missing() -> list[str]:
-    """What stands in the way of the cluster and of the plugin, each in a few words."""
+    """Return what stands in the way of the cluster and of the plugin, each in a few words."""
     lacks = requirements.missing()
     programs = {"cc": "gcc", "make": "make", "pgrep": "procps"}
     lacks += [f"{name} (package {package})" for name, package in programs.items() if not shutil.which(name)]

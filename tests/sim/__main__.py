@@ -29,7 +29,7 @@ SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Found:
-    """What a batch of seeds came to."""
+    """The results of a batch of seeds."""
 
     seeds: int
     injected: Counter[str]

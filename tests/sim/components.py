@@ -55,7 +55,7 @@ def limits(random: Random) -> m.Limits:
 
 
 def draw(random: Random, count: int) -> tuple[Broken, ...]:
-    """So many, by time; a user may cancel the job among them, or as it ends."""
+    """Draw so many, by time; a user may cancel the job among them, or as it ends."""
     kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
     chosen = random.choices(kinds, weights, k=count)
     lasts_s = EVERY_S * count

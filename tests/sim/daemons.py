@@ -134,12 +134,12 @@ class Daemon:
         if not self.world.cost_s:
             action()
             return
-        for job in self.world.jobs:
-            daemon = job.daemons.get(self.node)
-            if daemon is not None:
-                at = max(self._busy_until, self.world.events.now) + self.world.cost_s
-                daemon._busy_until = max(daemon._busy_until, at)
-        self.world.events.at(self._busy_until, action)
+        at = self._busy_until = max(self._busy_until, self.world.events.now) + self.world.cost_s
+        # The process has one thread for all of its jobs.
+        for job in (self.world.host or self.world).jobs:
+            if self.node in job.daemons:
+                job.daemons[self.node]._busy_until = at
+        self.world.events.at(at, action)
 
     def _open(self) -> JobSession:
         if self._session is None:

@@ -335,7 +335,7 @@ def _starve(world: "World", fault: Fault) -> None:
 
 
 def _storm(world: "World", fault: Fault) -> None:
-    """What daemons say to each other comes late, twice, out of order or not at all, and disks are slow."""
+    """Have what daemons say come late, twice, out of order or not at all; disks are slow."""
     for_s = 0.5 + 2.5 * fault.twist
     world.story.tell("fault", f"a storm between the daemons, for {for_s:.2f} s")
     for job in world.jobs:

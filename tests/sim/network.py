@@ -77,7 +77,7 @@ class Network:
         return reached
 
     def when_joined(self, one: int, other: int, action: Callable[[], None]) -> None:
-        """What `one` sends to `other`: now, or, as TCP would, once that way is free again."""
+        """Deliver what `one` sends to `other` now, or, as TCP would, once that way is free again."""
         if (one, other) in self._blocked:
             self._world.injected["message"] += 1
             self._waiting.append((one, other, action))
@@ -146,7 +146,7 @@ class Network:
             job.network.reconnect()
 
     def reconnect(self) -> None:
-        """What was held up arrives, and daemons dial again."""
+        """Deliver what was held up, and have daemons dial again."""
         world = self._world
         waiting, self._waiting = self._waiting, []
         for _, _, action in waiting:

@@ -28,6 +28,11 @@ def test_two_jobs_in_a_crowd_of_faults(seed: int) -> None:
     simulate(seed, CROWD)
 
 
+def test_two_jobs_whose_messages_cost_time() -> None:
+    for seed in range(8):
+        simulate(seed, Shape(guest=True, cost_s=0.002))
+
+
 def test_two_jobs_replay_exactly() -> None:
     assert simulate(5, CROWD).story.lines == simulate(5, CROWD).story.lines
 

@@ -71,7 +71,7 @@ class NodeView:
 
     def slot(self, index: int) -> SlotState | None:
         """State of a slot, if its agent has told; agents tell of them in order."""
-        slots = self.state.slots if self.state is not None else ()
+        slots = self.slots()
         if index < len(slots) and slots[index].slot == index:
             return slots[index]
         return next((slot for slot in slots if slot.slot == index), None)
