@@ -132,8 +132,7 @@ class Fencing:
         Then nobody is elected, or what the leader proposes is not agreed on.
         """
         job = self.job
-        decides = job.leads and job.agreement.ready
-        if decides or job.hears_leader or job.spec is None or job.stage in ("forming", "ended"):
+        if job.agreement.ready or job.hears_leader or job.spec is None or job.stage in ("forming", "ended"):
             job.led = now
             return
         limit_s = job.spec.limits.join_s + job.spec.limits.stall_s

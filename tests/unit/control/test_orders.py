@@ -37,6 +37,7 @@ from .lease_nodes import (
     meet,
     trains,
 )
+from .recovering import Job
 
 NODES = 3
 STOP, GO = m.Stop(generation=1, reason="x"), m.Go(generation=1)
@@ -416,6 +417,47 @@ def test_a_spare_that_hears_none_who_would_train_ends_too() -> None:
             found.outputs += node.control.handle(e.Tick(), node.now)
         assert node.held
         assert [end.outcome.why for end in found.ends] == ["no-quorum"] * ends
+
+
+def leads_to_nothing(for_s: float, *, answer_at_s: float | None = None) -> tuple[Job, list[m.End]]:
+    """A rank has raised; node 0 leads and hears all voters; none votes on the next generation it proposes."""
+    job = Job()
+    node = job.node
+    job.raises()
+    node.quiet = set(node.others)
+    found = job.freeze(*range(node.nodes))
+    assert not node.control.job.agreement.ready
+    for step in range(1, round(for_s / 10) + 1):
+        node.now += 10.0
+        if step * 10.0 == answer_at_s:
+            node.quiet.clear()
+        found.outputs += node.feed(e.Tick()).outputs
+    return job, found.ends
+
+
+def test_a_leader_whose_proposals_are_not_agreed_on_ends_its_node() -> None:
+    job, ends = leads_to_nothing(LIMIT_S)
+    assert job.node.control.job.leads
+    assert ends == []
+    job, (end,) = leads_to_nothing(LIMIT_S + 10.0)
+    assert (end.outcome.state, end.outcome.why, end.here_only) == ("failed", "no-quorum", True)
+    assert end.outcome.reason.endswith("nothing was agreed on for 1200 s")
+    assert not job.node.control.job.leads
+
+
+def test_a_leader_whose_proposal_is_agreed_on_in_the_end_goes_on() -> None:
+    job, ends = leads_to_nothing(LIMIT_S + 20.0, answer_at_s=LIMIT_S - 10.0)
+    assert ends == []
+    assert (job.generation, job.stage()) == (2, "joining")
+
+
+def test_a_leader_that_has_nothing_to_propose_decides() -> None:
+    """Its ranks may make one step for as long as they like: that is for the longest stall to say."""
+    node = Node(0, NODES)
+    node.now += LIMIT_S + 10.0
+    ends = [end for _ in range(2) for end in node.feed(e.Tick()).ends]
+    assert [end for end in ends if end.here_only] == []
+    assert node.control.job.led == node.now
 
 
 def test_who_cannot_be_blamed_is_not_named() -> None:
