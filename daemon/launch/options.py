@@ -61,10 +61,10 @@ def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         raise UsageError(
             f"--job {job!r} names a folder: use letters, digits, and _ . - inside, and not {LATEST}"
         )
-    settings = default_settings()
+    settings, argv = default_settings(), _argv(script, script_args, module=options.module)
     spec = JobSpec(
         job=job,
-        command=_argv(script, script_args, module=options.module),
+        command=argv,
         nodes=nodes or 1,
         spares=options.spares,
         slots_per_node=slots or 1,
@@ -74,7 +74,7 @@ def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         launch=token_hex(16),
         recovers=recovery,
     )
-    config = _config(spec, given, options, settings, env)
+    config = _config(spec, argv, given, options, settings, env)
     return LocalRun(config, state_dir=options.state_dir, port=options.port, verbose=options.verbose)
 
 
@@ -107,7 +107,7 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         launch=slurm.launch_id(env) if in_step else token_hex(16),
         recovers=recovery,
     )
-    config = _config(spec, given, options, settings, env)
+    config = _config(spec, argv, given, options, settings, env)
     log_dir, job = _log_dir(options, found)  # the last that may be refused: it is made
     config = replace(
         config,
@@ -127,16 +127,21 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
     return StepRun(config, env, first=first, says=says, verbose=options.verbose)
 
 
-def _config(spec: JobSpec, given: Given, options: RunOptions, settings: Settings, env: Env) -> SharedConfig:
-    """Return what both ways to run tell their agents. Raises UsageError."""
+def _config(
+    spec: JobSpec, argv: tuple[str, ...], given: Given, options: RunOptions, settings: Settings, env: Env
+) -> SharedConfig:
+    """Return what both ways to run tell their agents. Raises UsageError.
+
+    `argv` is what is run; `spec.command` is for people, and may have been shortened.
+    """
     config = SharedConfig(
         spec=spec,
-        argv=spec.command,
+        argv=argv,
         module=options.module,
         cwd=str(Path.cwd()),
         daemon_socket=settings.daemon.socket,
         log_dir="",
-        preload=_preload(spec, options),
+        preload=_preload(spec, argv, options),
         tee=shown(options, spec.nodes, spec.slots_per_node),
         copies=options.replicas,
         twins=options.twins,
@@ -238,11 +243,11 @@ def shutdown_s(options: RunOptions, env: Env) -> float:
     return float(text) if text else DEFAULT_SHUTDOWN_S
 
 
-def _preload(spec: JobSpec, options: RunOptions) -> tuple[str, ...]:
+def _preload(spec: JobSpec, argv: tuple[str, ...], options: RunOptions) -> tuple[str, ...]:
     if not spec.recovers:
         # ckptless.run is plain PyTorch then, and so is what is imported.
         return (*ALWAYS, *options.preload)
-    return preloads(spec.command, Path.cwd(), options.preload, module=options.module)
+    return preloads(argv, Path.cwd(), options.preload, module=options.module)
 
 
 def replication_of(options: RunOptions, site: ReplicationSettings) -> ReplicationSettings:

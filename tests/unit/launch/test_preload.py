@@ -48,3 +48,15 @@ def test_spares_change_nothing_that_a_rank_computes_with(
         run._prepare()
         configs = [run._agent_config(node) for node in run._nodes]
     assert [config.env["OMP_NUM_THREADS"] for config in configs] == ["1"] * (3 + int(spares))
+
+
+def test_a_long_command_is_shortened_for_people_and_run_as_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OURS)
+    told = ["x" * 3000, "y" * 3000, "--last=1"]
+    words = ["--local", "--nodes=1", "--state-dir", str(tmp_path / "s"), str(script), *told]
+    options = command.make_context("ckptless-run", words).params
+    name, arguments = options.pop("script"), options.pop("script_args")
+    run = local_run(name, arguments, given(options), {})
+    assert run._config.argv == (str(script), *told)
+    assert run._config.spec.command[-1] == "[... 2 more]"
