@@ -1,9 +1,9 @@
 """All of `make test`, in two lanes side by side: `python tests/side_by_side.py [OPTION...]`.
 
 A lane is runs of pytest one after the other: what computes (unit and property tests, the simulator), then
-tests of parts, beside jobs and clusters, which wait most of the time. What a run prints goes to
-build/test-NAME.txt; here one line a minute says how far they are, and at the end comes the summary of each,
-with its slowest tests, and all of one that failed. The options are pytest's.
+tests of parts and of the simulated device, beside jobs and clusters, which wait most of the time. What a run
+prints goes to build/test-NAME.txt; here one line a minute says how far they are, and at the end comes the
+summary of each, with its slowest tests, and all of one that failed. The options are pytest's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ BUILD = ROOT / "build"
 RUNS = {
     "core": ("unit", "property", "sim", "fuzz", "mutants"),
     "parts": ("integration", "torch", "nccl", "gpu"),
+    # By itself: torch's autograd counts a process's devices once, before its first backward.
+    "devices": ("simdev",),
     "jobs": ("local",),
     "slurm": ("slurm",),
 }
-LANES = (("core", "parts"), ("jobs", "slurm"))
+LANES = (("core", "parts", "devices"), ("jobs", "slurm"))
 SLOWEST = 15
 EVERY_S = 60.0
 POLL_S = 0.5

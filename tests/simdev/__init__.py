@@ -1,0 +1,1 @@
+"""A simulated accelerator for tests: asynchronous streams, memory the CPU may not touch, collectives."""

@@ -1,0 +1,371 @@
+"""What ranks do in the tests of process groups on the simulated device: `group_scenarios.py SCENARIO PLANT`.
+
+Each scenario's process is one rank of two; it prints what it has found as a line of JSON. `PLANT` names a
+mistake that is made in the product first ("-" for none).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.simdev import hooked
+
+hooked.install()
+
+import torch  # noqa: E402  # the device comes first
+import torch.distributed as dist  # noqa: E402
+
+from ckptless.pytorch_hooks.commit.versions import Versions  # noqa: E402
+from ckptless.pytorch_hooks.devices.arrival import Arrival  # noqa: E402
+from ckptless.pytorch_hooks.errors import GenerationEnded  # noqa: E402
+from ckptless.pytorch_hooks.process_groups import exchange  # noqa: E402
+from ckptless.pytorch_hooks.process_groups.device_backends import Devices  # noqa: E402
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups  # noqa: E402
+from ckptless.pytorch_hooks.process_groups.work import AbortableWork, Scope  # noqa: E402
+from ckptless.pytorch_hooks.state import State, TensorSet  # noqa: E402
+from ckptless.pytorch_hooks.torch_private import reads  # noqa: E402
+
+SIZE = 2
+MANY = 1 << 16
+SLOW_S = 0.3
+DEADLINE_S = 20.0
+simdev: Any = torch.get_device_module("simdev")
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    """Have `owner.name` be something else."""
+    setattr(owner, name, value)
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """Return the name of what it raised, or "ok"."""
+    try:
+        call()
+    except (Exception, GenerationEnded) as error:  # noqa: BLE001 - the test looks at it
+        return type(error).__name__
+    return "ok"
+
+
+class Rank:
+    """One of two processes with process groups, and a store between them."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+        self.store = tcp(
+            "127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False, timeout=timedelta(seconds=30)
+        )
+        self.groups = ProcessGroups(timedelta(seconds=DEADLINE_S), host="127.0.0.1")
+
+    def open(self) -> None:
+        self.groups.open(rank=self.rank, world_size=SIZE, generation=1, store=self.store)
+        dist.all_reduce(torch.ones(1, device="simdev"))
+        simdev.synchronize()
+
+    def meet(self, name: str) -> None:
+        """Wait until both have come here."""
+        limit = time.monotonic() + DEADLINE_S
+        self.store.add(name, 1)
+        while self.store.add(name, 0) < SIZE:
+            if time.monotonic() > limit:
+                raise TimeoutError(f"the other one did not come to {name}")
+            time.sleep(0.002)
+
+    def late(self) -> None:
+        """The second rank comes to the next collective later."""
+        if self.rank:
+            time.sleep(SLOW_S)
+
+
+# --------------------------------------------------------------------------------------------- scenarios
+
+
+def ordered(rank: Rank) -> dict[str, Any]:
+    """A collective that is waited for is before what follows; no thread is blocked, `then` runs in order."""
+    rank.open()
+    tensor = torch.ones(MANY, device="simdev")
+    # A kernel's first launch in a process takes long.
+    (tensor * 2, tensor * 3)
+    rank.meet("ready")
+    rank.late()
+    began, waits = time.monotonic(), simdev.synchronizations()
+    work: Any = dist.all_reduce(tensor, async_op=True)
+    doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+    done_at_once = work.get_future().done()
+    work.wait()
+    tripled = tensor * 3
+    enqueued_s, waited = time.monotonic() - began, simdev.synchronizations() - waits
+    return {
+        "done at once": done_at_once,
+        "blocked": enqueued_s > SLOW_S / 2,
+        "waited": waited,
+        "then": doubled.wait()[0].item(),
+        "after": tripled[0].item(),
+    }
+
+
+def left(rank: Rank) -> dict[str, Any]:
+    """The second rank never comes. The first one reads a number, is freed, gets none, and is at rest."""
+    rank.open()
+    tensor = torch.ones(MANY, device="simdev")
+    rank.meet("ready")
+    if rank.rank:
+        rank.store.wait(["over"], timedelta(seconds=DEADLINE_S))
+        return {}
+    flying: Any = dist.all_reduce(tensor, async_op=True)
+    other = torch.ones(4, device="simdev")
+    dist.all_reduce(other)
+    began = time.monotonic()
+    threading.Timer(SLOW_S, rank.groups.abort).start()
+    read = outcome(lambda: float(other[0]))
+    took_s = time.monotonic() - began
+    after = {
+        "all_reduce": outcome(lambda: dist.all_reduce(other)),
+        "check": outcome(rank.groups.check),
+        "item": outcome(other[0].item),
+        "print": outcome(lambda: str(other)),
+        "save": outcome(lambda: torch.save(other, os.devnull)),
+    }
+    rank.store.set("over", "1")
+    del flying
+    return {"read": read, "in time": took_s < DEADLINE_S / 2, **after}
+
+
+def idle(rank: Rank) -> dict[str, Any]:
+    """What is written once the device is idle stays, also where an abort takes long."""
+    rank.open()
+    tensor = torch.ones(MANY, device="simdev")
+    rank.meet("ready")
+    if rank.rank:
+        rank.store.wait(["over"], timedelta(seconds=DEADLINE_S))
+        return {}
+    real = Devices.abort
+
+    def slow(devices: Devices) -> None:
+        time.sleep(SLOW_S)
+        real(devices)
+
+    put(Devices, "abort", slow)
+    flying: Any = dist.all_reduce(tensor, async_op=True)
+    rank.groups.abort()
+    rank.groups.wait_idle(DEADLINE_S)
+    tensor.fill_(7.0)
+    time.sleep(2 * SLOW_S)
+    simdev.synchronize()
+    rank.store.set("over", "1")
+    del flying
+    return {"written": sorted({*tensor.cpu().tolist()})}
+
+
+class Session:
+    """An agent's part, as far as versions need it."""
+
+    def __init__(self) -> None:
+        from types import SimpleNamespace
+
+        self.welcome = SimpleNamespace(job="job", run="0" * 32)
+        self.sent: list[int] = []
+        self.memory = -1
+
+    def allocate(self, _generation: int, slot_nbytes: int, slots: int) -> tuple[Any, int]:
+        """Give memory."""
+        from types import SimpleNamespace
+
+        self.memory = os.memfd_create("ckptless-test")
+        os.ftruncate(self.memory, slot_nbytes * slots)
+        return SimpleNamespace(region=1), os.dup(self.memory)
+
+    def send(self, commit: Any) -> None:
+        """Take a commit; with `seen` the number that its payload begins with."""
+        payload = os.pread(self.memory, commit.tensors.nbytes, commit.tensors.offset)
+        self.sent.append(commit.step)
+        self.payload = payload
+
+
+def sealed(rank: Rank) -> dict[str, Any]:
+    """A step whose gradients never came is not committed, whatever the device has made of it since."""
+    from ckptless.daemon.protocol import messages as m
+
+    rank.open()
+    model = torch.nn.Linear(64, 64).to("simdev")
+    session = Session()
+    versions = Versions(session, lasts=rank.groups.lasts)  # type: ignore[arg-type]
+    versions.pins = "simdev"
+    tensors = TensorSet(State(model=model))
+
+    def commit(step: int) -> None:
+        told = m.Commit(generation=1, step=step, record=b"", digest="", tensors=None, loss=None)
+        versions.send(told, versions.write(tensors, step, 1, 0, 0))
+
+    commit(1)
+    versions.wait()
+    rank.meet("ready")
+    if rank.rank == 0:
+        dist.all_reduce(model.weight.data)
+        commit(2)
+        threading.Timer(SLOW_S, rank.groups.abort).start()
+        versions.wait()
+        rank.store.set("over", "1")
+    else:
+        rank.store.wait(["over"], timedelta(seconds=DEADLINE_S))
+    rank.groups.abort()
+    rank.groups.wait_idle(DEADLINE_S)
+    versions.close()
+    return {"sent": session.sent}
+
+
+def copied(rank: Rank) -> dict[str, Any]:
+    """A version is digested, and sealed, once its bytes have come from the device."""
+    from ckptless.daemon.protocol import messages as m
+    from ckptless.daemon.protocol import version
+
+    rank.open()
+    model = torch.nn.Linear(64, 64).to("simdev")
+    session = Session()
+    versions = Versions(session, lasts=rank.groups.lasts)  # type: ignore[arg-type]
+    versions.pins = "simdev"
+    tensors = TensorSet(State(model=model))
+    wanted = torch.zeros(tensors.layout.nbytes, dtype=torch.uint8).pin_memory()
+    tensors.queue(wanted)
+    simdev.synchronize()
+    with simdev._held():
+        told = m.Commit(generation=1, step=1, record=b"", digest="", tensors=None, loss=None)
+        versions.send(told, versions.write(tensors, 1, 1, 0, 0))
+        time.sleep(SLOW_S)
+        early = bool(session.sent)
+    versions.wait()
+    simdev.synchronize()
+    data = memoryview(session.payload)
+    header = version.decode(data)
+    same = bytes(data[header.header_nbytes :]) == bytes(wanted.numpy())
+    versions.close()
+    return {"early": early, "same": same}
+
+
+def ring(rank: Rank) -> dict[str, Any]:
+    """Both send to each other first, in a batch: more than any buffer between them holds."""
+    rank.open()
+    out = torch.full((MANY * 64,), float(rank.rank + 1), device="simdev")
+    back = torch.zeros_like(out)
+    other = 1 - rank.rank
+    ops = [dist.P2POp(dist.isend, out, other), dist.P2POp(dist.irecv, back, other)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return {"got": sorted({*back.cpu().tolist()})}
+
+
+def renewed(rank: Rank) -> dict[str, Any]:
+    """Groups go on in the next generation, on the device and on the CPU, subgroups among them."""
+    rank.open()
+    pair = dist.new_group([0, 1])
+    found = []
+    for generation in (2, 3):
+        rank.groups.abort()
+        rank.groups.wait_idle(DEADLINE_S)
+        rank.groups.configure(generation, rank.store)
+        tensor, cpu = torch.ones(8, device="simdev"), torch.ones(8)
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=pair)
+        dist.all_reduce(cpu, group=pair)
+        names: list[Any] = [None] * SIZE
+        dist.all_gather_object(names, f"rank {rank.rank}")
+        dist.barrier()
+        found.append([tensor[0].item(), cpu[0].item(), names])
+    return {
+        "found": found,
+        "backend": dist.get_backend(),
+        "fds": len([*Path("/proc/self/fd").iterdir()]) < 100,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ plants
+
+
+def wait_does_not_order() -> None:
+    """Works of ours on the device: done when the future is."""
+    stock = exchange._forward("allreduce")
+
+    def allreduce(self: Any, *args: Any, **kwargs: Any) -> Any:
+        work = stock(self, *args, **kwargs)
+        return work if work is None else AbortableWork(self._scope, work, args[0])
+
+    for kind in exchange.Exchange.__subclasses__():
+        put(kind, "allreduce", allreduce)
+
+
+def streams_are_not_waited_for() -> None:
+    """The device counts as idle at once."""
+    put(ProcessGroups, "wait_idle", lambda groups, _deadline_s: put(groups, "_reader", None))
+
+
+def freed_before_it_is_over() -> None:
+    """The generation ends once its collectives were aborted."""
+    real = Scope.end
+
+    def end(scope: Scope) -> None:
+        for devices in scope.devices:
+            devices.abort()
+        scope.devices = []
+        time.sleep(SLOW_S)
+        real(scope)
+
+    put(Scope, "end", end)
+
+
+def reads_are_not_guarded() -> None:
+    """What a read gives out is not asked after."""
+    put(reads, "guard", lambda _check: None)
+
+
+def sealed_early() -> None:
+    """Versions are sealed whatever has become of the generation."""
+    put(ProcessGroups, "lasts", lambda _groups, _generation: True)
+
+
+def commit_before_the_copy() -> None:
+    """Copies count as there when they are queued."""
+    put(Arrival, "wait", lambda _arrival: None)
+
+
+def messages_one_by_one() -> None:
+    """A batch of messages is none."""
+    from ckptless.pytorch_hooks.process_groups.older import group
+
+    put(group, "_batch_messages", lambda: None)
+
+
+PLANTS = {
+    "wait-does-not-order": wait_does_not_order,
+    "streams-not-waited-for": streams_are_not_waited_for,
+    "freed-before-over": freed_before_it_is_over,
+    "reads-not-guarded": reads_are_not_guarded,
+    "sealed-early": sealed_early,
+    "commit-before-copy": commit_before_the_copy,
+    "messages-one-by-one": messages_one_by_one,
+}
+SCENARIOS = {one.__name__: one for one in (ordered, left, idle, sealed, copied, ring, renewed)}
+
+
+def main() -> None:
+    """Play one rank."""
+    scenario, plant = sys.argv[1:]
+    if plant != "-":
+        PLANTS[plant]()
+    rank = Rank()
+    found = SCENARIOS[scenario](rank)
+    print(json.dumps(found), flush=True)
+    rank.meet("end")
+    # As the end of a scenario elsewhere: destructors of what hangs are never run.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What the hooks ask of a device: which a rank takes, that it is at rest and sound, when copies are there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.devices import accelerator
+from ckptless.pytorch_hooks.devices.arrival import Arrival, DeviceNumber
+from ckptless.pytorch_hooks.errors import DeviceLost
+from ckptless.pytorch_hooks.process_groups import device_backends
+from ckptless.pytorch_hooks.state import State, TensorSet, capture, draft, read
+from tests.simdev import device, hooked
+
+pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
+
+BUSY_S = 0.2
+
+
+@pytest.fixture(autouse=True)
+def simdev() -> Iterator[Any]:
+    hooked.install()
+    yield torch.get_device_module("simdev")
+    torch.get_device_module("simdev").synchronize()
+
+
+@contextlib.contextmanager
+def no_waits(simdev: Any) -> Iterator[None]:
+    """Have whoever waits for the device fail."""
+    simdev.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        simdev.set_sync_debug_mode("default")
+
+
+def test_the_backend_is_the_one_that_torch_uses_for_the_device() -> None:
+    kind = device_backends.present()
+    assert kind is not None
+    assert (kind.device, kind.backend) == ("simdev", "simccl")
+    kind.refuse()
+
+
+def test_a_backend_that_nobody_can_leave_is_refused_in_one_sentence() -> None:
+    unknown = device_backends.Kind("xpu", "xccl", None)
+    with pytest.raises(UsageError, match="collectives on xpu go over xccl, which ckptless cannot leave"):
+        unknown.refuse()
+
+
+@pytest.mark.parametrize(("count", "slot", "taken"), [(1, 0, 0), (1, 3, 0), (4, 3, 3), (8, 0, 0)])
+def test_a_slot_takes_the_device_of_its_number(
+    monkeypatch: pytest.MonkeyPatch, simdev: Any, count: int, slot: int, taken: int
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(simdev, "device_count", lambda: count)
+    monkeypatch.setattr(simdev, "set_device", chosen.append)
+    accelerator.take(slot)
+    assert chosen == [taken]
+
+
+def test_more_slots_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch, simdev: Any) -> None:
+    monkeypatch.setattr(simdev, "device_count", lambda: 2)
+    with pytest.raises(
+        UsageError, match="slot 2 of this node has no simdev device of its own: 2 are visible"
+    ):
+        accelerator.take(2)
+
+
+def test_a_device_is_idle_once_all_its_streams_are(simdev: Any) -> None:
+    other = torch.Stream(device="simdev")
+    with simdev.stream(other):
+        simdev._spin(BUSY_S)
+        event = torch.Event("simdev")
+        event.record(other)
+    accelerator.wait_idle(10.0)
+    assert event.query()
+
+
+def test_a_device_that_is_not_idle_in_time_is_lost(simdev: Any) -> None:
+    with simdev._held(), pytest.raises(DeviceLost, match=r"is not idle within 0\.02 s"):
+        accelerator.wait_idle(0.02)
+
+
+def test_a_sound_device_is_known_by_what_it_computes() -> None:
+    accelerator.prove_sound()
+
+
+def test_a_device_that_computes_something_else_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "arange", lambda count, **how: torch.ones(count, **how))
+    with pytest.raises(DeviceLost, match="does not compute: the sum of 0 to 262143 is 262144 there"):
+        accelerator.prove_sound()
+
+
+def test_copies_arrive_behind_what_was_queued_before(simdev: Any) -> None:
+    source = torch.ones(4, device="simdev")
+    target = torch.zeros(4).pin_memory()
+    with simdev._held():
+        source.mul_(3)
+        target.copy_(source, non_blocking=True)
+        arrival = Arrival([source.device])
+        assert arrival.from_device
+        assert not arrival.is_there
+        assert target.tolist() == [0.0] * 4
+    arrival.wait()
+    assert target.tolist() == [3.0] * 4
+
+
+def test_what_is_on_the_cpu_is_there() -> None:
+    arrival = Arrival([torch.device("cpu")])
+    assert (arrival.from_device, arrival.is_there) == (False, True)
+    arrival.wait()
+
+
+def test_a_number_is_waited_for_by_whoever_reads_it(simdev: Any) -> None:
+    loss = torch.full((), 2.0, device="simdev")
+    with simdev._held(), no_waits(simdev):
+        number = DeviceNumber(loss * 4)
+        found: list[float] = []
+        reader = threading.Thread(target=lambda: found.append(number.read()))
+        reader.start()
+        assert not number.arrival.is_there
+        assert found == []
+    reader.join()
+    assert found == [8.0]
+
+
+def trained(scaler: Any) -> tuple[State, torch.nn.BatchNorm1d]:
+    """A model with running statistics, after one step that a scaler has scaled."""
+    norm = torch.nn.BatchNorm1d(4)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm).to("simdev")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(torch.randn(8, 4, device="simdev")).pow(2).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return State(model=model, optimizer=optimizer, scaler=scaler), norm
+
+
+def test_a_record_is_drafted_without_a_wait_and_completed_as_it_was_then(simdev: Any) -> None:
+    """Buffers of batch norm and the scaler's scale are on the device, and change right after."""
+    scaler: Any = torch.amp.GradScaler("simdev", init_scale=64.0, growth_interval=1)
+    state, norm = trained(scaler)
+    tensors = TensorSet(state)
+    wanted = capture(state, 1, tensors=tensors)
+    with simdev._held(), no_waits(simdev):
+        made = draft(state, 1, tensors=tensors)
+        assert not made.is_whole
+        with torch.no_grad():
+            norm.get_buffer("running_mean").mul_(0)
+        scaler._scale.mul_(2)
+    assert made.finish() == wanted
+    assert read(wanted).step == 1
+
+
+def test_a_version_is_packed_as_it_was_when_it_was_queued(simdev: Any) -> None:
+    model = torch.nn.Linear(64, 64).to("simdev")
+    tensors = TensorSet(State(model=model))
+    wanted = torch.zeros(tensors.layout.nbytes, dtype=torch.uint8).pin_memory()
+    tensors.pack(wanted)
+    found = torch.zeros_like(wanted).pin_memory()
+    tensors.queue(found).wait()
+    with simdev._held(), no_waits(simdev):
+        arrival = tensors.queue(found)
+        with torch.no_grad():
+            model.weight.zero_()
+        assert not arrival.is_there
+    arrival.wait()
+    assert torch.equal(found, wanted)

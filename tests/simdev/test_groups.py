@@ -1,0 +1,96 @@
+"""Process groups of `ckptless.run` on the simulated device; mistakes planted in them must be found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.simdev import build, device
+
+pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE = 2
+DEADLINE_S = 60.0
+# Of a scenario that is expected to hang.
+PLANTED_S = 25.0
+EXPECTED: dict[str, list[dict[str, Any]]] = {
+    "ordered": [{"done at once": True, "blocked": False, "waited": 0, "then": 4.0, "after": 6.0}] * 2,
+    "left": [
+        {
+            "read": "GenerationEnded",
+            "in time": True,
+            **dict.fromkeys(("all_reduce", "check", "item", "print", "save"), "GenerationEnded"),
+        },
+        {},
+    ],
+    "idle": [{"written": [7.0]}, {}],
+    "sealed": [{"sent": [1]}, {"sent": [1]}],
+    "copied": [{"early": False, "same": True}] * 2,
+    "ring": [{"got": [2.0]}, {"got": [1.0]}],
+    "renewed": [{"found": [[4.0, 2.0, ["rank 0", "rank 1"]]] * 2, "backend": "ckptless", "fds": True}] * 2,
+}
+
+
+def play(scenario: str, plant: str = "-", deadline_s: float = DEADLINE_S) -> list[dict[str, Any]] | None:
+    """Return what both ranks of a scenario have found, or None where one did not come to its end."""
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = tcp("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.simdev.group_scenarios", scenario, plant],
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "MASTER_PORT": str(store.port)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        said = [rank.communicate(timeout=deadline_s)[0] for rank in ranks]
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    lines = [text.strip().splitlines() for text in said]
+    return [json.loads(line[-1]) for line in lines] if all(lines) else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Build the device before anybody is timed."""
+    build.build()
+
+
+@pytest.mark.parametrize("scenario", EXPECTED)
+def test_what_ranks_do_on_a_device(scenario: str) -> None:
+    assert play(scenario) == EXPECTED[scenario]
+
+
+@pytest.mark.parametrize(
+    ("plant", "scenario"),
+    [
+        ("wait-does-not-order", "ordered"),
+        ("streams-not-waited-for", "idle"),
+        ("freed-before-over", "left"),
+        ("reads-not-guarded", "left"),
+        ("sealed-early", "sealed"),
+        ("freed-before-over", "sealed"),
+        ("commit-before-copy", "copied"),
+        ("messages-one-by-one", "ring"),
+    ],
+)
+def test_a_planted_mistake_is_found(plant: str, scenario: str) -> None:
+    assert play(scenario, plant, PLANTED_S) != EXPECTED[scenario]
