@@ -23,3 +23,10 @@ class StateMoved(RuntimeError):
     """Somebody else than an optimizer wrote to what a commit was still being copied from: that step is not
     committed, and the job goes on from the one before.
     """
+
+
+class DeviceLost(BaseException):
+    """This process's accelerator cannot be used any more by it: only another process may mend that.
+
+    Not an `Exception`, as `GenerationEnded` is not.
+    """

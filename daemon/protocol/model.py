@@ -169,7 +169,10 @@ Phase = Literal[
 
 
 class Cause(Clipped, Value, frozen=True, kw_only=True):
-    """The reason why a rank left or ended. kind: stop, raised, no-state, broken, hung, died, renewed."""
+    """The reason why a rank left or ended.
+
+    kind: stop, raised, no-state, no-memory, broken, hung, died, renewed.
+    """
 
     kind: Word
     text: Text = ""

@@ -38,8 +38,9 @@ class Copying:
         """Copy all tensors, or begin to. As `Versions.write`."""
         if tensors is not self._known:
             self._known = tensors
-            if any(tensor.is_cuda for _name, tensor in tensors.named()):
-                self._versions.pins = True
+            kinds = {tensor.device.type for _name, tensor in tensors.named()} - {"cpu"}
+            if kinds:
+                self._versions.pins = kinds.pop()
                 self._refuse(
                     "commits are copied while the training waits: overlap='on' is so far only for tensors "
                     "that lie in the CPU's memory"

@@ -10,9 +10,10 @@ thread has called `wait`.
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -25,8 +26,9 @@ from ckptless.daemon.protocol.twins import Span, twin_digest
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.overlap import BesideTraining
 from ckptless.pytorch_hooks.commit.pinned import Pinned
+from ckptless.pytorch_hooks.devices.arrival import Arrival, DeviceNumber
 from ckptless.pytorch_hooks.errors import StateMoved
-from ckptless.pytorch_hooks.state import TensorSet, private, raw
+from ckptless.pytorch_hooks.state import Draft, TensorSet, private, raw
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,16 @@ class _Mapped:
         return self.bytes[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
 
 
+class Late(NamedTuple):
+    """What a commit lacks until a device has done its part."""
+
+    draft: Draft | None
+    loss: DeviceNumber | None
+
+
+NOTHING = Late(None, None)
+
+
 @dataclass(frozen=True)
 class WrittenVersion:
     """A version whose payload is in its slot, or coming, and whose chunks are being digested."""
@@ -57,6 +69,7 @@ class WrittenVersion:
     at: m.TensorsAt
     slot: torch.Tensor
     chunks: list[Future[int]]
+    arrival: Arrival
     coming: BesideTraining | None = None
 
     @property
@@ -83,12 +96,19 @@ class FetchedStep:
 class Versions:
     """The versions of one rank, through its session. Main thread only.
 
-    `pins`: whether the memory that versions are copied into is pinned, as for tensors of a device.
+    `pins`: for which kind of device the memory that versions are copied into is page-locked, if for one.
+    `lasts(generation)`: whether nothing that a device has done so far was cut off by that generation's end.
     """
 
-    def __init__(self, session: Session, chunk_nbytes: int = version.CHUNK_NBYTES) -> None:
+    def __init__(
+        self,
+        session: Session,
+        chunk_nbytes: int = version.CHUNK_NBYTES,
+        lasts: Callable[[int], bool] = lambda _generation: True,
+    ) -> None:
         self._session, self._chunk_nbytes = session, chunk_nbytes
-        self.pins = False
+        self._lasts = lasts
+        self.pins: str | None = None
         self._pinned: Pinned | None = None
         self._coming: BesideTraining | None = None
         self._mapped: _Mapped | None = None
@@ -104,10 +124,10 @@ class Versions:
         What was written before must have been sent: `wait`.
         """
         written = self._place(tensors, step, generation, shard, rank)
-        tensors.pack(written.payload)
+        written = replace(written, arrival=tensors.queue(written.payload))
         payload, header = raw.window(written.payload), written.header
         written.chunks.extend(
-            self._threads.submit(version.digest_of, payload[start:end])
+            self._threads.submit(_digest, written.arrival, payload[start:end])
             for start, end in version.spans(header.nbytes, header.chunk_nbytes)
         )
         self._pending.extend(written.chunks)
@@ -145,15 +165,15 @@ class Versions:
         mapped = self._mapped
         if mapped is None or mapped.slot_nbytes < nbytes:
             mapped = self._allocate(generation, tensors, nbytes)
-        if self.pins and self._pinned is None:
-            self._pinned = Pinned(mapped.bytes)
+        if self.pins is not None and self._pinned is None:
+            self._pinned = Pinned(mapped.bytes, self.pins)
         index = mapped.last_slot = (mapped.last_slot + 1) % SLOTS
         slot = mapped.slot(index)[:nbytes]
         # What lay there is no version from here on, whatever becomes of this process.
         version.invalidate(raw.window(slot))
         offset = index * mapped.slot_nbytes
         at = m.TensorsAt(region=mapped.number, offset=offset, nbytes=nbytes, digest="")
-        return WrittenVersion(header, at, slot, [])
+        return WrittenVersion(header, at, slot, [], Arrival(()))
 
     def _allocate(self, generation: int, tensors: TensorSet, nbytes: int) -> _Mapped:
         # The views that pack() keeps would hold the old mapping.
@@ -175,17 +195,39 @@ class Versions:
             self._pinned = None
 
     def send(
-        self, commit: m.Commit, written: WrittenVersion | None = None, own: tuple[Span, ...] = ()
+        self,
+        commit: m.Commit,
+        written: WrittenVersion | None = None,
+        own: tuple[Span, ...] = (),
+        late: Late = NOTHING,
     ) -> None:
         """Give a commit to the agent: at once, or with what was `written`, as soon as its header is there.
 
-        `own` are the bytes of the payload that twins have each for itself.
+        `own` are the bytes of the payload that twins have each for itself. `late` completes the commit.
         """
-        if written is None:
+        if written is None and late == NOTHING:
             self._session.send(commit)
         else:
             # The chunks stand before it in the threads' queue: it waits for none that has not begun.
-            self._pending.append(self._threads.submit(self._finish, commit, written, own))
+            self._pending.append(self._threads.submit(self._complete, commit, written, own, late))
+
+    def _complete(
+        self,
+        commit: m.Commit,
+        written: WrittenVersion | None,
+        own: tuple[Span, ...],
+        late: Late,
+    ) -> None:
+        # no deadline: the device's own work; the end of the generation frees it
+        if late.loss is not None:
+            commit = structs.replace(commit, loss=late.loss.read())
+        if late.draft is not None:
+            record = late.draft.finish()
+            commit = structs.replace(commit, record=record, digest=record_digest(record))
+        if written is not None:
+            self._finish(commit, written, own)
+        elif self._lasts(commit.generation):
+            self._session.send(commit)
 
     def _finish(self, commit: m.Commit, written: WrittenVersion, own: tuple[Span, ...]) -> None:
         if written.coming is None:
@@ -198,6 +240,9 @@ class Versions:
             if written.coming.moved is not None:
                 return
             chunks = digests.finish()
+        # What was queued on a device behind collectives that were aborted since is garbage.
+        if written.arrival.from_device and not self._lasts(commit.generation):
+            return
         header = replace(written.header, chunks=chunks)
         window = raw.window(written.slot)
         header = replace(header, twins=twin_digest(header, window[header.header_nbytes :], own))
@@ -293,6 +338,12 @@ class Versions:
 def record_digest(record: bytes) -> str:
     """xxh3_128 of a record, hex, as the agent checks it."""
     return xxhash.xxh3_128_hexdigest(record)
+
+
+def _digest(arrival: Arrival, chunk: memoryview) -> int:
+    # no deadline: the device's own work; the end of the generation frees it
+    arrival.wait()
+    return version.digest_of(chunk)
 
 
 def _map(fd: int, number: int, slot_nbytes: int, last_slot: int) -> _Mapped:

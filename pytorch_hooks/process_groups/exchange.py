@@ -8,7 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.errors import CollectiveFailed
+from ckptless.pytorch_hooks.process_groups import device_backends
+from ckptless.pytorch_hooks.process_groups.device_backends import Devices
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork, Scope
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private.works import FinishedWork
@@ -31,6 +34,16 @@ def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     return flat
 
 
+def device_of(arguments: tuple[Any, ...]) -> torch.device | None:
+    """Return the accelerator's device that a collective is for, or None: it is the CPU's.
+
+    A barrier has no tensors, and its options may name a device.
+    """
+    tensors = next((found for index in range(2) if (found := _tensors(arguments[index:]))), [])
+    device = tensors[0].device if tensors else getattr(arguments[0], "device", None) if arguments else None
+    return device if isinstance(device, torch.device) and device.type != "cpu" else None
+
+
 class Exchange:
     """Lives as long as the process; `attach` puts each generation's backend into it.
 
@@ -40,6 +53,7 @@ class Exchange:
 
     _inner: Any = None
     _scope: Scope | None = None
+    _devices: Devices | None = None
     _fake = False
 
     @classmethod
@@ -47,22 +61,32 @@ class Exchange:
         """Make torch ready for exchanges of this class. Raises TorchMismatch."""
 
     @staticmethod
-    def wrap(backend: torch_private.Backend, rank: int, size: int) -> Any:
-        """Give a backend as `attach` takes it."""
-        return backend
+    def wrap(backends: dict[str, torch_private.Backend], rank: int, size: int) -> Any:
+        """Give the backends of each type of device, the CPU's among them, as `attach` takes them."""
+        raise NotImplementedError
 
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Whether this group, which torch knows, works through this exchange."""
         raise NotImplementedError
 
-    def attach(self, inner: Any, scope: Scope, *, fake: bool) -> None:
-        """Work through `inner`, in `scope`, from now on."""
-        self._inner, self._scope, self._fake = inner, scope, fake
+    def attach(self, inner: Any, scope: Scope, devices: Devices | None = None, *, fake: bool) -> None:
+        """Work through `inner`, in `scope`, from now on; `devices` is what `inner` has for an accelerator."""
+        self._inner, self._scope, self._devices, self._fake = inner, scope, devices, fake
 
     def detach(self) -> Any:
         """Give the backend up; the scope stays, to say why nothing works any more."""
-        before, self._inner = self._inner, None
+        before, self._inner, self._devices = self._inner, None, None
         return before
+
+    def _connect(self, device: torch.device) -> None:
+        """Connect what serves a device, if it is not. Raises UsageError where nothing does."""
+        if self._devices is not None:
+            self._devices.connect(device)
+            return
+        kind = device_backends.present()
+        if kind is not None and kind.device == device.type:
+            kind.refuse()
+        raise UsageError(f"this process group serves no tensors on {device}")
 
     def _ready(self) -> tuple[Any, Scope]:
         scope = self._scope
@@ -129,18 +153,24 @@ def _forward(name: str) -> Callable[..., Any]:
     def call(self: Exchange, *args: Any, **kwargs: Any) -> Any:
         inner, scope = self._ready()
         scope.calls += 1
+        written = _tensors(args)
+        device = device_of(args)
+        if self._fake:
+            # Checked by the fake as by any other.
+            getattr(inner, name)(*args, **kwargs)
+            return FinishedWork(written)
+        if device is not None:
+            self._connect(device)
         try:
             work = getattr(inner, name)(*args, **kwargs)
         except RuntimeError as error:
             scope.check()  # the verdict may have come in the middle
-            if name in _POINT_TO_POINT:
+            if name in _POINT_TO_POINT and device is None:
                 # These talk to the socket at once; the others only check their arguments here.
                 scope.breaks(str(error))
                 scope.check()
             raise
-        if self._fake:
-            return FinishedWork(_tensors(args))
-        return AbortableWork(scope, work, _tensors(args))
+        return work if device is not None else AbortableWork(scope, work, written)
 
     call.__name__ = name
     call.__doc__ = f"`{name}` through this generation's backend, abortable."

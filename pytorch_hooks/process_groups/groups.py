@@ -15,7 +15,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ckptless.pytorch_hooks.errors import GenerationEnded
+from ckptless.pytorch_hooks.devices import accelerator
+from ckptless.pytorch_hooks.errors import DeviceLost, GenerationEnded
+from ckptless.pytorch_hooks.process_groups import device_backends
+from ckptless.pytorch_hooks.process_groups.device_backends import Devices
 from ckptless.pytorch_hooks.process_groups.exchange import NAME, Exchange
 from ckptless.pytorch_hooks.process_groups.older.group import Group
 from ckptless.pytorch_hooks.process_groups.sockets import Opened
@@ -23,6 +26,7 @@ from ckptless.pytorch_hooks.process_groups.stock import Within
 from ckptless.pytorch_hooks.process_groups.work import Scope
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
+from ckptless.pytorch_hooks.torch_private import reads
 
 T = TypeVar("T")
 
@@ -121,6 +125,9 @@ class ProcessGroups:
         self._exchange.prepare()
         self._timeout = timeout
         self._host = host
+        self._kind = device_backends.present()
+        # The thread that trains, from whose reads garbage of an ended generation is kept; None in a recovery.
+        self._reader: int | None = None
         # Reentrant, since abort() may come in a signal handler of the thread that holds it.
         self._lock = threading.RLock()
         self._scope: Scope | None = None
@@ -132,6 +139,11 @@ class ProcessGroups:
         self._teardown = DeferredTeardown()
 
     # -- opening
+
+    def settle_environment(self, tell: Callable[[str], None]) -> None:
+        """Set what the backends of devices read from the environment; `tell` of values that are replaced."""
+        if self._kind is not None and self._kind.backend == "nccl":
+            device_backends.settle_environment(tell)
 
     def open(self, *, rank: int, world_size: int, generation: int, store: torch_private.Store | None) -> None:
         """Make the default group, through which every later group goes, too.
@@ -146,12 +158,20 @@ class ProcessGroups:
         if store is not None:
             self._connect_store(scope, store)
         ProcessGroups._current = self
-        torch_private.register_backend(NAME, _create)
+        if self._accelerators:
+            reads.guard(_check_read)
+        torch_private.register_backend(NAME, _create, ["cpu", *self._accelerators])
         atexit.register(self.close)
         # torch asks for a store. Not ours: it would be that of the first generation for good.
         dist.init_process_group(
             NAME, store=torch_private.HashStore(), rank=rank, world_size=world_size, timeout=self._timeout
         )
+        self._reader = threading.get_ident()
+
+    @property
+    def _accelerators(self) -> tuple[str, ...]:
+        """The types of devices besides the CPU that groups work on."""
+        return () if self._kind is None or self._kind.make is None else (self._kind.device,)
 
     def _enter(self, generation: int) -> Scope:
         with self._lock:
@@ -176,7 +196,8 @@ class ProcessGroups:
         )
         if self._fake:
             fake = torch_private.fake_backend(member.rank, member.size)
-            inner = self._exchange.wrap(fake, member.rank, member.size)
+            fakes = dict.fromkeys(("cpu", *self._accelerators), fake)
+            inner = self._exchange.wrap(fakes, member.rank, member.size)
             member.exchange.attach(inner, scope, fake=True)
         else:
             link = self._link
@@ -242,11 +263,15 @@ class ProcessGroups:
         try:
             for member in members:
                 scope.check()
-                inner = self._backend(scope, store, member)
+                backends = {"cpu": self._gloo(scope, store, member)}
+                devices = self._devices(scope, store, member)
+                if devices is not None:
+                    backends[self._accelerators[0]] = devices.backend
+                inner = self._exchange.wrap(backends, member.rank, member.size)
                 if scope.ended:
                     self._teardown.add(scope, inner)
                 else:
-                    member.exchange.attach(inner, scope, fake=False)
+                    member.exchange.attach(inner, scope, devices, fake=False)
         except GenerationEnded:
             return  # whoever waits for this thread raises it
         except RuntimeError as error:
@@ -256,7 +281,24 @@ class ProcessGroups:
             if scope.ended:
                 scope.end()  # once more, for what has been connected since
 
-    def _backend(self, scope: Scope, store: torch_private.Store, member: _Member) -> Any:
+    def _devices(self, scope: Scope, store: torch_private.Store, member: _Member) -> Devices | None:
+        """Return what serves the accelerator in this group, not yet connected; None where there is none."""
+        if self._kind is None or self._kind.make is None:
+            return None
+        prefix = f"ckptless/{scope.generation}/{member.name}/{self._kind.device}/"
+        backend = self._kind.make(
+            torch_private.PrefixStore(prefix, store),
+            member.rank,
+            member.size,
+            timeout=member.timeout,
+            name=member.name,
+        )
+        devices = Devices(backend, scope.run)
+        with scope.lock:
+            scope.devices.append(devices)
+        return devices
+
+    def _gloo(self, scope: Scope, store: torch_private.Store, member: _Member) -> torch_private.Backend:
         with scope.lock:
             scope.check()
             opened = Opened()
@@ -271,7 +313,7 @@ class ProcessGroups:
             name=member.name,
         )
         opened.freeze()
-        return self._exchange.wrap(backend, member.rank, member.size)
+        return backend
 
     def configure(self, generation: int, store: torch_private.Store) -> None:
         """Put a new backend under every group; every rank of the world does this, in its main thread.
@@ -292,6 +334,7 @@ class ProcessGroups:
         self._fake = False
         self._connect(scope, list(self._members.values()), link)
         old.settle(_SETTLE_S)
+        self._reader = threading.get_ident()
 
     def mark(self) -> None:
         """The groups made so far are those of every rank: later ones are dropped by the next `configure`.
@@ -335,6 +378,31 @@ class ProcessGroups:
         if self._scope is not None:
             self._scope.check()
 
+    def lasts(self, generation: int) -> bool:
+        """Return whether the groups stand in this generation, which is neither over nor broken.
+
+        Where they do, nothing that a device has done so far was cut off: a generation ends before its
+        collectives are aborted.
+        """
+        scope = self._scope
+        return scope is not None and scope.generation == generation and scope.error() is None
+
+    def wait_idle(self, deadline_s: float) -> None:
+        """Wait until nothing of the ended generation works on the device. Raises DeviceLost.
+
+        Until then a collective may still write to parameters, gradients, and what was freed meanwhile.
+        """
+        self._reader = None
+        scope = self._scope
+        if scope is None or not self._accelerators:
+            return
+        began = time.monotonic()
+        if not scope.settle(deadline_s):
+            raise DeviceLost(
+                f"the collectives of generation {scope.generation} do not end in {deadline_s:g} s"
+            )
+        accelerator.wait_idle(max(0.0, began + deadline_s - time.monotonic()))
+
     @property
     def aborted(self) -> bool:
         """Whether the generation that the groups stand in is over."""
@@ -364,7 +432,7 @@ class ProcessGroups:
 
         What a thread that was left in it opens from now on is never cut: it could be the next scope's.
         """
-        if scope.unsettled or scope.broken is not None:
+        if scope.unsettled or scope.broken is not None or scope.devices:
             scope.end()
         with scope.lock:
             scope.ended = True
@@ -406,6 +474,13 @@ class ProcessGroups:
         self.reset()
         self._link = None
         self._teardown.seal(_CLOSE_S)
+
+
+def _check_read() -> None:
+    """Raise in the thread that trains where its generation is over or broken: what it has read is garbage."""
+    groups = ProcessGroups._current
+    if groups is not None and groups._reader == threading.get_ident():
+        groups.check()
 
 
 def _create(options: Any, _backend_options: Any = None) -> Exchange:

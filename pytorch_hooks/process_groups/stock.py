@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptless.pytorch_hooks.process_groups.exchange import Exchange, forward
+from ckptless.pytorch_hooks.process_groups.exchange import Exchange, device_of, forward
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private.works import behind
 
@@ -28,6 +28,11 @@ class Within(Exchange, torch_private.Backend):
         """See Exchange."""
         answer_for_works()
 
+    @staticmethod
+    def wrap(backends: dict[str, torch_private.Backend], rank: int, size: int) -> Any:
+        """Give what chooses among them; where there is one, that."""
+        return backends["cpu"] if len(backends) == 1 else _Each(backends)
+
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Whether it is in the group."""
         backend: object = torch_private.backend_of(group, torch.device("cpu"))
@@ -36,6 +41,21 @@ class Within(Exchange, torch_private.Backend):
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """Gloo's own blocking barrier."""
         self._blocking(lambda gloo: gloo.monitored_barrier(opts.timeout, wait_all_ranks))
+
+
+class _Each:
+    """The collectives of a group's backends, each by the type of device that its tensors are on."""
+
+    def __init__(self, backends: dict[str, torch_private.Backend]) -> None:
+        self._backends = backends
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            device = device_of(args)
+            backend = self._backends["cpu" if device is None else device.type]
+            return getattr(backend, name)(*args, **kwargs)
+
+        return call
 
 
 forward(Within, torch_private.Backend)

@@ -1,10 +1,13 @@
 """`ckptless.run`: calls a training function, again after every fault; without an agent, once."""
 
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
+
+import torch
 
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import StateUnavailableError
@@ -12,15 +15,20 @@ from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
 from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap
-from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
+from ckptless.pytorch_hooks.devices import accelerator
+from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import standalone
-from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
+from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, DEVICE_IDLE_DEADLINE_S, Run
 from ckptless.pytorch_hooks.state import rng
 
 logger = logging.getLogger(__name__)
 
 CAUSE_LIMIT = 500
+# How long a process that died may hold its device's memory.
+MEMORY_DEADLINE_S = 10.0
+# The exit code of a rank whose device is lost: sysexits(3) EX_OSERR.
+EXIT_DEVICE_LOST = 71
 
 
 def run(
@@ -106,6 +114,13 @@ class _Worker:
     def _generation(self, part: m.Assigned) -> m.Cause | None:
         """One call of the training function; None when the job is done, or why it was left."""
         try:
+            return self._call(part)
+        except DeviceLost as lost:
+            self._end_with_device(lost)
+
+    def _call(self, part: m.Assigned) -> m.Cause | None:
+        """See `_generation`. Raises DeviceLost."""
+        try:
             if part.restore_step is None:
                 rng.restore(self._random)
             self._run.enter(part)
@@ -119,8 +134,19 @@ class _Worker:
             return self._left(self._blame(part, error), error)
         return None
 
+    def _end_with_device(self, lost: DeviceLost) -> NoReturn:
+        """End this process: another one is needed, and threads that are stuck in the device are left so."""
+        self._session.send(m.Note(level="error", kind="device-lost", text=_shorten(str(lost))))
+        sys.stderr.write(f"ckptless: this process ends: {lost}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_DEVICE_LOST)
+
     def _blame(self, part: m.Assigned, error: Exception) -> m.Cause:
-        """An error that is only a consequence of the end of the generation is nobody's fault."""
+        """An error that is only a consequence of the end of the generation is nobody's fault.
+
+        Raises DeviceLost where the device is not sound: after an error that sticks no call works here.
+        """
         # Before `keep` the groups of a survivor still stand, aborted, in the generation before.
         entered = self._groups.generation == part.generation
         if self._session.ended(part.generation) or (entered and self._groups.aborted):
@@ -128,13 +154,31 @@ class _Worker:
         if entered and self._groups.broken is not None:
             return m.Cause(kind="broken", text=_shorten(self._groups.broken))
         traceback.print_exc()
-        kind = "no-state" if isinstance(error, StateUnavailableError) else "raised"
         # MemoryError and others say nothing more.
-        return m.Cause(kind=kind, text=_shorten(": ".join(filter(None, (type(error).__name__, str(error))))))
+        text = _shorten(": ".join(filter(None, (type(error).__name__, str(error)))))
+        self._groups.abort()
+        self._groups.wait_idle(DEVICE_IDLE_DEADLINE_S)
+        kind = self._kind_of(part, error)
+        accelerator.prove_sound()
+        return m.Cause(kind=kind, text=text)
+
+    def _kind_of(self, part: m.Assigned, error: Exception) -> str:
+        """Return the word for what a script has raised; of memory that a device lacks, once there is more."""
+        if isinstance(error, StateUnavailableError):
+            return "no-state"
+        built = part.restore_step is None or self._run.has_state
+        if not isinstance(error, torch.OutOfMemoryError) or built:
+            return "raised"
+        # In a new process, of a state that has fitted before: who died there may still have the memory.
+        error.__traceback__ = None
+        accelerator.wait_for_memory(MEMORY_DEADLINE_S)
+        return "no-memory"
 
     def _left(self, cause: m.Cause, error: BaseException) -> m.Cause:
         """Out of the training function: let go of its frames, which hold activations and graphs."""
         self._groups.abort()
+        # Before the commit is waited for, of which the device may not have done its part.
+        self._groups.wait_idle(DEVICE_IDLE_DEADLINE_S)
         self._run.leave()
         link: BaseException | None = error
         while link is not None:

@@ -18,7 +18,9 @@ from ckptless.pytorch_hooks.agent_session import job_key
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence
 from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
-from ckptless.pytorch_hooks.commit.versions import Versions, record_digest
+from ckptless.pytorch_hooks.commit.versions import Late, Versions, record_digest
+from ckptless.pytorch_hooks.devices import accelerator
+from ckptless.pytorch_hooks.devices.arrival import DeviceNumber
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.running import twin_comparison
@@ -26,11 +28,13 @@ from ckptless.pytorch_hooks.running.loaders import Loaders
 from ckptless.pytorch_hooks.running.standalone import checked_state
 from ckptless.pytorch_hooks.saving.load import load
 from ckptless.pytorch_hooks.state import (
+    Draft,
     RecordView,
     State,
     TensorSet,
-    capture,
+    draft,
     gradients,
+    private,
     read,
     readback,
     restore,
@@ -47,6 +51,8 @@ logger = logging.getLogger(__name__)
 # How long one collective may take before Gloo itself gives up; the agent notices a hang long before.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(seconds=60)
+# What runs on a device, and the communicators on it, end within this once they are aborted.
+DEVICE_IDLE_DEADLINE_S = 10.0
 WAIT_WORTH_A_NOTE_S = 1.0
 # Of steps that are not committed the agent is told so often.
 TELL_INTERVAL_S = 0.2
@@ -87,8 +93,10 @@ class Run:
         self._session, self._groups = session, groups
         self._cadence = cadence or Cadence(groups)
         self._told_at = 0.0
+        # A loss that a device computes, to be told once it is there.
+        self._telling: DeviceNumber | None = None
         self._told_many = False
-        self._versions = Versions(session)
+        self._versions = Versions(session, lasts=groups.lasts)
         self._copying = Copying(self._versions, overlap, self._tell_overlap)
         self._part: m.Assigned | None = None
         self._built: _Kept | None = None
@@ -129,15 +137,15 @@ class Run:
             logger.warning("%s", text)
             self._warn("outside-state", text)
 
-    def _tell_many(self, look: SecondLook, took_s: float, nbytes: int) -> None:
+    def _tell_many(self, look: SecondLook, took_s: float, made: Draft) -> None:
         """Tell, once, of plain data that makes each commit slow, and how slow this one was."""
         name = look.many() if look.is_whole and self.rank == 0 and not self._told_many else None
         if name is not None:
             self._told_many = True
             text = (
                 f"state.{name} has more than {MANY} numbers or other items in lists and dicts, which each "
-                f"commit writes out one by one: this record took {took_s * 1000:.0f} ms and has {nbytes} "
-                "bytes. In a tensor or an array they would take no time"
+                f"commit writes out one by one: this record took {took_s * 1000:.0f} ms and has "
+                f"{made.nbytes} bytes. In a tensor or an array they would take no time"
             )
             logger.warning("%s", text)
             self._warn("state-slow", text)
@@ -199,6 +207,11 @@ class Run:
         """Whether this process began as a spare."""
         return self._was_spare
 
+    @property
+    def has_state(self) -> bool:
+        """Whether `keep` has given the state in this generation."""
+        return self._has_state
+
     def on_recovery(self, function: Callable[["Run"], None]) -> None:
         """Call `function(run)` when the state is back after a fault.
 
@@ -217,6 +230,7 @@ class Run:
         job_key.learn(part.cache_key)
         self.loaders.enter(part)
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
+        self._ready_device()
         if part.restore_step is None:
             self._built = None
             self._step = self._saved = 0
@@ -224,6 +238,18 @@ class Run:
             self._open(self._store())
         elif self._built is None:
             self._open(None)
+
+    def _ready_device(self) -> None:
+        """Have the accelerator, if there is one, at rest and known to be sound, before any tensor is touched.
+
+        Raises DeviceLost, UsageError.
+        """
+        if self._groups.generation is None:
+            accelerator.take(self.local_rank)
+            self._groups.settle_environment(lambda text: self._warn("environment", text))
+        else:
+            self._groups.wait_idle(DEVICE_IDLE_DEADLINE_S)
+            accelerator.prove_sound()
 
     def _open(self, store: torch_private.Store | None) -> None:
         if self._groups.generation is not None:
@@ -398,9 +424,22 @@ class Run:
         if now - self._told_at >= TELL_INTERVAL_S:
             self._told_at = now
             every, share = self._cadence.every, self._cadence.meter.share
-            generation, number = self.generation, _number(loss)
-            told = m.Stepped(generation=generation, step=step, loss=number, every=every, share=share)
+            told = m.Stepped(
+                generation=self.generation, step=step, loss=self._told_loss(loss), every=every, share=share
+            )
             self._session.send(told)
+
+    def _told_loss(self, loss: float | torch.Tensor | None) -> float | None:
+        """Return the loss; of a device the one that was to be told the last time, without waiting for it."""
+        before, self._telling = self._telling, None
+        found = _number(loss)
+        if not isinstance(found, DeviceNumber):
+            return found
+        if before is not None and before.arrival.is_there:
+            self._telling = found
+            return before.read()
+        self._telling = before or found
+        return None
 
     def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         self._groups.check()
@@ -435,10 +474,14 @@ class Run:
         if self._writes:
             written = self._copying.write(kept.tensors, step, self.generation, self._shard, self.rank)
         began = time.monotonic()
-        record = capture(kept.state, step, self.loaders.committed(), kept.buckets.layouts, kept.tensors)
-        self._tell_many(kept.look, time.monotonic() - began, len(record))
+        made = draft(kept.state, step, self.loaders.committed(), kept.buckets.layouts, kept.tensors)
+        record = made.finish() if made.is_whole else b""
+        self._tell_many(kept.look, time.monotonic() - began, made)
         own = kept.tensors.spans(watch_of(kept.state).recorded) if self._writes else ()
-        self._versions.send(self._commit_of(step, record, None, _number(loss)), written, own)
+        number = _number(loss)
+        there, coming = (None, number) if isinstance(number, DeviceNumber) else (number, None)
+        late = Late(None if made.is_whole else made, coming)
+        self._versions.send(self._commit_of(step, record, None, there), written, own, late)
         self._step = self._saved = step
         # The first step that was trained: what is made lazily is there.
         if self._writes and not self._read_back and step > self._built_at:
@@ -500,5 +543,8 @@ class Run:
         self._versions.close()
 
 
-def _number(loss: float | torch.Tensor | None) -> float | None:
-    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None
+def _number(loss: float | torch.Tensor | None) -> float | DeviceNumber | None:
+    if isinstance(loss, torch.Tensor):
+        on_cpu = loss.device.type == "cpu" or loss.numel() != 1
+        return float(loss.detach()) if on_cpu else DeviceNumber(private.local(loss))
+    return None if loss is None else float(loss)

@@ -2,11 +2,12 @@
 
 from ckptless.pytorch_hooks.state.layout import Entry, Layout
 from ckptless.pytorch_hooks.state.objects import State
-from ckptless.pytorch_hooks.state.record import DdpLayouts, RecordView, capture, read, restore
+from ckptless.pytorch_hooks.state.record import DdpLayouts, Draft, RecordView, capture, draft, read, restore
 from ckptless.pytorch_hooks.state.tensors import TensorCopy, TensorSet
 
 __all__ = [
     "DdpLayouts",
+    "Draft",
     "Entry",
     "Layout",
     "RecordView",
@@ -14,6 +15,7 @@ __all__ = [
     "TensorCopy",
     "TensorSet",
     "capture",
+    "draft",
     "read",
     "restore",
 ]

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ckptless.pytorch_hooks.devices.arrival import Arrival
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -76,17 +78,21 @@ def load_extra_state(module: torch.nn.Module, state: Any) -> None:
     module.set_extra_state(io.BytesIO(state[0]) if in_file else state)
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target (same shape and dtype, any devices): `torch._foreach_copy_`.
+def queue_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Arrival:
+    """Queue the copy of each source into its target (same shape and dtype, any devices).
 
-    The call returns when the bytes are there.
+    By `torch._foreach_copy_`. What is on the CPU on both sides has been copied when this returns.
     """
-    if not targets:
-        return
-    with torch.no_grad():
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
-    for index in {t.device.index for t in (*targets, *sources) if t.is_cuda}:
-        torch.cuda.current_stream(index).synchronize()
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+    return Arrival(tensor.device for tensor in (*targets, *sources))
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Do as `queue_copies`, and return when the bytes are there."""
+    # no deadline: the device's own work; the end of the generation frees it
+    queue_copies(targets, sources).wait()
 
 
 def sharding(tensor: torch.Tensor, like: torch.Tensor | None) -> str:
@@ -161,6 +167,24 @@ def after_step(one: Any, call: Callable[..., None]) -> None:
         return found
 
     one.step = stepped
+
+
+def scaler_device(scaler: object) -> torch.device | None:
+    """Return the device that a GradScaler has its scale on, or None: it has none yet, or on the CPU."""
+    scale = getattr(scaler, "_scale", None)
+    return scale.device if isinstance(scale, torch.Tensor) and scale.device.type != "cpu" else None
+
+
+def scaler_copy(scaler: Any) -> Any:
+    """Return a copy of a GradScaler whose `state_dict` waits for no device, once its tensors are there."""
+    # Not by copy.copy: a scaler's __getstate__ reads its scale.
+    found = object.__new__(type(scaler))
+    found.__dict__.update(vars(scaler))
+    for name in ("_scale", "_growth_tracker"):
+        value = getattr(scaler, name, None)
+        if isinstance(value, torch.Tensor):
+            setattr(found, name, value.detach().to("cpu", non_blocking=True))
+    return found
 
 
 def scaler_clear(scaler: object, optimizers: Iterable[object]) -> None:

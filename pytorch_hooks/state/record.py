@@ -7,6 +7,7 @@ import msgspec
 import torch
 
 from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
+from ckptless.pytorch_hooks.devices.arrival import Arrival
 from ckptless.pytorch_hooks.state import attributes, catalog, codec, layout, optim, private, rng
 from ckptless.pytorch_hooks.state.catalog import Catalog
 from ckptless.pytorch_hooks.state.layout import Layout
@@ -79,15 +80,55 @@ def capture(
     """Make the record of `step`, between two steps: after `optimizer.step()` (and `scaler.update()`).
 
     `cursor` is any plain tree; `tensors` saves a walk where it has just looked at `state`. UsageError for
-    what cannot be saved, with its place.
+    what cannot be saved, with its place. Waits for what a device has of it.
     """
+    return draft(state, step, cursor, ddp_layouts, tensors).finish()
+
+
+class Draft:
+    """A record that lacks what is still on its way from a device; no device was waited for."""
+
+    def __init__(
+        self, made: _Record, buffers: dict[str, torch.Tensor], scalers: dict[str, Any], arrival: Arrival
+    ) -> None:
+        self._made, self._buffers, self._scalers, self._arrival = made, buffers, scalers, arrival
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `finish` waits for nothing."""
+        return not self._arrival.from_device
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the record so far."""
+        return len(msgspec.msgpack.encode(self._made))
+
+    def finish(self) -> bytes:
+        """Return the record once all is there. Any thread. Raises RuntimeError where a device has failed."""
+        # no deadline: the device's own work; the end of the generation frees it
+        self._arrival.wait()
+        self._made.buffers = codec.pack(self._buffers, name="buffers")
+        for name, scaler in self._scalers.items():
+            self._made.objects[name] = codec.pack(private.state_dict_of(scaler), name=f"state.{name}")
+        return codec.seal(msgspec.msgpack.encode(self._made), name="the record")
+
+
+def draft(
+    state: State,
+    step: int,
+    cursor: object = None,
+    ddp_layouts: DdpLayouts | None = None,
+    tensors: TensorSet | None = None,
+) -> Draft:
+    """Do as `capture`; what is on a device is copied behind the training, and completes the record later."""
     parts = parts_of(state)
     for name, scaler in parts.scalers.items():
         if private.scaler_busy(scaler):
             raise UsageError(f"commit after state.{name}.update(), not between step() and update()")
     parameters = [tensor for _name, tensor in every_parameter(state)]
     tensors = tensors or TensorSet(state)
-    states = {name: _state_of(one) for name, one in _objects(parts).items()}
+    scalers, buffers, arrival = _queue_copies(state)
+    states = {name: _state_of(one) for name, one in _objects(parts).items() if name not in scalers}
     made = _Record(
         step=step,
         cursor=codec.pack(cursor, name="cursor"),
@@ -97,9 +138,7 @@ def capture(
         training=_flags(module.training for _prefix, module in tree_of(state).modules()),
         requires_grad=_flags(p.requires_grad for p in parameters),
         grads=_flags(p.grad is not None for p in parameters),
-        buffers=codec.pack(
-            {b.name: private.local(b.tensor).detach() for b in watch_of(state).record()}, name="buffers"
-        ),
+        buffers=b"",
         optimizers={
             name: codec.pack(msgspec.structs.asdict(optim.split(one)), name=f"state.{name}")
             for name, one in parts.optimizers.items()
@@ -113,7 +152,27 @@ def capture(
         },
         rng=codec.pack(rng.capture()),
     )
-    return codec.seal(msgspec.msgpack.encode(made), name="the record")
+    return Draft(made, buffers, scalers, arrival)
+
+
+def _queue_copies(state: State) -> tuple[dict[str, Any], dict[str, torch.Tensor], Arrival]:
+    """Return of what the record has from a device copies on the CPU, and when they are there.
+
+    The GradScalers whose state is on a device; and the buffers that have changed, of which those on the CPU
+    are copied by whoever packs them.
+    """
+    buffers = {b.name: private.local(b.tensor).detach() for b in watch_of(state).record()}
+    devices = {tensor.device for tensor in buffers.values()}
+    scalers = {}
+    for name, scaler in parts_of(state).scalers.items():
+        if (device := private.scaler_device(scaler)) is not None:
+            devices.add(device)
+            scalers[name] = private.scaler_copy(scaler)
+    # Of those on the CPU, too: whoever finishes the record does so while the training goes on.
+    whole = devices <= {torch.device("cpu")}
+    if not whole:
+        buffers = {name: one.to("cpu", non_blocking=True, copy=True) for name, one in buffers.items()}
+    return scalers, buffers, Arrival(devices)
 
 
 def read(data: bytes | bytearray | memoryview) -> RecordView:
@@ -277,7 +336,7 @@ def _restore_buffers(saved: dict[str, torch.Tensor], state: State) -> None:
         living = private.buffers_of(module)[key]
         part = private.local(living) if living is not None else None
         if part is None or part.shape != value.shape or part.dtype != value.dtype:
-            private.buffers_of(module)[key] = value
+            private.buffers_of(module)[key] = value if part is None else value.to(part.device)
         else:
             private.copy_all([part], [value])
     watch_of(state).rebase(set(saved))

@@ -10,32 +10,37 @@ import msgspec
 import torch
 
 from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError
+from ckptless.pytorch_hooks.devices import accelerator
 
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):
     python: tuple[int, bytes, float | None]
     torch_cpu: Any
     numpy: dict[str, Any] | None
+    # Of all devices of one kind, "cuda" or another accelerator.
     cuda: list[Any]
     cuda_current: int
+    kind: str = "cuda"
 
 
 def capture() -> dict[str, Any]:
     """Return the state of Python's `random`, numpy's global generator (where numpy is imported), torch's CPU
-    generator and those of all CUDA devices (where CUDA is in use). No device is waited for.
+    generator and those of all devices of the accelerator that is in use. No CUDA device is waited for.
 
     It is a tree that `codec` can encode and `restore` takes, of about 8 KB: 2.5 KB each for Python and numpy,
     5 KB for torch, 16 B for a device.
     """
     version, words, gauss = random.getstate()
     numpy: Any = sys.modules.get("numpy")
-    cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = accelerator.in_use()
+    module = torch.get_device_module(device) if device is not None else None
     return {
         "python": (version, array("I", words).tobytes(), gauss),
         "torch_cpu": torch.default_generator.get_state(),
         "numpy": numpy.random.get_state(legacy=False) if numpy is not None else None,
-        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
-        "cuda_current": torch.cuda.current_device() if cuda else 0,
+        "cuda": module.get_rng_state_all() if module is not None else [],
+        "cuda_current": device.index if device is not None else 0,
+        "kind": device.type if device is not None else "cuda",
     }
 
 
@@ -67,7 +72,7 @@ def restore(state: object) -> None:
         random.setstate((wanted.python[0], words, wanted.python[2]))
         torch.set_rng_state(wanted.torch_cpu)
         _restore_numpy(wanted.numpy)
-        _restore_cuda(wanted.cuda, wanted.cuda_current)
+        _restore_devices(wanted.kind, wanted.cuda, wanted.cuda_current)
     except (msgspec.ValidationError, TypeError, ValueError, KeyError, RuntimeError) as error:
         raise ProtocolError(f"malformed state of the random number generators: {error}") from error
 
@@ -85,16 +90,17 @@ def _restore_numpy(state: dict[str, Any] | None) -> None:
     numpy.random.set_state(state)
 
 
-def _restore_cuda(states: list[Any], current: int) -> None:
+def _restore_devices(kind: str, states: list[Any], current: int) -> None:
     if not states:
         return
-    if not torch.cuda.is_available():
-        raise RecoveryError("the record holds CUDA generators and this process has no CUDA device")
+    if accelerator.present() != kind:
+        raise RecoveryError(f"the record holds {kind} generators and this process has no {kind} device")
     if not 0 <= current < len(states):
         raise ProtocolError(f"the record's current device is {current} of {len(states)}")
-    here, count = torch.cuda.current_device(), torch.cuda.device_count()
+    module = torch.get_device_module(kind)
+    here, count = module.current_device(), module.device_count()
     order = list(range(max(count, len(states))))
     order[here], order[current] = order[current], order[here]
     for device, source in enumerate(order[:count]):
         if source < len(states):
-            torch.cuda.set_rng_state(states[source], device)
+            module.set_rng_state(states[source], device)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptless.daemon.protocol.errors import RecoveryError, UsageError
+from ckptless.pytorch_hooks.devices.arrival import Arrival
 from ckptless.pytorch_hooks.state import as_built, catalog, optim, private, raw
 from ckptless.pytorch_hooks.state import layout as layouts
 from ckptless.pytorch_hooks.state.layout import Entry, Layout, Named
@@ -135,11 +136,16 @@ class TensorSet:
         The buffer's memory stays referenced until `release`. UsageError if the buffer is unfit or smaller
         than the layout.
         """
+        # no deadline: the device's own work; the end of the generation frees it
+        self.queue(buffer).wait()
+        return self._layout
+
+    def queue(self, buffer: torch.Tensor) -> Arrival:
+        """Do as `pack`; copies from a device are queued there, behind the training, before what follows."""
         self.refresh()
         _check_buffer(buffer, self._layout.nbytes)
         sources = [private.local(n.tensor) for n in self._named]
-        private.copy_all(self._viewed(buffer), [s for s in sources if s.numel()])
-        return self._layout
+        return private.queue_copies(self._viewed(buffer), [s for s in sources if s.numel()])
 
     def copies(self, buffer: torch.Tensor) -> tuple[list[TensorCopy], list[TensorCopy]]:
         """Give what `pack` would copy: what may change at any time, and what only an update changes.

@@ -22,8 +22,10 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import distributed_c10d as c10d
 
+from ckptless import nccl_settings
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.errors import TorchMismatch
-from ckptless.pytorch_hooks.torch_private.names import DDP, GROUPS, refuse_moved, span, version
+from ckptless.pytorch_hooks.torch_private.names import DDP, DEVICES, GROUPS, refuse_moved, span, version
 from ckptless.torch_versions import NEWEST, OLDEST, OLDEST_PYTHON_BACKEND
 
 # torch.distributed has these under the same names, but its types do not say so.
@@ -50,15 +52,18 @@ def check() -> None:
 # ------------------------------------------------------------------------------------- process groups
 
 
-def register_backend(name: str, create: Callable[..., object]) -> None:
-    """Let torch make groups of backend `name` by `create(options, backend_options)`, once in a process."""
+def register_backend(name: str, create: Callable[..., object], devices: list[str]) -> None:
+    """Let torch make groups of backend `name` for these types of devices, once in a process.
+
+    By `create(options, backend_options)`.
+    """
     if name in dist.Backend.backend_list:
         return
     # What is below records itself; and of a group that Python overrides a recorder raises (2.15).
     recording: set[str] | None = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recording is not None:
         recording.add(name)
-    dist.Backend.register_backend(name, cast("Any", create), extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(name, cast("Any", create), extended_api=True, devices=devices)
 
 
 def takes_backends() -> bool:
@@ -113,6 +118,21 @@ def gloo_backend(
     call_it: Callable[[str], None] | None = getattr(backend, "_set_group_uid", None)
     if call_it is not None:
         call_it(name)
+    return backend
+
+
+def nccl_backend(store: Store, rank: int, size: int, *, timeout: timedelta, name: str) -> Backend:
+    """Return a backend over NCCL, which connects when it is told to; `name` as of `gloo_backend`."""
+    refuse_moved(DEVICES)
+    version_of_nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call,unused-ignore]
+    if (trouble := nccl_settings.why_not(version_of_nccl)) is not None:
+        raise UsageError(trouble)
+    nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
+    options = nccl.Options()
+    options._timeout = timeout
+    options.group_name = name
+    backend = cast("Backend", nccl(store, rank, size, options))
+    backend._set_sequence_number_for_group()
     return backend
 
 

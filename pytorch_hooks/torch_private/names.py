@@ -76,6 +76,14 @@ GROUPS = (
     Name(f"{_WORLD}.pg_names", "whether a group has been destroyed"),
 )
 
+# Where there is an accelerator.
+DEVICES = (
+    Name(f"{_C10D}:Backend.abort", "what a collective holds up on a device is freed by nothing else"),
+    Name(f"{_C10D}:Backend.eager_connect_single_device", "who waits for the others in it can be freed"),
+    Name(f"{_C10D}:ProcessGroup._start_coalescing", "a batch of messages is queued as one", "device_type"),
+    Name(f"{_C10D}:ProcessGroup._end_coalescing", "the same", "device_type"),
+)
+
 # Not needed: where a torch has them no longer, its flight recorder costs more and tells less.
 RECORDERS = (
     Name(

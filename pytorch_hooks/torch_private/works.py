@@ -68,7 +68,9 @@ class FinishedWork(calls.Work):
     def get_future(self) -> torch.futures.Future[object]:
         """A completed future."""
         shows(self)
-        future: torch.futures.Future[object] = torch.futures.Future()
+        devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
+        # One that knows no device would let a `then` run beside the streams.
+        future: torch.futures.Future[object] = torch.futures.Future(devices=[*devices] or None)
         future.set_result(self._tensors)
         return future
 

@@ -253,11 +253,11 @@ def toy(
 
 
 @functools.cache
-def reference(steps: int = STEPS, ranks: int = RANKS, parallel: str = "ddp") -> Result:
+def reference(steps: int = STEPS, ranks: int = RANKS, parallel: str = "ddp", device: str = "cpu") -> Result:
     """The fault-free run that all others are compared with; made once."""
     with tempfile.TemporaryDirectory(prefix="ckptless-reference-") as scratch:
         home = Path(scratch)
-        with toy(home, nodes=ranks, steps=steps, env={"TOY_PARALLEL": parallel}) as job:
+        with toy(home, nodes=ranks, steps=steps, env={"TOY_PARALLEL": parallel, **on(device)}) as job:
             job.ended(0)
         found = read_toy(home / "out")
     assert set(found.losses) == {(rank, step) for rank in range(ranks) for step in range(1, steps + 1)}
@@ -267,16 +267,26 @@ def reference(steps: int = STEPS, ranks: int = RANKS, parallel: str = "ddp") -> 
     return found
 
 
+def on(device: str) -> dict[str, str]:
+    """Return the toy's environment for a type of device; a script imports from its own folder alone, else."""
+    return {} if device == "cpu" else {"TOY_DEVICE": device, "PYTHONPATH": str(HERE.parents[1])}
+
+
 def newest_loss(home: Path) -> int:
     """The newest step of which any rank of this run has written its loss; 0 before there is one."""
     return max((step for _, step in read_toy(home / "out").losses), default=0)
 
 
 def same_as_reference(
-    job: Job, faults: Sequence[Fault], steps: int = STEPS, ranks: int = RANKS, parallel: str = "ddp"
+    job: Job,
+    faults: Sequence[Fault],
+    steps: int = STEPS,
+    ranks: int = RANKS,
+    parallel: str = "ddp",
+    device: str = "cpu",
 ) -> Snapshot:
     """Every loss of every rank, redone ones too, and the end of every rank are those without a fault."""
-    clean, found, ledger = reference(steps, ranks, parallel), read_toy(job.home / "out"), job.ledger()
+    clean, found, ledger = reference(steps, ranks, parallel, device), read_toy(job.home / "out"), job.ledger()
     assert found.struck == frozenset(range(len(faults))), (
         f"did not strike: {[f for n, f in enumerate(faults) if n not in found.struck]}\n{job.story()}"
     )
@@ -306,13 +316,14 @@ def fault(where: str, kind: str, rank: int, step: int | None = None, **more: Any
 
 @dataclass(frozen=True)
 class Shape:
-    """How a toy is run: its nodes, what it trains ("ddp", "fsdp", "hsdp"), and `overlap` of its commits."""
+    """How a toy is run: its nodes, what it trains ("ddp", "fsdp", "hsdp"), on what, with which `overlap`."""
 
     nodes: int = RANKS
     per_node: int = 1
     steps: int = STEPS
     parallel: str = "ddp"
     overlap: str = "off"
+    device: str = "cpu"
 
 
 def check(
@@ -324,12 +335,12 @@ def check(
     options: Sequence[object] = (),
 ) -> Counter[str]:
     """Run the toy with these faults, compare with a run without, and count the ledger's faults by kind."""
-    env = {"TOY_PARALLEL": shape.parallel, "TOY_OVERLAP": shape.overlap}
+    env = {"TOY_PARALLEL": shape.parallel, "TOY_OVERLAP": shape.overlap, **on(shape.device)}
     sizes: dict[str, Any] = {"nodes": shape.nodes, "per_node": shape.per_node, "steps": shape.steps}
     with toy(home, faults, spares=spares, options=options, env=env, **sizes) as job:
         job.ended(0, FAULTY_DEADLINE_S)
         ranks = shape.nodes * shape.per_node
-        ledger = same_as_reference(job, faults, shape.steps, ranks, shape.parallel)
+        ledger = same_as_reference(job, faults, shape.steps, ranks, shape.parallel, shape.device)
     generations = [g.generation for g in ledger.generations]
     assert generations == list(range(1, len(generations) + 1))
     known = {f.fault for f in ledger.faults}

@@ -4,8 +4,9 @@ A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the
 (or a phase of a recovery), `kind` is kill, stop (SIGSTOP), stop-agent, raise, exit, daemon (its node's),
 node (agent, daemon and ranks of its node), or one that spoils versions of the rank's shard before it kills:
 rot-own, rot-replica, rot-newest (see rot.py; in DDP all have shard 0), or hold, which waits while there is
-a file OUT/hold, or eat, which takes memory without end, or flip, of one bit of the first parameter. Every
-fault strikes once, over all processes and generations, unless it is "often". Without "step" it strikes at
+a file OUT/hold, or eat, which takes memory without end, or flip, of one bit of the first parameter, or
+sticky: no call of the process's device works from there on. Every fault strikes once, over all processes and
+generations, unless it is "often". Without "step" it strikes at
 any; with "after" (the number of another fault) only in the recovery from that one or later.
 """
 
@@ -53,6 +54,12 @@ EVERY: Any = os.environ.get(
 OVERLAP: Any = os.environ.get("TOY_OVERLAP", "off")
 BUDGET = float(os.environ.get("TOY_COMMIT_BUDGET", "0.01"))
 WIDTH = int(os.environ.get("TOY_WIDTH", "48"))
+DEVICE = os.environ.get("TOY_DEVICE", "cpu")
+BALLAST = int(os.environ.get("TOY_BALLAST", "0"))
+HELD: list[torch.Tensor] = []
+LAZY = "TOY_LAZY" in os.environ
+# The first commits make memory, settle buckets, and are read back.
+WARM = 3
 
 
 def strike(where: str, rank: int, step: int, generation: int) -> None:
@@ -92,6 +99,10 @@ def inject(kind: str, shard: int) -> None:
         print(f"{kind}: {count} versions of shard {shard}", flush=True)
     if kind in ("hold", "flip"):
         hold() if kind == "hold" else flip(own(PARAMETERS[0]))
+        return
+    if kind == "sticky":
+        # Whatever the script does next on the device raises, as after an assert in a kernel.
+        getattr(torch, DEVICE).inject_sticky_error("device-side assert triggered")
         return
     if kind == "eat":
         eaten = []
@@ -171,7 +182,7 @@ def make_model(run: Any) -> nn.Module:
         body = nn.Sequential(
             nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32)
         )
-        return nn.parallel.DistributedDataParallel(body)
+        return nn.parallel.DistributedDataParallel(body.to(DEVICE))
     body = nn.Sequential(
         nn.Linear(32, 64),
         nn.LayerNorm(64),
@@ -179,11 +190,11 @@ def make_model(run: Any) -> nn.Module:
         nn.Dropout(0.1),
         nn.Linear(64, WIDTH),
         nn.Linear(WIDTH, 32),
-    )
+    ).to(DEVICE)
     if PARALLEL == "fsdp":
-        mesh = init_device_mesh("cpu", (run.world_size,))
+        mesh = init_device_mesh(DEVICE, (run.world_size,))
     else:
-        mesh = init_device_mesh("cpu", (2, run.world_size // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(DEVICE, (2, run.world_size // 2), mesh_dim_names=("replicate", "shard"))
     for layer in body:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -194,6 +205,9 @@ def make_model(run: Any) -> nn.Module:
 def build(run: Any) -> ckptless.State:
     torch.manual_seed(1)
     random.seed(run.rank)
+    if BALLAST:
+        # As a model that fills its device would.
+        HELD.append(torch.empty(BALLAST, dtype=torch.uint8, device=DEVICE))
     model = make_model(run)
     strike("build", run.rank, run.step, run.generation)
     PARAMETERS[:] = list(model.parameters())
@@ -259,6 +273,7 @@ def steps(run: Any) -> None:
             break
         state.optimizer.step_number = run.step
         strike("forward", run.rank, run.step, run.generation)
+        x = x.to(DEVICE)
         noise = torch.randn_like(x) + random.random()
         loss = (state.model(x + noise) - x).pow(2).mean()
         if NAN_FROM and run.step >= NAN_FROM:
@@ -273,9 +288,12 @@ def steps(run: Any) -> None:
         state.seen += len(x)
         state.probe.count += 1
         strike("commit", run.rank, run.step, run.generation)
+        if LAZY:
+            commit_lazily(run, loss)
         value = loss.item()
-        log.write(f"{run.step + 1} {value.hex()} {state.seen} {time.time()} {run.generation}\n")
-        run.commit(loss=value)
+        log.write(f"{run.step + (not LAZY)} {value.hex()} {state.seen} {time.time()} {run.generation}\n")
+        if not LAZY:
+            run.commit(loss=value)
         strike("committed", run.rank, run.step, run.generation)
         if WATCH:
             watch(run.rank, run.generation)
@@ -284,6 +302,17 @@ def steps(run: Any) -> None:
     if run.rank == 0:
         total = sum((float(own(p).double().sum().item()) for p in state.model.parameters()), 0.0)
         (OUT / "final.txt").write_text(total.hex())
+
+
+def commit_lazily(run: Any, loss: torch.Tensor) -> None:
+    """Commit the step with its loss on the device; once things run, a wait for the device raises in it."""
+    device = getattr(torch, DEVICE)
+    if run.step >= WARM:
+        device.set_sync_debug_mode("error")
+    try:
+        run.commit(loss=loss)
+    finally:
+        device.set_sync_debug_mode("default")
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -296,11 +325,15 @@ def digest(state: Any) -> str:
     found = hashlib.sha256()
     moments = [v for entry in state.optimizer.state_dict()["state"].values() for v in entry.values()]
     for tensor in [*state.model.state_dict().values(), *moments]:
-        found.update(own(tensor).detach().numpy().tobytes())
+        found.update(own(tensor).detach().cpu().numpy().tobytes())
     return found.hexdigest()
 
 
 OUT.mkdir(parents=True, exist_ok=True)
+if DEVICE == "simdev":
+    from tests.simdev.hooked import install
+
+    install()
 strike("import", int(os.environ.get("RANK", "0")), 0, 0)
 ckptless.run(
     train, commit_every=EVERY if EVERY == "auto" else int(EVERY), commit_budget=BUDGET, overlap=OVERLAP

@@ -75,6 +75,8 @@ def _what(fault: Finding) -> str:
             return f"has other tensors than its twins: {detail}"
         case "no-state":
             return f"did not get its state: {detail}"
+        case "no-memory":
+            return f"did not get its device's memory: {detail}"
         case "stall":
             return detail
         case "broken":

@@ -191,7 +191,7 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
         if count > limits.raise_tries:
             _renew(now, place, answers)
         return
-    if finding.kind == "no-state":
+    if finding.kind in ("no-state", "no-memory"):
         # Nothing is wrong with the process: what it needs does not get here.
         if count > limits.process_tries:
             answers.bad.add(place)

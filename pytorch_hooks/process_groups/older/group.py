@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, HashStore
+from torch.distributed import distributed_c10d as c10d
 
 from ckptless.pytorch_hooks.process_groups.exchange import Exchange, forward
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork
@@ -30,13 +32,14 @@ class Group(Exchange, torch_private.GroupBase):
     def prepare(cls) -> None:
         """See Exchange."""
         _check()
+        _batch_messages()
         for kind in (Exchange, cls, AbortableWork, FinishedWork):
             _untraced(kind)
 
     @staticmethod
-    def wrap(backend: torch_private.Backend, rank: int, size: int) -> Any:
-        """Give a stock group over it."""
-        return _stock_group(backend, rank, size)
+    def wrap(backends: dict[str, torch_private.Backend], rank: int, size: int) -> Any:
+        """Give a stock group over them."""
+        return _stock_group(backends, rank, size)
 
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Whether it is the group."""
@@ -46,6 +49,17 @@ class Group(Exchange, torch_private.GroupBase):
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """Gloo's own blocking barrier."""
         self._blocking(lambda group: group.monitored_barrier(*args, **kwargs))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """What follows, until `_end_coalescing`, is queued on a device as one."""
+        inner, _ = self._ready()
+        if not self._fake:
+            self._connect(device)
+            inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        inner, _ = self._ready()
+        return FinishedWork([]) if self._fake else inner._end_coalescing(device)
 
     # -- what torch asks of a group
 
@@ -93,6 +107,33 @@ class Group(Exchange, torch_private.GroupBase):
 forward(Group, dist.ProcessGroup)
 
 
+@functools.cache
+def _batch_messages() -> None:
+    """Have `batch_isend_irecv` queue its messages on a device as one, in groups of ours, too.
+
+    Torch does so where the type of the group is exactly its own. One by one, two ranks that send to each
+    other first would wait for each other on the device.
+    """
+    stock = dist.batch_isend_irecv
+
+    @functools.wraps(stock)
+    def batch(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+        first = p2p_op_list[0] if p2p_op_list and isinstance(p2p_op_list[0], dist.P2POp) else None
+        group: Any = first and (first.group or dist.group.WORLD)
+        device = first.tensor.device if first is not None else torch.device("cpu")
+        if not isinstance(group, Group) or device.type == "cpu" or group._fake:
+            return stock(p2p_op_list)
+        group._start_coalescing(device)
+        try:
+            stock(p2p_op_list)
+        finally:
+            work = group._end_coalescing(device)
+        return [work]
+
+    dist.batch_isend_irecv = batch
+    c10d.batch_isend_irecv = batch
+
+
 # ---- what of torch is private and only this way needs
 
 _C10D = "torch._C._distributed_c10d"
@@ -126,11 +167,18 @@ def _untraced(kind: type[Any]) -> None:
             hook.set_code_exec_strategy(function.__code__, skip)
 
 
-def _stock_group(backend: Backend, rank: int, size: int) -> dist.ProcessGroup:
-    """A stock ProcessGroup over one backend, known to nobody but its owner."""
-    kinds = dist.ProcessGroup.BackendType
-    kind = kinds.GLOO if isinstance(backend, dist.ProcessGroupGloo) else kinds.CUSTOM
+def _stock_group(backends: dict[str, Backend], rank: int, size: int) -> dist.ProcessGroup:
+    """A stock ProcessGroup over a backend for each type of device, known to nobody but its owner."""
     group = dist.ProcessGroup(HashStore(), rank, size)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(_kind_of(backends["cpu"]))
+    for device, backend in backends.items():
+        group._register_backend(torch.device(device), _kind_of(backend), backend)
     return group
+
+
+def _kind_of(backend: Backend) -> dist.ProcessGroup.BackendType:
+    kinds = dist.ProcessGroup.BackendType
+    if isinstance(backend, dist.ProcessGroupGloo):
+        return kinds.GLOO
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    return kinds.NCCL if nccl is not None and isinstance(backend, nccl) else kinds.CUSTOM

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ckptless import nccl_settings
 from ckptless.daemon.agent.nccl.wire import LAYOUTS, Layout
 from ckptless.daemon.agent.ranks.environment import GLOO, NCCL_COMM_ID, RANKS_PER_ROOT
 from ckptless.doctor.facts import Facts
@@ -43,7 +44,7 @@ class Finding:
 def find(facts: Facts) -> list[Finding]:
     """All findings, in the order in which they are shown."""
     parts: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-        _torch, _nccl, _environment, _interfaces, _ports, _store, _limits, _slurm,
+        _torch, _nccl, _abort, _environment, _interfaces, _ports, _store, _limits, _slurm,
     )  # fmt: skip
     return [finding for part in parts for finding in part(facts)]
 
@@ -127,6 +128,26 @@ def _nccl(facts: Facts) -> Iterator[Finding]:
         yield Finding("NCCL", "limited", text, "TORCH_DIST_USE_NCCL2=0 brings back those that were tried")
     else:
         yield Finding("NCCL", "fine", f"{name}: {form}; ids are computed, and agents are the roots")
+
+
+def _abort(facts: Facts) -> Iterator[Finding]:
+    """Whether a rank survives the end of its collectives on a device."""
+    if facts.nccl is None:
+        return
+    if (trouble := nccl_settings.why_not(facts.nccl.version)) is not None:
+        yield Finding("NCCL abort", "broken", trouble)
+    wanted, replaced = nccl_settings.settle(facts.env)
+    for one in replaced:
+        text = (
+            f"it is {facts.env[one.name][:40]}, and ckptless.run sets {one.value}: {one.why} ({one.source})"
+        )
+        yield Finding(one.name, "limited", text, f"unset {one.name}")
+    for one in nccl_settings.SETTINGS:
+        if one in replaced:
+            continue
+        kept = one.name not in wanted
+        text = f"{facts.env[one.name][:40]} is kept" if kept else f"ckptless.run sets {one.value}"
+        yield Finding(one.name, "fine", f"{text}: {one.why} ({one.source})")
 
 
 def _nccl2(facts: Facts) -> bool:

@@ -64,6 +64,7 @@ NODES = {0: view(0), 1: view(1)}
         ),
         ("silent-corruption", "shard 0", None, "has other tensors than its twins: shard 0", "corrupt", {}),
         ("no-state", "nobody", None, "did not get its state: nobody", "no-state", {}),
+        ("no-memory", "x", None, "did not get its device's memory: x", "no-memory", {}),
         ("hung", "", None, "hung", "hung", {}),
         ("died", "", None, "died", "died", {}),
         # How its process has ended later is not what was wrong.

@@ -171,6 +171,8 @@ def test_a_slot_that_went_bad_gets_no_new_process() -> None:
         ([fault("raised")], 2, "process", ((0, 0),)),
         ([fault("no-state")], 3, "in-process", ()),
         ([fault("no-state")], 4, "spare", ()),
+        ([fault("no-memory")], 3, "in-process", ()),
+        ([fault("no-memory")], 4, "spare", ()),
         ([fault("hung")], 1, "process", ((0, 0),)),
         ([DIED], 1, "process", ((0, 0),)),
         ([DIED], 3, "process", ((0, 0),)),

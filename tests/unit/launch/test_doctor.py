@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import asdict
 
+from ckptless import nccl_settings
 from ckptless.daemon.agent.nccl.wire import LAYOUTS
 from ckptless.doctor import __main__ as program
 from ckptless.doctor.collect import collect, of_number
@@ -150,3 +151,37 @@ def test_this_machine_can_be_asked_and_the_exit_code_is_the_worst() -> None:
     assert "is no version" in wrong.stderr
     # What is asked about is not mixed with what is here.
     assert collect({}, (2, 6)).nccl is None
+
+
+def test_what_ckptless_run_tells_nccl_is_shown_with_its_reason() -> None:
+    found = {one.name: about(Facts(**SOUND), one.name) for one in nccl_settings.SETTINGS}
+    assert all(finding.text.startswith("ckptless.run sets 0: ") for (finding,) in found.values())
+    assert about(Facts(), "NCCL_NVLS_ENABLE") == []
+
+
+@pytest.mark.parametrize("setting", nccl_settings.SETTINGS, ids=lambda setting: setting.name)
+def test_a_value_of_the_user_s_is_kept_where_survivors_survive_with_it(
+    setting: nccl_settings.Setting,
+) -> None:
+    wanted, replaced = nccl_settings.settle({setting.name: "3", "HOME": "/"})
+    assert replaced == [setting] * setting.fixed
+    assert (setting.name in wanted) is setting.fixed
+    assert len(wanted) == len(nccl_settings.SETTINGS) - (not setting.fixed)
+    assert "HOME" not in wanted
+    (finding,) = about(Facts(**SOUND, env={setting.name: "3"}), setting.name)
+    assert finding.grade == ("limited" if setting.fixed else "fine")
+    assert ("it is 3, and ckptless.run sets 0" if setting.fixed else "3 is kept") in finding.text
+
+
+def test_the_user_s_own_value_may_be_ours() -> None:
+    same = {setting.name: setting.value for setting in nccl_settings.SETTINGS}
+    assert nccl_settings.settle(same)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("version", "broken"), [((2, 28, 2), False), ((2, 28, 3), True), ((2, 28, 8), True), ((2, 28, 9), False)]
+)
+def test_releases_of_nccl_that_crash_in_an_abort_are_named(version: tuple[int, ...], broken: bool) -> None:
+    findings = about(Facts(**{**SOUND, "nccl": Nccl(version, "torch's")}), "NCCL abort")
+    assert [one.grade for one in findings] == ["broken"] * broken
+    assert all("install another one" in one.text for one in findings)

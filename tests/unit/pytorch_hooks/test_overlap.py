@@ -357,8 +357,8 @@ def test_after_a_write_that_was_counted_copies_are_in_order(gated: tuple[Rank, G
 
 
 def test_of_a_device_nothing_is_copied_beside(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "Pinned", lambda _memory: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(rank.tensors, "named", lambda: [("p", SimpleNamespace(is_cuda=True))])
+    monkeypatch.setattr(subject, "Pinned", lambda _memory, _kind: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(rank.tensors, "named", lambda: [("p", SimpleNamespace(device=torch.device("cuda")))])
     trained = Trained(rank, "on")
     assert [trained.step() for _ in range(TRIALS + 2)] == [False] * (TRIALS + 2)
     (told,) = trained.told

@@ -198,5 +198,5 @@ def test_malformed_generators(change: dict[str, Any]) -> None:
 def test_cuda_generators_need_cuda() -> None:
     if torch.cuda.is_available():
         pytest.skip("CUDA is here")
-    with pytest.raises(RecoveryError, match="CUDA"):
+    with pytest.raises(RecoveryError, match="cuda"):
         rng.restore({**rng.capture(), "cuda": [torch.zeros(16, dtype=torch.uint8)]})

@@ -1,0 +1,117 @@
+"""The accelerator of this process, whatever its kind: asked through what torch has for all of them.
+
+Nothing here makes a device context where there was none: a process that trains on the CPU, and a zygote that
+others are forked from, stay without.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.errors import DeviceLost
+
+# What is allocated and computed to see whether a device is sound (bytes; the sum of 0 to n - 1).
+PROOF_NBYTES = 1 << 20
+PROOF_DEADLINE_S = 1.0
+MEMORY_POLL_S = 0.05
+
+
+def present() -> str | None:
+    """Return the type of this machine's accelerator ("cuda"), or None where there is none to be used."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def in_use() -> torch.device | None:
+    """Return the device that is current here, where this process has begun to use one; else None."""
+    kind = present()
+    if kind is None or not _module(kind).is_initialized():
+        return None
+    return torch.device(kind, _module(kind).current_device())
+
+
+def take(slot: int) -> None:
+    """Make the device with the number of this process's slot the current one, as scripts under torchrun do.
+
+    Where a process sees one device alone, that one. Raises UsageError where there are fewer than slots.
+    """
+    kind = present()
+    if kind is None:
+        return
+    count: int = _module(kind).device_count()
+    if count > 1 and slot >= count:
+        raise UsageError(
+            f"slot {slot} of this node has no {kind} device of its own: {count} are visible, and ranks share "
+            "none. Start fewer ranks on a node, or make more devices visible"
+        )
+    _module(kind).set_device(slot if count > 1 else 0)
+
+
+def wait_idle(deadline_s: float) -> None:
+    """Wait until all streams of the current device have done what was queued on them. Raises DeviceLost."""
+    device = in_use()
+    if device is not None:
+        _within(deadline_s, lambda: _module(device.type).synchronize(device), f"{device} is not idle")
+
+
+def prove_sound(deadline_s: float = PROOF_DEADLINE_S) -> None:
+    """Allocate on the current device, and compute something whose result is known. Raises DeviceLost.
+
+    After an error that sticks (an assert in a kernel, an illegal address) every call fails until the process
+    ends.
+    """
+    device = in_use()
+    if device is not None:
+        _within(deadline_s, lambda: _prove(device), f"{device} does not compute")
+
+
+def wait_for_memory(deadline_s: float) -> None:
+    """Give back what this process does not use, and wait until the current device has more that is free.
+
+    For as long as the deadline: a process that has died may take a moment to lose its memory.
+    """
+    device = in_use()
+    if device is None:
+        return
+    module = _module(device.type)
+    gc.collect()
+    module.empty_cache()
+    free, _ = module.mem_get_info(device)
+    limit = time.monotonic() + deadline_s
+    while module.mem_get_info(device)[0] <= free and time.monotonic() < limit:
+        time.sleep(MEMORY_POLL_S)
+
+
+def _prove(device: torch.device) -> None:
+    count = PROOF_NBYTES // 4
+    found = torch.arange(count, dtype=torch.int32, device=device).sum(dtype=torch.int64).item()
+    if found != count * (count - 1) // 2:
+        raise RuntimeError(f"the sum of 0 to {count - 1} is {found} there")
+
+
+def _within(deadline_s: float, call: Callable[[], None], trouble: str) -> None:
+    """Make a call that may never return in a thread, which is left alone then. Raises DeviceLost."""
+    errors: list[Exception] = []
+
+    def make() -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # it is raised in the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=make, name="ckptless-device", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if thread.is_alive():
+        raise DeviceLost(f"{trouble} within {deadline_s:g} s")
+    if errors:
+        raise DeviceLost(f"{trouble}: {errors[0]}") from errors[0]
+
+
+def _module(kind: str) -> Any:
+    return torch.get_device_module(kind)

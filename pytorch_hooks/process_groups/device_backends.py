@@ -1,0 +1,108 @@
+"""The backends of a group for a device: which one it is, and its life in one generation.
+
+The works of such a backend go out as they are: their `wait` orders a stream behind the collective and blocks
+nobody, their futures are complete as soon as the collective is queued and know the device. What ends with the
+generation is the communicator, by `abort`; whoever waits for the device comes out of that then, with what is
+garbage, and `Scope.check` stands before it gets anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ckptless import nccl_settings
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.devices import accelerator
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
+
+
+class Maker(Protocol):
+    """Makes a backend, which connects with its first collective or when told to."""
+
+    def __call__(
+        self, store: torch_private.Store, rank: int, size: int, *, timeout: timedelta, name: str
+    ) -> torch_private.Backend:
+        """Return the backend of a group of `size` ranks; `name` is what torch's recorders call the group."""
+
+
+_MAKERS: dict[str, Maker] = {"nccl": torch_private.nccl_backend}
+
+
+def teach(name: str, make: Maker) -> None:
+    """Let groups have backends of this name: they abort, and their futures complete when work is queued."""
+    _MAKERS[name] = make
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of this machine's accelerator, the backend that torch uses for it, and how one is made."""
+
+    device: str
+    backend: str
+    make: Maker | None
+
+    def refuse(self) -> None:
+        """Raise UsageError where ckptless does not know the backend."""
+        if self.make is None:
+            raise UsageError(
+                f"collectives on {self.device} go over {self.backend or 'no backend'}, which ckptless cannot "
+                f"leave and renew: it knows {' and '.join(sorted(_MAKERS))}. Train on the CPU, or without it"
+            )
+
+
+def settle_environment(tell: Callable[[str], None]) -> None:
+    """Have NCCL's backends leave processes alive whose collectives are aborted; `tell` of replaced values.
+
+    Before the first backend is made: that is when torch reads it.
+    """
+    wanted, replaced = nccl_settings.settle(os.environ)
+    for one in replaced:
+        tell(f"{one.name}={os.environ[one.name]} is replaced by {one.value}: else {one.why}")
+    os.environ.update(wanted)
+
+
+def present() -> Kind | None:
+    """Return what there is here, or None on a machine without an accelerator."""
+    device = accelerator.present()
+    if device is None:
+        return None
+    name = dist.Backend.default_device_backend_map.get(device, "")
+    return Kind(device, name, _MAKERS.get(name))
+
+
+class Devices:
+    """A group's backend for a device, in one generation.
+
+    `run` makes a blocking call that the end of the generation cuts off (`Scope.run`).
+    """
+
+    def __init__(self, backend: torch_private.Backend, run: Callable[[Callable[[], None]], None]) -> None:
+        self.backend = backend
+        self._run = run
+        self._connected: torch.device | None = None
+
+    def connect(self, device: torch.device) -> None:
+        """Connect, with all ranks of the group, before the first collective. Raises UsageError.
+
+        Torch would do so in the collective itself, where nothing could free this thread.
+        """
+        if self._connected == device:
+            return
+        if self._connected is not None:
+            raise UsageError(
+                f"a collective on {device}, in a group that is connected on {self._connected}: a rank works "
+                "on one device. Set it before any tensor is made"
+            )
+        self._run(lambda: self.backend.eager_connect_single_device(device))
+        self._connected = device
+
+    def abort(self) -> None:
+        """Free all that its collectives hold up on the device. May take long; idempotent."""
+        self.backend.abort()

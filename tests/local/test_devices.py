@@ -1,0 +1,95 @@
+"""Jobs on an accelerator, simulated (tests/simdev): collectives are queued, and what is cut off is garbage.
+
+Bit for bit as without a fault, like on the CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.simdev import device
+
+from .localrun import FAULTY_DEADLINE_S, RANKS, Shape, check, fault, on, same_as_reference, toy
+from .test_sharded import twenty
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(device.missing() is not None, reason=str(device.missing())),
+]
+
+FEW = 40
+FULL = 64 << 20
+MANY = 300
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
+def test_processes_and_nodes_at_every_place(tmp_path: Path, parallel: str) -> None:
+    faults = [
+        fault("forward", "kill", 2, 3),
+        fault("backward", "raise", 3, 6),
+        fault("update", "kill", 1, 9),
+        fault("forward", "stop", 0, 12),
+        fault("commit", "node", 3, 15),
+        fault("recovered", "kill", 1, after=4),
+        fault("committed", "kill", 2, 20),
+        # All at once.
+        *(fault("commit", "kill", rank, 25) for rank in range(RANKS)),
+        fault("restore", "kill", 1, after=7),
+        fault("finish", "kill", 1, FEW),
+    ]
+    kinds = check(tmp_path, faults, spares=2, shape=Shape(steps=FEW, parallel=parallel, device="simdev"))
+    assert kinds["node-lost"] == 1
+    assert kinds["died"] >= 5
+
+
+def test_a_device_that_fails_for_good_costs_no_try_in_the_process(tmp_path: Path) -> None:
+    """The script raises, as with an error of its own; but nothing on that device will work any more."""
+    faults = [fault("backward", "sticky", 1, 5), fault("forward", "sticky", 2, 10)]
+    with toy(tmp_path, faults, steps=FEW, env=on("simdev")) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = same_as_reference(job, faults, FEW, device="simdev")
+    assert [one.kind for one in ledger.faults] == ["died", "died"]
+    assert all("71" in one.detail for one in ledger.faults)
+    assert [one.rung for one in ledger.recoveries] == ["process", "process"]
+    told = [event for event in ledger.events if event.kind == "device-lost"]
+    assert [event.node for event in told] == [1, 2]
+    assert all("device-side assert triggered" in event.text for event in told)
+
+
+def test_memory_that_a_dead_process_still_has_is_waited_for(tmp_path: Path) -> None:
+    """One node's ranks share a device that one of them nearly fills; a try in vain is nobody's fault."""
+    (tmp_path / "memory").mkdir()
+    memory = {
+        "SIMDEV_MEMORY": str(FULL),
+        "SIMDEV_LEDGER": str(tmp_path / "memory"),
+        "SIMDEV_RECLAIM_S": "1.5",
+    }
+    faults = [fault("forward", "kill", 0, 5), fault("update", "kill", 0, 10)]
+    env = {**on("simdev"), **memory, "TOY_BALLAST": str(FULL * 3 // 5)}
+    with toy(tmp_path / "job", faults, nodes=1, steps=FEW, env=env) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = same_as_reference(job, faults, FEW, ranks=1, device="simdev")
+    kinds = [one.kind for one in ledger.faults]
+    assert kinds.count("died") == 2
+    assert 2 <= kinds.count("no-memory") <= 4
+    assert set(kinds) == {"died", "no-memory"}
+
+
+@pytest.mark.parametrize(("parallel", "every"), [("ddp", "1"), ("fsdp", "1"), ("hsdp", "3")])
+def test_commits_wait_for_no_device(tmp_path: Path, parallel: str, every: str) -> None:
+    """The loss is on the device, too; what `ckptctl status` shows of it comes later."""
+    env = {**on("simdev"), "TOY_LAZY": "1", "TOY_PARALLEL": parallel, "TOY_COMMIT_EVERY": every}
+    with toy(tmp_path, steps=FEW, env=env) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = same_as_reference(job, [], FEW, parallel=parallel, device="simdev")
+    assert not [event for event in ledger.events if event.kind in ("raised", "died")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
+def test_twenty_faults(tmp_path: Path, parallel: str, seed: int) -> None:
+    shape = Shape(steps=MANY, parallel=parallel, device="simdev")
+    assert check(tmp_path, twenty(seed), spares=3, shape=shape)["node-lost"] == 3
