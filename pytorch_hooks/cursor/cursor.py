@@ -204,35 +204,43 @@ class Cursor:
         yield from self._repeat(loader)
         if not self._stands_at_position(loader):
             self._begin(loader)
-        assert self._iterator is not None
         while True:
-            calls = self._calls()
-            before = rng.capture() if self._again != DRAWS else None
-            drew_from = None if self._draws_nothing else rng.capture()
             try:
-                batch = next(self._iterator)
-            except StopIteration:
-                if before is not None:
-                    self._undo_begin(before)
-                self._iterator, self._epoch_end = None, self.position
-                return
+                batch = self._fetch(loader)
             except BaseException:
-                # A generator that has raised would say from now on that the epoch ends here.
+                # A generator that has raised would say from now on that the epoch ends here; and a batch that
+                # came and is not among those taken would be missing.
                 self._iterator = None
                 raise
-            self._talks |= self._calls() != calls
+            if batch is _END:
+                return
+            yield batch
+
+    def _fetch(self, loader: Iterable[Any]) -> Any:
+        """Return the next batch, and stand behind it; _END where the epoch has no more."""
+        assert self._iterator is not None
+        calls = self._calls()
+        before = rng.capture() if self._again != DRAWS else None
+        drew_from = None if self._draws_nothing else rng.capture()
+        batch = next(self._iterator, _END)
+        if batch is _END:
             if before is not None:
                 self._undo_begin(before)
-            # To read them is half of what all of this costs.
-            random = None if self._draws_nothing else rng.capture()
-            drew = random is not None and drew_from is not None and not rng.equal(random, drew_from)
-            self._fetched = self._after_batch(loader, batch, drew_from if drew else None)
-            self.position = self._fetched
-            self._draws_nothing = self._drawless
-            self._look_at_fetch()
-            self._taken.append(_Taken(self.position, self._last, batch, random))
-            self._last = _order(self.position)
-            yield batch
+            self._iterator, self._epoch_end = None, self.position
+            return _END
+        self._talks |= self._calls() != calls
+        if before is not None:
+            self._undo_begin(before)
+        # To read them is half of what all of this costs.
+        random = None if self._draws_nothing else rng.capture()
+        drew = random is not None and drew_from is not None and not rng.equal(random, drew_from)
+        self._fetched = self._after_batch(loader, batch, drew_from if drew else None)
+        self.position = self._fetched
+        self._draws_nothing = self._drawless
+        self._look_at_fetch()
+        self._taken.append(_Taken(self.position, self._last, batch, random))
+        self._last = _order(self.position)
+        return batch
 
     def _undo_begin(self, before: dict[str, Any]) -> None:
         """Take back what an iterator that was begun again has drawn with its first batch. Raises UsageError.

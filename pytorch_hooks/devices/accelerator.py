@@ -56,7 +56,7 @@ def wait_idle(deadline_s: float) -> None:
     """Wait until all streams of the current device have done what was queued on them. Raises DeviceLost."""
     device = in_use()
     if device is not None:
-        _within(deadline_s, lambda: _module(device.type).synchronize(device), f"{device} is not idle")
+        within(deadline_s, lambda: _module(device.type).synchronize(device), f"{device} is not idle")
 
 
 def prove_sound(deadline_s: float = PROOF_DEADLINE_S) -> None:
@@ -67,7 +67,7 @@ def prove_sound(deadline_s: float = PROOF_DEADLINE_S) -> None:
     """
     device = in_use()
     if device is not None:
-        _within(deadline_s, lambda: _prove(device), f"{device} does not compute")
+        within(deadline_s, lambda: _prove(device), f"{device} does not compute")
 
 
 def wait_for_memory(deadline_s: float) -> None:
@@ -94,12 +94,18 @@ def _prove(device: torch.device) -> None:
         raise RuntimeError(f"the sum of 0 to {count - 1} is {found} there")
 
 
-def _within(deadline_s: float, call: Callable[[], None], trouble: str) -> None:
-    """Make a call that may never return in a thread, which is left alone then. Raises DeviceLost."""
+def within(deadline_s: float, call: Callable[[], object], trouble: str) -> None:
+    """Make a call that may never return in a thread, which is left alone then. Raises DeviceLost.
+
+    The thread works on the device that is current here.
+    """
     errors: list[Exception] = []
+    device = in_use()
 
     def make() -> None:
         try:
+            if device is not None:
+                _module(device.type).set_device(device)
             call()
         except Exception as error:  # noqa: BLE001  # it is raised in the thread that waits
             errors.append(error)
@@ -110,7 +116,7 @@ def _within(deadline_s: float, call: Callable[[], None], trouble: str) -> None:
     if thread.is_alive():
         raise DeviceLost(f"{trouble} within {deadline_s:g} s")
     if errors:
-        raise DeviceLost(f"{trouble}: {errors[0]}") from errors[0]
+        raise DeviceLost(f"{trouble}: {errors[0]!r}") from errors[0]
 
 
 def _module(kind: str) -> Any:

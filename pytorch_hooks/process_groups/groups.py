@@ -65,7 +65,7 @@ class DeferredTeardown:
         """Take down those with no operation left in them; how many stay."""
         with self._lock:
             now = time.monotonic()
-            done = [one for one in self._left if now - one.since >= _GRACE_S and not one.scope.unsettled]
+            done = [one for one in self._left if now - one.since >= _GRACE_S and not one.scope.busy]
             self._left = [one for one in self._left if one not in done]
             stay = len(self._left)
         del done  # the destructors run here, outside the lock: milliseconds each
@@ -78,11 +78,11 @@ class DeferredTeardown:
         if not left:
             return
         deadline = time.monotonic() + seconds
-        while any(one.scope.unsettled for one in left) and time.monotonic() < deadline:
+        while any(one.scope.busy for one in left) and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(_LAST_S)
         for one in left:
-            if one.scope.unsettled:
+            if one.scope.busy:
                 # One reference too many, on purpose: Python's own clean-up must not join a stuck thread.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.backend))
 
@@ -120,13 +120,16 @@ class ProcessGroups:
         self, timeout: timedelta, host: str | None = None, on_broken: Callable[[str], None] | None = None
     ) -> None:
         self.on_broken = on_broken
+        # What else is to be called, in a thread, when a generation ends.
+        self.aborts: list[Callable[[], object]] = []
         # What torch gets where it asks for a new group's backend.
         self._exchange: type[Within | Group] = Within if torch_private.takes_backends() else Group
         self._exchange.prepare()
         self._timeout = timeout
         self._host = host
         self._kind = device_backends.present()
-        # The thread that trains, from whose reads garbage of an ended generation is kept; None in a recovery.
+        # The thread that runs the script, from whose reads garbage of an ended generation is kept; None while
+        # it runs what is ours, or there is no script to go on.
         self._reader: int | None = None
         # Reentrant, since abort() may come in a signal handler of the thread that holds it.
         self._lock = threading.RLock()
@@ -166,7 +169,6 @@ class ProcessGroups:
         dist.init_process_group(
             NAME, store=torch_private.HashStore(), rank=rank, world_size=world_size, timeout=self._timeout
         )
-        self._reader = threading.get_ident()
 
     @property
     def _accelerators(self) -> tuple[str, ...]:
@@ -178,6 +180,7 @@ class ProcessGroups:
             if generation <= self._ended:
                 raise GenerationEnded(f"generation {generation} was over before it was entered")
             self._scope = Scope(generation, self._on_scope_broken)
+            self._scope.aborts += self.aborts
             return self._scope
 
     def create(self, options: Any) -> Exchange:
@@ -295,7 +298,7 @@ class ProcessGroups:
         )
         devices = Devices(backend, scope.run)
         with scope.lock:
-            scope.devices.append(devices)
+            scope.aborts.append(devices.abort)
         return devices
 
     def _gloo(self, scope: Scope, store: torch_private.Store, member: _Member) -> torch_private.Backend:
@@ -334,7 +337,6 @@ class ProcessGroups:
         self._fake = False
         self._connect(scope, list(self._members.values()), link)
         old.settle(_SETTLE_S)
-        self._reader = threading.get_ident()
 
     def mark(self) -> None:
         """The groups made so far are those of every rank: later ones are dropped by the next `configure`.
@@ -378,6 +380,21 @@ class ProcessGroups:
         if self._scope is not None:
             self._scope.check()
 
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Read what there is, also garbage: what we keep is not to be left half-way. Raises at its end.
+
+        After it the script's reads are guarded.
+        """
+        self._reader = None
+        try:
+            yield
+        finally:
+            if self._accelerators:
+                self._reader = threading.get_ident()
+        if self._accelerators:
+            self.check()
+
     def lasts(self, generation: int) -> bool:
         """Return whether the groups stand in this generation, which is neither over nor broken.
 
@@ -394,10 +411,10 @@ class ProcessGroups:
         """
         self._reader = None
         scope = self._scope
-        if scope is None or not self._accelerators:
+        if scope is None:
             return
         began = time.monotonic()
-        if not scope.settle(deadline_s):
+        if not scope.wait_aborted(deadline_s):
             raise DeviceLost(
                 f"the collectives of generation {scope.generation} do not end in {deadline_s:g} s"
             )
@@ -432,7 +449,10 @@ class ProcessGroups:
 
         What a thread that was left in it opens from now on is never cut: it could be the next scope's.
         """
-        if scope.unsettled or scope.broken is not None or scope.devices:
+        with scope.lock:
+            # The user's are for faults.
+            scope.aborts = [abort for abort in scope.aborts if abort not in self.aborts]
+        if scope.unsettled or scope.broken is not None or scope.aborts:
             scope.end()
         with scope.lock:
             scope.ended = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -13,7 +14,6 @@ from typing import Generic, Protocol, TypeVar, cast
 import torch
 
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
-from ckptless.pytorch_hooks.process_groups.device_backends import Devices
 from ckptless.pytorch_hooks.process_groups.sockets import Opened
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private.works import NO_TIMEOUT, shows
@@ -42,8 +42,9 @@ class Scope:
         # Collectives begun here.
         self.calls = 0
         self.opened: list[Opened] = []
-        # Backends of devices, to be aborted at the end.
-        self.devices: list[Devices] = []
+        # What is called, each in a thread, when the scope ends; and how many of these have not returned.
+        self.aborts: list[Callable[[], object]] = []
+        self.aborting = 0
         # Reentrant, since abort() may come in a signal handler of the thread that holds it.
         self.lock = threading.RLock()
         self._on_broken = on_broken
@@ -81,12 +82,17 @@ class Scope:
         with self.lock:
             return len(self._unsettled)
 
-    def settle(self, seconds: float) -> bool:
-        """Wait for the backend to let go of its operations (and of their tensors); return whether it did."""
+    @property
+    def busy(self) -> bool:
+        """Whether anything is still at work in a backend, or takes one down."""
+        with self.lock:
+            return bool(self._unsettled or self.aborting)
+
+    def settle(self, seconds: float) -> None:
+        """Wait a little for the backend to let go of its operations (and of their tensors)."""
         deadline = time.monotonic() + seconds
         while self.unsettled and time.monotonic() < deadline:
             time.sleep(0.0005)
-        return not self.unsettled
 
     def end(self) -> None:
         """The verdict: free every waiter, then cut the connections. Milliseconds, idempotent, any thread.
@@ -97,14 +103,32 @@ class Scope:
             self.ended = True
             waiting = list(self._unsettled)
             opened = list(self.opened)
-            devices, self.devices = self.devices, []
+            aborts, self.aborts = self.aborts, []
+            self.aborting += len(aborts)
         for pending in waiting:
             pending.release()
         for sockets in opened:
             sockets.shut()
-        for device in devices:
+        for abort in aborts:
             # All at once: each may wait for what another one holds up.
-            elsewhere(_Abort(self, device).go)
+            elsewhere(functools.partial(self._abort, abort))
+
+    def _abort(self, abort: Callable[[], object]) -> None:
+        """Call it. One that raises has not freed what it was to free, and never counts as done."""
+        try:
+            abort()
+        except Exception as error:  # noqa: BLE001  # a user's may raise anything
+            logger.warning("collectives cannot be left: %r", error)
+            return
+        with self.lock:
+            self.aborting -= 1
+
+    def wait_aborted(self, seconds: float) -> bool:
+        """Wait until all aborts have returned; whether they have."""
+        deadline = time.monotonic() + seconds
+        while self.aborting and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        return not self.aborting
 
     def breaks(self, text: str) -> None:
         """An operation failed by itself. The first one is told to whoever listens; all waiters go free."""
@@ -160,25 +184,6 @@ class _Errand(Generic[T]):
             return self._results[0]
         finally:
             del cause  # its traceback holds this frame: a cycle, and a backend in it
-
-
-class _Abort:
-    """The end of a device's backend, in a helper thread. One that fails is never settled."""
-
-    def __init__(self, scope: Scope, devices: Devices) -> None:
-        self._scope, self._devices = scope, devices
-        scope.track(self)
-
-    def go(self) -> None:
-        try:
-            self._devices.abort()
-        except RuntimeError as error:
-            logger.warning("a device's collectives cannot be left: %s", error)
-        else:
-            self._scope.settled(self)
-
-    def release(self) -> None:
-        """Nothing: it is what the others are freed by."""
 
 
 class _Helpers:

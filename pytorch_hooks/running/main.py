@@ -20,6 +20,7 @@ from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, Generati
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import standalone
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, DEVICE_IDLE_DEADLINE_S, Run
+from ckptless.pytorch_hooks.running.user_hooks import Hook, UserHooks
 from ckptless.pytorch_hooks.state import rng
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,15 @@ MEMORY_DEADLINE_S = 10.0
 EXIT_DEVICE_LOST = 71
 
 
-def run(
+def run(  # noqa: PLR0913  # what a user may say, by keywords
     train: Callable[[Any], object],
     *,
     commit_every: int | Literal["auto"] = 1,
     commit_budget: float = 0.01,
     overlap: Wanted = "off",
+    abort: Hook | None = None,
+    finalize: Hook | None = None,
+    health_check: Hook | None = None,
 ) -> None:
     """Call `train(run)`; under an agent, call it again in every living process after each fault.
 
@@ -50,15 +54,20 @@ def run(
 
     `overlap`: whether a commit's tensors are copied while the next step runs ("on"), or before `run.commit`
     returns ("off"). With "on" a rank to whose parameters anything but `optimizer.step` writes in between
-    loses that step, and copies in order from then on. Raises UsageError.
+    loses that step, and copies in order from then on.
+
+    After a fault, in each process that lives: `abort()` is called in a thread at once, `finalize()` and then
+    `health_check()` when its device is idle. Where one of the last two raises, or takes more than 30 s, the
+    process is replaced. Raises UsageError.
     """
+    hooks = UserHooks(abort, finalize, health_check).checked()
     checked(commit_every, commit_budget)
     checked_overlap(overlap)
     socket_name = env.read().agent_socket
     if socket_name is None:
         standalone.run(train)
         return
-    _Worker(socket_name, train, commit_every, commit_budget, overlap).run()
+    _Worker(socket_name, train, (commit_every, commit_budget), overlap, hooks).run()
 
 
 class _Worker:
@@ -68,17 +77,19 @@ class _Worker:
         self,
         socket_name: str,
         train: Callable[[Any], object],
-        commit_every: int | str,
-        commit_budget: float,
+        commits: tuple[int | str, float],
         overlap: Wanted,
+        hooks: UserHooks,
     ) -> None:
         self._train = train
         self._random = rng.capture()
         self._session = Session(socket_name)
         self._groups = ProcessGroups(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken)
         self._session.on_stop = self._groups.abort
-        cadence = Cadence(self._groups, commit_every, commit_budget)
-        self._run = Run(self._session, self._groups, cadence, overlap, train)
+        if hooks.abort is not None:
+            self._groups.aborts.append(hooks.abort)
+        cadence = Cadence(self._groups, *commits)
+        self._run = Run(self._session, self._groups, cadence, overlap, train, hooks)
         self._session.on_stop = self._stop
 
     def _stop(self, generation: int) -> None:

@@ -26,6 +26,7 @@ from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.running import twin_comparison
 from ckptless.pytorch_hooks.running.loaders import Loaders
 from ckptless.pytorch_hooks.running.standalone import checked_state
+from ckptless.pytorch_hooks.running.user_hooks import NO_HOOKS, UserHooks
 from ckptless.pytorch_hooks.saving.load import load
 from ckptless.pytorch_hooks.state import (
     Draft,
@@ -89,8 +90,9 @@ class Run:
         cadence: Cadence | None = None,
         overlap: Wanted = "off",
         train: Callable[["Run"], object] | None = None,
+        hooks: UserHooks = NO_HOOKS,
     ) -> None:
-        self._session, self._groups = session, groups
+        self._session, self._groups, self._hooks = session, groups, hooks
         self._cadence = cadence or Cadence(groups)
         self._told_at = 0.0
         # A loss that a device computes, to be told once it is there.
@@ -242,7 +244,7 @@ class Run:
     def _ready_device(self) -> None:
         """Have the accelerator, if there is one, at rest and known to be sound, before any tensor is touched.
 
-        Raises DeviceLost, UsageError.
+        Then the script says whether this process is fit, too. Raises DeviceLost, UsageError.
         """
         if self._groups.generation is None:
             accelerator.take(self.local_rank)
@@ -250,6 +252,10 @@ class Run:
         else:
             self._groups.wait_idle(DEVICE_IDLE_DEADLINE_S)
             accelerator.prove_sound()
+            self._hooks.call(self._tell)
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._session.send(m.Note(level="info", kind=kind, text=text))
 
     def _open(self, store: torch_private.Store | None) -> None:
         if self._groups.generation is not None:
@@ -278,6 +284,10 @@ class Run:
         """
         if self._has_state:
             raise UsageError("run.keep was called twice: put everything into one State")
+        with self._groups.ours():
+            return self._keep(build)
+
+    def _keep(self, build: Callable[[], State]) -> State:
         part = self._assigned
         if self._built is None:
             state = checked_state(build())
@@ -291,7 +301,7 @@ class Run:
         if part.restore_step is None:
             if resume := env.read().resume:
                 self._resume(Path(resume))
-            self.compare("before the first step")
+            self._compare_all("before the first step")
             self._session.send(m.Restored(generation=part.generation))
             self._writes = self._session.wait_writes(part.generation)
             self._has_state = True
@@ -311,6 +321,10 @@ class Run:
         each step of a long run, since all is read. UsageError where they differ, with `where` and the first
         tensor. Also raises GenerationEnded, CollectiveFailed.
         """
+        with self._groups.ours():
+            self._compare_all(where)
+
+    def _compare_all(self, where: str) -> None:
         self._compared += 1
         when = where or f"at step {self._step}, comparison {self._compared}"
         self._compare(self._kept.twins, when, str(self._compared))
@@ -379,7 +393,15 @@ class Run:
         process, and the batches already trained on are passed over. Of several loaders each has a `name`.
         """
         self._need_state("batches")
-        return self.loaders.batches(loader, epochs, name)
+        return self._batches(self.loaders.batches(loader, epochs, name))
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with self._groups.ours():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
 
     # ------------------------------------------------------------------------------------ commit
 
@@ -394,6 +416,10 @@ class Run:
         UsageError, GenerationEnded, StateMoved.
         """
         self._need_state("commit")
+        with self._groups.ours():
+            return self._commit(loss)
+
+    def _commit(self, loss: float | torch.Tensor | None) -> int:
         step = self._step + 1
         due = self._cadence.is_due(step)
         self._cadence.meter.enter(time.monotonic())
@@ -541,6 +567,9 @@ class Run:
         """The job is done: end the threads that send commits, and what makes batches."""
         self.loaders.close()
         self._versions.close()
+
+
+_END = object()
 
 
 def _number(loss: float | torch.Tensor | None) -> float | DeviceNumber | None:

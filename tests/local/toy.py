@@ -32,7 +32,7 @@ import ckptless
 
 WHERE = (
     *("import", "enter", "build", "restore", "recovered", "forward", "backward", "update", "commit"),
-    *("committed", "leave", "finish"),
+    *("committed", "leave", "finish", "health"),
 )
 
 HOLD_DEADLINE_S = 60.0
@@ -329,12 +329,29 @@ def digest(state: Any) -> str:
     return found.hexdigest()
 
 
+def called(name: str) -> Any:
+    """Return a hook that writes down that it was called; the check of one rank fails once."""
+
+    def hook() -> None:
+        with (OUT / f"hooks-{os.environ['RANK']}.txt").open("a") as log:
+            log.write(f"{name} {os.getpid()}\n")
+        if name == "health_check":
+            strike("health", int(os.environ["RANK"]), 0, 0)
+
+    return hook
+
+
 OUT.mkdir(parents=True, exist_ok=True)
 if DEVICE == "simdev":
     from tests.simdev.hooked import install
 
     install()
 strike("import", int(os.environ.get("RANK", "0")), 0, 0)
+HOOKS = ("abort", "finalize", "health_check") if "TOY_HOOKS" in os.environ else ()
 ckptless.run(
-    train, commit_every=EVERY if EVERY == "auto" else int(EVERY), commit_budget=BUDGET, overlap=OVERLAP
+    train,
+    commit_every=EVERY if EVERY == "auto" else int(EVERY),
+    commit_budget=BUDGET,
+    overlap=OVERLAP,
+    **{name: called(name) for name in HOOKS},
 )

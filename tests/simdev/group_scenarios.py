@@ -311,9 +311,9 @@ def freed_before_it_is_over() -> None:
     real = Scope.end
 
     def end(scope: Scope) -> None:
-        for devices in scope.devices:
-            devices.abort()
-        scope.devices = []
+        for abort in scope.aborts:
+            abort()
+        scope.aborts = []
         time.sleep(SLOW_S)
         real(scope)
 

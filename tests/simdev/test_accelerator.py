@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from tests.simdev import device, hooked
 pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
 
 BUSY_S = 0.2
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +98,7 @@ def test_a_sound_device_is_known_by_what_it_computes() -> None:
 
 def test_a_device_that_computes_something_else_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "arange", lambda count, **how: torch.ones(count, **how))
-    with pytest.raises(DeviceLost, match="does not compute: the sum of 0 to 262143 is 262144 there"):
+    with pytest.raises(DeviceLost, match=r"does not compute: .*the sum of 0 to 262143 is 262144 there"):
         accelerator.prove_sound()
 
 
@@ -172,3 +177,29 @@ def test_a_version_is_packed_as_it_was_when_it_was_queued(simdev: Any) -> None:
         assert not arrival.is_there
     arrival.wait()
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("import_does", "error"),
+    [
+        ("torch.accelerator.current_accelerator()", ""),
+        ("torch.ones(2, device='simdev')", "cannot preload 'warm': its import initialises simdev, which no"),
+    ],
+)
+def test_what_initialises_a_device_is_not_preloaded(tmp_path: Path, import_does: str, error: str) -> None:
+    """A process that is forked after that has no device, as with CUDA."""
+    (tmp_path / "warm.py").write_text(
+        f"from tests.simdev import hooked\nhooked.install()\nimport torch\n{import_does}\n"
+    )
+    asked = "from ckptless.daemon.agent.ranks import zygote\nprint(zygote.preload(['torch', 'warm']).error)"
+    done = subprocess.run(
+        [sys.executable, "-c", asked],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    said = done.stdout.strip()
+    assert bool(said) == bool(error), done.stderr
+    assert said.startswith(error)

@@ -307,11 +307,27 @@ def preload(modules: list[str]) -> wire.Ready:
             traceback.print_exc()
             text = f"cannot preload {module!r}: {type(error).__name__}: {error}"
             return wire.Ready(version=wire.VERSION, error=wire.shorten(text))
+        if (device := _device_in_use()) is not None:
+            text = (
+                f"cannot preload {module!r}: its import initialises {device}, which no process forked "
+                "afterwards can use. Leave it out of --preload, or have it do so later"
+            )
+            return wire.Ready(version=wire.VERSION, error=wire.shorten(text))
     # What is loaded stays: keep the collector's writes off the pages that every rank shares with us.
     gc.collect()
     gc.disable()
     gc.freeze()
     return wire.Ready(version=wire.VERSION, warnings=_fork_hazards(_open_fds() - open_before))
+
+
+def _device_in_use() -> str | None:
+    """Return the type of the accelerator that torch, where it is loaded, has a context of in this process."""
+    torch: Any = sys.modules.get("torch")
+    # Torch before 2.6 has no word for it.
+    device = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if device is None or not torch.get_device_module(device.type).is_initialized():
+        return None
+    return str(device.type)
 
 
 def _fork_hazards(fds: set[int]) -> tuple[str, ...]:

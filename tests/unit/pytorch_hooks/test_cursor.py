@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor import Cursor, Cursors
+from ckptless.pytorch_hooks.cursor import cursor as subject
+from ckptless.pytorch_hooks.errors import GenerationEnded
 from ckptless.pytorch_hooks.state import codec, rng
 
 EPOCHS = 6
@@ -575,6 +577,27 @@ def test_a_loader_that_has_raised_is_not_at_its_end() -> None:
         next(batches)
     cursor.restore(saved)
     assert list(cursor.batches(loader, 1)) == list(range(1, LENGTH))
+
+
+def test_a_batch_that_came_and_was_not_taken_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a generation may come as an exception while the position is moved behind a batch."""
+    cursor, loader = Cursor(), DataLoader(TensorDataset(torch.arange(12.0)), batch_size=2, shuffle=True)
+    torch.manual_seed(5)
+    wanted = [batch[0].tolist() for batch in Cursor().batches(loader, 1)]
+    torch.manual_seed(5)
+    batches = cursor.batches(loader, 1)
+    assert [next(batches)[0].tolist() for _ in range(2)] == wanted[:2]
+    saved, digest = cursor.committed(), subject._digest
+
+    def ends(_batch: Any) -> int:
+        raise GenerationEnded("generation 1 is over")
+
+    monkeypatch.setattr(subject, "_digest", ends)
+    with pytest.raises(GenerationEnded):
+        next(batches)
+    monkeypatch.setattr(subject, "_digest", digest)
+    cursor.restore(saved)
+    assert [batch[0].tolist() for batch in cursor.batches(loader, 1)] == wanted[2:]
 
 
 def refused(**what: Any) -> str:
