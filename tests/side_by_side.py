@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 RUNS = {
     "core": ("unit", "property", "sim", "fuzz", "mutants"),
-    "parts": ("integration", "torch", "nccl", "gpu"),
+    "parts": ("integration", "torch", "nccl"),
     # By itself: torch's autograd counts a process's devices once, before its first backward.
-    "devices": ("simdev",),
+    "devices": ("simdev", "gpu"),
     "jobs": ("local",),
     "slurm": ("slurm",),
 }

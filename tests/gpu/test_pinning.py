@@ -1,4 +1,4 @@
-"""Batches in page-locked memory on a CUDA device. `make test-gpu`."""
+"""Batches in page-locked memory, on a CUDA device alone: the loader knows no other. `make test-gpu`."""
 
 from __future__ import annotations
 

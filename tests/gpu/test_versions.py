@@ -1,4 +1,4 @@
-"""Versions of tensors on a CUDA device: packed right, into memory that is pinned. `make test-gpu`."""
+"""Versions of tensors on a device: packed right, into memory that is page-locked. `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ckptless.daemon.protocol import version
 from ckptless.pytorch_hooks.commit.copying import Copying
 from ckptless.pytorch_hooks.commit.versions import Versions
 from ckptless.pytorch_hooks.state import State, TensorSet
+from tests.gpu import kind
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.skipif(kind.missing() is not None, reason=str(kind.missing()))
 
-WIDTH = 2048
+WIDTH = 512
 
 
 class Session:
@@ -43,14 +44,16 @@ class Session:
 
 
 def test_a_version_is_what_lives_on_the_device_and_its_memory_is_pinned() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    kind.install()
+    body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = body.to(kind.name())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=kind.name() == "cuda")
     tensors = TensorSet(State(model=model, optimizer=optimizer))
     session = Session()
     versions = Versions(cast("Any", session))
     copying = Copying(versions, "on", lambda _text: None)
     for step in range(1, 6):
-        model(torch.randn(64, WIDTH, device="cuda")).pow(2).mean().backward()
+        model(torch.randn(64, WIDTH, device=kind.name())).pow(2).mean().backward()
         copying.before_update()
         optimizer.step()
         optimizer.zero_grad()

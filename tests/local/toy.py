@@ -97,12 +97,8 @@ def inject(kind: str, shard: int) -> None:
     if kind.startswith("rot-"):
         count = rot(kind.removeprefix("rot-"), shard)
         print(f"{kind}: {count} versions of shard {shard}", flush=True)
-    if kind in ("hold", "flip"):
-        hold() if kind == "hold" else flip(own(PARAMETERS[0]))
-        return
-    if kind == "sticky":
-        # Whatever the script does next on the device raises, as after an assert in a kernel.
-        getattr(torch, DEVICE).inject_sticky_error("device-side assert triggered")
+    if kind in GO_ON:
+        GO_ON[kind]()
         return
     if kind == "eat":
         eaten = []
@@ -125,9 +121,18 @@ def inject(kind: str, shard: int) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
 
-def flip(tensor: torch.Tensor) -> None:
+def break_device() -> None:
+    """Whatever the script does next on its device raises, as after an assert in a kernel."""
+    if DEVICE == "simdev":
+        getattr(torch, DEVICE).inject_sticky_error("device-side assert triggered")
+    else:
+        # An index that is out of range is such an assert.
+        torch.zeros(4, device=DEVICE)[torch.full((1,), 9, device=DEVICE)]
+
+
+def flip() -> None:
     """As a cosmic ray, or a core that is not sound, would: nothing raises, and nobody counts it."""
-    tensor.data.view(torch.int32).view(-1)[0] ^= 1 << 22
+    own(PARAMETERS[0]).data.view(torch.int32).view(-1)[0] ^= 1 << 22
 
 
 def hold() -> None:
@@ -136,6 +141,10 @@ def hold() -> None:
         if time.monotonic() > limit:
             raise TimeoutError(f"nobody has removed {OUT / 'hold'}")
         time.sleep(0.02)
+
+
+# After these the rank goes on.
+GO_ON = {"hold": hold, "flip": flip, "sticky": break_device}
 
 
 def kill_daemon() -> None:
@@ -342,10 +351,12 @@ def called(name: str) -> Any:
 
 
 OUT.mkdir(parents=True, exist_ok=True)
-if DEVICE == "simdev":
-    from tests.simdev.hooked import install
+if DEVICE != "cpu":
+    from tests.gpu import kind
 
-    install()
+    # On a GPU that all ranks share NCCL takes them only where each seems to be a machine of its own.
+    os.environ.setdefault("NCCL_HOSTID", str(os.getpid()))
+    kind.install()
 strike("import", int(os.environ.get("RANK", "0")), 0, 0)
 HOOKS = ("abort", "finalize", "health_check") if "TOY_HOOKS" in os.environ else ()
 ckptless.run(

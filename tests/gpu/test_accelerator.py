@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -20,35 +19,28 @@ from ckptless.pytorch_hooks.devices.arrival import Arrival, DeviceNumber
 from ckptless.pytorch_hooks.errors import DeviceLost
 from ckptless.pytorch_hooks.process_groups import device_backends
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, draft, read
-from tests.simdev import device, hooked
+from tests.gpu import kind
 
-pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
+pytestmark = pytest.mark.skipif(kind.missing() is not None, reason=str(kind.missing()))
 
 BUSY_S = 0.2
 ROOT = Path(__file__).resolve().parents[2]
 
 
+DEVICE = kind.name()
+
+
 @pytest.fixture(autouse=True)
-def simdev() -> Iterator[Any]:
-    hooked.install()
-    yield torch.get_device_module("simdev")
-    torch.get_device_module("simdev").synchronize()
-
-
-@contextlib.contextmanager
-def no_waits(simdev: Any) -> Iterator[None]:
-    """Have whoever waits for the device fail."""
-    simdev.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        simdev.set_sync_debug_mode("default")
+def module() -> Iterator[Any]:
+    found = kind.install()
+    yield found
+    found.synchronize()
 
 
 def test_the_backend_is_the_one_that_torch_uses_for_the_device() -> None:
     kind = device_backends.present()
     assert kind is not None
-    assert (kind.device, kind.backend) == ("simdev", "simccl")
+    assert (kind.device, kind.backend) == (DEVICE, "simccl")
     kind.refuse()
 
 
@@ -60,35 +52,35 @@ def test_a_backend_that_nobody_can_leave_is_refused_in_one_sentence() -> None:
 
 @pytest.mark.parametrize(("count", "slot", "taken"), [(1, 0, 0), (1, 3, 0), (4, 3, 3), (8, 0, 0)])
 def test_a_slot_takes_the_device_of_its_number(
-    monkeypatch: pytest.MonkeyPatch, simdev: Any, count: int, slot: int, taken: int
+    monkeypatch: pytest.MonkeyPatch, module: Any, count: int, slot: int, taken: int
 ) -> None:
     chosen: list[int] = []
-    monkeypatch.setattr(simdev, "device_count", lambda: count)
-    monkeypatch.setattr(simdev, "set_device", chosen.append)
+    monkeypatch.setattr(module, "device_count", lambda: count)
+    monkeypatch.setattr(module, "set_device", chosen.append)
     accelerator.take(slot)
     assert chosen == [taken]
 
 
-def test_more_slots_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch, simdev: Any) -> None:
-    monkeypatch.setattr(simdev, "device_count", lambda: 2)
+def test_more_slots_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    monkeypatch.setattr(module, "device_count", lambda: 2)
     with pytest.raises(
-        UsageError, match="slot 2 of this node has no simdev device of its own: 2 are visible"
+        UsageError, match=f"slot 2 of this node has no {DEVICE} device of its own: 2 are visible"
     ):
         accelerator.take(2)
 
 
-def test_a_device_is_idle_once_all_its_streams_are(simdev: Any) -> None:
-    other = torch.Stream(device="simdev")
-    with simdev.stream(other):
-        simdev._spin(BUSY_S)
-        event = torch.Event("simdev")
+def test_a_device_is_idle_once_all_its_streams_are(module: Any) -> None:
+    other = torch.Stream(device=DEVICE)
+    with module.stream(other):
+        kind.busy()
+        event = torch.Event(DEVICE)
         event.record(other)
     accelerator.wait_idle(10.0)
     assert event.query()
 
 
-def test_a_device_that_is_not_idle_in_time_is_lost(simdev: Any) -> None:
-    with simdev._held(), pytest.raises(DeviceLost, match=r"is not idle within 0\.02 s"):
+def test_a_device_that_is_not_idle_in_time_is_lost(module: Any) -> None:
+    with kind.held(), pytest.raises(DeviceLost, match=r"is not idle within 0\.02 s"):
         accelerator.wait_idle(0.02)
 
 
@@ -102,10 +94,10 @@ def test_a_device_that_computes_something_else_is_lost(monkeypatch: pytest.Monke
         accelerator.prove_sound()
 
 
-def test_copies_arrive_behind_what_was_queued_before(simdev: Any) -> None:
-    source = torch.ones(4, device="simdev")
+def test_copies_arrive_behind_what_was_queued_before(module: Any) -> None:
+    source = torch.ones(4, device=DEVICE)
     target = torch.zeros(4).pin_memory()
-    with simdev._held():
+    with kind.held():
         source.mul_(3)
         target.copy_(source, non_blocking=True)
         arrival = Arrival([source.device])
@@ -122,9 +114,9 @@ def test_what_is_on_the_cpu_is_there() -> None:
     arrival.wait()
 
 
-def test_a_number_is_waited_for_by_whoever_reads_it(simdev: Any) -> None:
-    loss = torch.full((), 2.0, device="simdev")
-    with simdev._held(), no_waits(simdev):
+def test_a_number_is_waited_for_by_whoever_reads_it(module: Any) -> None:
+    loss = torch.full((), 2.0, device=DEVICE)
+    with kind.held(), kind.no_waits():
         number = DeviceNumber(loss * 4)
         found: list[float] = []
         reader = threading.Thread(target=lambda: found.append(number.read()))
@@ -138,22 +130,22 @@ def test_a_number_is_waited_for_by_whoever_reads_it(simdev: Any) -> None:
 def trained(scaler: Any) -> tuple[State, torch.nn.BatchNorm1d]:
     """A model with running statistics, after one step that a scaler has scaled."""
     norm = torch.nn.BatchNorm1d(4)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm).to("simdev")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(model(torch.randn(8, 4, device="simdev")).pow(2).mean()).backward()
+    scaler.scale(model(torch.randn(8, 4, device=DEVICE)).pow(2).mean()).backward()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
     return State(model=model, optimizer=optimizer, scaler=scaler), norm
 
 
-def test_a_record_is_drafted_without_a_wait_and_completed_as_it_was_then(simdev: Any) -> None:
+def test_a_record_is_drafted_without_a_wait_and_completed_as_it_was_then(module: Any) -> None:
     """Buffers of batch norm and the scaler's scale are on the device, and change right after."""
-    scaler: Any = torch.amp.GradScaler("simdev", init_scale=64.0, growth_interval=1)
+    scaler: Any = torch.amp.GradScaler(DEVICE, init_scale=64.0, growth_interval=1)
     state, norm = trained(scaler)
     tensors = TensorSet(state)
     wanted = capture(state, 1, tensors=tensors)
-    with simdev._held(), no_waits(simdev):
+    with kind.held(), kind.no_waits():
         made = draft(state, 1, tensors=tensors)
         assert not made.is_whole
         with torch.no_grad():
@@ -163,14 +155,14 @@ def test_a_record_is_drafted_without_a_wait_and_completed_as_it_was_then(simdev:
     assert read(wanted).step == 1
 
 
-def test_a_version_is_packed_as_it_was_when_it_was_queued(simdev: Any) -> None:
-    model = torch.nn.Linear(64, 64).to("simdev")
+def test_a_version_is_packed_as_it_was_when_it_was_queued(module: Any) -> None:
+    model = torch.nn.Linear(64, 64).to(DEVICE)
     tensors = TensorSet(State(model=model))
     wanted = torch.zeros(tensors.layout.nbytes, dtype=torch.uint8).pin_memory()
     tensors.pack(wanted)
     found = torch.zeros_like(wanted).pin_memory()
     tensors.queue(found).wait()
-    with simdev._held(), no_waits(simdev):
+    with kind.held(), kind.no_waits():
         arrival = tensors.queue(found)
         with torch.no_grad():
             model.weight.zero_()
@@ -183,13 +175,16 @@ def test_a_version_is_packed_as_it_was_when_it_was_queued(simdev: Any) -> None:
     ("import_does", "error"),
     [
         ("torch.accelerator.current_accelerator()", ""),
-        ("torch.ones(2, device='simdev')", "cannot preload 'warm': its import initialises simdev, which no"),
+        (
+            f"torch.ones(2, device={DEVICE!r})",
+            f"cannot preload 'warm': its import initialises {DEVICE}",
+        ),
     ],
 )
 def test_what_initialises_a_device_is_not_preloaded(tmp_path: Path, import_does: str, error: str) -> None:
     """A process that is forked after that has no device, as with CUDA."""
     (tmp_path / "warm.py").write_text(
-        f"from tests.simdev import hooked\nhooked.install()\nimport torch\n{import_does}\n"
+        f"from tests.gpu import kind\nkind.install()\nimport torch\n{import_does}\n"
     )
     asked = "from ckptless.daemon.agent.ranks import zygote\nprint(zygote.preload(['torch', 'warm']).error)"
     done = subprocess.run(

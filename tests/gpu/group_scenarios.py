@@ -1,4 +1,4 @@
-"""What ranks do in the tests of process groups on the simulated device: `group_scenarios.py SCENARIO PLANT`.
+"""What ranks do in the tests of process groups on a device: `group_scenarios.py SCENARIO PLANT`.
 
 Each scenario's process is one rank of two; it prints what it has found as a line of JSON. `PLANT` names a
 mistake that is made in the product first ("-" for none).
@@ -16,9 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.simdev import hooked
+from tests.gpu import kind
 
-hooked.install()
+device: Any = kind.install()
 
 import torch  # noqa: E402  # the device comes first
 import torch.distributed as dist  # noqa: E402
@@ -36,8 +36,8 @@ from ckptless.pytorch_hooks.torch_private import reads  # noqa: E402
 SIZE = 2
 MANY = 1 << 16
 SLOW_S = 0.3
-DEADLINE_S = 20.0
-simdev: Any = torch.get_device_module("simdev")
+DEADLINE_S = 60.0
+DEVICE = kind.name()
 
 
 def put(owner: Any, name: str, value: Any) -> None:
@@ -67,8 +67,8 @@ class Rank:
 
     def open(self) -> None:
         self.groups.open(rank=self.rank, world_size=SIZE, generation=1, store=self.store)
-        dist.all_reduce(torch.ones(1, device="simdev"))
-        simdev.synchronize()
+        dist.all_reduce(torch.ones(1, device=DEVICE))
+        device.synchronize()
 
     def meet(self, name: str) -> None:
         """Wait until both have come here."""
@@ -91,18 +91,18 @@ class Rank:
 def ordered(rank: Rank) -> dict[str, Any]:
     """A collective that is waited for is before what follows; no thread is blocked, `then` runs in order."""
     rank.open()
-    tensor = torch.ones(MANY, device="simdev")
+    tensor = torch.ones(MANY, device=DEVICE)
     # A kernel's first launch in a process takes long.
     (tensor * 2, tensor * 3)
     rank.meet("ready")
     rank.late()
-    began, waits = time.monotonic(), simdev.synchronizations()
+    began, waits = time.monotonic(), kind.waits()
     work: Any = dist.all_reduce(tensor, async_op=True)
     doubled = work.get_future().then(lambda done: done.value()[0] * 2)
     done_at_once = work.get_future().done()
     work.wait()
     tripled = tensor * 3
-    enqueued_s, waited = time.monotonic() - began, simdev.synchronizations() - waits
+    enqueued_s, waited = time.monotonic() - began, kind.waits() - waits
     return {
         "done at once": done_at_once,
         "blocked": enqueued_s > SLOW_S / 2,
@@ -115,13 +115,13 @@ def ordered(rank: Rank) -> dict[str, Any]:
 def left(rank: Rank) -> dict[str, Any]:
     """The second rank never comes. The first one reads a number, is freed, gets none, and is at rest."""
     rank.open()
-    tensor = torch.ones(MANY, device="simdev")
+    tensor = torch.ones(MANY, device=DEVICE)
     rank.meet("ready")
     if rank.rank:
         rank.store.wait(["over"], timedelta(seconds=DEADLINE_S))
         return {}
     flying: Any = dist.all_reduce(tensor, async_op=True)
-    other = torch.ones(4, device="simdev")
+    other = torch.ones(4, device=DEVICE)
     dist.all_reduce(other)
     began = time.monotonic()
     threading.Timer(SLOW_S, rank.groups.abort).start()
@@ -142,7 +142,7 @@ def left(rank: Rank) -> dict[str, Any]:
 def idle(rank: Rank) -> dict[str, Any]:
     """What is written once the device is idle stays, also where an abort takes long."""
     rank.open()
-    tensor = torch.ones(MANY, device="simdev")
+    tensor = torch.ones(MANY, device=DEVICE)
     rank.meet("ready")
     if rank.rank:
         rank.store.wait(["over"], timedelta(seconds=DEADLINE_S))
@@ -159,7 +159,7 @@ def idle(rank: Rank) -> dict[str, Any]:
     rank.groups.wait_idle(DEADLINE_S)
     tensor.fill_(7.0)
     time.sleep(2 * SLOW_S)
-    simdev.synchronize()
+    device.synchronize()
     rank.store.set("over", "1")
     del flying
     return {"written": sorted({*tensor.cpu().tolist()})}
@@ -195,10 +195,10 @@ def sealed(rank: Rank) -> dict[str, Any]:
     from ckptless.daemon.protocol import messages as m
 
     rank.open()
-    model = torch.nn.Linear(64, 64).to("simdev")
+    model = torch.nn.Linear(64, 64).to(DEVICE)
     session = Session()
     versions = Versions(session, lasts=rank.groups.lasts)  # type: ignore[arg-type]
-    versions.pins = "simdev"
+    versions.pins = DEVICE
     tensors = TensorSet(State(model=model))
 
     def commit(step: int) -> None:
@@ -228,21 +228,21 @@ def copied(rank: Rank) -> dict[str, Any]:
     from ckptless.daemon.protocol import version
 
     rank.open()
-    model = torch.nn.Linear(64, 64).to("simdev")
+    model = torch.nn.Linear(64, 64).to(DEVICE)
     session = Session()
     versions = Versions(session, lasts=rank.groups.lasts)  # type: ignore[arg-type]
-    versions.pins = "simdev"
+    versions.pins = DEVICE
     tensors = TensorSet(State(model=model))
     wanted = torch.zeros(tensors.layout.nbytes, dtype=torch.uint8).pin_memory()
     tensors.queue(wanted)
-    simdev.synchronize()
-    with simdev._held():
+    device.synchronize()
+    with kind.held():
         told = m.Commit(generation=1, step=1, record=b"", digest="", tensors=None, loss=None)
         versions.send(told, versions.write(tensors, 1, 1, 0, 0))
         time.sleep(SLOW_S)
         early = bool(session.sent)
     versions.wait()
-    simdev.synchronize()
+    device.synchronize()
     data = memoryview(session.payload)
     header = version.decode(data)
     same = bytes(data[header.header_nbytes :]) == bytes(wanted.numpy())
@@ -253,7 +253,7 @@ def copied(rank: Rank) -> dict[str, Any]:
 def ring(rank: Rank) -> dict[str, Any]:
     """Both send to each other first, in a batch: more than any buffer between them holds."""
     rank.open()
-    out = torch.full((MANY * 64,), float(rank.rank + 1), device="simdev")
+    out = torch.full((MANY * 64,), float(rank.rank + 1), device=DEVICE)
     back = torch.zeros_like(out)
     other = 1 - rank.rank
     ops = [dist.P2POp(dist.isend, out, other), dist.P2POp(dist.irecv, back, other)]
@@ -271,7 +271,7 @@ def renewed(rank: Rank) -> dict[str, Any]:
         rank.groups.abort()
         rank.groups.wait_idle(DEADLINE_S)
         rank.groups.configure(generation, rank.store)
-        tensor, cpu = torch.ones(8, device="simdev"), torch.ones(8)
+        tensor, cpu = torch.ones(8, device=DEVICE), torch.ones(8)
         dist.all_reduce(tensor)
         dist.all_reduce(tensor, group=pair)
         dist.all_reduce(cpu, group=pair)
@@ -297,8 +297,8 @@ def wait_does_not_order() -> None:
         work = stock(self, *args, **kwargs)
         return work if work is None else AbortableWork(self._scope, work, args[0])
 
-    for kind in exchange.Exchange.__subclasses__():
-        put(kind, "allreduce", allreduce)
+    for owner in exchange.Exchange.__subclasses__():
+        put(owner, "allreduce", allreduce)
 
 
 def streams_are_not_waited_for() -> None:

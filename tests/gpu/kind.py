@@ -1,0 +1,76 @@
+"""The device that these tests are about: a GPU where there is one, else the simulated one.
+
+So the same tests run wherever the project is worked on, and on the day that a GPU is at hand. To be imported
+before a process's first tensor is on a device, and before its first backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.simdev import device as simulated
+
+BUSY_S = 0.3
+# Of a GPU's clock: enough that BUSY_S are not over sooner on any.
+CYCLES = int(2.5e9 * BUSY_S)
+
+
+def name() -> str:
+    """Return "cuda" or "simdev"."""
+    return "cuda" if torch.cuda.is_available() else "simdev"
+
+
+def missing() -> str | None:
+    """Return why this machine has neither, if it has."""
+    return None if torch.cuda.is_available() else simulated.missing()
+
+
+def install() -> Any:
+    """Have the device in this process; return torch's module for it."""
+    if name() == "simdev":
+        from tests.simdev import hooked
+
+        hooked.install()
+    return torch.get_device_module(name())
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Have the current stream go no further until the end of the block (of a GPU: for BUSY_S at least)."""
+    module = torch.get_device_module(name())
+    if name() == "simdev":
+        with module._held():
+            yield
+        return
+    module._sleep(CYCLES)
+    yield
+
+
+def busy() -> None:
+    """Keep the current stream busy for BUSY_S."""
+    module = torch.get_device_module(name())
+    if name() == "simdev":
+        module._spin(BUSY_S)
+    else:
+        module._sleep(CYCLES)
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Have whoever waits for the device fail."""
+    module = torch.get_device_module(name())
+    module.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        module.set_sync_debug_mode("default")
+
+
+def waits() -> int:
+    """Return how often this process has waited for the device so far; 0 where nobody counts."""
+    module = torch.get_device_module(name())
+    return int(module.synchronizations()) if name() == "simdev" else 0

@@ -1,0 +1,52 @@
+"""Jobs on a GPU that four ranks share, over stock NCCL: bit for bit as without a fault. `make test-gpu`.
+
+On the simulated device they are in tests/local/test_devices.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.local.localrun import FAULTY_DEADLINE_S, RANKS, Shape, check, fault, on, same_as_reference, toy
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KILLS = 20
+FEW = 40
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
+def test_twenty_processes_are_killed(tmp_path: Path, parallel: str) -> None:
+    where = ("forward", "backward", "update", "commit", "committed")
+    faults = [fault(where[n % 5], "kill", n % RANKS, 2 * n + 2) for n in range(KILLS)]
+    shape = Shape(steps=2 * KILLS + 4, parallel=parallel, device="cuda")
+    assert check(tmp_path, faults, shape=shape)["died"] == KILLS
+
+
+def test_a_stopped_process_and_one_that_raises(tmp_path: Path) -> None:
+    faults = [fault("forward", "stop", 0, 5), fault("backward", "raise", 2, 12)]
+    kinds = check(tmp_path, faults, shape=Shape(steps=FEW, device="cuda"))
+    assert (kinds["hung"], kinds["raised"]) == (1, 1)
+
+
+def test_an_assert_in_a_kernel_ends_the_process_at_once(tmp_path: Path) -> None:
+    faults = [fault("backward", "sticky", 1, 5)]
+    with toy(tmp_path, faults, steps=FEW, env=on("cuda")) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = same_as_reference(job, faults, FEW, device="cuda")
+    assert [one.kind for one in ledger.faults] == ["died"]
+    assert [one.rung for one in ledger.recoveries] == ["process"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_commits_wait_for_no_device(tmp_path: Path, parallel: str) -> None:
+    env = {**on("cuda"), "TOY_LAZY": "1", "TOY_PARALLEL": parallel}
+    with toy(tmp_path, steps=FEW, env=env) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        same_as_reference(job, [], FEW, parallel=parallel, device="cuda")
