@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simdev import device
+from tests.simdev import build, device
 
 from .localrun import FAULTY_DEADLINE_S, RANKS, Shape, check, fault, on, same_as_reference, toy
 from .test_sharded import twenty
@@ -22,6 +22,12 @@ pytestmark = [
 FEW = 40
 FULL = 64 << 20
 MANY = 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Build the device before any job: a rank that does so comes late."""
+    build.build()
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
