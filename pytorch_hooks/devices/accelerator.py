@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.errors import DeviceLost
 
 # What is allocated and computed to see whether a device is sound (bytes; the sum of 0 to n - 1).
@@ -29,28 +28,14 @@ def present() -> str | None:
 
 
 def in_use() -> torch.device | None:
-    """Return the device that is current here, where this process has begun to use one; else None."""
-    kind = present()
-    if kind is None or not _module(kind).is_initialized():
-        return None
-    return torch.device(kind, _module(kind).current_device())
+    """Return the device that is current here, where this process has begun to use one; else None.
 
-
-def take(slot: int) -> None:
-    """Make the device with the number of this process's slot the current one, as scripts under torchrun do.
-
-    Where a process sees one device alone, that one. Raises UsageError where there are fewer than slots.
+    Asked for at each commit and batch: no driver is.
     """
-    kind = present()
-    if kind is None:
-        return
-    count: int = _module(kind).device_count()
-    if count > 1 and slot >= count:
-        raise UsageError(
-            f"slot {slot} of this node has no {kind} device of its own: {count} are visible, and ranks share "
-            "none. Start fewer ranks on a node, or make more devices visible"
-        )
-    _module(kind).set_device(slot if count > 1 else 0)
+    found = torch.accelerator.current_accelerator()
+    if found is None or not _module(found.type).is_initialized():
+        return None
+    return torch.device(found.type, _module(found.type).current_device())
 
 
 def wait_idle(deadline_s: float) -> None:

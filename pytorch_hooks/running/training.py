@@ -244,10 +244,9 @@ class Run:
     def _ready_device(self) -> None:
         """Have the accelerator, if there is one, at rest and known to be sound, before any tensor is touched.
 
-        Then the script says whether this process is fit, too. Raises DeviceLost, UsageError.
+        Then the script says whether this process is fit, too. Raises DeviceLost.
         """
         if self._groups.generation is None:
-            accelerator.take(self.local_rank)
             self._groups.settle_environment(lambda text: self._warn("environment", text))
         else:
             self._groups.wait_idle(DEVICE_IDLE_DEADLINE_S)

@@ -50,25 +50,6 @@ def test_a_backend_that_nobody_can_leave_is_refused_in_one_sentence() -> None:
         unknown.refuse()
 
 
-@pytest.mark.parametrize(("count", "slot", "taken"), [(1, 0, 0), (1, 3, 0), (4, 3, 3), (8, 0, 0)])
-def test_a_slot_takes_the_device_of_its_number(
-    monkeypatch: pytest.MonkeyPatch, module: Any, count: int, slot: int, taken: int
-) -> None:
-    chosen: list[int] = []
-    monkeypatch.setattr(module, "device_count", lambda: count)
-    monkeypatch.setattr(module, "set_device", chosen.append)
-    accelerator.take(slot)
-    assert chosen == [taken]
-
-
-def test_more_slots_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    monkeypatch.setattr(module, "device_count", lambda: 2)
-    with pytest.raises(
-        UsageError, match=f"slot 2 of this node has no {DEVICE} device of its own: 2 are visible"
-    ):
-        accelerator.take(2)
-
-
 def test_a_device_is_idle_once_all_its_streams_are(module: Any) -> None:
     other = torch.Stream(device=DEVICE)
     with module.stream(other):
