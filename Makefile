@@ -45,6 +45,8 @@ test-newest-torch: test-torch-matrix
 # What needs a CUDA device; without one all of it is skipped.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q tests/gpu $(ARGS)
+	mkdir -p build
+	$(BIN)/python -m tests.gpu.report --json build/gpu-report.json
 
 # Whatever bytes come from somebody else, for so many seconds; SEED for others than the last time.
 SECONDS ?= 3600

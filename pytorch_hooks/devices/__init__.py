@@ -1,1 +1,1 @@
-"""The accelerator of a rank: which one it takes, when it is at rest, whether it is sound."""
+"""The accelerator of a rank: when it is at rest, whether it is sound, what has arrived from it."""

@@ -15,8 +15,8 @@ import torch
 from tests.simdev import device as simulated
 
 BUSY_S = 0.3
-# Of a GPU's clock: enough that BUSY_S are not over sooner on any.
-CYCLES = int(2.5e9 * BUSY_S)
+# No GPU's clock is faster.
+CLOCK_HZ = 2.5e9
 
 
 def name() -> str:
@@ -46,17 +46,17 @@ def held() -> Iterator[None]:
         with module._held():
             yield
         return
-    module._sleep(CYCLES)
+    module._sleep(int(CLOCK_HZ * BUSY_S))
     yield
 
 
-def busy() -> None:
-    """Keep the current stream busy for BUSY_S."""
+def busy(seconds: float = BUSY_S) -> None:
+    """Keep the current stream busy for so long (of a GPU: at least, as its clock goes)."""
     module = torch.get_device_module(name())
     if name() == "simdev":
-        module._spin(BUSY_S)
+        module._spin(seconds)
     else:
-        module._sleep(CYCLES)
+        module._sleep(int(CLOCK_HZ * seconds))
 
 
 @contextlib.contextmanager
