@@ -296,10 +296,24 @@ class ProcessGroups:
             timeout=member.timeout,
             name=member.name,
         )
-        devices = Devices(backend, scope.run)
+        devices = Devices(backend, lambda connect: self._connect_device(scope, connect))
         with scope.lock:
             scope.aborts.append(devices.abort)
         return devices
+
+    def _connect_device(self, scope: Scope, connect: Callable[[], None]) -> None:
+        """Connect a group's backend for a device, which asks the store for the others."""
+        link = self._link
+        if link is None:
+            scope.check()
+            raise RuntimeError("the process groups have no store")
+        try:
+            with self._waiting_in(scope, link):
+                scope.run(connect)
+        except RuntimeError as error:
+            scope.breaks(f"a group did not come together on its device: {error}")
+            scope.check()
+            raise
 
     def _gloo(self, scope: Scope, store: torch_private.Store, member: _Member) -> torch_private.Backend:
         with scope.lock:
