@@ -20,6 +20,7 @@ from torch.distributed.tensor import _utils as dtensor_utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.errors import TorchMismatch
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Sharded
@@ -186,3 +187,36 @@ def test_what_wraps_a_module_is_known() -> None:
         assert name is not None
         assert getattr(wrapped, name) is inner
     assert torch_dcp.wrapped_under(inner) is None
+
+
+class Nccl:
+    """In the place of ProcessGroupNCCL, which a torch for the CPU does not have."""
+
+    class Options:
+        """What one is made with."""
+
+        _timeout = timedelta(0)
+        group_name = ""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Nccl.Options) -> None:
+        self.made = (store, rank, size, options._timeout, options.group_name)
+        self.numbered = False
+
+    def _set_sequence_number_for_group(self) -> None:
+        self.numbered = True
+
+
+@pytest.mark.parametrize("version", [(2, 27, 7), (2, 28, 9)])
+def test_a_backend_over_nccl(monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...]) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    store = torch_private.HashStore()
+    made: Any = torch_private.nccl_backend(store, 1, 4, timeout=timedelta(seconds=9), name="7")
+    assert made.made == (store, 1, 4, timedelta(seconds=9), "7")
+    assert made.numbered
+
+
+def test_an_nccl_that_crashes_in_an_abort_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 5))
+    with pytest.raises(UsageError, match=r"NCCL 2\.28\.5 crashes where communicators are aborted"):
+        torch_private.nccl_backend(torch_private.HashStore(), 0, 1, timeout=timedelta(seconds=9), name="7")
