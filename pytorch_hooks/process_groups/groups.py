@@ -434,6 +434,11 @@ class ProcessGroups:
             )
         accelerator.wait_idle(max(0.0, began + deadline_s - time.monotonic()))
 
+    def check_read(self) -> None:
+        """Raise in the script's thread where its generation is over or broken: what it read is garbage."""
+        if self._reader == threading.get_ident():
+            self.check()
+
     @property
     def aborted(self) -> bool:
         """Whether the generation that the groups stand in is over."""
@@ -511,10 +516,8 @@ class ProcessGroups:
 
 
 def _check_read() -> None:
-    """Raise in the thread that trains where its generation is over or broken: what it has read is garbage."""
-    groups = ProcessGroups._current
-    if groups is not None and groups._reader == threading.get_ident():
-        groups.check()
+    if ProcessGroups._current is not None:
+        ProcessGroups._current.check_read()
 
 
 def _create(options: Any, _backend_options: Any = None) -> Exchange:

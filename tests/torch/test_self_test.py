@@ -175,8 +175,8 @@ def private_names(file: Path) -> set[str]:
 
 def test_no_private_name_is_used_that_is_not_in_the_list() -> None:
     """In all that stands between models and torch's groups, but for what older torches need."""
-    lists = (torch_names.GROUPS, torch_names.RECORDERS, torch_names.DDP, torch_names.FSDP, torch_names.MESHES)
-    names = [name for one in lists for name in one]
+    groups = (*torch_names.GROUPS, *torch_names.RECORDERS, *torch_names.DEVICES)
+    names = [*groups, *torch_names.DDP, *torch_names.FSDP, *torch_names.MESHES]
     known = {part for name in names for part in name.where.replace(":", ".").split(".")}
     files = [
         Path(torch_private.__file__),
