@@ -34,6 +34,8 @@ T = TypeVar("T")
 # until its timeout. New state is written into the same tensors after configure(): give it that long.
 _SETTLE_S = 0.05
 _CLOSE_S = 0.5
+# How long the collectives of a device may take to end once they are aborted.
+_ABORT_S = 10.0
 # A Gloo worker needs the GIL once more, for a moment, after the last thing that we see of it.
 _GRACE_S = 1.0
 _LAST_S = 0.05  # the same at the end of the process, when nobody else wants the GIL
@@ -142,6 +144,11 @@ class ProcessGroups:
         self._teardown = DeferredTeardown()
 
     # -- opening
+
+    @property
+    def on_device(self) -> bool:
+        """Whether there are collectives that a device may be stuck in."""
+        return bool(self._accelerators)
 
     def settle_environment(self, tell: Callable[[str], None]) -> None:
         """Set what the backends of devices read from the environment; `tell` of values that are replaced."""
@@ -335,7 +342,8 @@ class ProcessGroups:
     def configure(self, generation: int, store: torch_private.Store) -> None:
         """Put a new backend under every group; every rank of the world does this, in its main thread.
 
-        Raises `GenerationEnded` as soon as `abort` says so, `CollectiveFailed` when the others do not come.
+        Raises `GenerationEnded` as soon as `abort` says so, `CollectiveFailed` when the others do not come,
+        `DeviceLost` where what came before does not end on the device.
         """
         old = self._scope
         if old is None:
@@ -344,6 +352,7 @@ class ProcessGroups:
             raise RuntimeError(f"generation {generation} does not come after {old.generation}")
         scope = self._enter(generation)
         self._leave(old)
+        _wait_aborted(old, _ABORT_S)
         self._retire(old, self._members.values())
         self._forget_unmarked()
         self.sweep()
@@ -428,10 +437,7 @@ class ProcessGroups:
         if scope is None:
             return
         began = time.monotonic()
-        if not scope.wait_aborted(deadline_s):
-            raise DeviceLost(
-                f"the collectives of generation {scope.generation} do not end in {deadline_s:g} s"
-            )
+        _wait_aborted(scope, deadline_s)
         accelerator.wait_idle(max(0.0, began + deadline_s - time.monotonic()))
 
     def check_read(self) -> None:
@@ -513,6 +519,11 @@ class ProcessGroups:
         self.reset()
         self._link = None
         self._teardown.seal(_CLOSE_S)
+
+
+def _wait_aborted(scope: Scope, deadline_s: float) -> None:
+    if not scope.wait_aborted(deadline_s):
+        raise DeviceLost(f"the collectives of generation {scope.generation} do not end in {deadline_s:g} s")
 
 
 def _check_read() -> None:

@@ -57,8 +57,8 @@ def run(  # noqa: PLR0913  # what a user may say, by keywords
     loses that step, and copies in order from then on.
 
     After a fault, in each process that lives: `abort()` is called in a thread at once, `finalize()` and then
-    `health_check()` when its device is idle. Where one of the last two raises, or takes more than 30 s, the
-    process is replaced. Raises UsageError.
+    `health_check()` when its device is idle. Where one of them raises, or takes too long (`abort` 10 s, the
+    others 30 s), the process is replaced. Raises UsageError.
     """
     hooks = UserHooks(abort, finalize, health_check).checked()
     checked(commit_every, commit_budget)
@@ -108,6 +108,9 @@ class _Worker:
             self._generations()
         except BaseException:
             # The script ends itself (sys.exit, Ctrl-C): no thread is left waiting for it.
+            if self._groups.on_device:
+                # Nor does what it has committed wait for others, whom it leaves.
+                self._groups.abort()
             self._run.leave()
             self._run.loaders.abandon()
             raise
