@@ -270,6 +270,8 @@ def renewed(rank: Rank) -> dict[str, Any]:
     pair = dist.new_group([0, 1])
     found = []
     for generation in (2, 3):
+        # The other one may still be in a collective that this one is through with.
+        rank.meet(f"before {generation}")
         rank.groups.abort()
         rank.groups.wait_idle(DEADLINE_S)
         rank.groups.configure(generation, rank.store)
