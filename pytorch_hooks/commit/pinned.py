@@ -34,5 +34,5 @@ def _succeeded(what: str, error: Any) -> bool:
 
 
 def _driver(kind: str) -> Any:
-    """What has CUDA's runtime calls, of CUDA itself or of a device that has them by the same names."""
+    """Return the runtime calls of CUDA, or of a device that has them by the same names."""
     return torch.get_device_module(kind).cudart()

@@ -52,7 +52,7 @@ class _Mapped:
 
 
 class Late(NamedTuple):
-    """What a commit lacks until a device has done its part."""
+    """The parts that a commit lacks until a device has done its share."""
 
     draft: Draft | None
     loss: DeviceNumber | None

@@ -34,12 +34,13 @@ def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     return flat
 
 
-def device_of(arguments: tuple[Any, ...]) -> torch.device | None:
+def device_of(arguments: tuple[Any, ...], written: list[torch.Tensor] | None = None) -> torch.device | None:
     """Return the accelerator's device that a collective is for, or None: it is the CPU's.
 
-    A barrier has no tensors, and its options may name a device.
+    `written` are the tensors that it writes, where they are known; who only sends writes none. A barrier has
+    no tensors, and its options may name a device.
     """
-    tensors = next((found for index in range(2) if (found := _tensors(arguments[index:]))), [])
+    tensors = (_tensors(arguments) if written is None else written) or _tensors(arguments[1:])
     device = tensors[0].device if tensors else getattr(arguments[0], "device", None) if arguments else None
     return device if isinstance(device, torch.device) and device.type != "cpu" else None
 
@@ -154,7 +155,7 @@ def _forward(name: str) -> Callable[..., Any]:
         inner, scope = self._ready()
         scope.calls += 1
         written = _tensors(args)
-        device = device_of(args)
+        device = device_of(args, written)
         if self._fake:
             # Checked by the fake as by any other.
             getattr(inner, name)(*args, **kwargs)

@@ -34,8 +34,8 @@ T = TypeVar("T")
 # until its timeout. New state is written into the same tensors after configure(): give it that long.
 _SETTLE_S = 0.05
 _CLOSE_S = 0.5
-# How long the collectives of a device may take to end once they are aborted.
-_ABORT_S = 10.0
+# What runs on a device, and the communicators on it, end within this once they are aborted.
+IDLE_DEADLINE_S = 10.0
 # A Gloo worker needs the GIL once more, for a moment, after the last thing that we see of it.
 _GRACE_S = 1.0
 _LAST_S = 0.05  # the same at the end of the process, when nobody else wants the GIL
@@ -352,7 +352,7 @@ class ProcessGroups:
             raise RuntimeError(f"generation {generation} does not come after {old.generation}")
         scope = self._enter(generation)
         self._leave(old)
-        _wait_aborted(old, _ABORT_S)
+        _wait_aborted(old, IDLE_DEADLINE_S)
         self._retire(old, self._members.values())
         self._forget_unmarked()
         self.sweep()
@@ -427,7 +427,7 @@ class ProcessGroups:
         scope = self._scope
         return scope is not None and scope.generation == generation and scope.error() is None
 
-    def wait_idle(self, deadline_s: float) -> None:
+    def wait_idle(self, deadline_s: float = IDLE_DEADLINE_S) -> None:
         """Wait until nothing of the ended generation works on the device. Raises DeviceLost.
 
         Until then a collective may still write to parameters, gradients, and what was freed meanwhile.

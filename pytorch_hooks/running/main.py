@@ -19,7 +19,7 @@ from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import standalone
-from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, DEVICE_IDLE_DEADLINE_S, Run
+from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
 from ckptless.pytorch_hooks.running.user_hooks import Hook, UserHooks
 from ckptless.pytorch_hooks.state import rng
 
@@ -171,7 +171,7 @@ class _Worker:
         # MemoryError and others say nothing more.
         text = _shorten(": ".join(filter(None, (type(error).__name__, str(error)))))
         self._groups.abort()
-        self._groups.wait_idle(DEVICE_IDLE_DEADLINE_S)
+        self._groups.wait_idle()
         kind = self._kind_of(part, error)
         accelerator.prove_sound()
         return m.Cause(kind=kind, text=text)
@@ -192,7 +192,7 @@ class _Worker:
         """Out of the training function: let go of its frames, which hold activations and graphs."""
         self._groups.abort()
         # Before the commit is waited for, of which the device may not have done its part.
-        self._groups.wait_idle(DEVICE_IDLE_DEADLINE_S)
+        self._groups.wait_idle()
         self._run.leave()
         link: BaseException | None = error
         while link is not None:

@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 # How long one collective may take before Gloo itself gives up; the agent notices a hang long before.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(seconds=60)
-# What runs on a device, and the communicators on it, end within this once they are aborted.
-DEVICE_IDLE_DEADLINE_S = 10.0
 WAIT_WORTH_A_NOTE_S = 1.0
 # Of steps that are not committed the agent is told so often.
 TELL_INTERVAL_S = 0.2
@@ -249,7 +247,7 @@ class Run:
         if self._groups.generation is None:
             self._groups.settle_environment(lambda text: self._warn("environment", text))
         else:
-            self._groups.wait_idle(DEVICE_IDLE_DEADLINE_S)
+            self._groups.wait_idle()
             accelerator.prove_sound()
             self._hooks.call(self._tell)
 

@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,17 @@ device: Any = kind.install()
 import torch  # noqa: E402  # the device comes first
 import torch.distributed as dist  # noqa: E402
 
+from ckptless.daemon.protocol import messages as m  # noqa: E402
 from ckptless.pytorch_hooks.commit.versions import Versions  # noqa: E402
 from ckptless.pytorch_hooks.devices.arrival import Arrival  # noqa: E402
-from ckptless.pytorch_hooks.errors import GenerationEnded  # noqa: E402
 from ckptless.pytorch_hooks.process_groups import exchange  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.device_backends import Devices  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork, Scope  # noqa: E402
 from ckptless.pytorch_hooks.state import State, TensorSet  # noqa: E402
 from ckptless.pytorch_hooks.torch_private import reads  # noqa: E402
+from tests.torch.fabric_scenarios import outcome  # noqa: E402
+from tests.torch.world import Place  # noqa: E402
 
 SIZE = 2
 MANY = 1 << 16
@@ -45,24 +46,13 @@ def put(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def outcome(call: Callable[[], object]) -> str:
-    """Return the name of what it raised, or "ok"."""
-    try:
-        call()
-    except (Exception, GenerationEnded) as error:  # noqa: BLE001 - the test looks at it
-        return type(error).__name__
-    return "ok"
-
-
 class Rank:
     """One of two processes with process groups, and a store between them."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
-        tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
-        self.store = tcp(
-            "127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False, timeout=timedelta(seconds=30)
-        )
+        self.place = Place(self.rank, SIZE, int(os.environ["MASTER_PORT"]))
+        self.store = self.place.store
         self.groups = ProcessGroups(timedelta(seconds=DEADLINE_S), host="127.0.0.1")
 
     def open(self) -> None:
@@ -74,12 +64,7 @@ class Rank:
 
     def meet(self, name: str) -> None:
         """Wait until both have come here."""
-        limit = time.monotonic() + DEADLINE_S
-        self.store.add(name, 1)
-        while self.store.add(name, 0) < SIZE:
-            if time.monotonic() > limit:
-                raise TimeoutError(f"the other one did not come to {name}")
-            time.sleep(0.002)
+        self.place.meet(name, SIZE, DEADLINE_S)
 
     def late(self) -> None:
         """The second rank comes to the next collective later."""
@@ -142,7 +127,7 @@ def left(rank: Rank) -> dict[str, Any]:
 
 
 def idle(rank: Rank) -> dict[str, Any]:
-    """What is written once the device is idle stays, also where an abort takes long."""
+    """Tensors that are written once the device is idle stay so, also where an abort takes long."""
     rank.open()
     tensor = torch.ones(MANY, device=DEVICE)
     rank.meet("ready")
@@ -192,27 +177,31 @@ class Session:
         self.payload = payload
 
 
-def sealed(rank: Rank) -> dict[str, Any]:
-    """A step whose gradients never came is not committed, whatever the device has made of it since."""
-    from ckptless.daemon.protocol import messages as m
-
-    rank.open()
+def commits(rank: Rank) -> tuple[torch.nn.Linear, Session, Versions, TensorSet]:
+    """Return a model on the device, and all that its steps are committed with."""
     model = torch.nn.Linear(64, 64).to(DEVICE)
     session = Session()
     versions = Versions(session, lasts=rank.groups.lasts)  # type: ignore[arg-type]
     versions.pins = DEVICE
-    tensors = TensorSet(State(model=model))
+    return model, session, versions, TensorSet(State(model=model))
 
-    def commit(step: int) -> None:
-        told = m.Commit(generation=1, step=step, record=b"", digest="", tensors=None, loss=None)
-        versions.send(told, versions.write(tensors, step, 1, 0, 0))
 
-    commit(1)
+def commit(versions: Versions, tensors: TensorSet, step: int) -> None:
+    """Begin a commit of generation 1."""
+    told = m.Commit(generation=1, step=step, record=b"", digest="", tensors=None, loss=None)
+    versions.send(told, versions.write(tensors, step, 1, 0, 0))
+
+
+def sealed(rank: Rank) -> dict[str, Any]:
+    """A step whose gradients never came is not committed, whatever the device has made of it since."""
+    rank.open()
+    model, session, versions, tensors = commits(rank)
+    commit(versions, tensors, 1)
     versions.wait()
     rank.meet("ready")
     if rank.rank == 0:
         dist.all_reduce(model.weight.data)
-        commit(2)
+        commit(versions, tensors, 2)
         threading.Timer(SLOW_S, rank.groups.abort).start()
         versions.wait()
         rank.store.set("over", "1")
@@ -226,21 +215,15 @@ def sealed(rank: Rank) -> dict[str, Any]:
 
 def copied(rank: Rank) -> dict[str, Any]:
     """A version is digested, and sealed, once its bytes have come from the device."""
-    from ckptless.daemon.protocol import messages as m
     from ckptless.daemon.protocol import version
 
     rank.open()
-    model = torch.nn.Linear(64, 64).to(DEVICE)
-    session = Session()
-    versions = Versions(session, lasts=rank.groups.lasts)  # type: ignore[arg-type]
-    versions.pins = DEVICE
-    tensors = TensorSet(State(model=model))
+    _model, session, versions, tensors = commits(rank)
     wanted = torch.zeros(tensors.layout.nbytes, dtype=torch.uint8).pin_memory()
     tensors.queue(wanted)
     device.synchronize()
     with kind.held():
-        told = m.Commit(generation=1, step=1, record=b"", digest="", tensors=None, loss=None)
-        versions.send(told, versions.write(tensors, 1, 1, 0, 0))
+        commit(versions, tensors, 1)
         time.sleep(SLOW_S)
         early = bool(session.sent)
     versions.wait()
@@ -325,7 +308,7 @@ def freed_before_it_is_over() -> None:
 
 
 def reads_are_not_guarded() -> None:
-    """What a read gives out is not asked after."""
+    """Nobody asks after what a read gives out."""
     put(reads, "guard", lambda _check: None)
 
 

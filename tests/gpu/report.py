@@ -45,7 +45,7 @@ class Memory:
 
 
 class Shard(torch.nn.Module):
-    """So many bytes of float32 parameters."""
+    """A module with float32 parameters of so many bytes."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         super().__init__()

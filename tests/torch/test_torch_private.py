@@ -193,7 +193,7 @@ class Nccl:
     """In the place of ProcessGroupNCCL, which a torch for the CPU does not have."""
 
     class Options:
-        """What one is made with."""
+        """The options that one is made with."""
 
         _timeout = timedelta(0)
         group_name = ""

@@ -51,7 +51,7 @@ class Group(Exchange, torch_private.GroupBase):
         self._blocking(lambda group: group.monitored_barrier(*args, **kwargs))
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """What follows, until `_end_coalescing`, is queued on a device as one."""
+        """Queue what follows, until `_end_coalescing`, on a device as one."""
         inner, _ = self._ready()
         if not self._fake:
             self._connect(device)
