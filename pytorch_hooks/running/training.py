@@ -437,6 +437,8 @@ class Run:
         self._saved = step
         self._cadence.begin(step, self.rank, self.world_size)
         self._told_at = 0.0
+        # One of a generation that was cut off is garbage.
+        self._telling = None
 
     def _pass(self, step: int, loss: float | torch.Tensor | None) -> None:
         """A step that is not committed; of the first one it is told at once, of others now and then."""
