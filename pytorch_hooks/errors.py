@@ -25,6 +25,10 @@ class StateMoved(RuntimeError):
     """
 
 
+class FrozenChanged(StateMoved):
+    """The same of a tensor that was frozen, so that it was not copied again: it had changed unseen."""
+
+
 class DeviceLost(BaseException):
     """This process's accelerator cannot be used any more by it: only another process may mend that.
 

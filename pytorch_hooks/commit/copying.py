@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.commit.versions import Versions, WrittenVersion
-from ckptless.pytorch_hooks.errors import StateMoved
+from ckptless.pytorch_hooks.errors import FrozenChanged, StateMoved
 from ckptless.pytorch_hooks.state import TensorSet
 
 # Copies that are compared with what lives, before any is made beside the training.
@@ -32,19 +32,9 @@ class Copying:
         self._why_not: str | None = None
         # Copied in order, and to be compared with what lives when the next update begins.
         self._trial: tuple[TensorSet, WrittenVersion] | None = None
-        self._known: TensorSet | None = None
 
     def write(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
         """Copy all tensors, or begin to. As `Versions.write`."""
-        if tensors is not self._known:
-            self._known = tensors
-            kinds = {tensor.device.type for _name, tensor in tensors.named()} - {"cpu"}
-            if kinds:
-                self._versions.pins = kinds.pop()
-                self._refuse(
-                    "commits are copied while the training waits: overlap='on' is so far only for tensors "
-                    "that lie in the CPU's memory"
-                )
         overlaps = self._wanted and self._tried >= TRIALS
         write = self._versions.begin if overlaps else self._versions.write
         written = write(tensors, step, generation, shard, rank)
@@ -78,6 +68,8 @@ class Copying:
     def _say(self, do: Callable[[], None]) -> None:
         try:
             do()
+        except FrozenChanged:
+            raise
         except StateMoved as error:
             raise StateMoved(self._refuse_moved(str(error))) from None
 

@@ -8,9 +8,8 @@ thread has called `wait`.
 """
 
 import logging
-import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -24,31 +23,20 @@ from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError, StateUnavailableError
 from ckptless.daemon.protocol.twins import Span, twin_digest
 from ckptless.pytorch_hooks.agent_session.session import Session
+from ckptless.pytorch_hooks.commit.device_overlap import BesideOnDevice
+from ckptless.pytorch_hooks.commit.frozen import Frozen
 from ckptless.pytorch_hooks.commit.overlap import BesideTraining
-from ckptless.pytorch_hooks.commit.pinned import Pinned
+from ckptless.pytorch_hooks.commit.slots import SLOTS, Slots
 from ckptless.pytorch_hooks.devices.arrival import Arrival, DeviceNumber
+from ckptless.pytorch_hooks.devices.sums import summable
 from ckptless.pytorch_hooks.errors import StateMoved
-from ckptless.pytorch_hooks.state import Draft, TensorSet, private, raw
+from ckptless.pytorch_hooks.state import Draft, TensorCopy, TensorSet, private, raw
 
 logger = logging.getLogger(__name__)
 
-SLOTS = 3
 THREADS = 2
 # So many bad copies in a row: something is wrong that another one does not mend.
 TRIES = 4
-
-
-@dataclass
-class _Mapped:
-    """A memfd of the agent's, mapped as one uint8 tensor."""
-
-    number: int
-    slot_nbytes: int
-    bytes: torch.Tensor
-    last_slot: int
-
-    def slot(self, index: int) -> torch.Tensor:
-        return self.bytes[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
 
 
 class Late(NamedTuple):
@@ -70,7 +58,7 @@ class WrittenVersion:
     slot: torch.Tensor
     chunks: list[Future[int]]
     arrival: Arrival
-    coming: BesideTraining | None = None
+    coming: BesideTraining | BesideOnDevice | None = None
 
     @property
     def payload(self) -> torch.Tensor:
@@ -96,7 +84,6 @@ class FetchedStep:
 class Versions:
     """The versions of one rank, through its session. Main thread only.
 
-    `pins`: for which kind of device the memory that versions are copied into is page-locked, if for one.
     `lasts(generation)`: whether nothing that a device has done so far was cut off by that generation's end.
     """
 
@@ -108,10 +95,13 @@ class Versions:
     ) -> None:
         self._session, self._chunk_nbytes = session, chunk_nbytes
         self._lasts = lasts
-        self.pins: str | None = None
-        self._pinned: Pinned | None = None
-        self._coming: BesideTraining | None = None
-        self._mapped: _Mapped | None = None
+        self._coming: BesideTraining | BesideOnDevice | None = None
+        self._slots: Slots | None = None
+        self._frozen = Frozen()
+        # Before and after the copies that the training's stream has made.
+        self._held: tuple[Arrival, Arrival] | None = None
+        # Of the device, beside the training's.
+        self._stream: torch.Stream | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptless-version")
         # What the threads have of the newest commit: its chunks, then the rest of it.
         self._pending: list[Future[Any]] = []
@@ -123,8 +113,47 @@ class Versions:
 
         What was written before must have been sent: `wait`.
         """
-        written = self._place(tensors, step, generation, shard, rank)
-        written = replace(written, arrival=tensors.queue(written.payload))
+        written, index = self._place(tensors, step, generation, shard, rank)
+        device = tensors.device
+        if device is None:
+            return self._digested(replace(written, arrival=tensors.queue(written.payload)))
+        began = Arrival([device])
+        arrival = _queue(self._frozen.begin(index, tensors.copies(written.payload), device))
+        self._held = began, Arrival([device])
+        return self._digested(replace(written, arrival=arrival))
+
+    def begin(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
+        """Begin as `write`; but copy what only an update changes beside the training, up to `fence`."""
+        written, index = self._place(tensors, step, generation, shard, rank)
+        copies = tensors.copies(written.payload)
+        device = tensors.device
+        if device is None:
+            now, later = _split(copies, lambda one: one.by_update)
+            _queue(now)
+            self._coming = BesideTraining(later)
+            return replace(written, coming=self._coming)
+        began = Arrival([device])
+        copies = self._frozen.begin(index, copies, device)
+        now, later = _split(copies, lambda one: one.by_update and summable(one.source, device))
+        arrival = _queue(now)
+        self._held = began, Arrival([device])
+        if not later:
+            return self._digested(replace(written, arrival=arrival))
+        self._stream = self._stream or torch.Stream(device)
+        self._coming = BesideOnDevice(later, self._stream)
+        return replace(written, arrival=arrival.together(self._coming.arrival), coming=self._coming)
+
+    def held_s(self) -> float:
+        """Return for how long the last copies held up a device, by its clock; once, where it is known."""
+        held = self._held
+        if held is None or not held[1].is_there:
+            return 0.0
+        self._held = None
+        began, arrival = held
+        return arrival.since(began)
+
+    def _digested(self, written: WrittenVersion) -> WrittenVersion:
+        """Have the threads digest its chunks, each once all has arrived."""
         payload, header = raw.window(written.payload), written.header
         written.chunks.extend(
             self._threads.submit(_digest, written.arrival, payload[start:end])
@@ -133,21 +162,15 @@ class Versions:
         self._pending.extend(written.chunks)
         return written
 
-    def begin(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
-        """Begin as `write`; but copy what only an update changes beside the training, up to `fence`."""
-        written = self._place(tensors, step, generation, shard, rank)
-        now, later = tensors.copies(written.payload)
-        private.copy_all([one.target for one in now], [one.source for one in now])
-        self._coming = BesideTraining(later)
-        return replace(written, coming=self._coming)
-
     def fence(self) -> None:
         """An update begins: it comes after the copies. Raises StateMoved. The thread that updates."""
         if self._coming is not None:
             self._coming.fence()
 
-    def _place(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
-        """The next slot, in which no version lies any more."""
+    def _place(
+        self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int
+    ) -> tuple[WrittenVersion, int]:
+        """Return the next slot, in which no version lies any more, and its index."""
         layout = tensors.layout
         header = version.Header(
             job=self._session.welcome.job,
@@ -162,37 +185,33 @@ class Versions:
             chunk_nbytes=self._chunk_nbytes,
         )
         nbytes = header.total_nbytes
-        mapped = self._mapped
-        if mapped is None or mapped.slot_nbytes < nbytes:
-            mapped = self._allocate(generation, tensors, nbytes)
-        if self.pins is not None and self._pinned is None:
-            self._pinned = Pinned(mapped.bytes, self.pins)
-        index = mapped.last_slot = (mapped.last_slot + 1) % SLOTS
-        slot = mapped.slot(index)[:nbytes]
+        slots = self._slots
+        if slots is None or slots.slot_nbytes < nbytes:
+            slots = self._allocate(generation, tensors, nbytes)
+        index = slots.take()
+        slot = slots.slot(index)[:nbytes]
         # What lay there is no version from here on, whatever becomes of this process.
         version.invalidate(raw.window(slot))
-        offset = index * mapped.slot_nbytes
-        at = m.TensorsAt(region=mapped.number, offset=offset, nbytes=nbytes, digest="")
-        return WrittenVersion(header, at, slot, [], Arrival(()))
+        offset = index * slots.slot_nbytes
+        at = m.TensorsAt(region=slots.number, offset=offset, nbytes=nbytes, digest="")
+        return WrittenVersion(header, at, slot, [], Arrival(())), index
 
-    def _allocate(self, generation: int, tensors: TensorSet, nbytes: int) -> _Mapped:
-        # The views that pack() keeps would hold the old mapping.
-        tensors.release()
-        self._unmap()
+    def _allocate(self, generation: int, tensors: TensorSet, nbytes: int) -> Slots:
+        self._unmap(tensors)
         page = version.PAGE_NBYTES
         slot_nbytes = -(-nbytes // page) * page
         reply, fd = self._session.allocate(generation, slot_nbytes, SLOTS)
-        self._mapped = _map(fd, reply.region, slot_nbytes, last_slot=-1)
-        return self._mapped
+        self._slots = Slots(fd, reply.region, slot_nbytes, 0, _kind(tensors))
+        return self._slots
 
-    def _unmap(self) -> None:
-        self._unpin()
-        self._mapped = None
-
-    def _unpin(self) -> None:
-        if self._pinned is not None:
-            self._pinned.close()
-            self._pinned = None
+    def _unmap(self, tensors: TensorSet | None = None) -> None:
+        if tensors is not None:
+            # The views that pack() keeps would hold the old mapping.
+            tensors.release()
+        self._frozen.forget()
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.close()
 
     def send(
         self,
@@ -236,6 +255,8 @@ class Versions:
         else:
             digests = version.ChunkDigests(raw.window(written.payload), self._chunk_nbytes)
             written.coming.complete(digests.came)
+            # no deadline: the device's own work; the end of the generation frees it
+            written.arrival.wait()
             # What is torn gets no header, and nobody hears of it but the main thread.
             if written.coming.moved is not None:
                 return
@@ -243,6 +264,7 @@ class Versions:
         # What was queued on a device behind collectives that were aborted since is garbage.
         if written.arrival.from_device and not self._lasts(commit.generation):
             return
+        self._frozen.end()
         header = replace(written.header, chunks=chunks)
         window = raw.window(written.slot)
         header = replace(header, twins=twin_digest(header, window[header.header_nbytes :], own))
@@ -265,6 +287,7 @@ class Versions:
         What was written to while it was copied, if something was.
         """
         pending, moved = self._settle()
+        self._frozen.forget()
         errors = [error for future in pending if (error := future.exception()) is not None]
         if errors:
             logger.warning("the last commit was not sent: %s", errors[0])
@@ -281,7 +304,7 @@ class Versions:
         """End the threads."""
         self.leave()
         self._threads.shutdown()
-        self._unpin()
+        self._unmap()
 
     # -------------------------------------------------------------------------------------- read
 
@@ -309,15 +332,14 @@ class Versions:
         raise StateUnavailableError(f"the state of step {step}, shard {shard}, is bad again and again: {why}")
 
     def _mapped_at(self, at: m.TensorsAt, fd: int, slot_nbytes: int, tensors: TensorSet) -> torch.Tensor:
-        if self._mapped is not None and self._mapped.number == at.region:
+        following = (at.offset // slot_nbytes + 1) % SLOTS
+        if self._slots is not None and self._slots.number == at.region:
             os.close(fd)
+            self._slots.next_slot = following
         else:
-            # The views that pack() keeps would hold the old mapping.
-            tensors.release()
-            self._unmap()
-            self._mapped = _map(fd, at.region, slot_nbytes, last_slot=-1)
-        self._mapped.last_slot = at.offset // slot_nbytes
-        return self._mapped.bytes[at.offset : at.offset + at.nbytes]
+            self._unmap(tensors)
+            self._slots = Slots(fd, at.region, slot_nbytes, following, _kind(tensors))
+        return self._slots.bytes[at.offset : at.offset + at.nbytes]
 
     def _verify(self, found: FetchedStep) -> None:
         """Raise StateUnavailableError, which names the chunk, where the bytes are not those of the commit."""
@@ -346,10 +368,18 @@ def _digest(arrival: Arrival, chunk: memoryview) -> int:
     return version.digest_of(chunk)
 
 
-def _map(fd: int, number: int, slot_nbytes: int, last_slot: int) -> _Mapped:
-    try:
-        mapping = mmap.mmap(fd, slot_nbytes * SLOTS)
-    finally:
-        os.close(fd)
-    # The tensor keeps the mapping alive, and unmaps it when the last view of it is gone.
-    return _Mapped(number, slot_nbytes, torch.frombuffer(mapping, dtype=torch.uint8), last_slot)
+def _queue(copies: Sequence[TensorCopy]) -> Arrival:
+    return private.queue_copies([one.target for one in copies], [one.source for one in copies])
+
+
+def _split(
+    copies: Sequence[TensorCopy], later: Callable[[TensorCopy], bool]
+) -> tuple[list[TensorCopy], list[TensorCopy]]:
+    both: tuple[list[TensorCopy], list[TensorCopy]] = [], []
+    for one in copies:
+        both[later(one)].append(one)
+    return both
+
+
+def _kind(tensors: TensorSet) -> str | None:
+    return None if tensors.device is None else tensors.device.type

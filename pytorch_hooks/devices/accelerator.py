@@ -86,12 +86,11 @@ def within(deadline_s: float, call: Callable[[], object], trouble: str) -> None:
     The thread works on the device that is current here.
     """
     errors: list[Exception] = []
-    device = in_use()
+    on_device = follow()
 
     def make() -> None:
         try:
-            if device is not None:
-                _module(device.type).set_device(device)
+            on_device()
             call()
         except Exception as error:  # noqa: BLE001  # it is raised in the thread that waits
             errors.append(error)
@@ -103,6 +102,17 @@ def within(deadline_s: float, call: Callable[[], object], trouble: str) -> None:
         raise DeviceLost(f"{trouble} within {deadline_s:g} s")
     if errors:
         raise DeviceLost(f"{trouble}: {errors[0]!r}") from errors[0]
+
+
+def follow() -> Callable[[], None]:
+    """Return what has the thread that calls it work on the device that is current here, if one is."""
+    device = in_use()
+
+    def here() -> None:
+        if device is not None:
+            _module(device.type).set_device(device)
+
+    return here
 
 
 def _module(kind: str) -> Any:

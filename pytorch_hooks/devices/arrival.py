@@ -24,6 +24,25 @@ class Arrival:
         """Whether `wait` returns at once."""
         return all(event.query() for event in self._events)
 
+    def together(self, other: "Arrival") -> "Arrival":
+        """Return what has arrived when both have."""
+        both = Arrival(())
+        both._events = [*self._events, *other._events]
+        return both
+
+    def since(self, earlier: "Arrival") -> float:
+        """Return the devices' own seconds between another one, of the same devices, and this one; 0 of none.
+
+        Raises RuntimeError unless both are there.
+        """
+        pairs = zip(earlier._events, self._events, strict=True)
+        return max((first.elapsed_time(last) / 1000 for first, last in pairs), default=0.0)
+
+    def order(self) -> None:
+        """Have the devices do what is queued on their current streams from now on only after it."""
+        for event in self._events:
+            event.wait(torch.accelerator.current_stream(event.device))
+
     def wait(self) -> None:
         """Return once the devices have done it. Raises RuntimeError where one has failed."""
         for event in self._events:
@@ -47,6 +66,6 @@ class DeviceNumber:
 
 def _recorded(device: torch.device) -> torch.Event:
     # Who waits for one of the other kind keeps a core busy.
-    event = torch.Event(device, blocking=True)
+    event = torch.Event(device, blocking=True, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
     return event

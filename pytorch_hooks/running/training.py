@@ -419,6 +419,7 @@ class Run:
     def _commit(self, loss: float | torch.Tensor | None) -> int:
         step = self._step + 1
         due = self._cadence.is_due(step)
+        self._cadence.meter.held_up(self._versions.held_s())
         self._cadence.meter.enter(time.monotonic())
         if due:
             self._save(step, loss)

@@ -27,13 +27,16 @@ def _list_ids(value: list[Any]) -> tuple[int, ...]:
 class TensorCopy(NamedTuple):
     """One tensor's: `target` (a view of the buffer, from `offset` on) is to be as `source` is.
 
-    `source` shares its memory with what the training has, and keeps that memory alive.
+    `source` shares its memory with what the training has, and keeps that memory alive. It is `by_update`
+    where only an optimizer's step changes it, `frozen` where nothing of the training should.
     """
 
     name: str
     offset: int
     target: torch.Tensor
     source: torch.Tensor
+    by_update: bool
+    frozen: bool
 
 
 class TensorSet:
@@ -53,6 +56,7 @@ class TensorSet:
         self._layout = layouts.plan(())
         self._catalog: bytes | None = None
         self._forms: list[tuple[torch.dtype, torch.Size, bool]] = []
+        self._accelerator: torch.device | None = None
         self._spans: tuple[tuple[str, frozenset[str]], tuple[tuple[int, int], ...]] = ("", frozenset()), ()
         self._views: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}
         self._aliases: list[torch.Tensor] = []
@@ -79,6 +83,11 @@ class TensorSet:
     def planned(self) -> Layout:
         """The layout that was looked at last."""
         return self._layout
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that tensors lie on besides the CPU, if any do, as they were looked at last."""
+        return self._accelerator
 
     @property
     def catalog(self) -> bytes:
@@ -147,27 +156,32 @@ class TensorSet:
         sources = [private.local(n.tensor) for n in self._named]
         return private.queue_copies(self._viewed(buffer), [s for s in sources if s.numel()])
 
-    def copies(self, buffer: torch.Tensor) -> tuple[list[TensorCopy], list[TensorCopy]]:
-        """Give what `pack` would copy: what may change at any time, and what only an update changes.
+    def copies(self, buffer: torch.Tensor) -> list[TensorCopy]:
+        """Give what `pack` would copy, in the order of the layout. Raises as `pack`.
 
-        The latter are the optimizers' state, and the parameters of modules (as the State names them) that an
-        optimizer has parameters of; not those of a moving average. Both in the order of the layout. Raises as
-        `pack`.
+        Only an update changes the optimizers' state, and the parameters of modules (as the State names them)
+        that an optimizer has parameters of; not those of a moving average. Frozen are parameters that need no
+        gradient, and buffers.
         """
         self.refresh()
         _check_buffer(buffer, self._layout.nbytes)
-        both: tuple[list[TensorCopy], list[TensorCopy]] = [], []
+        made: list[TensorCopy] = []
         parts = [private.local(n.tensor) for n in self._named]
         aliases = self._aliased(parts)
         filled = [index for index, part in enumerate(parts) if part.numel()]
         for index, target in zip(filled, self._viewed(buffer), strict=True):
             entry = self._layout.entries[index]
-            both[self._updated[index]].append(TensorCopy(entry.name, entry.offset, target, aliases[index]))
-        return both
+            trained = entry.name[0] == "o" or self._forms[index][2]
+            made.append(
+                TensorCopy(
+                    entry.name, entry.offset, target, aliases[index], self._updated[index], not trained
+                )
+            )
+        return made
 
     def differs(self, buffer: torch.Tensor) -> str | None:
         """Name the first living tensor whose bytes are not those that were packed into `buffer`."""
-        for one in (copy for copies in self.copies(buffer) for copy in copies):
+        for one in self.copies(buffer):
             if not torch.equal(raw.flat(one.source), raw.flat(one.target)):
                 return one.name
         return None
@@ -244,6 +258,7 @@ class TensorSet:
         fresh = layouts.plan(self._named)
         parts = [(n, private.local(n.tensor)) for n in self._named]
         self._forms = [(part.dtype, part.shape, n.tensor.requires_grad) for n, part in parts]
+        self._accelerator = next((part.device for _n, part in parts if part.device.type != "cpu"), None)
         self._aliases, self._updated, self._names = [], self._updates(), None
         if fresh.digest != self._layout.digest:
             self._layout, self._catalog = fresh, None

@@ -182,7 +182,6 @@ def commits(rank: Rank) -> tuple[torch.nn.Linear, Session, Versions, TensorSet]:
     model = torch.nn.Linear(64, 64).to(DEVICE)
     session = Session()
     versions = Versions(session, lasts=rank.groups.lasts)  # type: ignore[arg-type]
-    versions.pins = DEVICE
     return model, session, versions, TensorSet(State(model=model))
 
 

@@ -72,7 +72,6 @@ def bare_copy_s(module: Any, nbytes: int) -> float:
 def steps_s(module: Any, shard: Shard, step_s: float, *, commits: bool) -> tuple[float, float]:
     """Return the median time of a step, and of `commit` in it as the main thread sees it (seconds)."""
     versions = Versions(cast("Any", Memory()))
-    versions.pins = kind.name()
     tensors = TensorSet(State(model=shard))
     steps: list[float] = []
     calls: list[float] = []

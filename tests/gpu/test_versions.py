@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,36 +10,15 @@ import torch
 from torch import nn
 
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol import version
 from ckptless.pytorch_hooks.commit.copying import Copying
 from ckptless.pytorch_hooks.commit.versions import Versions
 from ckptless.pytorch_hooks.state import State, TensorSet
 from tests.gpu import kind
+from tests.gpu.commits import Session
 
 pytestmark = pytest.mark.skipif(kind.missing() is not None, reason=str(kind.missing()))
 
 WIDTH = 512
-
-
-class Session:
-    """Memory of its own; reads what was sent at once."""
-
-    def __init__(self) -> None:
-        self.welcome = SimpleNamespace(job="job", run="0" * 32)
-        self.memory = -1
-        self.sent: dict[int, bytes] = {}
-
-    def allocate(self, _generation: int, slot_nbytes: int, slots: int) -> tuple[m.Allocated, int]:
-        """See Session."""
-        self.memory = os.memfd_create("ckptless-test")
-        os.ftruncate(self.memory, slot_nbytes * slots)
-        return m.Allocated(region=1), os.dup(self.memory)
-
-    def send(self, commit: m.Commit) -> None:
-        """See Session."""
-        assert commit.tensors is not None
-        data = os.pread(self.memory, commit.tensors.nbytes, commit.tensors.offset)
-        self.sent[commit.step] = data[version.verify(memoryview(data), commit.tensors.digest).header_nbytes :]
 
 
 def test_a_version_is_what_lives_on_the_device_and_its_memory_is_pinned() -> None:
@@ -51,7 +29,7 @@ def test_a_version_is_what_lives_on_the_device_and_its_memory_is_pinned() -> Non
     tensors = TensorSet(State(model=model, optimizer=optimizer))
     session = Session()
     versions = Versions(cast("Any", session))
-    copying = Copying(versions, "on", lambda _text: None)
+    copying = Copying(versions, "off", lambda _text: None)
     for step in range(1, 6):
         model(torch.randn(64, WIDTH, device=kind.name())).pow(2).mean().backward()
         copying.before_update()
@@ -63,8 +41,9 @@ def test_a_version_is_what_lives_on_the_device_and_its_memory_is_pinned() -> Non
         wanted = torch.zeros(tensors.layout.nbytes, dtype=torch.uint8)
         tensors.pack(wanted)
         assert session.sent[step] == bytes(wanted.numpy())
-    assert versions._pinned is not None
-    assert versions._pinned.is_pinned
+    assert versions._slots is not None
+    pinned = [ready.result() for ready in versions._slots._ready.values()]
+    assert all(one is not None and one.is_pinned for one in pinned)
     versions.close()
     tensors.release()
     os.close(session.memory)

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
-from ckptless.pytorch_hooks.commit.versions import SLOTS, Versions, record_digest
+from ckptless.pytorch_hooks.commit.slots import SLOTS
+from ckptless.pytorch_hooks.commit.versions import Versions, record_digest
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, read
 
 GENERATION = 1
@@ -78,9 +79,9 @@ class Bench:
 
     def copy(self) -> float:
         """One memcpy into the slot that the next commit would take."""
-        mapped = self.versions._mapped
-        assert mapped is not None
-        slot = mapped.slot((mapped.last_slot + 1) % SLOTS)
+        slots = self.versions._slots
+        assert slots is not None
+        slot = slots.slot(slots.next_slot)
         begin = version.header_nbytes(self.flat.numel())
         target = slot[begin : begin + self.flat.numel()]
         start = time.perf_counter()

@@ -30,8 +30,8 @@ def built() -> None:
     build.build()
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
-def test_processes_and_nodes_at_every_place(tmp_path: Path, parallel: str) -> None:
+@pytest.mark.parametrize(("parallel", "overlap"), [("ddp", "on"), ("fsdp", "on"), ("hsdp", "off")])
+def test_processes_and_nodes_at_every_place(tmp_path: Path, parallel: str, overlap: str) -> None:
     faults = [
         fault("forward", "kill", 2, 3),
         fault("backward", "raise", 3, 6),
@@ -45,7 +45,8 @@ def test_processes_and_nodes_at_every_place(tmp_path: Path, parallel: str) -> No
         fault("restore", "kill", 1, after=7),
         fault("finish", "kill", 1, FEW),
     ]
-    kinds = check(tmp_path, faults, spares=2, shape=Shape(steps=FEW, parallel=parallel, device="simdev"))
+    shape = Shape(steps=FEW, parallel=parallel, overlap=overlap, device="simdev")
+    kinds = check(tmp_path, faults, spares=2, shape=shape)
     assert kinds["node-lost"] == 1
     assert kinds["died"] >= 5
 
@@ -97,5 +98,7 @@ def test_commits_wait_for_no_device(tmp_path: Path, parallel: str, every: str) -
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
 def test_twenty_faults(tmp_path: Path, parallel: str, seed: int) -> None:
-    shape = Shape(steps=MANY, parallel=parallel, device="simdev")
+    # With copies beside the training in every other job.
+    overlap = "on" if seed % 2 else "off"
+    shape = Shape(steps=MANY, parallel=parallel, overlap=overlap, device="simdev")
     assert check(tmp_path, twenty(seed), spares=3, shape=shape)["node-lost"] == 3

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ckptless.daemon.protocol import messages as m
 from ckptless.pytorch_hooks.agent_session.session import Session
-from ckptless.pytorch_hooks.commit.versions import SLOTS
+from ckptless.pytorch_hooks.commit.slots import SLOTS
 
 from .world import Place
 

@@ -20,6 +20,7 @@ from ckptless.daemon.protocol.errors import BadVersionError, UsageError
 from ckptless.pytorch_hooks.commit import versions as subject
 from ckptless.pytorch_hooks.commit.copying import TRIALS, Copying, Wanted, checked_overlap
 from ckptless.pytorch_hooks.commit.overlap import PIECE_NBYTES, BesideTraining
+from ckptless.pytorch_hooks.commit.slots import SLOTS
 from ckptless.pytorch_hooks.commit.versions import Versions, WrittenVersion
 from ckptless.pytorch_hooks.errors import StateMoved
 from ckptless.pytorch_hooks.state import State, TensorCopy, TensorSet
@@ -146,7 +147,7 @@ def rank() -> Iterator[Rank]:
 
 def test_the_bytes_are_those_of_a_copy_in_order(rank: Rank) -> None:
     assert rank.tensors.layout.nbytes > 3 * PIECE_NBYTES
-    for step in range(2 * subject.SLOTS):
+    for step in range(2 * SLOTS):
         wanted = rank.packed()
         rank.begin(step)
         rank.versions.fence()
@@ -354,18 +355,6 @@ def test_after_a_write_that_was_counted_copies_are_in_order(gated: tuple[Rank, G
     assert not trained.step(write)
     trained.copying.leave()
     assert len(trained.told) == 1
-
-
-def test_of_a_device_nothing_is_copied_beside(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "Pinned", lambda _memory, _kind: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(rank.tensors, "named", lambda: [("p", SimpleNamespace(device=torch.device("cuda")))])
-    trained = Trained(rank, "on")
-    assert [trained.step() for _ in range(TRIALS + 2)] == [False] * (TRIALS + 2)
-    (told,) = trained.told
-    assert "the CPU's memory" in told
-    silent = Trained(rank, "off")
-    assert not silent.step()
-    assert silent.told == []
 
 
 def test_nothing_is_copied_beside_unless_the_script_says_so(rank: Rank) -> None:

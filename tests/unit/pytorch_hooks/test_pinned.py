@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ckptless.pytorch_hooks.commit import pinned
+from ckptless.pytorch_hooks.commit import versions as subject
 from ckptless.pytorch_hooks.commit.pinned import Pinned
 from ckptless.pytorch_hooks.commit.versions import Versions
 from ckptless.pytorch_hooks.state import State, TensorSet
@@ -53,13 +54,13 @@ def test_memory_is_pinned_once_and_let_go_of(monkeypatch: pytest.MonkeyPatch) ->
     session = SimpleNamespace(welcome=SimpleNamespace(job="job", run="0" * 32), allocate=allocate)
     monkeypatch.setattr(pinned, "_driver", lambda _kind: pins)
     versions = Versions(cast("Any", session))
-    versions.pins = "cuda"
+    monkeypatch.setattr(subject, "_kind", lambda _tensors: "cuda")
     small, large = (TensorSet(State(model=torch.nn.Linear(size, size))) for size in (2, 200))
     for tensors in (small, large):
         for step in range(3):
             versions.write(tensors, step, 1, 0, 0)
             versions.wait()
-            assert len(pins.registered) == 1
+        assert len(pins.registered) == 3
     assert region == 2
     versions.close()
     assert not pins.registered

@@ -16,7 +16,8 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError, StateUnavailableError
 from ckptless.pytorch_hooks.commit import versions as subject
-from ckptless.pytorch_hooks.commit.versions import SLOTS, Versions
+from ckptless.pytorch_hooks.commit.slots import SLOTS
+from ckptless.pytorch_hooks.commit.versions import Versions
 from ckptless.pytorch_hooks.state import State, TensorSet, raw
 
 DEADLINE_S = 20.0

@@ -1,0 +1,42 @@
+"""Copies of a commit from a device that run beside the next step, on a stream of their own.
+
+The device has an update wait for them (`fence`), and no thread does. Whoever writes before that, and by
+whatever way, is found: the device adds up the tensors' bytes when the copies begin, and what has arrived is
+added up again. A version of which they differ gets no header.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ckptless.pytorch_hooks.devices.sums import DeviceSums, sums_of
+from ckptless.pytorch_hooks.state import TensorCopy, private
+
+
+class BesideOnDevice:
+    """The copies of one commit, all from one device, queued on `stream`. As `overlap.BesideTraining`.
+
+    `moved`: the name of a tensor that was written to before it had been copied, once `complete` has returned.
+    """
+
+    def __init__(self, copies: Sequence[TensorCopy], stream: torch.Stream) -> None:
+        self._copies = copies
+        self._sums = DeviceSums([one.source for one in copies])
+        self.moved: str | None = None
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+        with stream:
+            self.arrival = private.queue_copies([c.target for c in copies], [c.source for c in copies])
+
+    def complete(self, came: Callable[[int], None]) -> None:
+        """Wait for the copies, and see whether they are right; `came(offset)` is not called."""
+        del came
+        # no deadline: the device's own work; the end of the generation frees it
+        self.arrival.wait()
+        for one, sums in zip(self._copies, self._sums.read(), strict=True):
+            if not torch.equal(sums_of(one.target), sums):
+                self.moved = one.name
+                return
+
+    def fence(self) -> None:
+        """Have the current stream wait for the copies. The thread that updates."""
+        self.arrival.order()

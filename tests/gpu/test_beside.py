@@ -1,0 +1,266 @@
+"""Copies from a device beside the training, and those that are left out: the same bytes. `make test-gpu`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import pytest
+import torch
+from torch import nn
+
+from ckptless.pytorch_hooks.commit import frozen
+from ckptless.pytorch_hooks.commit.copying import TRIALS, Wanted
+from ckptless.pytorch_hooks.commit.device_overlap import BesideOnDevice
+from ckptless.pytorch_hooks.commit.frozen import Frozen
+from ckptless.pytorch_hooks.commit.slots import SLOTS
+from ckptless.pytorch_hooks.errors import FrozenChanged, StateMoved
+from ckptless.pytorch_hooks.state import TensorCopy
+from tests.gpu import kind
+from tests.gpu.commits import Rank
+
+pytestmark = pytest.mark.skipif(kind.missing() is not None, reason=str(kind.missing()))
+
+# Of 1 MiB, which is worth to be copied beside or left out, and smaller.
+WIDE, NARROW = 512, 64
+
+
+class Model(nn.Module):
+    """Large and small parameters, trained and frozen; a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDE, WIDE, bias=False).requires_grad_(False)
+        self.large = nn.Linear(WIDE, WIDE)
+        self.small = nn.Linear(NARROW, NARROW)
+        self.register_buffer("table", torch.randn(WIDE, WIDE))
+
+
+class Make(Protocol):
+    """Makes a rank with such a model."""
+
+    def __call__(self, overlap: Wanted = "off") -> Rank:
+        """Return one that is closed after the test."""
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Rank] = []
+
+    def rank(overlap: Wanted = "off") -> Rank:
+        kind.install()
+        torch.manual_seed(1)
+        made.append(Rank(Model(), overlap))
+        return made[-1]
+
+    yield rank
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_the_bytes_are_those_at_the_commit(make: Make, overlap: Wanted) -> None:
+    rank = make(overlap)
+    wanted: dict[int, bytes] = {}
+    for _ in range(4 * SLOTS + TRIALS):
+        rank.train()
+        rank.commit()
+        wanted[rank.step] = rank.packed()
+    rank.copying.wait()
+    assert rank.session.sent == wanted
+    assert rank.told == []
+
+
+def overlapped(make: Make) -> Rank:
+    """Return a rank whose trials are over."""
+    rank = make("on")
+    for _ in range(TRIALS + 1):
+        rank.train()
+        rank.commit()
+    rank.train()
+    return rank
+
+
+def test_an_update_waits_on_the_device_for_the_copies_and_no_thread_does(make: Make) -> None:
+    """The copies are held up; the update is queued behind them, and the training goes on."""
+    rank = overlapped(make)
+    wanted = rank.packed()
+    rank.copying.wait()
+    with contextlib.ExitStack() as gate:
+        hold(rank, gate)
+        with kind.no_waits():
+            rank.commit()
+            rank.train()
+        assert rank.step not in rank.session.sent
+    rank.copying.wait()
+    assert rank.sealed(rank.step) == wanted
+    assert rank.packed() != wanted
+
+
+def hold(rank: Rank, gate: contextlib.ExitStack) -> None:
+    """Have the copies beside the training wait until `gate` is closed."""
+    assert rank.versions._stream is not None
+    with rank.versions._stream:
+        gate.enter_context(kind.held())
+
+
+def uncounted(weight: torch.Tensor) -> None:
+    """Write to a tensor without torch's counting it."""
+    weight.data[3, 4] += 1
+
+
+def swapped(weight: torch.Tensor) -> None:
+    """Move whole rows."""
+    weight.data[[0, 7]] = weight.data[[7, 0]]
+
+
+@pytest.mark.parametrize("write", [uncounted, swapped])
+def test_a_write_before_the_copy_is_found(make: Make, write: Callable[[torch.Tensor], None]) -> None:
+    rank = overlapped(make)
+    rank.copying.wait()
+    with contextlib.ExitStack() as gate:
+        hold(rank, gate)
+        rank.commit()
+        write(rank.model.large.weight)
+        torch.accelerator.current_stream().synchronize()
+    with pytest.raises(StateMoved, match=r"p:model:large\.weight is changed between run.commit and"):
+        rank.copying.wait()
+    assert rank.step not in rank.session.sent
+    assert len(rank.told) == 1
+    # In order from now on.
+    rank.commit()
+    wanted = rank.packed()
+    write(rank.model.large.weight)
+    rank.copying.wait()
+    assert rank.sealed(rank.step) == wanted
+
+
+def test_an_update_that_does_not_wait_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that a CUDA graph replays: nothing of ours is called before it."""
+    rank = overlapped(make)
+    rank.copying.wait()
+    monkeypatch.setattr(BesideOnDevice, "fence", lambda _self: None)
+    with contextlib.ExitStack() as gate:
+        hold(rank, gate)
+        rank.commit()
+        rank.train()
+        torch.accelerator.current_stream().synchronize()
+    with pytest.raises(StateMoved):
+        rank.copying.wait()
+    assert rank.step not in rank.session.sent
+
+
+def test_a_script_that_writes_between_commit_and_update_is_never_overlapped(make: Make) -> None:
+    rank = make("on")
+    for _ in range(TRIALS + 3):
+        uncounted(rank.model.large.weight)
+        rank.train()
+        rank.commit()
+        wanted = rank.packed()
+        uncounted(rank.model.large.weight)
+        with contextlib.suppress(StateMoved):
+            rank.copying.before_update()
+        rank.copying.wait()
+        assert rank.sealed(rank.step) == wanted
+    assert len(rank.told) == 1
+
+
+# ---- frozen tensors
+
+
+class Copied:
+    """Notes what is copied of frozen tensors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[set[str]] = []
+        real = Frozen.begin
+
+        def begin(
+            frozen: Frozen, slot: int, copies: list[TensorCopy], device: torch.device
+        ) -> list[TensorCopy]:
+            left = real(frozen, slot, copies, device)
+            self.names.append({one.name for one in left if one.frozen})
+            return left
+
+        monkeypatch.setattr(Frozen, "begin", begin)
+
+
+BOTH = {"p:model:base.weight", "b:model:table"}
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_what_nobody_writes_to_is_not_copied_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, overlap: Wanted
+) -> None:
+    copied = Copied(monkeypatch)
+    rank = make(overlap)
+    for _ in range(frozen.TRIALS + 1 + SLOTS):
+        rank.train()
+        rank.commit()
+    rank.copying.wait()
+    assert copied.names == [BOTH] * (frozen.TRIALS + 1) + [set()] * SLOTS
+    assert rank.sealed(rank.step) == rank.packed()
+
+
+def test_what_is_written_to_is_copied_into_every_slot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = Copied(monkeypatch)
+    rank = make()
+    wanted = {}
+    for _ in range(5 * SLOTS + frozen.TRIALS):
+        rank.train()
+        if rank.step == 2 * SLOTS + frozen.TRIALS:
+            with torch.no_grad():
+                rank.model.base.weight.mul_(2)
+        rank.commit()
+        wanted[rank.step] = rank.packed()
+    rank.copying.wait()
+    assert rank.session.sent == wanted
+    assert copied.names.count({"p:model:base.weight"}) == frozen.TRIALS + 1
+
+
+@pytest.mark.parametrize("write", [uncounted, swapped])
+def test_an_uncounted_write_makes_one_version_void_and_no_other(
+    make: Make, monkeypatch: pytest.MonkeyPatch, write: Callable[[torch.Tensor], None]
+) -> None:
+    copied = Copied(monkeypatch)
+    rank = make()
+    for _ in range(frozen.TRIALS + 1 + SLOTS):
+        rank.train()
+        rank.commit()
+    rank.copying.wait()
+    write(rank.model.base.weight)
+    rank.commit()
+    with pytest.raises(FrozenChanged, match=r"p:model:base\.weight needs no gradient"):
+        rank.copying.wait()
+    assert rank.step not in rank.session.sent
+    for _ in range(3 * SLOTS):
+        write(rank.model.base.weight)
+        rank.commit()
+        rank.copying.wait()
+        assert rank.sealed(rank.step) == rank.packed()
+        assert "p:model:base.weight" in copied.names[-1]
+
+
+def test_a_moving_average_is_copied_at_every_commit(make: Make) -> None:
+    """It is written to by .data from the beginning: no version is void for it."""
+    rank = make()
+    for _ in range(4 * SLOTS):
+        rank.train()
+        rank.model.base.weight.data.mul_(0.9)
+        rank.commit()
+        wanted = rank.packed()
+        rank.copying.wait()
+        assert rank.sealed(rank.step) == wanted
+
+
+def test_slots_that_were_read_back_may_hold_anything(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = Copied(monkeypatch)
+    rank = make()
+    for _ in range(frozen.TRIALS + 1 + SLOTS):
+        rank.train()
+        rank.commit()
+    rank.copying.leave()
+    rank.commit()
+    rank.copying.wait()
+    assert copied.names[-2:] == [set(), BOTH]
