@@ -14,6 +14,7 @@ from ckptless.pytorch_hooks.process_groups import device_backends
 from ckptless.pytorch_hooks.process_groups.device_backends import Devices
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork, Scope
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private import graphs
 from ckptless.pytorch_hooks.torch_private.works import FinishedWork
 
 NAME = "ckptless"
@@ -162,6 +163,7 @@ def _forward(name: str) -> Callable[..., Any]:
             return FinishedWork(written)
         if device is not None:
             self._connect(device)
+            graphs.note(scope.generation)
         try:
             work = getattr(inner, name)(*args, **kwargs)
         except RuntimeError as error:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.errors import DeviceLost, GenerationEnded
 from ckptless.pytorch_hooks.process_groups import device_backends
@@ -26,7 +27,7 @@ from ckptless.pytorch_hooks.process_groups.stock import Within
 from ckptless.pytorch_hooks.process_groups.work import Scope
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
-from ckptless.pytorch_hooks.torch_private import reads
+from ckptless.pytorch_hooks.torch_private import graphs, reads
 
 T = TypeVar("T")
 
@@ -170,6 +171,7 @@ class ProcessGroups:
         ProcessGroups._current = self
         if self._accelerators:
             reads.guard(_check_read)
+            graphs.guard(_check_graph)
         torch_private.register_backend(NAME, _create, ["cpu", *self._accelerators])
         atexit.register(self.close)
         # torch asks for a store. Not ours: it would be that of the first generation for good.
@@ -445,6 +447,19 @@ class ProcessGroups:
         if self._reader == threading.get_ident():
             self.check()
 
+    def check_graph(self, generation: int) -> None:
+        """Raise where a CUDA graph with collectives of this generation is not to be replayed any more.
+
+        UsageError where it is of one before; GenerationEnded, CollectiveFailed as `check`.
+        """
+        self.check()
+        if self.generation != generation:
+            raise UsageError(
+                f"a CUDA graph has collectives of generation {generation}, and this is {self.generation}: "
+                "capture it anew after a recovery, in the training function or in run.on_recovery "
+                "(of torch.compile: torch.compiler.reset())"
+            )
+
     @property
     def aborted(self) -> bool:
         """Whether the generation that the groups stand in is over."""
@@ -529,6 +544,11 @@ def _wait_aborted(scope: Scope, deadline_s: float) -> None:
 def _check_read() -> None:
     if ProcessGroups._current is not None:
         ProcessGroups._current.check_read()
+
+
+def _check_graph(generation: int) -> None:
+    if ProcessGroups._current is not None:
+        ProcessGroups._current.check_graph(generation)
 
 
 def _create(options: Any, _backend_options: Any = None) -> Exchange:

@@ -27,10 +27,10 @@ from ckptless.pytorch_hooks.commit.versions import Versions  # noqa: E402
 from ckptless.pytorch_hooks.devices.arrival import Arrival  # noqa: E402
 from ckptless.pytorch_hooks.process_groups import exchange  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.device_backends import Devices  # noqa: E402
-from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups  # noqa: E402
+from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, _check_graph  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork, Scope  # noqa: E402
 from ckptless.pytorch_hooks.state import State, TensorSet  # noqa: E402
-from ckptless.pytorch_hooks.torch_private import reads  # noqa: E402
+from ckptless.pytorch_hooks.torch_private import graphs, reads  # noqa: E402
 from tests.torch.fabric_scenarios import outcome  # noqa: E402
 from tests.torch.world import Place  # noqa: E402
 
@@ -272,6 +272,31 @@ def renewed(rank: Rank) -> dict[str, Any]:
     }
 
 
+def graph(rank: Rank) -> dict[str, Any]:
+    """A graph with a collective is replayed in its generation, and in no other."""
+    if DEVICE == "simdev":
+        graphs.guard(_check_graph, kind.Recorded)
+    rank.open()
+    tensor, local = torch.ones(8, device=DEVICE), torch.ones(8, device=DEVICE)
+    summed, doubled = kind.captured(lambda: dist.all_reduce(tensor)), kind.captured(lambda: local.mul_(2))
+    tensor.fill_(1.0)
+    summed.replay()
+    found = [tensor[0].item()]
+    rank.meet("before 2")
+    rank.groups.abort()
+    over = outcome(summed.replay)
+    rank.groups.wait_idle(DEADLINE_S)
+    rank.groups.configure(2, rank.store)
+    old = outcome(summed.replay)
+    doubled.replay()
+    tensor.fill_(1.0)
+    dist.all_reduce(tensor)
+    again = kind.captured(lambda: dist.all_reduce(tensor))
+    tensor.fill_(1.0)
+    again.replay()
+    return {"found": [*found, tensor[0].item()], "over": over, "old": old}
+
+
 # ------------------------------------------------------------------------------------------------ plants
 
 
@@ -328,16 +353,22 @@ def messages_one_by_one() -> None:
     put(group, "_batch_messages", lambda: None)
 
 
+def graphs_are_not_guarded() -> None:
+    """Nobody asks after the collectives that a graph has."""
+    put(graphs, "note", lambda _generation: None)
+
+
 PLANTS = {
     "wait-does-not-order": wait_does_not_order,
     "streams-not-waited-for": streams_are_not_waited_for,
     "freed-before-over": freed_before_it_is_over,
     "reads-not-guarded": reads_are_not_guarded,
+    "graphs-not-guarded": graphs_are_not_guarded,
     "sealed-early": sealed_early,
     "commit-before-copy": commit_before_the_copy,
     "messages-one-by-one": messages_one_by_one,
 }
-SCENARIOS = {one.__name__: one for one in (ordered, left, idle, sealed, copied, ring, renewed)}
+SCENARIOS = {one.__name__: one for one in (ordered, left, idle, sealed, copied, ring, renewed, graph)}
 
 
 def main() -> None:

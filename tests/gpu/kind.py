@@ -7,7 +7,7 @@ before a process's first tensor is on a device, and before its first backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,38 @@ def busy(seconds: float = BUSY_S) -> None:
         module._spin(seconds)
     else:
         module._sleep(int(CLOCK_HZ * seconds))
+
+
+class Recorded:
+    """In the place of a CUDA graph, where there is no CUDA: it does again what it has captured."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def capture_begin(self) -> None:
+        """Begin."""
+
+    def capture_end(self) -> None:
+        """End."""
+
+    def replay(self) -> None:
+        """Do it again."""
+        self._work()
+
+
+def captured(work: Callable[[], object]) -> Any:
+    """Return a graph of what is queued by `work`."""
+    if name() == "simdev":
+        recorded = Recorded(work)
+        recorded.capture_begin()
+        work()
+        recorded.capture_end()
+        return recorded
+    graph: Any = torch.cuda.CUDAGraph()
+    # Not "global": the watchdog of NCCL's groups asks after events in a thread of its own.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return graph
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
     "sealed": [{"sent": [1]}, {"sent": [1]}],
     "copied": [{"early": False, "same": True}] * 2,
     "ring": [{"got": [2.0]}, {"got": [1.0]}],
+    "graph": [{"found": [2.0, 2.0], "over": "GenerationEnded", "old": "UsageError"}] * 2,
     "renewed": [{"found": [[4.0, 2.0, ["rank 0", "rank 1"]]] * 2, "backend": "ckptless", "fds": True}] * 2,
 }
 
@@ -93,6 +94,7 @@ def test_what_ranks_do_on_a_device(scenario: str) -> None:
         ("freed-before-over", "sealed"),
         ("commit-before-copy", "copied"),
         ("messages-one-by-one", "ring"),
+        ("graphs-not-guarded", "graph"),
     ],
 )
 def test_a_planted_mistake_is_found(plant: str, scenario: str) -> None:
