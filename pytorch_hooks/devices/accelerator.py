@@ -7,7 +7,8 @@ others are forked from, stay without.
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,24 @@ def in_use() -> torch.device | None:
     if found is None or not _module(found.type).is_initialized():
         return None
     return torch.device(found.type, _module(found.type).current_device())
+
+
+def of_slot(slot: int) -> torch.device | None:
+    """Return the device that a process in this slot of a node works on, as under torchrun; None of none.
+
+    Where the process sees one device alone, that.
+    """
+    kind = present()
+    if kind is None:
+        return None
+    return torch.device(kind, slot if slot < torch.accelerator.device_count() else 0)
+
+
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Have a device be the current one of this thread, for the time of the block."""
+    with _module(device.type).device(device):
+        yield
 
 
 def wait_idle(deadline_s: float) -> None:

@@ -41,6 +41,7 @@ def run(  # noqa: PLR0913  # what a user may say, by keywords
     abort: Hook | None = None,
     finalize: Hook | None = None,
     health_check: Hook | None = None,
+    warmup: Hook | None = None,
 ) -> None:
     """Call `train(run)`; under an agent, call it again in every living process after each fault.
 
@@ -58,9 +59,10 @@ def run(  # noqa: PLR0913  # what a user may say, by keywords
 
     After a fault, in each process that lives: `abort()` is called in a thread at once, `finalize()` and then
     `health_check()` when its device is idle. Where one of them raises, or takes too long (`abort` 10 s, the
-    others 30 s), the process is replaced. Raises UsageError.
+    others 30 s), the process is replaced. In a spare `warmup()` is called while it waits, once its device is
+    ready: for what a rank does only once (compile, load kernels). Raises UsageError.
     """
-    hooks = UserHooks(abort, finalize, health_check).checked()
+    hooks = UserHooks(abort, finalize, health_check, warmup).checked()
     checked(commit_every, commit_budget)
     checked_overlap(overlap)
     socket_name = env.read().agent_socket
@@ -105,6 +107,8 @@ class _Worker:
 
     def run(self) -> None:
         try:
+            if env.read().rank < 0:
+                self._warm()
             self._generations()
         except BaseException:
             # The script ends itself (sys.exit, Ctrl-C): no thread is left waiting for it.
@@ -114,6 +118,13 @@ class _Worker:
             self._run.leave()
             self._run.loaders.abandon()
             raise
+
+    def _warm(self) -> None:
+        """A spare makes ready what it may need."""
+        try:
+            self._run.warm()
+        except DeviceLost as lost:
+            self._end_with_device(lost)
 
     def _generations(self) -> None:
         generation = 0

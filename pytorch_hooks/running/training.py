@@ -27,6 +27,7 @@ from ckptless.pytorch_hooks.running import twin_comparison
 from ckptless.pytorch_hooks.running.loaders import Loaders
 from ckptless.pytorch_hooks.running.standalone import checked_state
 from ckptless.pytorch_hooks.running.user_hooks import NO_HOOKS, UserHooks
+from ckptless.pytorch_hooks.running.warming import Warmed, warm
 from ckptless.pytorch_hooks.saving.load import load
 from ckptless.pytorch_hooks.state import (
     Draft,
@@ -100,6 +101,8 @@ class Run:
         self._copying = Copying(self._versions, overlap, self._tell_overlap)
         self._part: m.Assigned | None = None
         self._built: _Kept | None = None
+        # In a process that was made ready as a spare.
+        self._warmed: Warmed | None = None
         # Tells where what `train` has beside its State changes, once.
         self._outside = Outside(train, self._tell_outside) if train is not None else None
         # Whether what this process writes has been read back.
@@ -230,6 +233,9 @@ class Run:
         job_key.learn(part.cache_key)
         self.loaders.enter(part)
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
+        if self._warmed is not None:
+            # What was set just now is read for each group.
+            self._warmed.look()
         self._ready_device()
         if part.restore_step is None:
             self._built = None
@@ -239,13 +245,21 @@ class Run:
         elif self._built is None:
             self._open(None)
 
+    def warm(self) -> None:
+        """Make the device of a spare ready, and whatever the script wants. Raises DeviceLost."""
+        self._settle_environment()
+        self._warmed = warm(self.local_rank, self._hooks.warmup, lambda text: self._tell("warm-up", text))
+
+    def _settle_environment(self) -> None:
+        self._groups.settle_environment(lambda text: self._warn("environment", text))
+
     def _ready_device(self) -> None:
         """Have the accelerator, if there is one, at rest and known to be sound, before any tensor is touched.
 
         Then the script says whether this process is fit, too. Raises DeviceLost.
         """
         if self._groups.generation is None:
-            self._groups.settle_environment(lambda text: self._warn("environment", text))
+            self._settle_environment()
         else:
             self._groups.wait_idle()
             accelerator.prove_sound()
@@ -288,6 +302,8 @@ class Run:
         part = self._assigned
         if self._built is None:
             state = checked_state(build())
+            if self._warmed is not None:
+                self._warmed.check()
             refuse(state)
             self._groups.mark()
             self._built = _Kept.of(state, self.rank, self.world_size)

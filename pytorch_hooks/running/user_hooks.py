@@ -22,12 +22,13 @@ class UserHooks:
 
     `abort` is called in a thread of its own when a fault ends a generation: to free what ckptless does not
     know of. `finalize` and then `health_check` are called in every process that lives through a fault, when
-    its device is idle and before it joins the next generation.
+    its device is idle and before it joins the next generation. `warmup` is called in a spare while it waits.
     """
 
     abort: Hook | None = None
     finalize: Hook | None = None
     health_check: Hook | None = None
+    warmup: Hook | None = None
 
     def checked(self) -> "UserHooks":
         """Return it. Raises UsageError where one is no function."""

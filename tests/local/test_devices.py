@@ -84,6 +84,32 @@ def test_memory_that_a_dead_process_still_has_is_waited_for(tmp_path: Path) -> N
     assert set(kinds) == {"died", "no-memory"}
 
 
+def test_a_spare_is_ready_before_it_is_needed(tmp_path: Path) -> None:
+    faults = [fault("forward", "node", 3, 20)]
+    with toy(tmp_path, faults, spares=1, steps=FEW, env={**on("simdev"), "TOY_HOOKS": "1"}) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = same_as_reference(job, faults, FEW, device="simdev")
+    (ready,) = [event for event in ledger.events if event.kind == "warm-up"]
+    assert ready.node == RANKS
+    assert "a spare was made ready in" in ready.text
+    (line,) = (tmp_path / "out/hooks--1.txt").read_text().splitlines()
+    assert line.startswith("warmup ")
+    assert line.endswith("on the device")
+    assert [one.kind for one in ledger.faults if one.kind != "broken"] == ["node-lost"]
+
+
+def test_a_spare_whose_libraries_hear_of_a_setting_too_late_begins_anew(tmp_path: Path) -> None:
+    faults = [fault("forward", "node", 3, 20)]
+    env = {**on("simdev"), "TOY_LATE_SETTING": "CUBLAS_WORKSPACE_CONFIG"}
+    with toy(tmp_path, faults, spares=1, steps=FEW, env=env) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = same_as_reference(job, faults, FEW, device="simdev")
+    assert [one.kind for one in ledger.faults if one.kind != "broken"] == ["node-lost", "died"]
+    (lost,) = [event for event in ledger.events if event.kind == "device-lost"]
+    assert lost.node == RANKS
+    assert "the training function has set CUBLAS_WORKSPACE_CONFIG in a spare" in lost.text
+
+
 @pytest.mark.parametrize(("parallel", "every"), [("ddp", "1"), ("fsdp", "1"), ("hsdp", "3")])
 def test_commits_wait_for_no_device(tmp_path: Path, parallel: str, every: str) -> None:
     """The loss is on the device, too; what `ckptctl status` shows of it comes later."""

@@ -42,7 +42,7 @@ def test_who_lives_is_asked_and_who_is_not_fit_is_replaced(tmp_path: Path) -> No
     assert any(event.kind == "device-lost" and event.node == 1 for event in ledger.events)
 
 
-@pytest.mark.parametrize("name", ["abort", "finalize", "health_check"])
+@pytest.mark.parametrize("name", ["abort", "finalize", "health_check", "warmup"])
 def test_what_is_no_function_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}=3: give ckptless.run a function without arguments"):
         run(lambda _run: None, **{name: 3})  # type: ignore[arg-type]

@@ -58,6 +58,8 @@ DEVICE = os.environ.get("TOY_DEVICE", "cpu")
 BALLAST = int(os.environ.get("TOY_BALLAST", "0"))
 HELD: list[torch.Tensor] = []
 LAZY = "TOY_LAZY" in os.environ
+# A variable that the script sets when it builds.
+LATE_SETTING = os.environ.get("TOY_LATE_SETTING")
 # The first commits make memory, settle buckets, and are read back.
 WARM = 3
 
@@ -212,6 +214,8 @@ def make_model(run: Any) -> nn.Module:
 
 
 def build(run: Any) -> ckptless.State:
+    if LATE_SETTING:
+        os.environ[LATE_SETTING] = "1"
     torch.manual_seed(1)
     random.seed(run.rank)
     if BALLAST:
@@ -343,7 +347,8 @@ def called(name: str) -> Any:
 
     def hook() -> None:
         with (OUT / f"hooks-{os.environ['RANK']}.txt").open("a") as log:
-            log.write(f"{name} {os.getpid()}\n")
+            used = DEVICE != "cpu" and getattr(torch, DEVICE).is_initialized()
+            log.write(f"{name} {os.getpid()}{' on the device' if used else ''}\n")
         if name == "health_check":
             strike("health", int(os.environ["RANK"]), 0, 0)
 
@@ -361,7 +366,7 @@ if DEVICE != "cpu":
     os.environ.setdefault("NCCL_HOSTID", str(os.getpid()))
     kind.install()
 strike("import", int(os.environ.get("RANK", "0")), 0, 0)
-HOOKS = ("abort", "finalize", "health_check") if "TOY_HOOKS" in os.environ else ()
+HOOKS = ("abort", "finalize", "health_check", "warmup") if "TOY_HOOKS" in os.environ else ()
 ckptless.run(
     train,
     commit_every=EVERY if EVERY == "auto" else int(EVERY),
