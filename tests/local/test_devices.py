@@ -5,6 +5,7 @@ Bit for bit as without a fault, like on the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,10 @@ def test_processes_and_nodes_at_every_place(tmp_path: Path, parallel: str, overl
     assert kinds["died"] >= 5
 
 
-def test_a_device_that_fails_for_good_costs_no_try_in_the_process(tmp_path: Path) -> None:
-    """The script raises, as with an error of its own; but nothing on that device will work any more."""
+def sticky(home: Path, **env: str) -> None:
+    """Have two devices fail for good: the processes are replaced at once."""
     faults = [fault("backward", "sticky", 1, 5), fault("forward", "sticky", 2, 10)]
-    with toy(tmp_path, faults, steps=FEW, env=on("simdev")) as job:
+    with toy(home, faults, steps=FEW, env={**on("simdev"), **env}) as job:
         job.ended(0, FAULTY_DEADLINE_S)
         ledger = same_as_reference(job, faults, FEW, device="simdev")
     assert [one.kind for one in ledger.faults] == ["died", "died"]
@@ -65,23 +66,39 @@ def test_a_device_that_fails_for_good_costs_no_try_in_the_process(tmp_path: Path
     assert all("device-side assert triggered" in event.text for event in told)
 
 
-def test_memory_that_a_dead_process_still_has_is_waited_for(tmp_path: Path) -> None:
-    """One node's ranks share a device that one of them nearly fills; a try in vain is nobody's fault."""
-    (tmp_path / "memory").mkdir()
+def full(home: Path, **env: str) -> None:
+    """Have processes killed on a device that one of them nearly fills, and that has the memory back late."""
+    (home / "memory").mkdir()
     memory = {
         "SIMDEV_MEMORY": str(FULL),
-        "SIMDEV_LEDGER": str(tmp_path / "memory"),
+        "SIMDEV_LEDGER": str(home / "memory"),
         "SIMDEV_RECLAIM_S": "1.5",
+        "TOY_BALLAST": str(FULL * 3 // 5),
     }
     faults = [fault("forward", "kill", 0, 5), fault("update", "kill", 0, 10)]
-    env = {**on("simdev"), **memory, "TOY_BALLAST": str(FULL * 3 // 5)}
-    with toy(tmp_path / "job", faults, nodes=1, steps=FEW, env=env) as job:
+    with toy(home / "job", faults, nodes=1, steps=FEW, env={**on("simdev"), **memory, **env}) as job:
         job.ended(0, FAULTY_DEADLINE_S)
         ledger = same_as_reference(job, faults, FEW, ranks=1, device="simdev")
     kinds = [one.kind for one in ledger.faults]
     assert kinds.count("died") == 2
     assert 2 <= kinds.count("no-memory") <= 4
     assert set(kinds) == {"died", "no-memory"}
+
+
+def test_a_device_that_fails_for_good_costs_no_try_in_the_process(tmp_path: Path) -> None:
+    """The script raises, as with an error of its own; but nothing on that device will work any more."""
+    sticky(tmp_path)
+
+
+def test_memory_that_a_dead_process_still_has_is_waited_for(tmp_path: Path) -> None:
+    """A try in vain is nobody's fault."""
+    full(tmp_path)
+
+
+@pytest.mark.parametrize(("plant", "job"), [("join-before-check", sticky), ("begin-before-memory", full)])
+def test_a_planted_mistake_is_found(tmp_path: Path, plant: str, job: Callable[..., None]) -> None:
+    with pytest.raises(AssertionError):
+        job(tmp_path, TOY_PLANT=plant)
 
 
 def test_a_spare_is_ready_before_it_is_needed(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptless
+from ckptless.pytorch_hooks.devices import accelerator
 
 WHERE = (
     *("import", "enter", "build", "restore", "recovered", "forward", "backward", "update", "commit"),
@@ -58,6 +59,8 @@ DEVICE = os.environ.get("TOY_DEVICE", "cpu")
 BALLAST = int(os.environ.get("TOY_BALLAST", "0"))
 HELD: list[torch.Tensor] = []
 LAZY = "TOY_LAZY" in os.environ
+# A mistake that is made in the product.
+PLANT = os.environ.get("TOY_PLANT")
 # A variable that the script sets when it builds.
 LATE_SETTING = os.environ.get("TOY_LATE_SETTING")
 # The first commits make memory, settle buckets, and are read back.
@@ -355,7 +358,29 @@ def called(name: str) -> Any:
     return hook
 
 
+def nothing(deadline_s: float = 0.0) -> None:
+    """Do nothing, in no time."""
+    del deadline_s
+
+
+def join_before_the_check() -> None:
+    """A rank joins without a look at its device."""
+    accelerator.prove_sound = accelerator.wait_idle = nothing
+
+
+def begin_before_memory_is_back() -> None:
+    """Nobody waits for memory that a dead process still has."""
+    accelerator.wait_for_memory = nothing
+
+
+PLANTS = {
+    "join-before-check": join_before_the_check,
+    "begin-before-memory": begin_before_memory_is_back,
+}
+
 OUT.mkdir(parents=True, exist_ok=True)
+if PLANT is not None:
+    PLANTS[PLANT]()
 if DEVICE != "cpu":
     from ckptless.pytorch_hooks.devices import sums
     from tests.gpu import kind
