@@ -5,6 +5,7 @@ whatever way, is found: the device adds up the tensors' bytes when the copies be
 added up again. A version of which they differ gets no header.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,28 +15,27 @@ from ckptless.pytorch_hooks.state import TensorCopy, private
 
 
 class BesideOnDevice:
-    """The copies of one commit, all from one device, queued on `stream`. As `overlap.BesideTraining`.
-
-    `moved`: the name of a tensor that was written to before it had been copied, once `complete` has returned.
-    """
+    """The copies of one commit, all from one device, queued on `stream`."""
 
     def __init__(self, copies: Sequence[TensorCopy], stream: torch.Stream) -> None:
         self._copies = copies
         self._sums = DeviceSums([one.source for one in copies])
-        self.moved: str | None = None
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
         with stream:
             self.arrival = private.queue_copies([c.target for c in copies], [c.source for c in copies])
 
-    def complete(self, came: Callable[[int], None]) -> None:
-        """Wait for the copies, and see whether they are right; `came(offset)` is not called."""
-        del came
+    def checks(self) -> list[Callable[[], str | None]]:
+        """Return what says, of each tensor, its name where it was written to before it had been copied.
+
+        Each waits for the copies. Any thread.
+        """
+        return [functools.partial(self._check, index) for index in range(len(self._copies))]
+
+    def _check(self, index: int) -> str | None:
         # no deadline: the device's own work; the end of the generation frees it
         self.arrival.wait()
-        for one, sums in zip(self._copies, self._sums.read(), strict=True):
-            if not torch.equal(sums_of(one.target), sums):
-                self.moved = one.name
-                return
+        one = self._copies[index]
+        return None if torch.equal(sums_of(one.target), self._sums.read()[index]) else one.name
 
     def fence(self) -> None:
         """Have the current stream wait for the copies. The thread that updates."""

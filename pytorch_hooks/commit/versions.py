@@ -2,7 +2,7 @@
 
 A version of step s is the record of every rank, and on each node the tensors once, written by one of the
 node's twins (see daemon/protocol/version.py). Versions go into the slots of a memfd in turn. The main thread
-copies, or a thread does while the training goes on (`overlap.py`); two threads of this object digest what was
+copies, or a thread does while the training goes on (`overlap.py`); threads of this object digest what was
 copied, write the header and send the commit. They have one version at a time, and are idle whenever the main
 thread has called `wait`.
 """
@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,8 @@ from ckptless.pytorch_hooks.state import Draft, TensorCopy, TensorSet, private, 
 
 logger = logging.getLogger(__name__)
 
-THREADS = 2
+# Sums of what a device has sent take as long as several digests.
+THREADS = 4 if len(os.sched_getaffinity(0)) >= 8 else 2
 # So many bad copies in a row: something is wrong that another one does not mend.
 TRIES = 4
 
@@ -58,7 +59,9 @@ class WrittenVersion:
     slot: torch.Tensor
     chunks: list[Future[int]]
     arrival: Arrival
-    coming: BesideTraining | BesideOnDevice | None = None
+    coming: BesideTraining | None = None
+    # The names of tensors that were written to before a device had copied them.
+    moved: list[Future[str | None]] = field(default_factory=list)
 
     @property
     def payload(self) -> torch.Tensor:
@@ -105,6 +108,8 @@ class Versions:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptless-version")
         # What the threads have of the newest commit: its chunks, then the rest of it.
         self._pending: list[Future[Any]] = []
+        # What has moved under the copies of the newest commit; written by a thread before `_pending` is done.
+        self._moved: str | None = None
 
     # ------------------------------------------------------------------------------------- write
 
@@ -141,7 +146,10 @@ class Versions:
             return self._digested(replace(written, arrival=arrival))
         self._stream = self._stream or torch.Stream(device)
         self._coming = BesideOnDevice(later, self._stream)
-        return replace(written, arrival=arrival.together(self._coming.arrival), coming=self._coming)
+        written = replace(written, arrival=arrival.together(self._coming.arrival))
+        written.moved.extend(map(self._threads.submit, self._coming.checks()))
+        self._pending.extend(written.moved)
+        return self._digested(written)
 
     def held_s(self) -> float:
         """Return for how long the last copies held up a device, by its clock; once, where it is known."""
@@ -255,12 +263,13 @@ class Versions:
         else:
             digests = version.ChunkDigests(raw.window(written.payload), self._chunk_nbytes)
             written.coming.complete(digests.came)
-            # no deadline: the device's own work; the end of the generation frees it
-            written.arrival.wait()
-            # What is torn gets no header, and nobody hears of it but the main thread.
-            if written.coming.moved is not None:
-                return
-            chunks = digests.finish()
+            self._moved = written.coming.moved
+            chunks = digests.finish() if self._moved is None else ()
+        # no deadline: sums of memory
+        self._moved = next((name for one in written.moved if (name := one.result())), self._moved)
+        # What is torn gets no header, and nobody hears of it but the main thread.
+        if self._moved is not None:
+            return
         # What was queued on a device behind collectives that were aborted since is garbage.
         if written.arrival.from_device and not self._lasts(commit.generation):
             return
@@ -295,10 +304,11 @@ class Versions:
 
     def _settle(self) -> tuple[list[Future[Any]], str | None]:
         """Finish what the threads had, as fast as memory is, and what has moved."""
-        coming, self._coming = self._coming, None
+        self._coming = None
         pending, self._pending = self._pending, []
         wait(pending)
-        return pending, coming.moved if coming is not None else None
+        moved, self._moved = self._moved, None
+        return pending, moved
 
     def close(self) -> None:
         """End the threads."""

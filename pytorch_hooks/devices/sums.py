@@ -1,7 +1,7 @@
 """Sums of tensors' bytes, which tell what a device's memory held at one moment, and whether that has arrived.
 
-The bytes are taken as 32-bit words in rows of `COLUMNS`; the sums are those of each row and of each column.
-Torch adds integers exactly, on any device and in any order, so equal bytes have equal sums. A write goes
+The bytes are taken as 64-bit words in rows of `COLUMNS`; the sums are those of each row and of each column.
+Torch adds integers modulo 2**64, on any device and in any order, so equal bytes have equal sums. A write goes
 unseen only where it keeps the sums of all rows and columns; one that moves rows or single words does not.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 from ckptless.pytorch_hooks.devices.arrival import Arrival
 
-COLUMNS = 1024
+COLUMNS = 512
 # Smaller ones are copied in less time than the sums take to be queued.
 LEAST_NBYTES = 1 << 20
 
@@ -22,17 +22,17 @@ def summable(tensor: torch.Tensor, device: torch.device) -> bool:
     return (
         tensor.device == device
         and nbytes >= LEAST_NBYTES
-        and nbytes % (4 * COLUMNS) == 0
+        and nbytes % (8 * COLUMNS) == 0
         and tensor.is_contiguous()
-        and tensor.storage_offset() * tensor.element_size() % 4 == 0
+        and tensor.storage_offset() * tensor.element_size() % 8 == 0
         and (tensor.is_floating_point() or tensor.dtype in (torch.int32, torch.int64, torch.uint8))
     )
 
 
 def sums_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sums (int64, 1-D, where the tensor is) of one that is `summable`. Nothing is waited for."""
-    words = tensor.detach().view(-1).view(torch.int32).view(-1, COLUMNS)
-    return torch.cat((words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)))
+    words = tensor.detach().view(-1).view(torch.int64).view(-1, COLUMNS)
+    return torch.cat((words.sum(1), words.sum(0)))
 
 
 class DeviceSums:

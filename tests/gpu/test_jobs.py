@@ -21,11 +21,11 @@ KILLS = 20
 FEW = 40
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
-def test_twenty_processes_are_killed(tmp_path: Path, parallel: str) -> None:
+@pytest.mark.parametrize(("parallel", "overlap"), [("ddp", "off"), ("fsdp", "on"), ("hsdp", "off")])
+def test_twenty_processes_are_killed(tmp_path: Path, parallel: str, overlap: str) -> None:
     where = ("forward", "backward", "update", "commit", "committed")
     faults = [fault(where[n % 5], "kill", n % RANKS, 2 * n + 2) for n in range(KILLS)]
-    shape = Shape(steps=2 * KILLS + 4, parallel=parallel, device="cuda")
+    shape = Shape(steps=2 * KILLS + 4, parallel=parallel, overlap=overlap, device="cuda")
     assert check(tmp_path, faults, shape=shape)["died"] == KILLS
 
 
@@ -50,3 +50,26 @@ def test_commits_wait_for_no_device(tmp_path: Path, parallel: str) -> None:
     with toy(tmp_path, steps=FEW, env=env) as job:
         job.ended(0, FAULTY_DEADLINE_S)
         same_as_reference(job, [], FEW, parallel=parallel, device="cuda")
+
+
+def test_memory_is_back_before_a_new_process_builds(tmp_path: Path) -> None:
+    """One rank that nearly fills the device is killed twice."""
+    faults = [fault("forward", "kill", 0, 5), fault("update", "kill", 0, 10)]
+    _free, total = torch.cuda.mem_get_info()
+    env = {**on("cuda"), "TOY_BALLAST": str(total * 3 // 5)}
+    with toy(tmp_path, faults, nodes=1, steps=FEW, env=env) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = same_as_reference(job, faults, FEW, ranks=1, device="cuda")
+    kinds = [one.kind for one in ledger.faults]
+    assert kinds.count("died") == 2
+    assert set(kinds) <= {"died", "no-memory"}
+
+
+def test_a_spare_is_ready_before_it_is_needed(tmp_path: Path) -> None:
+    faults = [fault("forward", "node", 3, 20)]
+    with toy(tmp_path, faults, spares=1, steps=FEW, env={**on("cuda"), "TOY_HOOKS": "1"}) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = same_as_reference(job, faults, FEW, device="cuda")
+    told = [event.text for event in ledger.events if event.kind == "warm-up"]
+    assert len(told) == 1
+    assert "a spare was made ready in" in told[0]

@@ -386,7 +386,7 @@ if DEVICE != "cpu":
     from tests.gpu import kind
 
     # So that the toy's tensors are large enough to be copied beside the training.
-    sums.COLUMNS, sums.LEAST_NBYTES = 16, 256
+    sums.COLUMNS, sums.LEAST_NBYTES = 8, 256
     # On a GPU that all ranks share NCCL takes them only where each seems to be a machine of its own.
     os.environ.setdefault("NCCL_HOSTID", str(os.getpid()))
     kind.install()
