@@ -283,16 +283,18 @@ def save_config(given: Given, options: RunOptions, world_size: int) -> SaveConfi
     directory = options.save_dir.absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        found = newest(directory, world_size)
+        found = newest(directory)
     except OSError as error:
         raise UsageError(f"--save-dir {directory}: {error.strerror}") from error
     if found is not None:
-        logger.warning("going on from %s", found)
+        folder, ranks = found
+        other = f", which {ranks} ranks have saved, with {world_size}" if ranks != world_size else ""
+        logger.warning("going on from %s%s", folder, other)
     return SaveConfig(
         directory=str(directory),
         every=options.save_every,
         keep=options.save_total_limit,
-        resume=str(found or ""),
+        resume="" if found is None else str(found[0]),
     )
 
 
@@ -301,18 +303,13 @@ def saved_step(config: SaveConfig | None) -> int | None:
     return saved.step_of(Path(config.resume)) if config is not None and config.resume else None
 
 
-def newest(directory: Path, world_size: int) -> Path | None:
-    """The newest saved step that is whole. Raises UsageError where it is another world's, OSError."""
+def newest(directory: Path) -> tuple[Path, int] | None:
+    """Return the newest saved step that is whole, and how many ranks have saved it. Raises OSError."""
     for _step, folder in saved.steps_in(directory):
         try:
             manifest = saved.read_manifest(folder)
         except (ProtocolError, FileNotFoundError) as error:
             logger.warning("%s is not used: %s", folder, error)
             continue
-        if manifest.world_size != world_size:
-            raise UsageError(
-                f"{folder} is of {manifest.world_size} ranks and this run has {world_size}: "
-                "load it with torch.distributed.checkpoint, or give another --save-dir"
-            )
-        return folder
+        return folder, manifest.world_size
     return None

@@ -109,13 +109,16 @@ class Cursors:
         cursor = self._named.get(name)
         return cursor.oldest if cursor is not None else None
 
-    def restore(self, saved: Any) -> None:
-        """Go back to committed positions; what was not begun then is begun anew. Raises ProtocolError."""
+    def restore(self, saved: Any, *, recut: bool = False) -> None:
+        """Go back to committed positions; what was not begun then is begun anew. Raises ProtocolError.
+
+        `recut`: they are those of another number of ranks.
+        """
         if type(saved) is not dict:
             raise ProtocolError("the record's data positions are no dict")
         for name in self._named.keys() | saved.keys():
             position = saved.get(name, msgspec.structs.asdict(LoaderPosition()))
-            self._named.setdefault(name, self._new()).restore(position)
+            self._named.setdefault(name, self._new()).restore(position, recut=recut)
 
 
 class Cursor:
@@ -138,6 +141,8 @@ class Cursor:
         # known yet).
         self._talks = False
         self._tells: bool | None = None
+        # Whether the position is one of another number of ranks.
+        self._recut = False
         # What the next batch draws, of an iterator that was begun again in the middle of its epoch.
         self._again = DRAWS
         # Of the newest epochs: what the loader's own generators were like as each began.
@@ -173,8 +178,12 @@ class Cursor:
         """The oldest position that a recovery can ask for; None before the first commit."""
         return self._commits[0] if self._commits else None
 
-    def restore(self, saved: Any) -> None:
-        """Go back (or on, in a new process) to a committed position. Raises ProtocolError."""
+    def restore(self, saved: Any, *, recut: bool = False) -> None:
+        """Go back (or on, in a new process) to a committed position. Raises ProtocolError.
+
+        `recut`: it is one of another number of ranks, and holds only for a loader that cuts its batches anew.
+        """
+        self._recut = recut
         try:
             self.position = msgspec.convert(saved, LoaderPosition)
         except msgspec.ValidationError as error:
@@ -337,7 +346,13 @@ class Cursor:
             self._tell(text)
 
     def _begin(self, loader: Iterable[Any]) -> None:
-        """Start an epoch's iterator and bring it to the position."""
+        """Start an epoch's iterator and bring it to the position. Raises UsageError."""
+        if self._recut and self.position.index and not getattr(loader, "cuts_anew", False):
+            raise UsageError(
+                f"a {type(loader).__name__} stands in the middle of an epoch of another number of ranks, "
+                "whose batches it cannot cut anew: take ckptless.data.MappedLoader, whose order is the same "
+                "for any number, or go on with as many ranks as have saved the step"
+            )
         self._taken.clear()
         self._again = DRAWS
         if self._source is not loader:

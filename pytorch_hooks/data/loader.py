@@ -129,6 +129,11 @@ class MappedLoader:
         return DataReplica(replica, found.world_size if self._replicas is None else self._replicas)
 
     @property
+    def cuts_anew(self) -> bool:
+        """Whether a position holds for any number of replicas: not of a DataLoader, which has one's part."""
+        return not (isinstance(self._source, Stream) and self._source.batched)
+
+    @property
     def production(self) -> Production:
         """The maker of the batches of the present layout, opened."""
         if self._production is None or self._production.layout != self.layout:

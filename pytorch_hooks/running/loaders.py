@@ -90,9 +90,9 @@ class Loaders:
                 loader.committed(oldest.loader)
         return saved
 
-    def restore(self, saved: Any) -> None:
-        """Go back to committed positions. Raises ProtocolError."""
-        self._cursors.restore(saved)
+    def restore(self, saved: Any, *, recut: bool = False) -> None:
+        """Go back to committed positions, `recut`: of another number of ranks. Raises ProtocolError."""
+        self._cursors.restore(saved, recut=recut)
 
     def stop(self, generation: int) -> None:
         """A generation is over: who waits for a batch is woken. Any thread."""

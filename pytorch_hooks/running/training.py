@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckptless.daemon.protocol import messages as m
@@ -29,11 +30,13 @@ from ckptless.pytorch_hooks.running.standalone import checked_state
 from ckptless.pytorch_hooks.running.user_hooks import NO_HOOKS, UserHooks
 from ckptless.pytorch_hooks.running.warming import Warmed, warm
 from ckptless.pytorch_hooks.saving.load import load
+from ckptless.pytorch_hooks.saving.recut import load_recut, world_size_of
 from ckptless.pytorch_hooks.state import (
     Draft,
     RecordView,
     State,
     TensorSet,
+    branch,
     draft,
     gradients,
     private,
@@ -347,6 +350,9 @@ class Run:
 
     def _resume(self, folder: Path) -> None:
         """Memory has nothing: go on from a step on the disk, into what was built just now."""
+        if world_size_of(folder) != self.world_size:
+            self._resume_recut(folder)
+            return
         found = load(folder, self.rank, self.world_size)
         if found.shard != self._shard:
             raise RecoveryError(
@@ -355,16 +361,33 @@ class Run:
             )
         view = read(found.record)
         self._restore(found.record, view, found.payload)
-        self._step = found.step
+        self._go_on_from(found.step)
+
+    def _resume_recut(self, folder: Path) -> None:
+        """Do as `_resume`, from a step that another number of ranks has saved."""
+        found = load_recut(folder, self.rank, self._kept.tensors)
+        view = structs.replace(read(found.record), layout=found.layout)
+        self._restore(found.record, view, found.payload, recut=True)
+        if found.of_rank != self.rank:
+            branch(found.record, found.other, self._kept.state, self.rank)
+        self._go_on_from(found.step)
+
+    def _go_on_from(self, step: int) -> None:
+        self._step = step
         for function in self._on_recovery:
             function(self)
 
-    def _restore(self, record: bytes, view: RecordView, payload: torch.Tensor) -> None:
-        """Put a step back into what lives here: its tensors, then all the rest."""
+    def _restore(
+        self, record: bytes, view: RecordView, payload: torch.Tensor, *, recut: bool = False
+    ) -> None:
+        """Put a step back into what lives here: its tensors, then all the rest.
+
+        `recut`: it is one of another number of ranks, its tensors cut for this one.
+        """
         self._kept.tensors.unpack(payload, view.layout)
         self._kept.buckets.renew(view.ddp_layouts)
         restore(record, self._kept.state)
-        self.loaders.restore(view.cursor)
+        self.loaders.restore(view.cursor, recut=recut)
 
     def _recover(self, step: int) -> None:
         """Renew the groups, then copy the state of `step` back into whatever lives here.

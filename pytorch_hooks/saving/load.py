@@ -40,15 +40,27 @@ def _load(folder: Path, rank: int, world_size: int) -> Loaded:
     if manifest.world_size != world_size:
         raise ProtocolError(f"it is of {manifest.world_size} ranks, here are {world_size}")
     mine = next(one for one in manifest.records if one.rank == rank)
-    kept = s.read_checked(folder, mine.file)
+    kept = record_of(folder, mine)
     shard = next(one for one in manifest.shards if one.shard == mine.shard)
-    index = s.decode(s.read_checked(folder, shard.index), s.ShardIndex, folder / shard.index.name)
     view = record.read(kept)
-    if (view.step, index.step, index.layout) != (manifest.step, manifest.step, view.layout.digest):
-        raise ProtocolError(f"record and tensors of rank {rank} are not of one step and layout")
-    payload = _payload(folder / shard.tensors.name, index, view.layout)
+    if view.step != manifest.step:
+        raise ProtocolError(f"the record of rank {rank} is of step {view.step}")
+    return Loaded(manifest.step, mine.shard, kept, payload_of(folder, shard, view.layout, manifest.step))
+
+
+def record_of(folder: Path, one: s.SavedRecord) -> bytes:
+    """Return a rank's record, verified. Raises ProtocolError, OSError."""
+    return s.read_checked(folder, one.file)
+
+
+def payload_of(folder: Path, shard: s.SavedShard, layout: Layout, step: int) -> torch.Tensor:
+    """Return the packed tensors of a shard, verified to the last byte. Raises ProtocolError, OSError."""
+    index = s.decode(s.read_checked(folder, shard.index), s.ShardIndex, folder / shard.index.name)
+    if (index.step, index.layout) != (step, layout.digest):
+        raise ProtocolError(f"record and tensors of shard {shard.shard} are not of one step and layout")
+    payload = _payload(folder / shard.tensors.name, index, layout)
     _verify(payload, index)
-    return Loaded(manifest.step, mine.shard, kept, payload)
+    return payload
 
 
 def _payload(path: Path, index: s.ShardIndex, layout: Layout) -> torch.Tensor:

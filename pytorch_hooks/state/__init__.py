@@ -2,7 +2,16 @@
 
 from ckptless.pytorch_hooks.state.layout import Entry, Layout
 from ckptless.pytorch_hooks.state.objects import State
-from ckptless.pytorch_hooks.state.record import DdpLayouts, Draft, RecordView, capture, draft, read, restore
+from ckptless.pytorch_hooks.state.record import (
+    DdpLayouts,
+    Draft,
+    RecordView,
+    branch,
+    capture,
+    draft,
+    read,
+    restore,
+)
 from ckptless.pytorch_hooks.state.tensors import TensorCopy, TensorSet
 
 __all__ = [
@@ -14,6 +23,7 @@ __all__ = [
     "State",
     "TensorCopy",
     "TensorSet",
+    "branch",
     "capture",
     "draft",
     "read",

@@ -1,5 +1,6 @@
 """The place of each tensor in the one flat buffer."""
 
+import math
 import zlib
 from collections.abc import Iterable
 from functools import cached_property
@@ -35,6 +36,16 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sharding: str = ""
 
 
+class Form(NamedTuple):
+    """What an entry is but for its place."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    sharding: str
+
+
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """All entries by ascending offset, the buffer's size in bytes, and the xxh3_128 (hex) of both."""
 
@@ -61,8 +72,7 @@ def plan(tensors: Iterable[Named | tuple[str, torch.Tensor]]) -> Layout:
 
     UsageError for a name that occurs twice and for a tensor that cannot be saved.
     """
-    entries: list[Entry] = []
-    offset = 0
+    forms: list[Form] = []
     for item in tensors:
         name, tensor, like = Named(*item)
         part = private.local(tensor)
@@ -71,17 +81,19 @@ def plan(tensors: Iterable[Named | tuple[str, torch.Tensor]]) -> Layout:
             why = "it was made under torch.inference_mode, and nothing can be copied back into it"
         if why is not None:
             raise UsageError(f"{name} cannot be saved: {why}")
-        entry = Entry(
-            name=name,
-            dtype=raw.NAMES[part.dtype],
-            shape=tuple(part.shape),
-            offset=offset,
-            nbytes=part.numel() * part.element_size(),
-            device=part.device.type,
-            sharding=private.sharding(tensor, like),
-        )
-        entries.append(entry)
-        offset = _up(offset + entry.nbytes)
+        sharding = private.sharding(tensor, like)
+        forms.append(Form(name, raw.NAMES[part.dtype], tuple(part.shape), part.device.type, sharding))
+    return lay(forms)
+
+
+def lay(forms: Iterable[Form]) -> Layout:
+    """Lay out tensors of these forms in the given order. UsageError for a name that occurs twice."""
+    entries: list[Entry] = []
+    offset = 0
+    for name, dtype, shape, device, sharding in forms:
+        nbytes = math.prod(shape) * raw.DTYPES[dtype].itemsize
+        entries.append(Entry(name, dtype, shape, offset, nbytes, device, sharding))
+        offset = _up(offset + nbytes)
     if len({e.name for e in entries}) != len(entries):
         raise UsageError("two tensors of the state have the same name")
     return Layout(tuple(entries), offset, _digest(tuple(entries), offset))

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 
 from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.devices.arrival import Arrival
@@ -185,6 +186,21 @@ def describe(data: bytes | bytearray | memoryview) -> Described:
     record = _parse(data)
     optimizers = {name: _saved(record, name) for name in record.optimizers}
     return Described(layout.unpack(record.layout), catalog.read(record.catalog), optimizers)
+
+
+def branch(mine: bytes, other: bytes | None, state: State, number: int) -> None:
+    """Have this rank, which takes after the one that made `mine`, draw other numbers than that one.
+
+    For generators that drew other numbers on the rank that made `other`, too; those that all ranks have alike
+    stay. After `restore`. ProtocolError if a record is malformed.
+    """
+    first, second = _parse(mine), None if other is None else _parse(other)
+    rng.branch(None if second is None else codec.unpack(second.rng), number)
+    for name, generator in parts_of(state).generators.items():
+        if second is None or first.objects[name] != second.objects.get(name):
+            generator.manual_seed(
+                xxhash.xxh3_64_intdigest(first.objects[name] + number.to_bytes(8, "little"))
+            )
 
 
 # What an object of the script's tells need not be the same each time that it is asked.

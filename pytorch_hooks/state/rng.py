@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 
 from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError
 from ckptless.pytorch_hooks.devices import accelerator
+from ckptless.pytorch_hooks.state import raw
 
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,6 +77,27 @@ def restore(state: object) -> None:
         _restore_devices(wanted.kind, wanted.cuda, wanted.cuda_current)
     except (msgspec.ValidationError, TypeError, ValueError, KeyError, RuntimeError) as error:
         raise ProtocolError(f"malformed state of the random number generators: {error}") from error
+
+
+def branch(other: object, number: int) -> None:
+    """Seed anew, by `number`, the generators of this process that were not the same on all ranks.
+
+    They are as on the rank that this one takes after; `other` is what `capture` has read on another rank,
+    None where there was none. What was the same on both stays.
+    """
+    mine = capture()
+    theirs = other if isinstance(other, dict) else {}
+    differs = {key for key, value in mine.items() if not equal(value, theirs.get(key))}
+    seed = xxhash.xxh3_64_intdigest(raw.to_bytes(mine["torch_cpu"]) + number.to_bytes(8, "little"))
+    numpy: Any = sys.modules.get("numpy")
+    if "python" in differs:
+        random.seed(seed)
+    if "torch_cpu" in differs:
+        torch.default_generator.manual_seed(seed)
+    if "numpy" in differs and numpy is not None:
+        numpy.random.seed(seed % (1 << 32))
+    if "cuda" in differs and mine["cuda"]:
+        torch.get_device_module(mine["kind"]).manual_seed_all(seed)
 
 
 def _restore_numpy(state: dict[str, Any] | None) -> None:

@@ -218,7 +218,7 @@ class TensorSet:
         as_built.separate(self._shared, self._named)
         living = {n.name: private.local(n.tensor) for n in self._named}
         entries = [e for e in layout.entries if e.nbytes]
-        private.copy_all([living[e.name] for e in entries], [_view(buffer, e) for e in entries])
+        private.copy_all([living[e.name] for e in entries], [view(buffer, e) for e in entries])
         # Writing them was not the model's doing: what was unchanged stays so.
         watch_of(self._state).rebase(changed)
 
@@ -307,7 +307,7 @@ class TensorSet:
         if digest != self._layout.digest:
             # The gaps between the tensors must be the same on every twin.
             buffer[: self._layout.nbytes].zero_()
-            views = [_view(buffer, e) for e in self._layout.entries if e.nbytes]
+            views = [view(buffer, e) for e in self._layout.entries if e.nbytes]
             self._views[key] = (self._layout.digest, views)
             while len(self._views) > _VIEWED:
                 del self._views[next(iter(self._views))]
@@ -390,7 +390,8 @@ def _check_buffer(buffer: torch.Tensor, nbytes: int) -> None:
         raise UsageError("the buffer must start at a multiple of 16 bytes")
 
 
-def _view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
+def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """Return an entry's tensor in a packed buffer."""
     flat = buffer[entry.offset : entry.offset + entry.nbytes]
     return flat.view(raw.DTYPES[entry.dtype]).view(entry.shape)
 

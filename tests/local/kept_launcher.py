@@ -102,8 +102,8 @@ class Both:
             await asyncio.sleep(POLL_S)
         config, save = self._config, self._config.save
         if save is not None:
-            world_size = config.spec.nodes * config.spec.slots_per_node
-            save = replace(save, resume=str(newest(Path(save.directory), world_size) or ""))
+            found = newest(Path(save.directory))
+            save = replace(save, resume="" if found is None else str(found[0]))
         return await Start(replace(config, save=save), self._more, first).run()
 
 

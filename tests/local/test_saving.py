@@ -162,7 +162,7 @@ def test_a_writer_that_is_killed_leaves_the_older_step(tmp_path: Path) -> None:
     assert steps(tmp_path)[-1] == STEPS
 
 
-def test_a_damaged_step_is_passed_over_and_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_step_is_passed_over_and_a_loader_that_is_not_cut_anew_is_refused(tmp_path: Path) -> None:
     with run(tmp_path, "ddp", env=SLOW) as job:
         killed_after(job, tmp_path, 3 * EVERY)
     known = steps(tmp_path)
@@ -171,7 +171,10 @@ def test_a_damaged_step_is_passed_over_and_another_number_of_ranks_is_refused(tm
         file.truncate(1000)
     script = [HERE / "toy.py", STEPS, tmp_path / "other", "[]"]
     with Job(tmp_path / "refused", ["--nodes", 3, *options(tmp_path)], script) as job:
-        job.refused(2, f"{saved.step_name(known[-2])} is of 2 ranks and this run has 3")
+        assert job.wait(DEADLINE_S) != 0
+        assert f"{saved.step_name(known[-2])}, which 2 ranks have saved, with 3" in job.stderr
+        assert "a DataLoader stands in the middle of an epoch of another number of ranks" in job.story()
+        job.nothing_left()
     with run(tmp_path, "ddp") as job:
         job.ended(0, DEADLINE_S)
         assert f"{newest} is not used" in job.stderr

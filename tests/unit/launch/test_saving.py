@@ -42,14 +42,14 @@ def step(directory: Path, number: int, ranks: int = 2) -> Path:
 
 
 def test_the_newest_whole_one(tmp_path: Path) -> None:
-    assert newest(tmp_path / "missing", 2) is None
-    assert newest(tmp_path, 2) is None
+    assert newest(tmp_path / "missing") is None
+    assert newest(tmp_path) is None
     step(tmp_path, 90)
     hundred = step(tmp_path, 100)
     (tmp_path / ".saving-200-job-end").mkdir()
     (tmp_path / "latest").symlink_to("step-00000090")
     (tmp_path / "step-12").mkdir()
-    assert newest(tmp_path, 2) == hundred
+    assert newest(tmp_path) == (hundred, 2)
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "cut", "gone", "garbage", "rank missing", "format"])
@@ -69,14 +69,12 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, damage: str, caplog: pytes
             manifest.write_bytes(manifest.read_bytes().replace(b'"world_size":2', b'"world_size":3'))
         case "format":
             manifest.write_bytes(manifest.read_bytes().replace(b'"format":1', b'"format":9'))
-    assert newest(tmp_path, 2) == older
+    assert newest(tmp_path) == (older, 2)
     assert f"{bad} is not used" in caplog.text
 
 
-def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    step(tmp_path, 100, ranks=4)
-    with pytest.raises(UsageError, match=r"step-00000100 is of 4 ranks and this run has 2: load it"):
-        newest(tmp_path, 2)
+def test_the_number_of_ranks_is_told(tmp_path: Path) -> None:
+    assert newest(step(tmp_path, 100, ranks=4).parent) == (tmp_path / "step-00000100", 4)
 
 
 def test_what_is_read_has_its_digest(tmp_path: Path) -> None:

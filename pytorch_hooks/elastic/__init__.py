@@ -1,0 +1,1 @@
+"""A state cut anew, for another number of ranks: which part of which tensor comes from where."""
