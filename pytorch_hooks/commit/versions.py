@@ -9,7 +9,7 @@ thread has called `wait`.
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -56,6 +56,7 @@ class WrittenVersion:
 
     header: version.Header
     at: m.TensorsAt
+    index: int
     slot: torch.Tensor
     chunks: list[Future[int]]
     arrival: Arrival
@@ -100,7 +101,7 @@ class Versions:
         self._lasts = lasts
         self._coming: BesideTraining | BesideOnDevice | None = None
         self._slots: Slots | None = None
-        self._frozen = Frozen()
+        self._frozen = Frozen(chunk_nbytes)
         # Before and after the copies that the training's stream has made.
         self._held: tuple[Arrival, Arrival] | None = None
         # Of the device, beside the training's.
@@ -118,18 +119,20 @@ class Versions:
 
         What was written before must have been sent: `wait`.
         """
-        written, index = self._place(tensors, step, generation, shard, rank)
+        written = self._place(tensors, step, generation, shard, rank)
         device = tensors.device
         if device is None:
-            return self._digested(replace(written, arrival=tensors.queue(written.payload)))
+            return self._digested(replace(written, arrival=tensors.queue(written.payload)), {})
         began = Arrival([device])
-        arrival = _queue(self._frozen.begin(index, tensors.copies(written.payload), device))
+        copies = tensors.copies(written.payload)
+        needed = self._frozen.begin(written.index, copies, device, written.header.layout)
+        arrival = _queue(needed.copies)
         self._held = began, Arrival([device])
-        return self._digested(replace(written, arrival=arrival))
+        return self._digested(replace(written, arrival=arrival), needed.digests)
 
     def begin(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
         """Begin as `write`; but copy what only an update changes beside the training, up to `fence`."""
-        written, index = self._place(tensors, step, generation, shard, rank)
+        written = self._place(tensors, step, generation, shard, rank)
         copies = tensors.copies(written.payload)
         device = tensors.device
         if device is None:
@@ -138,18 +141,18 @@ class Versions:
             self._coming = BesideTraining(later)
             return replace(written, coming=self._coming)
         began = Arrival([device])
-        copies = self._frozen.begin(index, copies, device)
-        now, later = _split(copies, lambda one: one.by_update and summable(one.source, device))
+        needed = self._frozen.begin(written.index, copies, device, written.header.layout)
+        now, later = _split(needed.copies, lambda one: one.by_update and summable(one.source, device))
         arrival = _queue(now)
         self._held = began, Arrival([device])
         if not later:
-            return self._digested(replace(written, arrival=arrival))
+            return self._digested(replace(written, arrival=arrival), needed.digests)
         self._stream = self._stream or torch.Stream(device)
         self._coming = BesideOnDevice(later, self._stream)
         written = replace(written, arrival=arrival.together(self._coming.arrival))
         written.moved.extend(map(self._threads.submit, self._coming.checks()))
         self._pending.extend(written.moved)
-        return self._digested(written)
+        return self._digested(written, needed.digests)
 
     def held_s(self) -> float:
         """Return for how long the last copies held up a device, by its clock; once, where it is known."""
@@ -160,13 +163,16 @@ class Versions:
         began, arrival = held
         return arrival.since(began)
 
-    def _digested(self, written: WrittenVersion) -> WrittenVersion:
-        """Have the threads digest its chunks, each once all has arrived."""
+    def _digested(self, written: WrittenVersion, known: Mapping[int, int]) -> WrittenVersion:
+        """Have the threads digest its chunks, but for those that are `known`, each once all has arrived."""
         payload, header = raw.window(written.payload), written.header
-        written.chunks.extend(
-            self._threads.submit(_digest, written.arrival, payload[start:end])
-            for start, end in version.spans(header.nbytes, header.chunk_nbytes)
-        )
+        for number, (start, end) in enumerate(version.spans(header.nbytes, header.chunk_nbytes)):
+            if number in known:
+                there: Future[int] = Future()
+                there.set_result(known[number])
+            else:
+                there = self._threads.submit(_digest, written.arrival, payload[start:end])
+            written.chunks.append(there)
         self._pending.extend(written.chunks)
         return written
 
@@ -175,10 +181,8 @@ class Versions:
         if self._coming is not None:
             self._coming.fence()
 
-    def _place(
-        self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int
-    ) -> tuple[WrittenVersion, int]:
-        """Return the next slot, in which no version lies any more, and its index."""
+    def _place(self, tensors: TensorSet, step: int, generation: int, shard: int, rank: int) -> WrittenVersion:
+        """Return the next slot, in which no version lies any more."""
         layout = tensors.layout
         header = version.Header(
             job=self._session.welcome.job,
@@ -202,7 +206,7 @@ class Versions:
         version.invalidate(raw.window(slot))
         offset = index * slots.slot_nbytes
         at = m.TensorsAt(region=slots.number, offset=offset, nbytes=nbytes, digest="")
-        return WrittenVersion(header, at, slot, [], Arrival(())), index
+        return WrittenVersion(header, at, index, slot, [], Arrival(()))
 
     def _allocate(self, generation: int, tensors: TensorSet, nbytes: int) -> Slots:
         self._unmap(tensors)
@@ -278,6 +282,7 @@ class Versions:
         window = raw.window(written.slot)
         header = replace(header, twins=twin_digest(header, window[header.header_nbytes :], own))
         digest = version.write_header(window, header)
+        self._frozen.sealed(written.index, chunks)
         at = structs.replace(written.at, digest=digest)
         self._session.send(structs.replace(commit, tensors=at))
 

@@ -16,6 +16,8 @@ from ckptless.pytorch_hooks.commit.versions import Versions
 from ckptless.pytorch_hooks.state import State, TensorSet, raw
 from tests.gpu import kind
 
+CHUNK_NBYTES = 16 * version.PAGE_NBYTES
+
 
 class Session:
     """Memory of its own; reads what was sent at once."""
@@ -50,7 +52,8 @@ class Rank:
         # The other one for what a test makes of the tensors: it remembers where it has packed them.
         self.tensors, self._others = TensorSet(state), TensorSet(state)
         self.session = Session()
-        self.versions = Versions(cast("Any", self.session))
+        # Many chunks, though the model is small.
+        self.versions = Versions(cast("Any", self.session), CHUNK_NBYTES)
         self.told: list[str] = []
         self.copying = Copying(self.versions, overlap, self.told.append)
         self.step = 0

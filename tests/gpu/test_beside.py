@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from ckptless.daemon.protocol.errors import BadVersionError
 from ckptless.pytorch_hooks.commit import frozen
 from ckptless.pytorch_hooks.commit.copying import TRIALS, Wanted
 from ckptless.pytorch_hooks.commit.device_overlap import BesideOnDevice
-from ckptless.pytorch_hooks.commit.frozen import Frozen
+from ckptless.pytorch_hooks.commit.frozen import Frozen, Needed
 from ckptless.pytorch_hooks.commit.slots import SLOTS
 from ckptless.pytorch_hooks.errors import FrozenChanged, StateMoved
 from ckptless.pytorch_hooks.state import TensorCopy
@@ -177,16 +178,18 @@ class Copied:
         real = Frozen.begin
 
         def begin(
-            frozen: Frozen, slot: int, copies: list[TensorCopy], device: torch.device
-        ) -> list[TensorCopy]:
-            left = real(frozen, slot, copies, device)
-            self.names.append({one.name for one in left if one.frozen})
-            return left
+            frozen: Frozen, slot: int, copies: list[TensorCopy], device: torch.device, layout: str
+        ) -> Needed:
+            needed = real(frozen, slot, copies, device, layout)
+            self.names.append({one.name for one in needed.copies if one.frozen})
+            return needed
 
         monkeypatch.setattr(Frozen, "begin", begin)
 
 
 BOTH = {"p:model:base.weight", "b:model:table"}
+# It shares chunks with what is trained.
+MIXED = {"b:model:table"}
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
@@ -199,7 +202,7 @@ def test_what_nobody_writes_to_is_not_copied_again(
         rank.train()
         rank.commit()
     rank.copying.wait()
-    assert copied.names == [BOTH] * (frozen.TRIALS + 1) + [set()] * SLOTS
+    assert copied.names == [BOTH] * (frozen.TRIALS + 1) + [MIXED] * SLOTS
     assert rank.sealed(rank.step) == rank.packed()
 
 
@@ -216,7 +219,7 @@ def test_what_is_written_to_is_copied_into_every_slot(make: Make, monkeypatch: p
         wanted[rank.step] = rank.packed()
     rank.copying.wait()
     assert rank.session.sent == wanted
-    assert copied.names.count({"p:model:base.weight"}) == frozen.TRIALS + 1
+    assert copied.names.count(BOTH) == 2 * (frozen.TRIALS + 1)
 
 
 @pytest.mark.parametrize("write", [uncounted, swapped])
@@ -263,4 +266,21 @@ def test_slots_that_were_read_back_may_hold_anything(make: Make, monkeypatch: py
     rank.copying.leave()
     rank.commit()
     rank.copying.wait()
-    assert copied.names[-2:] == [set(), BOTH]
+    assert copied.names[-2:] == [MIXED, BOTH]
+
+
+def test_memory_that_rots_is_found(make: Make) -> None:
+    """Of a tensor that was left out the digest is that of when it came."""
+    rank = make()
+    for _ in range(frozen.TRIALS + 1 + SLOTS):
+        rank.train()
+        rank.commit()
+    rank.copying.wait()
+    slots = rank.versions._slots
+    assert slots is not None
+    for index in range(SLOTS):
+        # In the payload's first tensor, which is frozen.
+        slots.slot(index)[1 << 18] ^= 4
+    rank.commit()
+    with pytest.raises(BadVersionError):
+        rank.copying.wait()
