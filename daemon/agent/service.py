@@ -28,6 +28,7 @@ from ckptless.daemon.agent.saving.service import SaveService
 from ckptless.daemon.agent.versions.connections import Network
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.requeue_memory import RequeueClient
+from ckptless.daemon.agent.versions.room import Room
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.agent.versions.twins import AgentTwins
@@ -71,7 +72,12 @@ class Agent:
         )
         self._twins = AgentTwins(config.node, config.twins, self._versions, self._replicas)
         self._state = StateService(
-            self._core, self._versions, self._replicas, self._rank_processes, self._twins
+            self._core,
+            self._versions,
+            self._replicas,
+            self._rank_processes,
+            self._twins,
+            Room((config.node, config.name), self._versions, config.copies, config.spec.domains),
         )
         self._saving = SaveService(config, self._versions, self._zygote, self._replicas)
         self._requeue_memory = RequeueClient(config, self._versions, self._twins.holdings)

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from ckptless.daemon.ckptctl import render
-from ckptless.daemon.ckptctl.options import Asked
+from ckptless.daemon.ckptctl.options import wants_json, with_json
 from ckptless.daemon.settings.site import DEFAULT_FILE, as_yaml, load_settings, shown
 
 _FILE = click.argument("file", required=False, type=click.Path(path_type=Path))
@@ -24,17 +24,9 @@ def config() -> None:
     """
 
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="JSON to stdout, for scripts.")
-
-
-def _wants_json(context: click.Context, *, as_json: bool) -> bool:
-    asked = context.find_object(Asked)
-    return as_json or (asked is not None and asked.as_json)
-
-
 @config.command()
 @_FILE
-@_JSON
+@with_json
 @click.pass_context
 def check(context: click.Context, file: Path | None, as_json: bool) -> None:
     """Say whether FILE is good: exit code 0, or 2 and what is wrong in it.
@@ -44,7 +36,7 @@ def check(context: click.Context, file: Path | None, as_json: bool) -> None:
         ckptctl config check ./ckptless.yaml && install -m 644 ckptless.yaml /etc/ckptless/
     """
     settings = load_settings(file)
-    if _wants_json(context, as_json=as_json):
+    if wants_json(context, as_json=as_json):
         render.show_json(file=None if settings.file is None else str(settings.file), good=True)
     elif settings.file is None:
         click.echo(f"There is no {DEFAULT_FILE}: the defaults hold.")
@@ -54,7 +46,7 @@ def check(context: click.Context, file: Path | None, as_json: bool) -> None:
 
 @config.command()
 @_FILE
-@_JSON
+@with_json
 @click.pass_context
 def show(context: click.Context, file: Path | None, as_json: bool) -> None:
     """Show every value in force, and whether it is from the file, derived, or a default.
@@ -66,7 +58,7 @@ def show(context: click.Context, file: Path | None, as_json: bool) -> None:
         ckptctl config show --json | jq -r '.settings[] | select(.source == "file").key'
     """
     settings = load_settings(file)
-    if _wants_json(context, as_json=as_json):
+    if wants_json(context, as_json=as_json):
         render.show_json(file=None if settings.file is None else str(settings.file), settings=shown(settings))
     else:
         click.echo(as_yaml(settings), nl=False)

@@ -11,6 +11,7 @@ from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
+from ckptless.daemon.protocol.limits import size_text
 from ckptless.daemon.protocol.model import RingState
 from ckptless.daemon.protocol.records import GenerationRecord, HoldingRecord
 from ckptless.daemon.protocol.ring import STREAMS
@@ -99,8 +100,8 @@ def _rows(rings: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
     for ring in rings:
         head: tuple[object, ...] = (ring["loader"], ring["node"], ring["name"])
         tail: tuple[object, ...] = (
-            render.size(ring["nbytes"]),
-            render.size(ring["budget_nbytes"]),
+            size_text(ring["nbytes"]),
+            size_text(ring["budget_nbytes"]),
             ring["made"],
             "closed" if ring["closed"] else ring["producer"] or "none",
             render.span(ring["age_s"]),

@@ -12,6 +12,7 @@ from ckptless.daemon.ckptctl.evict import evict
 from ckptless.daemon.ckptctl.jobs import jobs
 from ckptless.daemon.ckptctl.kept import kept
 from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.plan import plan
 from ckptless.daemon.ckptctl.replicas import replicas
 from ckptless.daemon.ckptctl.save import save
 from ckptless.daemon.ckptctl.status import status
@@ -22,7 +23,7 @@ _EPILOG = """
 \b
 Exit codes:
   0  done
-  1  failed, or refused
+  1  failed, or refused; or what is planned does not fit
   2  a mistake in how it was called, or in the settings
   3  the ledger is not there or cannot be read, or no daemon answers
   4  no such job, or it is another user's
@@ -52,6 +53,7 @@ COMMANDS: dict[click.Command, dict[str, str]] = {
     evict: {"evict 4711 node02": "take a node out of a job, for a spare"},
     save: {"save 4711": "save its state to its directory now"},
     kept: {"kept": "memory that is kept here for jobs that start again"},
+    plan: {"plan --gpus 64 --params 70e9": "memory and traffic of a job"},
     config: {},
 }
 _EXAMPLES = "\n".join(

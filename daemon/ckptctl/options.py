@@ -69,7 +69,7 @@ def common(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., No
         command(asked, **own)
 
     functools.update_wrapper(with_options, command)
-    return _STATE_DIR(_SOCKET(_JOB(_JSON(with_options))))
+    return _STATE_DIR(_SOCKET(_JOB(with_json(with_options))))
 
 
 def of_job(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., None]:
@@ -82,6 +82,12 @@ def for_job(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., N
     """The same for what is done to a job, which has to be named."""
     argument = click.argument("first_job", metavar="JOB")
     return argument(common(command))
+
+
+def wants_json(context: click.Context, *, as_json: bool) -> bool:
+    """Whether JSON is asked for, before the command's name or behind it; of commands that need no job."""
+    asked = context.find_object(Asked)
+    return as_json or (asked is not None and asked.as_json)
 
 
 _STATE_DIR = click.option(
@@ -97,4 +103,4 @@ _SOCKET = click.option(
     help="Ask this daemon. Default: that of this node, daemon.socket of the settings.",
 )
 _JOB = click.option("-j", "--job", metavar="JOB", help="The same as the argument JOB.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="JSON to stdout, for scripts.")
+with_json = click.option("--json", "as_json", is_flag=True, help="JSON to stdout, for scripts.")

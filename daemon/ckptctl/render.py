@@ -63,13 +63,3 @@ def ms(duration_s: float | None) -> str:
     if duration_s is None:
         return ""
     return f"{duration_s * 1000:.{1 if duration_s < 0.1 else 0}f}"
-
-
-def size(nbytes: float) -> str:
-    """Bytes as people say them: "12 B", "3.4 MB", "1.2 GB"; powers of 1000."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while nbytes >= 999.5 and len(units) > 1:
-        nbytes /= 1000
-        del units[0]
-    whole = units[0] == "B" or nbytes >= 99.95
-    return f"{nbytes:.{0 if whole else 1}f} {units[0]}"

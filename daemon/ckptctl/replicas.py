@@ -11,7 +11,7 @@ from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
-from ckptless.daemon.protocol.limits import runs
+from ckptless.daemon.protocol.limits import runs, size_text
 from ckptless.daemon.replication.protection import HeldCopy, Item
 
 
@@ -114,7 +114,7 @@ def _rows(shards: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
                 holder["name"],
                 holder["as"] or "records",
                 runs(holder["steps"]),
-                render.size(holder["nbytes"]) if holder["steps"] else None,
+                size_text(holder["nbytes"]) if holder["steps"] else None,
                 records or None,
                 render.span(holder["age_s"]),
             )
@@ -124,4 +124,4 @@ def _rows(shards: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
 def _sum(found: Snapshot) -> str:
     memory = _memory(found)
     nbytes = sum(one["nbytes"] for one in memory)
-    return f"memory: {render.size(nbytes)} on {len(memory)} {'node' if len(memory) == 1 else 'nodes'}"
+    return f"memory: {size_text(nbytes)} on {len(memory)} {'node' if len(memory) == 1 else 'nodes'}"

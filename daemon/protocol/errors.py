@@ -3,6 +3,7 @@
 CkptlessError
  +- UsageError          the user can mend it: one sentence that says what to change
  |   +- StateDirError          a state directory that is somebody else's, or of another format
+ |   +- NoRoomError            the state and its replicas do not fit into a node's memory
  +- ProtocolError       a message or file that breaks its format, version or limits
  |   +- MismatchError          the other end is a ckptless that speaks another protocol
  |   +- BadVersionError        a version of the state that does not verify
@@ -34,6 +35,10 @@ class UsageError(CkptlessError):
 
 class StateDirError(UsageError):
     """A state directory that must not be used until somebody has looked at it."""
+
+
+class NoRoomError(UsageError):
+    """A node has not the memory for what it is to hold of the state; trying again does not help."""
 
 
 class ProtocolError(CkptlessError):

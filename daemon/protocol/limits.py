@@ -133,3 +133,13 @@ def runs(numbers: Iterable[int]) -> str:
             spans.append([number])
     parts = [f"{s[0]}-{s[-1]}" if len(s) > 2 else ", ".join(map(str, s)) for s in spans]
     return ", ".join(parts)
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes as people say them: "12 B", "3.4 MB", "1.2 GB"; powers of 1000."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes /= 1000
+        del units[0]
+    whole = units[0] == "B" or nbytes >= 99.95
+    return f"{nbytes:.{0 if whole else 1}f} {units[0]}"

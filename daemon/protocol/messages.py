@@ -334,10 +334,11 @@ class Allocate(Message, frozen=True, kw_only=True):
     slots: SlotCount
 
 
-class Allocated(Message, frozen=True, kw_only=True):
-    """Answer to Allocate; the memfd comes with it (SCM_RIGHTS)."""
+class Allocated(Clipped, Message, frozen=True, kw_only=True):
+    """Answer to Allocate; the memfd comes with it (SCM_RIGHTS). `error`: why none does."""
 
-    region: Number
+    region: Number = 0
+    error: Text | None = None
 
 
 class TensorsAt(Value, frozen=True, kw_only=True):

@@ -171,7 +171,7 @@ Phase = Literal[
 class Cause(Clipped, Value, frozen=True, kw_only=True):
     """The reason why a rank left or ended.
 
-    kind: stop, raised, no-state, no-memory, broken, hung, died, renewed.
+    kind: stop, raised, no-state, no-memory, no-room, broken, hung, died, renewed.
     """
 
     kind: Word
@@ -373,7 +373,7 @@ class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
 #   done            every rank ended by itself     no-spare        a rank has no slot left
 #   script          it raised or ended, each time  no-common-step  no step that every rank could give
 #   cancelled       somebody wanted it             no-progress     broken or stalled again and again
-#   corrupt         twins differ, each time
+#   corrupt         twins differ, each time        no-room         a node's memory cannot hold the state
 #   never-formed    too few nodes came up          after-training  a rank failed when training was over
 #   ""              for this node alone: the job goes on without it
 Why = Literal[
@@ -386,6 +386,7 @@ Why = Literal[
     "no-common-step",
     "no-progress",
     "corrupt",
+    "no-room",
     "after-training",
     "no-quorum",
     "node-lost",

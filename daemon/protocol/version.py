@@ -19,6 +19,9 @@ MAGIC = b"ckptVERS"
 FORMAT = 1
 PAGE_NBYTES = 4096
 CHUNK_NBYTES = 16 << 20
+# Versions of a shard that a node keeps, its own or a replica: the one being written, the newest committed
+# one, and one more, since a rank may be a step behind when another has gone on (docs/design/restoring.md).
+SLOTS = 3
 JOB_LIMIT = 256
 """Bytes of a job's name in UTF-8."""
 PAYLOAD_LIMIT = 1 << 46
@@ -115,6 +118,11 @@ def header_nbytes(nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
     """Bytes of the header of a payload of `nbytes`: whole pages."""
     count = -(-nbytes // chunk_nbytes)
     return -(-(_FIXED.size + 8 * count + _DIGEST_NBYTES) // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def slot_nbytes(nbytes: int) -> int:
+    """Bytes of the slot for a payload of `nbytes` with its header: whole pages."""
+    return -(-(header_nbytes(nbytes) + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def spans(nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import RANK_LIMIT, Decoder, encode
-from ckptless.daemon.protocol.errors import PeerError, ProtocolError
+from ckptless.daemon.protocol.errors import NoRoomError, PeerError, ProtocolError
 from ckptless.daemon.protocol.peercred import unix_address
 from ckptless.pytorch_hooks.errors import GenerationEnded
 
@@ -131,7 +131,7 @@ class Session:
             case m.Writes():
                 self._writes = (message.generation, message.writes)
             case m.Allocated():
-                self._reply = (message, self._fds.popleft())
+                self._reply = (message, self._fds.popleft() if message.error is None else None)
             case m.Fetched():
                 fd = self._fds.popleft() if message.tensors is not None else None
                 self._reply = (message, fd)
@@ -194,9 +194,11 @@ class Session:
         self._wait(generation, lambda: self._released >= generation, "the other ranks to finish")
 
     def allocate(self, generation: int, slot_nbytes: int, slots: int) -> tuple[m.Allocated, int]:
-        """A memfd for tensors; the descriptor is the caller's. Raises GenerationEnded."""
+        """A memfd for tensors; the descriptor is the caller's. Raises NoRoomError, GenerationEnded."""
         request = m.Allocate(generation=generation, slot_nbytes=slot_nbytes, slots=slots)
         reply, fd = self._ask(request, generation)
+        if isinstance(reply, m.Allocated) and reply.error is not None:
+            raise NoRoomError(reply.error)
         if not isinstance(reply, m.Allocated) or fd is None:
             raise ProtocolError(f"{type(reply).__name__} is no answer to Allocate")
         return reply, fd

@@ -12,12 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from ckptless.daemon.protocol import version
 from ckptless.pytorch_hooks.commit.pinned import Pinned
 from ckptless.pytorch_hooks.devices import accelerator
 
 logger = logging.getLogger(__name__)
 
-SLOTS = 3
+SLOTS = version.SLOTS
 # Linux 5.14; an older kernel refuses it, and the first commits touch the pages.
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.errors import StateUnavailableError
+from ckptless.daemon.protocol.errors import NoRoomError, StateUnavailableError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
@@ -155,6 +155,8 @@ class _Worker:
             return self._left(m.Cause(kind="stop", text=str(end)), end)
         except CollectiveFailed as failure:
             return self._left(m.Cause(kind="broken", text=_shorten(str(failure))), failure)
+        except NoRoomError as refusal:
+            return self._left(m.Cause(kind="no-room", text=_shorten(str(refusal))), refusal)
         except Exception as error:  # noqa: BLE001  # whatever the user's code raises is a fault to report
             return self._left(self._blame(part, error), error)
         return None

@@ -1,8 +1,8 @@
 """The memory that a ring may take: what its loader asks for, the site allows, and is free at its opening."""
 
-from pathlib import Path
 from typing import NamedTuple
 
+from ckptless.daemon.agent.free_memory import FreeMemory
 from ckptless.daemon.settings.options import DataSettings
 
 # Of the free memory a ring takes one part in so many: the ranks, and other rings, need some, too.
@@ -15,13 +15,6 @@ class RingLimits(NamedTuple):
     window: int
     budget_nbytes: int
     reasons: tuple[str, ...]
-
-
-class FreeMemory(NamedTuple):
-    """Bytes that can be had still, and by whose measure."""
-
-    nbytes: int
-    whose: str
 
 
 def limited(window: int, budget_nbytes: int, site: DataSettings, free: FreeMemory | None) -> RingLimits:
@@ -41,54 +34,3 @@ def limited(window: int, budget_nbytes: int, site: DataSettings, free: FreeMemor
     if why:
         reasons.append(f"its batches take {budget_nbytes} bytes at most, not {wanted}: {why}")
     return RingLimits(window, budget_nbytes, tuple(reasons))
-
-
-def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory | None:
-    """The least of what the node and each cgroup around this process have; None where nothing tells."""
-    found = [*_of_node(proc), *_of_cgroups(proc, cgroups)]
-    return min(found, default=None)
-
-
-def _of_node(proc: Path) -> list[FreeMemory]:
-    words = _words(proc / "meminfo")
-    return (
-        [FreeMemory(words["MemAvailable:"] * 1024, "the node's memory")] if "MemAvailable:" in words else []
-    )
-
-
-def _of_cgroups(proc: Path, root: Path) -> list[FreeMemory]:
-    found: list[FreeMemory] = []
-    for line in _text(proc / "self" / "cgroup").splitlines():
-        _number, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            # Those above it, too, to the root of what is mounted here.
-            at = (root / controllers / path.lstrip("/")).parts
-            least = len((root / controllers).parts)
-            for end in range(least, len(at) + 1):
-                found += _of_cgroup(Path(*at[:end]), controllers == "")
-    return found
-
-
-def _of_cgroup(folder: Path, unified: bool) -> list[FreeMemory]:
-    names = ("max", "current") if unified else ("limit_in_bytes", "usage_in_bytes")
-    limit, used = (_text(folder / f"memory.{name}").strip() for name in names)
-    if not limit.isdecimal() or not used.isdecimal() or int(limit) >= 1 << 60:
-        return []
-    # Pages of files count as used, and go when room is wanted.
-    kept = _words(folder / "memory.stat")
-    prefix = "" if unified else "total_"
-    files = sum(kept.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
-    return [FreeMemory(max(0, int(limit) - max(0, int(used) - files)), f"the cgroup {folder}")]
-
-
-def _words(path: Path) -> dict[str, int]:
-    """A file of lines that are a word and a number."""
-    lines = (line.split() for line in _text(path).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Callable, Iterable
 
-from ckptless.daemon.agent.dataloader.limits import free_memory, limited
+from ckptless.daemon.agent.dataloader.limits import limited
 from ckptless.daemon.agent.dataloader.node import LEASE_S, RingNode
+from ckptless.daemon.agent.free_memory import free_memory
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.protocol import ring as m
 from ckptless.daemon.protocol.codec import check_protocol

@@ -11,6 +11,7 @@ from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.rank_processes import RankProcesses
 from ckptless.daemon.agent.versions.replicas import Replicas, put_record
+from ckptless.daemon.agent.versions.room import Room
 from ckptless.daemon.agent.versions.store import HeldRecord, Version, VersionStore, header_of
 from ckptless.daemon.agent.versions.twins import AgentTwins
 from ckptless.daemon.protocol import messages as m
@@ -29,10 +30,11 @@ class StateService:
         replicas: Replicas,
         rank_processes: RankProcesses,
         twins: AgentTwins,
+        room: Room,
     ) -> None:
         self._core, self._node = core, core.node
         self._store, self._replicas, self._rank_processes = store, replicas, rank_processes
-        self._twins = twins
+        self._twins, self._room = twins, room
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -60,6 +62,7 @@ class StateService:
         self._twin_nodes.clear()
         self._writers.clear()
         self._waiting.clear()
+        self._room.follow(assignment)
         self._assignment = assignment
 
     def assigned(self, assignment: m.Assignment, rank: int) -> m.Assigned:
@@ -100,8 +103,7 @@ class StateService:
         elif isinstance(message, m.Stepped):
             self._tell(slot, message)
         elif isinstance(message, m.Allocate):
-            region = self._store.allocate(slot.shard[1], message.slot_nbytes, message.slots)
-            link.send(m.Allocated(region=region.number), region.fd)
+            self._allocate(slot, link, message)
         else:
             task = asyncio.create_task(self._give(slot, link, message))
             self._tasks.add(task)
@@ -115,9 +117,20 @@ class StateService:
             raise ProtocolError("a twin that is no rank of this job")
         shard = min(ranks)
         slot.shard = (message.generation, shard)
+        self._room.share(shard, ranks)
         self._twin_nodes[shard] = frozenset(self._assignment.places[rank].node for rank in ranks)
         writer = self._writers.setdefault(shard, slot.index)
         link.send(m.Writes(generation=message.generation, writes=writer == slot.index))
+
+    def _allocate(self, slot: Slot, link: RankLink, wanted: m.Allocate) -> None:
+        """Give a rank its memory, unless the node has not enough for all that it is to hold then."""
+        shard = slot.shard[1]
+        refusal = self._room.refusal(shard, wanted.slot_nbytes * wanted.slots)
+        if refusal is not None:
+            link.send(m.Allocated(error=refusal))
+            return
+        region = self._store.allocate(shard, wanted.slot_nbytes, wanted.slots)
+        link.send(m.Allocated(region=region.number), region.fd)
 
     def _commit(self, slot: Slot, commit: m.Commit) -> None:
         rank = self._core.rank(slot)

@@ -23,10 +23,8 @@ from ckptless.daemon.protocol.messages import Assignment, Copies, Holdings, Tens
 from ckptless.daemon.replication.protection import Item
 
 KEEP = 3
-# Versions of the tensors that a node keeps: the one being written, the newest committed one, and one more,
-# since a rank may be a step behind when another has gone on (see docs/design/restoring.md).
-SLOTS = 3
-PAGE_NBYTES = 4096
+SLOTS = version.SLOTS
+PAGE_NBYTES = version.PAGE_NBYTES
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -339,6 +337,15 @@ class VersionStore:
         """Bytes held."""
         records = sum(map(_nbytes_of, self._records.values()))
         return records + sum(region.nbytes for region in self._regions.values())
+
+    @property
+    def touched_nbytes(self) -> int:
+        """Bytes of the tensors' memory that the kernel has given so far: it does at the first touch."""
+        return sum(os.fstat(region.fd).st_blocks * 512 for region in self._regions.values())
+
+    def newest_nbytes(self, shard: int) -> int:
+        """Bytes of the memory that a shard's next version goes into, touched or not; 0 where none is."""
+        return next((r.nbytes for r in reversed(self._regions.values()) if r.shard == shard), 0)
 
     def close(self) -> None:
         """Give everything back."""

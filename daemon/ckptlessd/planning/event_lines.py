@@ -77,6 +77,8 @@ def _what(fault: Finding) -> str:
             return f"did not get its state: {detail}"
         case "no-memory":
             return f"did not get its device's memory: {detail}"
+        case "no-room":
+            return f"is refused: {detail}"
         case "stall":
             return detail
         case "broken":

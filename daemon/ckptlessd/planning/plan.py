@@ -12,7 +12,7 @@ from ckptless.daemon.ckptlessd.planning.faults import SECONDARY, Fault, Finding,
 from ckptless.daemon.ckptlessd.planning.seats import Seats, remove
 from ckptless.daemon.ckptlessd.planning.sources import NoCommonStepError, state_sources
 from ckptless.daemon.ckptlessd.planning.start import start_from
-from ckptless.daemon.protocol.errors import RecoveryError
+from ckptless.daemon.protocol.errors import RecoveryError, UsageError
 from ckptless.daemon.protocol.limits import clip
 from ckptless.daemon.protocol.messages import (
     Assignment,
@@ -29,6 +29,7 @@ RUNGS = ("start", "in-process", "process", "spare")
 
 # Exit codes of a job that ckptless ends by itself.
 EXIT_SCRIPT = 1
+EXIT_USAGE = UsageError.exit_code
 EXIT_UNRECOVERABLE = 4
 
 _SCRIPT_DIFFERS = (
@@ -163,6 +164,9 @@ def _answer_all(now: Situation) -> _Answers:
         raise NoPlanError(_first_failure(now))
     answers = _Answers()
     for fault in now.causes:
+        if fault.finding.kind == "no-room":
+            reason = one_line(fault.finding.detail)
+            raise NoPlanError(Outcome(state="failed", exit_code=EXIT_USAGE, reason=reason, why="no-room"))
         _answer(now, fault, answers)
     counted = {tries.cause for tries in answers.tries}
     # Causes that did not come this time are remembered until the job has made progress.

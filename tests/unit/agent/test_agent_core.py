@@ -328,7 +328,7 @@ def test_words_of_another_generation_are_refused(node: Node) -> None:
 def test_a_commit_of_who_has_not_said_which_shard_it_has_is_refused(node: Node) -> None:
     node.train(assignment(1, place(0)))
     unasked: Any = SimpleNamespace()
-    service = StateService(node.core, unasked, unasked, unasked, unasked)
+    service = StateService(node.core, unasked, unasked, unasked, unasked, unasked)
     early = m.Commit(generation=1, step=1, record=b"", digest="", tensors=None, loss=None)
     with pytest.raises(ProtocolError, match="Commit before Twins"):
         service.serve(node.core.slots[0], unasked, early)

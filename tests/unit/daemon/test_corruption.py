@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from ckptless.daemon.agent.core.agent_core import AgentCore
 from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.versions.replicas import Replicas
+from ckptless.daemon.agent.versions.room import Room
 from ckptless.daemon.agent.versions.state_service import StateService
 from ckptless.daemon.agent.versions.store import SLOTS, HeldRecord, Version, VersionStore, digest, round_up
 from ckptless.daemon.agent.versions.twins import AgentTwins
@@ -132,7 +133,12 @@ class World:
         core.slots, core.assignment = [self.slot], self.assignment
         vault, replicas = self.nodes[0].vault, self.nodes[0].replicas
         self.state = StateService(
-            core, vault, replicas, rank_processes, AgentTwins(0, "act", vault, replicas)
+            core,
+            vault,
+            replicas,
+            rank_processes,
+            AgentTwins(0, "act", vault, replicas),
+            Room((0, "n0"), vault, 2),
         )
         for node in self.nodes:
             node.replicas.follow(self.assignment)

@@ -72,6 +72,14 @@ def again(faults: Sequence[Fault], times: int, **more: Any) -> m.Assignment:
 DIED = fault("died", exit_code=-9, detail="was ended by SIGKILL")
 
 
+def test_a_node_without_room_ends_the_job_at_once_whatever_else_there_is() -> None:
+    sentence = "n1 has too little memory for the state: give the job more memory"
+    faults = [fault("broken", 0), fault("node-lost", 0, None), fault("no-room", 1, detail=sentence)]
+    with pytest.raises(plan.NoPlanError) as error:
+        plan.next_assignment(situation(faults, spec(spares=0)))
+    assert error.value.outcome == m.Outcome(state="failed", exit_code=2, reason=sentence, why="no-room")
+
+
 def corrupt(node: int, *, odd: bool = False) -> Fault:
     return fault("silent-corruption", node, detail="shard 0, step 8: ranks differ", odd=odd)
 

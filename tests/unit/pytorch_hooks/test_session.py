@@ -12,7 +12,7 @@ import pytest
 
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import encode
-from ckptless.daemon.protocol.errors import PeerError
+from ckptless.daemon.protocol.errors import NoRoomError, PeerError
 from ckptless.pytorch_hooks.agent_session.session import Session
 
 DEADLINE_S = 20.0
@@ -86,3 +86,14 @@ def test_an_agent_that_hangs_up_on_hello(tmp_path: Path) -> None:
             agent.recv(100)
         with pytest.raises(PeerError, match=r"does not take this process \(it hung up\): its log"):
             session.result(DEADLINE_S)
+
+
+def test_a_refusal_of_memory_is_the_agents_sentence(tmp_path: Path) -> None:
+    with connected(tmp_path) as (session, agent), ThreadPoolExecutor(1) as pool:
+        asks = pool.submit(session.allocate, 1, 4096, 3)
+        agent.settimeout(DEADLINE_S)
+        while b"Allocate" not in agent.recv(1 << 16):
+            pass
+        agent.sendall(encode(m.Allocated(error="n1 has too little memory")))
+        with pytest.raises(NoRoomError, match="n1 has too little memory"):
+            asks.result(DEADLINE_S)
