@@ -68,7 +68,7 @@ class Agent:
             config.copies,
             self._versions,
             config.spec.domains,
-            Network(config.copies_address, config.replication.bandwidth_rate or 0.0),
+            Network(config.copies_addresses, config.replication.bandwidth_rate or 0.0),
         )
         self._twins = AgentTwins(config.node, config.twins, self._versions, self._replicas)
         self._state = StateService(
@@ -111,8 +111,8 @@ class Agent:
         daemon: asyncio.Task[None] | None = None
         lease: asyncio.Task[None] | None = None
         try:
-            address = config.copies_address or config.address
-            agent_port = await self._replicas.start(address)
+            address, *others = config.copies_addresses or (config.address,)
+            agent_port = await self._replicas.start(address, *others)
             self._rank_processes.store = await self._store.start(self._event)
             nccl_port = await self._nccl.start(config.address, config.env)
             self._ranks.start()
@@ -125,6 +125,7 @@ class Agent:
                 address=address,
                 agent_port=agent_port,
                 nccl_port=nccl_port,
+                interfaces=self._replicas.interfaces,
             )
             self._hello = m.AgentHello(
                 protocol=m.PROTOCOL, spec=config.spec, info=info, pid=os.getpid(), brought=brought

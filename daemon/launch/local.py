@@ -185,7 +185,7 @@ class LocalRun:
             daemon_socket=self._socket(node, "daemon"),
             rank_socket=self._socket(node, "ranks"),
             log_dir=str(node.dir / "logs"),
-            copies_address=node.peer.address,
+            copies_addresses=(node.peer.address,),
         )
 
     # ------------------------------------------------------------------------------------- start

@@ -18,6 +18,8 @@ MOST_SLOTS = 256
 MOST_RANKS = 1 << 18
 MOST_STEPS = 4096
 MOST_VOTERS = 64
+# Of a node, that copies of the state go over.
+MOST_INTERFACES = 8
 # Of one text, in characters, and of a job's command.
 TEXT_LIMIT, COMMAND_LIMIT = 4096, 4096
 
@@ -56,6 +58,8 @@ Word: TypeAlias = Annotated[str, Meta(max_length=64)]
 Digest: TypeAlias = Annotated[str, Meta(max_length=64)]
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_LIMIT)]
 FilePath: TypeAlias = Annotated[str, Meta(max_length=4096)]
+# Addresses of an agent beside its first one.
+Addresses: TypeAlias = Annotated[tuple[tuple[Name, Port], ...], Meta(max_length=MOST_INTERFACES - 1)]
 Key: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 RecordBytes: TypeAlias = Annotated[bytes, Meta(max_length=RANK_LIMIT)]
 

@@ -11,6 +11,7 @@ from ckptless.daemon.protocol.limits import (
     MOST_RANKS,
     OF_NODES,
     OF_RANKS,
+    Addresses,
     Age,
     Clipped,
     Command,
@@ -147,7 +148,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
 class NodeInfo(Value, frozen=True, kw_only=True):
     """The addresses of a node's agent: they are numeric; ports are TCP.
 
-    `nccl_port` is where NCCL's ranks find their roots, at `address`; 0 where there are none.
+    `nccl_port` is where NCCL's ranks find their roots, at `address`; 0 where there are none. `interfaces`:
+    where the agent listens on each further interface that copies go over.
     """
 
     node: NodeNumber
@@ -155,6 +157,7 @@ class NodeInfo(Value, frozen=True, kw_only=True):
     address: Name
     agent_port: Port
     nccl_port: Port = 0
+    interfaces: Addresses = ()
 
 
 # What an agent knows of the process in a slot:

@@ -74,8 +74,8 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     `rank_socket` is where it listens for its ranks; "" for one in a folder of its own.
     `env` is the ranks' environment without torchrun's variables. In a file it is only what is added to the
     agent's own: nobody's secrets lie on a disk.
-    `copies_address`: where other agents reach this one, and from where it connects to them; None: at
-    `address`, and from wherever the kernel likes.
+    `copies_addresses`: where other agents reach this one, and from where it connects to them, one of each
+    interface; none: at `address`, and from wherever the kernel likes.
     `comm_address`: where ranks of other nodes reach those of this one; None: at `address`.
     """
 
@@ -84,7 +84,7 @@ class AgentConfig(SharedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     address: str
     env: dict[str, str]
     rank_socket: str
-    copies_address: str | None = None
+    copies_addresses: tuple[str, ...] = ()
     comm_address: str | None = None
 
 
@@ -114,7 +114,7 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
         address=address,
         env=own,
         rank_socket="",
-        copies_address=_copies_address(shared.replication.interface),
+        copies_addresses=_copies_addresses(shared.replication.interface),
         comm_address=comm_address,
     )
 
@@ -146,15 +146,24 @@ def _threads(env: Mapping[str, str], slots: int, cores: int) -> dict[str, str]:
     return thread_env(env, slots)
 
 
-def _copies_address(interface: str | None) -> str | None:
-    """The node's address on the network that was chosen. Raises StartError where it has none."""
+def _copies_addresses(interface: str | None) -> tuple[str, ...]:
+    """The node's address on each network that was chosen. Raises StartError for none, and for one twice."""
     if interface is None:
-        return None
-    found = tuple(one for one in interfaces() if not one.address.is_loopback)
-    try:
-        return choose(interface, found, "the interface or network for copies (replication.interface)")
-    except UsageError as error:
-        raise StartError(str(error)) from error
+        return ()
+    here = tuple(one for one in interfaces() if not one.address.is_loopback)
+    setting = "the interface or network for copies (replication.interface)"
+    found: dict[str, str] = {}
+    for name in interface.split("+"):
+        try:
+            address = choose(name, here, setting)
+        except UsageError as error:
+            raise StartError(str(error)) from error
+        if address in found:
+            raise StartError(
+                f"{setting} has {found[address]} and {name}, which are both {address} on this node"
+            )
+        found[address] = name
+    return tuple(found)
 
 
 def _comm(env: Mapping[str, str], interface: str | None) -> tuple[dict[str, str], str | None]:

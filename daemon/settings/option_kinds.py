@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.limits import MOST_INTERFACES
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h)", re.ASCII)
@@ -249,3 +250,13 @@ def is_shared_bind(text: str) -> bool:
         return ipaddress.ip_network(text).num_addresses > 1
     except ValueError:
         return is_bind(text)
+
+
+def shared_binds(written: object) -> str | None:
+    """A list of interfaces and networks, or a text that joins them by +, as such a text; None for another."""
+    names = written.split("+") if isinstance(written, str) else written
+    if not isinstance(names, list) or not all(
+        isinstance(name, str) and is_shared_bind(name) for name in names
+    ):
+        return None
+    return "+".join(names) if 0 < len(names) == len(set(names)) <= MOST_INTERFACES else None

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from click import STRING
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.limits import MOST_INTERFACES
 from ckptless.daemon.protocol.model import Limits
 from ckptless.daemon.settings.option_kinds import (
     Option,
@@ -29,6 +30,7 @@ from ckptless.daemon.settings.option_kinds import (
     is_shared_bind,
     memory,
     number,
+    shared_binds,
     span,
     speed,
     text,
@@ -75,13 +77,12 @@ BANDWIDTH = speed(
     unsaid="what sbatch --ckptless or the site says",
 )
 _OWN_ADDRESS = "with --local each node has an address of its own"
-INTERFACE = text(
-    _NETWORK,
-    _INTERFACE,
-    good=is_shared_bind,
+INTERFACE = Option(
+    "As ib0, 10.1.0.0/16, or ib0+ib1: the interfaces or networks that the state is sent over.",
+    words=(_NETWORK, _INTERFACE, f"up to {MOST_INTERFACES} of them such as ib0+ib1"),
+    read=shared_binds,
     quoted=False,
     metavar="NAME",
-    help="As ib0 or 10.1.0.0/16: the interface or network that the state is sent over.",
     spec="interface",
     slurm_only=_OWN_ADDRESS,
     unsaid="what sbatch --ckptless or the site says, else that of the nodes' names",
@@ -185,8 +186,8 @@ class MungeSettings:
 class ReplicationSettings:
     """The network and the rate of copies of the state from agent to agent.
 
-    `bandwidth_rate`: bytes per second that each agent sends at most; None for no limit. `interface`: an
-    interface or a network that each node has an address of; None is the address of the node's name.
+    `bandwidth_rate`: bytes per second that each agent sends at most; None for no limit. `interface`:
+    interfaces or networks that each node has an address of, joined by +; None: that of the node's name.
     """
 
     bandwidth_rate: float | None = BANDWIDTH.default()

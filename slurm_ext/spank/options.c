@@ -101,13 +101,13 @@ static bool rate(const char *text, size_t size, char *out)
 	return true;
 }
 
-/* An interface or a network; whether a node has it is found out there. */
+/* Interfaces or networks, joined by +; whether a node has it is found out there. */
 static bool interface_name(const char *text, size_t size, char *out)
 {
 	if (size == 0 || size >= CKPTLESS_INTERFACE_SIZE || text[0] == '-')
 		return false;
 	for (size_t i = 0; i < size; i++) {
-		if (!is_name_char(text[i]) && !strchr(":/@", text[i]))
+		if (!is_name_char(text[i]) && !strchr(":/@+", text[i]))
 			return false;
 	}
 	memcpy(out, text, size);
@@ -152,7 +152,7 @@ static bool setting_parse(const char *item, size_t size, struct ckptless_spec *s
 		want = rate(value, rest, spec->bandwidth) ? NULL : CKPTLESS_BANDWIDTH_RANGE ", as in 500MB/s, or none";
 	} else if (same(item, key, "interface")) {
 		again = spec->interface[0] != '\0';
-		want = interface_name(value, rest, spec->interface) ? NULL : "an interface, or a network";
+		want = interface_name(value, rest, spec->interface) ? NULL : "interfaces or networks, as in ib0+ib1";
 	} else {
 		snprintf(why, why_size,
 			 "\"%s\" is not known; say auto, off, or a list of "

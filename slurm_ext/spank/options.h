@@ -9,7 +9,7 @@
 
 #define CKPTLESS_NOT_SAID (-1)
 #define CKPTLESS_BANDWIDTH_SIZE 24
-#define CKPTLESS_INTERFACE_SIZE 48 /* an IPv6 network has 43 */
+#define CKPTLESS_INTERFACE_SIZE 160 /* eight names, or three IPv6 networks, joined by + */
 #define CKPTLESS_SPEC_SIZE 256	   /* any spec in its one written form, with the final NUL; a notice has no room for more */
 #define CKPTLESS_WHY_SIZE 256	 /* one sentence for the user */
 
@@ -20,7 +20,7 @@ struct ckptless_spec {
 	int replicas;	 /* copies of each shard */
 	int max_stall_s; /* seconds */
 	char bandwidth[CKPTLESS_BANDWIDTH_SIZE]; /* as it is written, with its unit */
-	char interface[CKPTLESS_INTERFACE_SIZE]; /* or network */
+	char interface[CKPTLESS_INTERFACE_SIZE]; /* or network, or several joined by + */
 };
 
 /*

@@ -37,6 +37,7 @@ from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.serving import receive_payload
 from ckptless.daemon.agent.versions.store import Region, VersionStore
+from ckptless.daemon.agent.versions.ways import Ways
 from ckptless.daemon.protocol.messages import NodeInfo, TensorsAt
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.version import (
@@ -49,7 +50,7 @@ from ckptless.daemon.protocol.version import (
     write_header,
 )
 from ckptless.daemon.transport.credentials import KeyCredentials
-from ckptless.daemon.transport.link import Link, serve
+from ckptless.daemon.transport.link import Link, Route, serve
 
 JOB = "bench"
 HOST = "127.0.0.1"
@@ -171,12 +172,12 @@ class Fetches:
 
     async def get(self) -> None:
         """All of it, dialled anew."""
-        fetch = TensorsFetch((Origin(JOB), 0, 0, 1), self._dial, self._refuse)
+        fetch = TensorsFetch((Origin(JOB), 0, 0, 1), Ways((), self._connect), self._refuse)
         await fetch.run(self._infos, self._vault)
 
-    async def _dial(self, info: NodeInfo) -> AgentLink:
+    async def _connect(self, route: Route) -> AgentLink:
         vouch = KeyCredentials(JOB.encode() * 8)
-        return await Link.dial((HOST, info.agent_port), (JOB, 1), vouch, p.AgentMessage, DIAL_S)
+        return await Link.dial(route.address, (JOB, 1), vouch, p.AgentMessage, DIAL_S)
 
     def _refuse(self, kind: str, text: str) -> None:
         raise RuntimeError(f"{kind}: {text}")

@@ -221,6 +221,12 @@ class Replication(Generic[P]):
         if not task.missing:
             self._all_have(key, task)
 
+    def again(self, node: int) -> None:
+        """Send a node once more what it has not said that it has: the connection is another one."""
+        for task in list(self._waiting.values()):
+            if node in task.missing and node in self.nodes:
+                self._edge.send(self.nodes[node], task.what)
+
     def unsound(self, key: Key, what: P) -> None:
         """Wait no more for what was to be sent: it is bad here, too, so nobody can hold it."""
         task = self._waiting.get(key)

@@ -24,16 +24,21 @@ OnLost: TypeAlias = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Network:
-    """`source`: the address of this node that connections to others come from; None: as the kernel likes.
+    """`sources`: addresses of this node, of each interface that is used; none: as the kernel likes.
 
     `send_rate`: bytes per second that all transfers of tensors together may send, 0 for no limit.
     """
 
-    source: str | None = None
+    sources: tuple[str, ...] = ()
     send_rate: float = 0
 
 
 ANY_NETWORK = Network()
+
+
+def is_silence(error: Exception) -> bool:
+    """Whether it is an interface's or network's doing: who hangs up, or refuses, has been reached."""
+    return isinstance(error, OSError) and not isinstance(error, ConnectionError)
 
 
 class Connection(ABC):
@@ -41,6 +46,8 @@ class Connection(ABC):
 
     def __init__(self, info: NodeInfo, on_lost: OnLost) -> None:
         self._info, self._on_lost = info, on_lost
+        # Whether it has ended since nothing came or went, as where an interface is dead.
+        self.is_silent = False
         self._link: Peer | None = None
         self._closed = False
 
@@ -52,6 +59,7 @@ class Connection(ABC):
             await self._talk(self._link)
         except (OSError, TimeoutError, CkptlessError) as error:
             why = str(error) or type(error).__name__
+            self.is_silent = is_silence(error)
         finally:
             if self._link is not None:
                 self._link.close()

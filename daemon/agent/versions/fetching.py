@@ -1,4 +1,4 @@
-"""Gets a version's chunks from all who hold it at once: each is verified, and nobody has to be waited for."""
+"""Gets a version's chunks over all ways to all its holders at once: each is verified, none is waited for."""
 
 import asyncio
 import contextlib
@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ckptless.daemon.agent.versions.connections import Dial, Peer
+from ckptless.daemon.agent.versions.connections import Peer, is_silence
 from ckptless.daemon.agent.versions.integrity import ArrivalCheck
 from ckptless.daemon.agent.versions.shares import AHEAD, Piece, Shares
 from ckptless.daemon.agent.versions.store import Incoming, VersionStore
+from ckptless.daemon.agent.versions.ways import Way, Ways
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError
 from ckptless.daemon.protocol.messages import NodeInfo, TensorsAt
@@ -25,11 +26,10 @@ Wanted: TypeAlias = tuple[version.Origin, int, int, int]
 
 
 class _Coming:
-    """The version that the first holder to answer has: the others give their part of the same."""
+    """The version that the first holder to answer has: the others give their `shares` of the same."""
 
-    def __init__(self, place: Incoming, sources: int) -> None:
-        self.place, self.header = place, place.header
-        self.shares = Shares(self.header.nbytes, self.header.chunk_nbytes, sources)
+    def __init__(self, place: Incoming, shares: Shares) -> None:
+        self.place, self.header, self.shares = place, place.header, shares
         self.moved = asyncio.Event()
 
     def wake(self) -> None:
@@ -39,16 +39,16 @@ class _Coming:
 
 
 class TensorsFetch:
-    """One fetch of one version. Owned by the agent's event loop."""
+    """One fetch of one version. Owned by the agent's event loop. A source is a way, known by its number."""
 
-    def __init__(self, wanted: Wanted, dial: Dial, tell: Callable[[str, str], None]) -> None:
-        self._wanted, self._dial, self._tell = wanted, dial, tell
+    def __init__(self, wanted: Wanted, ways: Ways, tell: Callable[[str, str], None]) -> None:
+        self._wanted, self._ways, self._tell = wanted, ways, tell
         _, self._shard, self._step, _ = wanted
         self._what = f"the tensors of step {self._step}, shard {self._shard}"
         self._coming: _Coming | None = None
         self._links: dict[int, Peer] = {}
         self._asked_of = 0
-        # Of each node's own version: twins write the same, each with its rank in the header.
+        # Of each source's own version: twins write the same, each with its rank in the header.
         self._digests: dict[int, str] = {}
         self._slow: set[int] = set()
         self._tried: list[str] = []
@@ -57,17 +57,29 @@ class TensorsFetch:
 
     async def run(self, infos: Sequence[NodeInfo], store: VersionStore) -> None:
         """Fetch until all of it is in the store, verified. Raises PeerError, OSError."""
-        self._asked_of = len(infos)
+        ways = [way for info in infos for way in self._ways.to(info)]
         with contextlib.ExitStack() as room:
-            place = lambda header: room.enter_context(store.incoming(header))  # noqa: E731
-            tasks = [asyncio.create_task(self._source(info, place)) for info in infos]
-            try:
-                await self._until_complete(set(tasks))
-                store.put_tensors(self._shard, self._step, self._finish())
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await self._draw_over(ways, lambda header: room.enter_context(store.incoming(header)))
+            store.put_tensors(self._shard, self._step, self._finish())
+
+    async def fill(self, ways: Sequence[Way], place: Incoming, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch these parts of the payload of a version whose header is known. Raises PeerError, OSError."""
+        chunk_nbytes = place.header.chunk_nbytes
+        # All of it comes from one holder: the ways are to be done at the same time, to the last chunk.
+        self._coming = _Coming(place, Shares(spans, chunk_nbytes, len(ways), chunk_nbytes))
+        self._digests = dict.fromkeys(range(len(ways)), place.header.digest)
+        await self._draw_over(ways, lambda _header: place)
+        self._check_complete()
+
+    async def _draw_over(self, ways: Sequence[Way], place: Callable[[version.Header], Incoming]) -> None:
+        self._asked_of = len(ways)
+        tasks = [asyncio.create_task(self._source(number, way, place)) for number, way in enumerate(ways)]
+        try:
+            await self._until_complete(set(tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_complete(self, tasks: set[asyncio.Task[None]]) -> None:
         while tasks and not (self._coming is not None and self._coming.shares.complete):
@@ -77,77 +89,90 @@ class TensorsFetch:
                 task.result()  # what is no fault of a source is raised here
 
     def _finish(self) -> TensorsAt:
+        return self._check_complete().place.finish()
+
+    def _check_complete(self) -> _Coming:
+        """Raises PeerError where something is missing."""
         if self._coming is None or not self._coming.shares.complete:
             raise PeerError(f"nobody could give {self._what} ({'; '.join(self._tried) or 'nobody has it'})")
-        return self._coming.place.finish()
+        return self._coming
 
     # -------------------------------------------------------------------------------- one source
 
-    async def _source(self, info: NodeInfo, place: Callable[[version.Header], Incoming]) -> None:
-        """All that one holder gives; what is wrong with it is told, and left to the others."""
+    async def _source(self, number: int, way: Way, place: Callable[[version.Header], Incoming]) -> None:
+        """All that comes over one way; what is wrong with it is told, and left to the others."""
         try:
-            link = self._links[info.node] = await self._dial(info)
+            link = self._links[number] = await self._ways.dial(way)
             try:
-                coming = await self._meet(info, link, place)
+                coming = await self._meet(number, way, link, place)
                 if coming is not None:
-                    await self._draw(info.node, link, coming)
+                    await self._draw(number, link, coming)
             finally:
                 link.close()
         except (OSError, TimeoutError, CkptlessError) as error:
-            why = "it is much slower than others" if info.node in self._slow else str(error)
-            self._tried.append(f"{info.name}: {why or type(error).__name__}")
-            self._tell("source-failed", f"{self._what} from {self._tried[-1]}")
+            self._failed(number, way, error)
         finally:
             if self._coming is not None:
-                self._coming.shares.back(info.node)
+                self._coming.shares.back(number)
                 self._coming.wake()
 
+    def _failed(self, number: int, way: Way, error: Exception) -> None:
+        is_slow = number in self._slow
+        why = "it is much slower than others" if is_slow else str(error) or type(error).__name__
+        self._tried.append(f"{way.info.name}: {why}")
+        if not ((is_slow or is_silence(error)) and self._ways.lose(way, why)):
+            self._tell("source-failed", f"{self._what} from {self._tried[-1]}")
+
     async def _meet(
-        self, info: NodeInfo, link: Peer, place: Callable[[version.Header], Incoming]
+        self, number: int, way: Way, link: Peer, place: Callable[[version.Header], Incoming]
     ) -> _Coming | None:
         """Learn what it holds: the first one's version is what all are asked for. None: it has a twin's."""
+        if number in self._digests:
+            return self._coming  # it is who has offered it
         link.send(p.GetTensors(shard=self._shard, step=self._step))
         reply = await _answer(link)
         if not isinstance(reply, p.TensorsReply) or not reply.header:
             raise PeerError("it does not hold them soundly")
         header = version.decode(reply.header)
         header.check(*self._wanted)
-        self._digests[info.node] = header.digest
+        self._digests[number] = header.digest
         if self._coming is None:
-            self._coming = _Coming(place(header), self._asked_of)
+            shares = Shares([(0, header.nbytes)], header.chunk_nbytes, self._asked_of)
+            self._coming = _Coming(place(header), shares)
         if not header.is_like(self._coming.header):
-            self.others.append(info)
+            if way.info not in self.others:
+                self.others.append(way.info)
             if header.is_twin_of(self._coming.header):
                 # Bytes that are each rank's own differ, which is no fault: those are in the records.
                 return None
             raise PeerError("it holds another version of them than others do")
         return self._coming
 
-    async def _draw(self, node: int, link: Peer, coming: _Coming) -> None:
+    async def _draw(self, number: int, link: Peer, coming: _Coming) -> None:
         """Piece after piece, each verified while it comes."""
         shares, asked = coming.shares, deque[Piece]()
         while not shares.complete:
-            while len(asked) < AHEAD and (piece := shares.ask(node, _now())) is not None:
-                self._ask(node, link, piece, asked)
+            while len(asked) < AHEAD and (piece := shares.ask(number, _now())) is not None:
+                self._ask(number, link, piece, asked)
             if not asked:
-                await self._idle(node, coming)
-            elif (again := await self._receive(node, link, coming, asked.popleft())) is not None:
-                self._ask(node, link, again, asked)
+                await self._idle(number, coming)
+            elif (again := await self._receive(number, link, coming, asked.popleft())) is not None:
+                self._ask(number, link, again, asked)
 
-    def _ask(self, node: int, link: Peer, piece: Piece, asked: deque[Piece]) -> None:
+    def _ask(self, number: int, link: Peer, piece: Piece, asked: deque[Piece]) -> None:
         asked.append(piece)
         link.send(
             p.GetChunks(
                 shard=self._shard,
                 step=self._step,
-                digest=self._digests[node],
+                digest=self._digests[number],
                 start=piece.start,
                 nbytes=piece.nbytes,
                 verify=piece.verify,
             )
         )
 
-    async def _receive(self, node: int, link: Peer, coming: _Coming, piece: Piece) -> Piece | None:
+    async def _receive(self, number: int, link: Peer, coming: _Coming, piece: Piece) -> Piece | None:
         """A sound piece is done; or else what to ask of the same holder again, which then reads its own."""
         began = _now()
         reply = await _answer(link)
@@ -157,22 +182,22 @@ class TensorsFetch:
             check = ArrivalCheck(view, coming.header, piece.start)
             await link.receive_bulk(view, check.feed)
             fault = await check.fault()
-        coming.shares.came(node, piece, _now(), began)
+        coming.shares.came(number, piece, _now(), began)
         if fault is None:
-            coming.shares.done(node, piece)
+            coming.shares.done(number, piece)
             coming.wake()
             return None
         if piece.verify:
             raise fault
-        self._tell("refused-version", f"from node-{node}: {fault}")
-        return coming.shares.again(node, piece, _now())
+        self._tell("refused-version", f"from node-{link.node}: {fault}")
+        return coming.shares.again(number, piece, _now())
 
-    async def _idle(self, node: int, coming: _Coming) -> None:
+    async def _idle(self, number: int, coming: _Coming) -> None:
         """Wait until there is something to do again; a slow source is not waited for."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 await coming.moved.wait()
-        slow = coming.shares.slow(node, _now())
+        slow = coming.shares.slow(number, _now())
         if slow is not None and slow in self._links:
             self._slow.add(slow)
             self._links[slow].close()

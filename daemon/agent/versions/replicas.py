@@ -16,6 +16,7 @@ from ckptless.daemon.agent.versions.connections import (
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.serving import Serving
 from ckptless.daemon.agent.versions.store import HeldRecord, Version, VersionStore
+from ckptless.daemon.agent.versions.ways import Way, Ways
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo
 from ckptless.daemon.protocol.peers import messages as p
@@ -51,22 +52,33 @@ class Replicas:
         self._me, self.origin, self._store = node, origin, store
         self.core: Replication[p.PutRecord | Version] = Replication(node, copies, domains, self)
         self.credentials: KeyCredentials | None = None
-        self._source, self._pace = network.source, SendRate(network.send_rate)
-        self.serving = Serving(node, origin, store, self._pace, self.core)
+        self._pace = SendRate(network.send_rate)
+        self._ways = Ways(network.sources, self._connect)
+        self.serving = Serving(node, origin, store, self._pace, self.core, self._ways)
         self.integrity = self.serving.integrity
         self._small: dict[int, SmallConnection] = {}
         self._tensors: dict[int, TensorConnection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listener = Listener(self._came)
+        # Each with the way that it is over.
+        self._over: dict[int, Way] = {}
+        self._listeners: list[Listener] = []
+        self.interfaces: tuple[tuple[str, int], ...] = ()
         self.on_acked: Callable[[int, int], None] = lambda _rank, _step: None
         self.on_compared: Callable[[p.TwinsCompared], None] = lambda _answer: None
         self.on_unreachable: Callable[[int, str], None] = lambda _node, _why: None
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
 
-    async def start(self, address: str) -> int:
-        """Serve other agents; the port. Raises OSError."""
-        self.serving.on_event = self.integrity.on_event = self.on_event
-        return self._listener.open(address)
+    async def start(self, address: str, *others: str) -> int:
+        """Serve other agents at these addresses; the port at the first, see `interfaces`. Raises OSError."""
+        self.serving.on_event = self.integrity.on_event = self._ways.on_event = self.on_event
+        port, *more = [self._listen(here) for here in (address, *others)]
+        self.interfaces = tuple(zip(others, more, strict=True))
+        return port
+
+    def _listen(self, address: str) -> int:
+        listener = Listener(self._came)
+        self._listeners.append(listener)
+        return listener.open(address)
 
     def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.credentials is None:
@@ -89,6 +101,7 @@ class Replicas:
                 known.pop(node).close()
         for holder in self._tensors.values():
             holder.forget()
+        self._ways.forget()
         self.core.follow(assignment)
         self._spawn(self.serving.follow(assignment.generation))
 
@@ -156,7 +169,7 @@ class Replicas:
         known = self._small.get(info.node)
         if known is None:
             known = self._small[info.node] = SmallConnection(info, self._answered, self._lost)
-            self._spawn(known.run(self.dial))
+            self._spawn(known.run(self._dial_as_others))
         return known
 
     def _tensor_connection(self, info: NodeInfo) -> TensorConnection:
@@ -165,8 +178,13 @@ class Replicas:
             known = self._tensors[info.node] = TensorConnection(
                 info, self._tensors_held, self._lost, self._is_sound, self._pace
             )
-            self._spawn(known.run(self.dial))
+            self._spawn(known.run(self._dial_as_others))
         return known
+
+    async def _dial_as_others(self, info: NodeInfo) -> Peer:
+        """Connect for what is given to a holder, all of it over one way. Raises as `dial`."""
+        way = self._over[info.node] = self._ways.to(info)[0]
+        return await self._ways.dial(way)
 
     def compare(self, node: int, message: p.CompareTwins) -> None:
         """Ask another node's twins; its answer goes to `on_compared`."""
@@ -192,12 +210,19 @@ class Replicas:
         return False
 
     def _lost(self, node: int, why: str) -> None:
-        """A node cannot be reached: the next on the ring takes its place for all that waits on it."""
-        for known in self._connections():
-            if node in known:
-                known.pop(node).close()
+        """A node cannot be reached: the next on the ring takes its place for all that waits on it.
+
+        Unless it was an interface that is dead, and there is another.
+        """
+        ended = [known.pop(node) for known in self._connections() if node in known]
+        for one in ended:
+            one.close()
         self.on_unreachable(node, why)
-        self.core.lost(node, why)
+        way = self._over.pop(node, None)
+        if way is not None and any(one.is_silent for one in ended) and self._ways.lose(way, why):
+            self.core.again(node)
+        else:
+            self.core.lost(node, why)
 
     # ------------------------------------------------------------------------------------- fetch
 
@@ -224,7 +249,7 @@ class Replicas:
         """Get tensors into the store, verified, from all who have the same. Raises PeerError, OSError."""
         infos = [self.core.nodes[node] for node in nodes if node in self.core.nodes and node != self._me]
         while True:
-            fetch = TensorsFetch((self.origin, shard, step, self.core.generation), self.dial, self.on_event)
+            fetch = TensorsFetch((self.origin, shard, step, self.core.generation), self._ways, self.on_event)
             try:
                 await fetch.run(infos, self._store)
             except PeerError:
@@ -256,21 +281,26 @@ class Replicas:
 
     async def dial(self, info: NodeInfo) -> Peer:
         """A connection to another agent. Raises OSError, TimeoutError, CkptlessError."""
+        return await self._ways.dial_any(info)
+
+    async def _connect(self, route: Route) -> Peer:
         if self.credentials is None:
             raise PeerError("the daemon has not given the job's key yet")
-        route = Route((info.address, info.agent_port), self._source, info.node)
         return await Link.dial(
             route, (self.origin.job, self._me), self.credentials, p.AgentMessage, DIAL_DEADLINE_S
         )
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._listener.close()
+        for listener in self._listeners:
+            await listener.close()
         for holder in [*self._small.values(), *self._tensors.values()]:
             holder.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # What they were waiting for goes on without them, up to here.
+        await self._ways.close()
 
 
 def put_record(generation: int, rank: int, step: int, held: HeldRecord) -> p.PutRecord:

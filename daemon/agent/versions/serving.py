@@ -9,9 +9,12 @@ from weakref import WeakValueDictionary
 
 from ckptless.daemon.agent.core.replication import Replication, verdict
 from ckptless.daemon.agent.versions.connections import Peer
-from ckptless.daemon.agent.versions.deltas import Base, base_of, missing
+from ckptless.daemon.agent.versions.deltas import Base, Span, base_of, missing, spans_of
+from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.integrity import ArrivalCheck, IntegrityCheck
+from ckptless.daemon.agent.versions.shares import LEAST_NBYTES
 from ckptless.daemon.agent.versions.store import HeldRecord, Incoming, VersionStore, header_of
+from ckptless.daemon.agent.versions.ways import Way, Ways
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import (
     BadVersionError,
@@ -36,7 +39,10 @@ LATER_S = 3.0
 # Events of connections that have not proved who they are.
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 1 / 60, 5
 
-Answer = Literal["held", "wanted", "stale"]
+# Of less it is not worth while to use several ways: that is one piece, and one round of greetings more.
+SPREAD_NBYTES = LEAST_NBYTES
+
+Answer = Literal["held", "wanted", "stale", "unsound"]
 
 
 async def receive_payload(link: Peer, coming: Incoming, base: Base | None = None) -> None:
@@ -57,6 +63,20 @@ async def receive_payload(link: Peer, coming: Incoming, base: Base | None = None
         raise fault
 
 
+async def _take_over(coming: Incoming, base: Base | None) -> list[Span]:
+    """Copy what `base` has of a version, verified; where the rest lies. Raises BadVersionError."""
+    header = coming.header
+    if base is None:
+        return missing(header, ())
+    with coming.payload(0, header.nbytes) as payload:
+        await base.copy(payload)
+        for start, end in spans_of(header, base.runs):
+            with payload[start:end] as part:
+                if (fault := await ArrivalCheck(part, header, start).fault()) is not None:
+                    raise fault
+    return missing(header, base.runs)
+
+
 def _beyond(start: int, feed: Callable[[int], None]) -> Callable[[int], None]:
     return lambda came: feed(start + came)
 
@@ -69,9 +89,16 @@ class Serving:
     """Owned by the agent's event loop."""
 
     def __init__(
-        self, node: int, origin: version.Origin, store: VersionStore, pace: SendRate, core: Replication[Any]
+        self,
+        node: int,
+        origin: version.Origin,
+        store: VersionStore,
+        pace: SendRate,
+        core: Replication[Any],
+        ways: Ways,
     ) -> None:
         self._me, self._origin, self._store, self._pace, self._core = node, origin, store, pace, core
+        self._ways = ways
         self.integrity = IntegrityCheck(origin, store)
         self._followed = asyncio.Condition()
         # The transfer locks, by digest: the same version is not taken from two nodes at once.
@@ -167,8 +194,12 @@ class Serving:
                 # Another node may be giving it: then it is here, or it is wanted from this one.
                 await stack.enter_async_context(lock)
                 answer = await self._answer_to(offer.generation, header)
-            base = base_of(self._store, header) if answer == "wanted" else None
-            link.send(p.TensorsAnswer(answer=answer, have=base.runs if base is not None else ()))
+                base = base_of(self._store, header) if answer == "wanted" else None
+                ways = self._spread(link.node, header, base) if answer == "wanted" else ()
+                if ways:
+                    answer = await self._draw_tensors(ways, offer.generation, header, base)
+            have = base.runs if base is not None and answer == "wanted" else ()
+            link.send(p.TensorsAnswer(answer=answer, have=have))
             if answer == "wanted":
                 await self._until_put(link)
                 await self._hold_tensors(link, offer.generation, header, base)
@@ -209,6 +240,34 @@ class Serving:
                 self._store.put_tensors(header.shard, header.step, coming.finish())
                 answer = "held"
         link.send(p.TensorsAnswer(answer=answer))
+
+    def _spread(self, node: int, header: version.Header, base: Base | None) -> tuple[Way, ...]:
+        """Return the ways over which an offered version is fetched; none where it is sent over the one."""
+        info = self._core.nodes.get(node)
+        ways = self._ways.to(info) if info is not None else ()
+        parts = missing(header, base.runs if base is not None else ())
+        much = sum(end - start for start, end in parts) > SPREAD_NBYTES
+        return ways if much and len(ways) > 1 else ()
+
+    async def _draw_tensors(
+        self, ways: tuple[Way, ...], generation: int, header: version.Header, base: Base | None
+    ) -> Answer:
+        """Fetch what was offered, over all ways at once, and hold it."""
+        wanted = (self._origin, header.shard, header.step, generation)
+        with self._store.incoming(header) as coming:
+            try:
+                parts = await _take_over(coming, base)
+                await TensorsFetch(wanted, self._ways, self.on_event).fill(ways, coming, parts)
+            except (OSError, TimeoutError, CkptlessError) as error:
+                self.on_event("refused-version", f"from node-{ways[0].info.node}: {error}")
+                if base is not None:
+                    # So that it is not taken again, if that was it.
+                    await self.integrity.holds(header.shard, base.step)
+                return "unsound"
+            if not self._judge(generation, f"the tensors of shard {header.shard}"):
+                return "stale"
+            self._store.put_tensors(header.shard, header.step, coming.finish())
+            return "held"
 
     def _refuse_version(self, link: Peer, error: BadVersionError) -> None:
         self.on_event("refused-version", f"from node-{link.node}: {error}")

@@ -37,14 +37,23 @@ class _Source:
 
 
 class Shares:
-    """The pieces of a payload, for `sources` of them. Each is open, asked of one source, or done.
+    """The pieces of parts of a payload, for `sources` of them. Each is open, asked of one source, or done.
+
+    `spans` are those parts, from and to, in whole chunks; `least_nbytes` what is asked for at once at least.
 
     Whoever is fast asks for more of them. Times are in seconds, by whatever clock the caller has.
     """
 
-    def __init__(self, nbytes: int, chunk_nbytes: int, sources: int) -> None:
-        self._open = deque([Piece(0, nbytes)] if nbytes else [])
-        self._left = nbytes
+    def __init__(
+        self,
+        spans: Iterable[tuple[int, int]],
+        chunk_nbytes: int,
+        sources: int,
+        least_nbytes: int | None = None,
+    ) -> None:
+        self._least_nbytes = LEAST_NBYTES if least_nbytes is None else least_nbytes
+        self._open = deque(Piece(start, end) for start, end in spans if start < end)
+        self._left = sum(piece.nbytes for piece in self._open)
         self._chunk_nbytes, self._count = chunk_nbytes, sources
         self._sources: dict[int, _Source] = {}
 
@@ -69,7 +78,7 @@ class Shares:
     def _size(self) -> int:
         """Return the bytes of the next piece."""
         share = sum(piece.nbytes for piece in self._open) // (AHEAD * self._count)
-        nbytes = min(max(share, LEAST_NBYTES), MOST_NBYTES)
+        nbytes = min(max(share, self._least_nbytes), MOST_NBYTES)
         return max(1, nbytes // self._chunk_nbytes) * self._chunk_nbytes
 
     def came(self, source: int, piece: Piece, now: float, began: float) -> None:

@@ -184,6 +184,22 @@ def test_the_next_on_the_ring_takes_the_place_of_a_lost_holder(node: Node) -> No
     assert node.events() == ["holder-lost"] * 2
 
 
+def test_what_a_holder_has_not_got_is_sent_again_over_another_connection(node: Node) -> None:
+    node.record(1)
+    node.tensors(1)
+    node.sent()
+    node.core.has(2, (RECORD, 1), 1)
+    node.core.again(2)
+    assert node.sent() == [(2, "t1")]
+    node.core.again(3)
+    assert node.sent() == [(3, "r1"), (3, "t1")]
+    node.core.again(99)
+    node.core.release()
+    node.core.again(2)
+    assert not node.sent()
+    assert not node.events()
+
+
 def test_the_loss_of_a_node_that_holds_nothing_is_no_matter(node: Node) -> None:
     node.record(1)
     for holder in (2, 3):

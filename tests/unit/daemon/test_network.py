@@ -99,7 +99,7 @@ def test_an_address_that_is_not_of_this_node_is_told_of() -> None:
     """Taken away after the start, for instance: the holder is lost, with what the kernel says."""
 
     async def play() -> None:
-        async with Nodes(2, copies=1, network=Network(source="192.0.2.1")) as nodes:
+        async with Nodes(2, copies=1, network=Network(sources=("192.0.2.1",))) as nodes:
             nodes[0].hold(0, STEP, payload_of(0, STEP, 1000))
             await push(nodes)
             (text,) = nodes[0].told("holder-lost")

@@ -34,7 +34,8 @@ class Node:
     """One agent's vault, and what serves it to others."""
 
     def __init__(self, number: int, copies: int, host: str = HOST, network: Network = ANY_NETWORK) -> None:
-        self.number, self.host = number, host
+        """Listen at `host`, and at the other addresses of `network`."""
+        self.number, self.host, self.others = number, host, network.sources[1:]
         self.vault = VersionStore()
         self.replicas = Replicas(number, version.Origin(JOB), copies, self.vault, network=network)
         self.replicas.credentials = KeyCredentials(b"key")
@@ -44,12 +45,13 @@ class Node:
 
     async def start(self) -> None:
         """Serve."""
-        port = await self.replicas.start(self.host)
+        port = await self.replicas.start(self.host, *self.others)
         self.info = m.NodeInfo(
             node=self.number,
             name=f"n{self.number}",
             address=self.host,
             agent_port=port,
+            interfaces=self.replicas.interfaces,
         )
 
     def hold(self, shard: int, step: int, payload: bytes, **fields: Any) -> m.TensorsAt:
@@ -108,11 +110,13 @@ class Nodes(dict[int, Node]):
         count: int,
         copies: int = 2,
         network: Network = ANY_NETWORK,
-        hosts: Mapping[int, str] | None = None,
+        hosts: Mapping[int, str | tuple[str, ...]] | None = None,
     ) -> None:
         for number in range(count):
-            host = hosts[number] if hosts else HOST
-            self[number] = Node(number, copies, host, Network(host) if hosts else network)
+            told = hosts[number] if hosts else HOST
+            own = told if isinstance(told, tuple) else (told,)
+            here = Network(own, network.send_rate) if hosts else network
+            self[number] = Node(number, copies, own[0], here)
 
     async def __aenter__(self) -> Nodes:
         for node in self.values():

@@ -78,11 +78,15 @@ def test_copies_go_over_the_chosen_network(monkeypatch: pytest.MonkeyPatch) -> N
         for name, address in [("lo", "127.0.0.1"), ("eth0", "192.0.2.7"), ("ib0", "10.1.2.7")]
     )
     monkeypatch.setattr(config, "interfaces", lambda: found)
-    assert of_this_node(GOOD, cores=1).copies_address is None
+    assert of_this_node(GOOD, cores=1).copies_addresses == ()
+    both = of_this_node(on_network("10.1.0.0/16+eth0"), cores=1)
+    assert both.copies_addresses == ("10.1.2.7", "192.0.2.7")
+    with pytest.raises(StartError, match=r"ib0 and 10\.1\.0\.0/16, which are both 10\.1\.2\.7"):
+        of_this_node(on_network("eth0+ib0+10.1.0.0/16"), cores=1)
     for interface in ("ib0", "10.1.0.0/16"):
         agent = of_this_node(on_network(interface), cores=1)
         # All the rest stays where it was.
-        assert (agent.copies_address, agent.address) == ("10.1.2.7", "127.0.0.1")
+        assert (agent.copies_addresses, agent.address) == (("10.1.2.7",), "127.0.0.1")
 
 
 def test_ranks_talk_over_the_chosen_network_unless_the_user_says_otherwise(

@@ -52,8 +52,8 @@ def test_whose_word_counts(
         (
             {"replication_interface": "10.1.0.7"},
             {},
-            "--replication-interface is '10.1.0.7': it must be a network such as 10.1.0.0/16 or an interface "
-            "such as ib0",
+            "--replication-interface is '10.1.0.7': it must be a network such as 10.1.0.0/16, an interface "
+            "such as ib0 or up to 8 of them such as ib0+ib1",
         ),
         (
             {},

@@ -28,6 +28,9 @@ def load(folder: Path, text: str) -> ReplicationSettings:
         ("interface: ib0", ReplicationSettings(interface="ib0")),
         ("interface: 10.1.0.0/16", ReplicationSettings(interface="10.1.0.0/16")),
         ("interface: 'fd00::/8'", ReplicationSettings(interface="fd00::/8")),
+        ("interface: [ib0]", ReplicationSettings(interface="ib0")),
+        ("interface: [ib0, 10.1.0.0/16]", ReplicationSettings(interface="ib0+10.1.0.0/16")),
+        ("interface: ib0+ib1", ReplicationSettings(interface="ib0+ib1")),
     ],
 )
 def test_what_is_good(tmp_path: Path, text: str, found: ReplicationSettings) -> None:
@@ -46,6 +49,13 @@ def test_what_is_good(tmp_path: Path, text: str, found: ReplicationSettings) -> 
         ("interface: 10.1.0.3", "replication.interface is 10.1.0.3: it must be a network such as"),
         ("interface: 10.1.0.1/16", "replication.interface is 10.1.0.1/16: it must be a network such as"),
         ("interface: 10.1.0", "replication.interface is 10.1.0: it must be a network such as"),
+        ("interface: []", "replication.interface is a list: it must be a network such as"),
+        ("interface: [ib0, ib0]", "replication.interface is a list: it must be a network such as"),
+        ("interface: [ib0, 7]", "replication.interface is a list: it must be a network such as"),
+        ("interface: [[ib0]]", "replication.interface is a list: it must be a network such as"),
+        ("interface: [a, b, c, d, e, f, g, h, i]", "replication.interface is a list: it must be"),
+        ("interface: ib0+", "replication.interface is ib0+: it must be a network such as"),
+        ("interface: ib0+10.1.0.3", "replication.interface is ib0+10.1.0.3: it must be a network such as"),
         ("interface: 7", "replication.interface is 7: it must be a network such as"),
         ("speed: 1MB/s", "there is no key replication.speed"),
     ],
@@ -60,11 +70,12 @@ def test_what_is_wrong(tmp_path: Path, text: str, sentence: str) -> None:
 
 def test_it_is_shown_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "ckptless.yaml"
-    path.write_text("version: 1\nreplication: {bandwidth: 2048MiB/s, interface: ib0}\n")
+    path.write_text("version: 1\nreplication: {bandwidth: 2048MiB/s, interface: [ib0, ib1]}\n")
     settings = load_settings(path)
     rows = {one.key: one for one in shown(settings)}
     row = rows["replication.bandwidth"]
     assert (row.value, row.unit, row.text, row.source) == (2.0**31, "B/s", "2GiB/s", "file")
+    assert rows["replication.interface"].text == "ib0+ib1"
     path.write_text(as_yaml(settings))
     assert load_settings(path).replication == settings.replication
 
