@@ -182,7 +182,7 @@ class RankSession:
 def restore(world: World) -> bytes:
     """Return what a rank would put into its tensors. Raises StateUnavailableError."""
     versions = Versions(cast("Any", RankSession(world)))
-    tensors: Any = SimpleNamespace(release=lambda: None)
+    tensors: Any = SimpleNamespace(release=lambda: None, device=None)
     try:
         found: FetchedStep = versions.fetch(GENERATION, STEP, SHARD, tensors)
         assert found.record == RECORD
