@@ -19,7 +19,7 @@ SOURCES = Path(__file__).parent / "csrc"
 OUTPUT = Path(__file__).parents[2] / "build" / "simdev"
 EXTENSION = "simdev_ext"
 JOBS = 2
-COMPILE = ("-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-D_GLIBCXX_USE_CXX11_ABI=1")
+COMPILE = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-D_GLIBCXX_USE_CXX11_ABI=1")
 
 
 def compiler() -> str | None:

@@ -23,6 +23,8 @@ SETUP_DEADLINE_S = 1800.0
 TESTS_DEADLINE_S = 3600.0
 
 FOLDERS = ("tests/torch", "tests/unit/pytorch_hooks")
+# On the simulated device, which is built against each torch; without g++ all of it is skipped.
+DEVICES = ("tests/simdev", "tests/gpu", "tests/local/test_devices.py")
 # Of what takes long or is a whole job: a kind of recovery each.
 CHOSEN = (
     "tests/torch/test_sharded.py::test_left_while_activations_are_recomputed",
@@ -76,6 +78,7 @@ class Version:
         try:
             self._set_up()
             self._test("-m", "not slow and not soak", *FOLDERS)
+            self._test("-m", "not slow and not soak", *DEVICES)
             self._test(*CHOSEN)
         except subprocess.SubprocessError as error:
             self.line.wrong = f"{error}; see {self._log}"
