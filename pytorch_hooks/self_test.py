@@ -484,7 +484,10 @@ def _come_anew(rank: int, groups: ProcessGroups, store: torch_private.Store) -> 
 
 
 def _leave(groups: ProcessGroups) -> None:
-    """Be in a collective to which nobody comes, until another thread says that it is over."""
+    """Be in a collective to which nobody comes, until another thread says that it is over.
+
+    Then leave a batch of collectives by an error.
+    """
     timer = threading.Timer(0.05, groups.abort)
     began = time.monotonic()
     timer.start()
@@ -496,6 +499,8 @@ def _leave(groups: ProcessGroups) -> None:
         raise Wrong("a collective ended well to which the other rank did not come")
     if time.monotonic() - began > LEFT_S / 2:
         raise Wrong(f"a collective was not left within {LEFT_S / 2:g} s")
+    with contextlib.suppress(_Cut), dist._coalescing_manager():  # type: ignore[attr-defined]
+        raise _Cut
 
 
 def _sum(done: str) -> None:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,17 @@ class Devices:
             )
         self._run(lambda: self.backend.eager_connect_single_device(device))
         self._connected = device
+
+    def begin_batch(self) -> None:
+        """Queue what follows as one, until `end_batch`."""
+        backend: Any = self.backend
+        backend._start_coalescing()
+
+    def end_batch(self) -> torch_private.Work | None:
+        """Return the work of all that; None where there was nothing."""
+        backend: Any = self.backend
+        ended: torch_private.Work | None = backend._end_coalescing()
+        return ended
 
     def abort(self) -> None:
         """Free all that its collectives hold up on the device. May take long; idempotent."""

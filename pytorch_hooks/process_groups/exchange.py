@@ -90,6 +90,10 @@ class Exchange:
             kind.refuse()
         raise UsageError(f"this process group serves no tensors on {device}")
 
+    def _hand_out(self, work: Any, device: torch.device | None) -> Any:
+        """Return what torch is given for a work of a collective on `device` (None: on the CPU, ours)."""
+        return work
+
     def _ready(self) -> tuple[Any, Scope]:
         scope = self._scope
         if scope is None:
@@ -155,8 +159,9 @@ def _forward(name: str) -> Callable[..., Any]:
     def call(self: Exchange, *args: Any, **kwargs: Any) -> Any:
         inner, scope = self._ready()
         scope.calls += 1
-        written = _tensors(args)
-        device = device_of(args, written)
+        given = (*args, *kwargs.values())
+        written = _tensors(given)
+        device = device_of(given, written)
         if self._fake:
             # Checked by the fake as by any other.
             getattr(inner, name)(*args, **kwargs)
@@ -173,7 +178,7 @@ def _forward(name: str) -> Callable[..., Any]:
                 scope.breaks(str(error))
                 scope.check()
             raise
-        return work if device is not None else AbortableWork(scope, work, written)
+        return self._hand_out(work if device is not None else AbortableWork(scope, work, written), device)
 
     call.__name__ = name
     call.__doc__ = f"`{name}` through this generation's backend, abortable."

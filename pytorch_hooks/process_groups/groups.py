@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -163,6 +163,8 @@ class ProcessGroups:
         `configure`.
         """
         torch_private.check()
+        if dist.is_initialized():
+            raise UsageError("ckptless.run makes the process groups: leave out init_process_group before it")
         torch_fsdp.forget_meshes()
         scope = self._enter(generation)
         self._fake = store is None
@@ -172,11 +174,12 @@ class ProcessGroups:
         if self._accelerators:
             reads.guard(_check_read)
             graphs.guard(_check_graph)
+            torch_private.refuse_symmetric_memory(_refuse_symmetric_memory)
         torch_private.register_backend(NAME, _create, ["cpu", *self._accelerators])
         atexit.register(self.close)
         # torch asks for a store. Not ours: it would be that of the first generation for good.
         dist.init_process_group(
-            NAME, store=torch_private.HashStore(), rank=rank, world_size=world_size, timeout=self._timeout
+            NAME, store=_no_store, rank=rank, world_size=world_size, timeout=self._timeout
         )
 
     @property
@@ -358,6 +361,7 @@ class ProcessGroups:
         self._retire(old, self._members.values())
         self._forget_unmarked()
         self.sweep()
+        torch_private.forget_batches()
         link = self._connect_store(scope, store)
         self._fake = False
         self._connect(scope, list(self._members.values()), link)
@@ -549,6 +553,22 @@ def _check_read() -> None:
 def _check_graph(generation: int) -> None:
     if ProcessGroups._current is not None:
         ProcessGroups._current.check_graph(generation)
+
+
+def _refuse_store(*_given: Any, **_named: Any) -> NoReturn:
+    raise UsageError(
+        "this asks for the store of torch's default group, and no store lasts longer than a generation: make "
+        "groups without a backend of their own (dist.new_group(ranks)), which have one for every device"
+    )
+
+
+_no_store = torch_private.RefusingStore(_refuse_store)
+
+
+def _refuse_symmetric_memory(*_given: Any, **_named: Any) -> NoReturn:
+    raise UsageError(
+        "symmetric memory cannot be renewed after a fault: train without torch.distributed._symmetric_memory"
+    )
 
 
 def _create(options: Any, _backend_options: Any = None) -> Exchange:

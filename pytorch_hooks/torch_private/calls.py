@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import (
     Store,
     TCPStore,
     Work,
+    _SymmetricMemory,
     get_debug_level,
 )
 from torch.distributed import distributed_c10d as c10d
@@ -25,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from ckptless import nccl_settings
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.errors import TorchMismatch
-from ckptless.pytorch_hooks.torch_private.names import DDP, DEVICES, GROUPS, refuse_moved, span, version
+from ckptless.pytorch_hooks.torch_private.names import DDP, DEVICES, GROUPS, NCCL, refuse_moved, span, version
 from ckptless.torch_versions import NEWEST, OLDEST, OLDEST_PYTHON_BACKEND
 
 # torch.distributed has these under the same names, but its types do not say so.
@@ -122,23 +123,40 @@ def gloo_backend(
 
 
 def nccl_backend(store: Store, rank: int, size: int, *, timeout: timedelta, name: str) -> Backend:
-    """Return a backend over NCCL, which connects when it is told to; `name` as of `gloo_backend`."""
-    refuse_moved(DEVICES)
+    """Return a backend over NCCL, which connects when it is told to; `name` as of `gloo_backend`.
+
+    Of the class that torch before 2.15 makes by default, and later as "nccl-legacy".
+    """
     version_of_nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call,unused-ignore]
     if (trouble := nccl_settings.why_not(version_of_nccl)) is not None:
         raise UsageError(trouble)
+    refuse_moved((*DEVICES, *NCCL))
     nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
     options = nccl.Options()
     options._timeout = timeout
     options.group_name = name
     backend = cast("Backend", nccl(store, rank, size, options))
-    backend._set_sequence_number_for_group()
+    if version() < (2, 14):
+        backend._set_sequence_number_for_group()
     return backend
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
     """The backend that a group uses for a device."""
     return group._get_backend(device)
+
+
+class RefusingStore(Store):
+    """A store in which nothing can be done: whatever torch or a script asks of it is a call of `refuse`.
+
+    Torch keeps no reference to the object in Python: its owner does.
+    """
+
+    def __init__(self, refuse: Callable[..., NoReturn]) -> None:
+        super().__init__()
+        for name in dir(Store):
+            if not name.startswith("_") and name not in ("has_extended_api", "timeout"):
+                setattr(self, name, refuse)
 
 
 def store_clone(store: Store) -> Store:
@@ -178,6 +196,21 @@ def set_group_count(count: int) -> None:
     A group whose construction failed has used up a number on this rank, which the others may not have.
     """
     c10d._world.group_count = count
+
+
+def forget_batches() -> None:
+    """Forget which groups stand in a batch of collectives (`_coalescing_manager`).
+
+    One that an error has left stands there for good: torch would go on noting down what it is asked for.
+    """
+    c10d._world.pg_coalesce_state.clear()
+
+
+def refuse_symmetric_memory(refuse: Callable[..., NoReturn]) -> None:
+    """Have `refuse` called where a script asks for memory that other ranks read and write themselves."""
+    refuse_moved(DEVICES)
+    for name in ("empty_strided_p2p", "rendezvous", "set_group_info"):
+        setattr(_SymmetricMemory, name, staticmethod(refuse))
 
 
 def is_default_timeout(timeout: timedelta) -> bool:

@@ -20,6 +20,8 @@ from ckptless.torch_versions import NEWEST, OLDEST, Version, parse, shown
 
 _C10D = "torch._C._distributed_c10d"
 _WORLD = "torch.distributed.distributed_c10d:_world"
+_SYMMETRIC = f"{_C10D}:_SymmetricMemory"
+_NCCL = "torch.distributed:ProcessGroupNCCL"
 _DDP = "torch.nn.parallel:DistributedDataParallel"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _STATE = f"{_FSDP}._fsdp_state:FSDPState"
@@ -74,6 +76,7 @@ GROUPS = (
     ),
     Name(f"{_WORLD}.group_count", "a newcomer must name its next group as the others do"),
     Name(f"{_WORLD}.pg_names", "whether a group has been destroyed"),
+    Name(f"{_WORLD}.pg_coalesce_state", "a batch that was cut off would swallow what follows"),
 )
 
 # Where there is an accelerator.
@@ -82,6 +85,18 @@ DEVICES = (
     Name(f"{_C10D}:Backend.eager_connect_single_device", "who waits for the others in it can be freed"),
     Name(f"{_C10D}:ProcessGroup._start_coalescing", "a batch of messages is queued as one", "device_type"),
     Name(f"{_C10D}:ProcessGroup._end_coalescing", "the same", "device_type"),
+    Name(f"{_C10D}:Backend._start_coalescing", "the same, of a backend in a stock group", since=(2, 14)),
+    Name(f"{_C10D}:Backend._end_coalescing", "the same", since=(2, 14)),
+    Name(f"{_SYMMETRIC}.empty_strided_p2p", "symmetric memory outlives no generation, and is refused"),
+    Name(f"{_SYMMETRIC}.rendezvous", "the same"),
+    Name(f"{_SYMMETRIC}.set_group_info", "the same"),
+)
+
+# Where that is NCCL. From 2.15 on torch makes another class of groups by default, with other switches.
+NCCL = (
+    Name(f"{_NCCL}.__init__", "a generation's backend", "store rank size options"),
+    Name(f"{_NCCL}.Options._timeout", "how long it waits for the others"),
+    Name(f"{_NCCL}.Options.group_name", "what torch's recorders call its group"),
 )
 
 # Not needed: where a torch has them no longer, its flight recorder costs more and tells less.

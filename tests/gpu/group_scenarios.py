@@ -30,6 +30,7 @@ from ckptless.pytorch_hooks.process_groups.device_backends import Devices  # noq
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, _check_graph  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork, Scope  # noqa: E402
 from ckptless.pytorch_hooks.state import State, TensorSet  # noqa: E402
+from ckptless.pytorch_hooks.torch_private import calls as torch_private  # noqa: E402
 from ckptless.pytorch_hooks.torch_private import graphs, reads  # noqa: E402
 from tests.torch.fabric_scenarios import outcome  # noqa: E402
 from tests.torch.world import Place  # noqa: E402
@@ -246,6 +247,140 @@ def ring(rank: Rank) -> dict[str, Any]:
     return {"got": sorted({*back.cpu().tolist()})}
 
 
+def answers(rank: Rank) -> dict[str, Any]:
+    """A work says what the device says of it, and orders a stream behind itself without a wait, too."""
+    rank.open()
+    tensor = torch.ones(MANY, device=DEVICE)
+    rank.meet("ready")
+    found = {}
+    for way in ("synchronize", "block_current_stream"):
+        rank.meet(way)
+        rank.late()
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        before = work.is_completed(), work.is_success(), work.exception()
+        getattr(work, way)()
+        tripled = tensor * 3
+        device.synchronize()
+        after = work.is_completed(), work.is_success(), work.exception()
+        found[way] = [rank.rank == 1 or before, after, tripled[0].item(), [len(one) for one in work.result()]]
+    return found
+
+
+def batch(device_type: str, other: int) -> list[Any]:
+    """Exchange a message with the other rank in a batch."""
+    out = torch.full((4,), float(dist.get_rank() + 1), device=device_type)
+    back = torch.zeros_like(out)
+    ops = [dist.P2POp(dist.isend, out, other), dist.P2POp(dist.irecv, back, other)]
+    works = dist.batch_isend_irecv(ops)
+    for work in works:
+        work.wait()
+    device.synchronize()
+    return [back[0].item(), all(work.is_completed() for work in works)]
+
+
+def coalesced(where: torch.device | None, *, async_ops: bool) -> list[float]:
+    """Collectives as one: by torch's own note of them (no device is named) and by the device."""
+    mine = [torch.full((2,), float(dist.get_rank() + i), device=DEVICE) for i in (1, 2)]
+    all_of_them = [torch.zeros(4, device=DEVICE) for _ in mine]
+    parts = [torch.zeros(2, device=DEVICE) for _ in mine]
+    coalesce = dist._coalescing_manager  # type: ignore[attr-defined]
+    for outputs, inputs, call in (
+        (all_of_them, mine, dist.all_gather_into_tensor),
+        (parts, all_of_them, dist.reduce_scatter_tensor),
+    ):
+        with coalesce(device=where, async_ops=async_ops) as both:
+            for output, given in zip(outputs, inputs, strict=True):
+                call(output, given)
+        if async_ops:
+            both.wait()
+    with coalesce(device=where, async_ops=async_ops) as both:
+        for part in parts:
+            dist.all_reduce(part)
+    if async_ops:
+        both.wait()
+    return [part[0].item() for part in parts]
+
+
+def forwarded(rank: Rank) -> dict[str, Any]:
+    """What scripts ask of torch's groups on a device, they may ask of these."""
+    rank.open()
+    here = torch.device(DEVICE, torch.get_device_module(DEVICE).current_device())
+    pairs = [dist.new_group([0, 1]), dist.new_group([0, 1], device_id=here)]
+    sums = []
+    for pair in pairs:
+        tensor = torch.ones(2, device=DEVICE)
+        dist.all_reduce(tensor, group=pair)
+        dist.barrier(group=pair)
+        dist.barrier(group=pair, device_ids=[here.index])
+        sums.append(tensor[0].item())
+    objects: list[Any] = [None] * SIZE
+    dist.all_gather_object(objects, torch.full((2,), float(rank.rank), device=DEVICE))
+    shown: list[Any] = [torch.full((2,), 5.0, device=DEVICE) if rank.rank == 0 else None]
+    dist.broadcast_object_list(shown, src=0, device=here)
+    return {
+        "backends": [dist.get_backend(pair) for pair in (None, *pairs)],
+        "config": dist.get_backend_config() == f"cpu:ckptless,{DEVICE}:ckptless",
+        "sums": sums,
+        "objects": [[one.device == here, one[0].item()] for one in (*objects, *shown)],
+        "coalesced": [coalesced(at, async_ops=later) for at in (None, here) for later in (False, True)],
+        "batches": [batch(at, 1 - rank.rank) for at in ("cpu", DEVICE)],
+    }
+
+
+def sentence(call: Any) -> str:
+    """Return what a call raises: the class, and the beginning of one sentence."""
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the test knows it
+        text = str(error).splitlines()[0]
+        return f"{type(error).__name__}: {' '.join(text.split()[:6])}"
+    return "nothing"
+
+
+def refused(rank: Rank) -> dict[str, Any]:
+    """What no group of ours can give is refused at once, and the groups go on."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    rank.open()
+    here = torch.device(DEVICE, 0)
+    world: Any = dist.group.WORLD
+    found = {
+        "init": sentence(lambda: dist.init_process_group(device_id=here)),
+        "again": sentence(rank.open),
+        "split": sentence(lambda: dist.split_group(world, [[0, 1]])).partition(":")[0],
+        "gloo": sentence(lambda: dist.new_group(backend="gloo")),
+        "store": sentence(lambda: dist.distributed_c10d._get_default_store().get("key")),
+        "enable": sentence(lambda: symmetric.enable_symm_mem_for_group(world.group_name)),
+        "empty": sentence(lambda: symmetric.empty(4, device=here)),
+        "rendezvous": sentence(lambda: symmetric.rendezvous(torch.ones(4, device=DEVICE), world)),
+    }
+    tensor = torch.ones(2, device=DEVICE)
+    dist.all_reduce(tensor)
+    return {**found, "after": tensor[0].item()}
+
+
+def cut(rank: Rank) -> dict[str, Any]:
+    """A batch that the end of a generation cuts off leaves nothing behind in its group."""
+    rank.open()
+    tensor = torch.ones(2, device=DEVICE)
+
+    def left() -> None:
+        with dist._coalescing_manager(device=torch.device(DEVICE, 0)):  # type: ignore[attr-defined]
+            dist.all_reduce(tensor)
+            rank.groups.abort()
+            tensor[0].item()
+
+    rank.meet("ready")
+    raised = [outcome(left)]
+    rank.meet("left")
+    rank.groups.wait_idle(DEADLINE_S)
+    rank.groups.configure(2, rank.store)
+    raised.append(outcome(lambda: batch(DEVICE, 1 - rank.rank)))
+    after = torch.ones(2, device=DEVICE)
+    dist.all_reduce(after)
+    return {"raised": raised, "after": after[0].item()}
+
+
 def renewed(rank: Rank) -> dict[str, Any]:
     """Groups go on in the next generation, on the device and on the CPU, subgroups among them."""
     rank.open()
@@ -349,8 +484,21 @@ def commit_before_the_copy() -> None:
 def messages_one_by_one() -> None:
     """A batch of messages is none."""
     from ckptless.pytorch_hooks.process_groups.older import group
+    from ckptless.pytorch_hooks.process_groups.stock import Within
 
     put(group, "_batch_messages", lambda: None)
+    put(Within, "supports_coalescing", False)
+
+
+def works_are_not_found() -> None:
+    """Works of the device go out as torch's."""
+    for owner in exchange.Exchange.__subclasses__():
+        put(owner, "_hand_out", lambda _exchange, work, _device: work)
+
+
+def batches_stay() -> None:
+    """A batch that was cut off is still one."""
+    put(torch_private, "forget_batches", lambda: None)
 
 
 def graphs_are_not_guarded() -> None:
@@ -367,8 +515,14 @@ PLANTS = {
     "sealed-early": sealed_early,
     "commit-before-copy": commit_before_the_copy,
     "messages-one-by-one": messages_one_by_one,
+    "works-not-found": works_are_not_found,
+    "batches-stay": batches_stay,
 }
-SCENARIOS = {one.__name__: one for one in (ordered, left, idle, sealed, copied, ring, renewed, graph)}
+SCENES = (
+    *(ordered, left, idle, sealed, copied, ring, renewed),
+    *(answers, forwarded, refused, cut, graph),
+)
+SCENARIOS = {one.__name__: one for one in SCENES}
 
 
 def main() -> None:

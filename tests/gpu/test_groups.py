@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from tests.gpu import kind
 from tests.simdev import build
 
@@ -23,6 +24,7 @@ SIZE = 2
 DEADLINE_S = 100.0
 # Of a scenario that is expected to hang.
 PLANTED_S = 25.0
+STOCK = pytest.mark.skipif(not torch_private.takes_backends(), reason="torch hands out works as they are")
 EXPECTED: dict[str, list[dict[str, Any]]] = {
     "ordered": [{"done at once": True, "blocked": False, "waited": 0, "then": 4.0, "after": 6.0}] * 2,
     "left": [
@@ -38,6 +40,38 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
     "copied": [{"early": False, "same": True}] * 2,
     "ring": [{"got": [2.0]}, {"got": [1.0]}],
     "graph": [{"found": [2.0, 2.0], "over": "GenerationEnded", "old": "UsageError"}] * 2,
+    "answers": [
+        {
+            way: [late or [False, False, None], [True, True, None], 3.0 * 2**number, [1 << 16]]
+            for number, way in enumerate(("synchronize", "block_current_stream"), 1)
+        }
+        for late in (False, True)
+    ],
+    "forwarded": [
+        {
+            "backends": ["ckptless"] * 3,
+            "config": True,
+            "sums": [2.0] * 2,
+            "objects": [[True, 0.0], [True, 1.0], [True, 5.0]],
+            "coalesced": [[first, second]] * 4,
+            "batches": [[other, True]] * 2,
+        }
+        for first, second, other in ((6.0, 10.0, 2.0), (6.0, 10.0, 1.0))
+    ],
+    "refused": [
+        {
+            "init": "ValueError: trying to initialize the default process",
+            "again": "UsageError: ckptless.run makes the process groups: leave",
+            "split": "RuntimeError",
+            **dict.fromkeys(("gloo", "store"), "UsageError: this asks for the store of"),
+            **dict.fromkeys(
+                ("enable", "empty", "rendezvous"), "UsageError: symmetric memory cannot be renewed after"
+            ),
+            "after": 2.0,
+        }
+    ]
+    * 2,
+    "cut": [{"raised": ["GenerationEnded", "ok"], "after": 2.0}] * 2,
     "renewed": [{"found": [[4.0, 2.0, ["rank 0", "rank 1"]]] * 2, "backend": "ckptless", "fds": True}] * 2,
 }
 
@@ -95,6 +129,8 @@ def test_what_ranks_do_on_a_device(scenario: str) -> None:
         ("commit-before-copy", "copied"),
         ("messages-one-by-one", "ring"),
         ("graphs-not-guarded", "graph"),
+        ("batches-stay", "cut"),
+        pytest.param("works-not-found", "answers", marks=STOCK),
     ],
 )
 def test_a_planted_mistake_is_found(plant: str, scenario: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +28,8 @@ from ckptless.pytorch_hooks.process_groups.models import Sharded
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import dcp as torch_dcp
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
-from ckptless.pytorch_hooks.torch_private.names import RECORDERS, refuse_moved, version
+from ckptless.pytorch_hooks.torch_private.names import DEVICES, NCCL, RECORDERS, refuse_moved
+from ckptless.pytorch_hooks.torch_private.names import version as torch_version
 
 
 def test_this_torch_has_all_that_is_used() -> None:
@@ -75,7 +77,7 @@ def test_a_group_of_ours_is_made_whatever_torch_hangs_on_groups() -> None:
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [1.0, 1.0]
-        if version() >= RECORDERS[1].since:
+        if torch_version() >= RECORDERS[1].since:
             assert recorded() == ("0", "all_reduce")
         stock = type(dist.group.WORLD) is dist.ProcessGroup
         assert stock is torch_private.takes_backends()
@@ -213,7 +215,22 @@ def test_a_backend_over_nccl(monkeypatch: pytest.MonkeyPatch, version: tuple[int
     store = torch_private.HashStore()
     made: Any = torch_private.nccl_backend(store, 1, 4, timeout=timedelta(seconds=9), name="7")
     assert made.made == (store, 1, 4, timedelta(seconds=9), "7")
-    assert made.numbered
+    assert made.numbered is (torch_version() < (2, 14))
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a torch for the CPU has no NCCL")
+def test_the_class_of_nccl_groups_is_what_it_was() -> None:
+    """In 2.15, too, where another one is the default."""
+    refuse_moved((*DEVICES, *NCCL))
+    with pytest.raises(ValueError, match="no GPUs found") if not torch.cuda.is_available() else nullcontext():
+        torch_private.nccl_backend(torch_private.HashStore(), 0, 1, timeout=timedelta(seconds=9), name="7")
+
+
+def test_an_nccl_that_has_lost_its_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
+    with pytest.raises(TorchMismatch, match=r"ProcessGroupNCCL\.__init__ is gone"):
+        torch_private.nccl_backend(torch_private.HashStore(), 0, 1, timeout=timedelta(seconds=9), name="7")
 
 
 def test_an_nccl_that_crashes_in_an_abort_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
