@@ -57,6 +57,13 @@ def current(device: torch.device) -> Iterator[None]:
         yield
 
 
+def identity(device: torch.device) -> str | None:
+    """Return what no other device anywhere has (the UUID); None where this kind of device does not tell."""
+    properties = getattr(_module(device.type), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
 def wait_idle(deadline_s: float) -> None:
     """Wait until all streams of the current device have done what was queued on them. Raises DeviceLost."""
     device = in_use()

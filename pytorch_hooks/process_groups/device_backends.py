@@ -77,15 +77,38 @@ def present() -> Kind | None:
     return Kind(device, name, _MAKERS.get(name))
 
 
+def claim(store: torch_private.Store, device: torch.device, rank: int) -> None:
+    """Tell all ranks of a generation that this one works on a device. Raises UsageError if another does, too.
+
+    NCCL refuses that as well, by an error that looks like a fault. It does not where each rank is to seem a
+    machine of its own (NCCL_HOSTID), or it is told to bear it (NCCL_MULTI_RANK_GPU_ENABLE, from 2.30 on).
+    """
+    identity = accelerator.identity(device)
+    if identity is None or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    key = f"device/{os.environ.get('NCCL_HOSTID', '')}/{identity}"
+    owner = int(store.compare_set(key, "", str(rank)))
+    if owner != rank:
+        raise UsageError(
+            f"ranks {min(owner, rank)} and {max(owner, rank)} work on the same device, {identity} ({device} "
+            f"here): set each its own before any tensor is made, as by torch.cuda.set_device(run.local_rank)"
+        )
+
+
 class Devices:
     """A group's backend for a device, in one generation.
 
-    `run` makes a blocking call that the end of the generation cuts off (`Scope.run`).
+    `connect(device, call)` makes a call by which that connects; it may block, and the end of the generation
+    cuts it off.
     """
 
-    def __init__(self, backend: torch_private.Backend, run: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        backend: torch_private.Backend,
+        connect: Callable[[torch.device, Callable[[], None]], None],
+    ) -> None:
         self.backend = backend
-        self._run = run
+        self._connect = connect
         self._connected: torch.device | None = None
 
     def connect(self, device: torch.device) -> None:
@@ -100,7 +123,7 @@ class Devices:
                 f"a collective on {device}, in a group that is connected on {self._connected}: a rank works "
                 "on one device. Set it before any tensor is made"
             )
-        self._run(lambda: self.backend.eager_connect_single_device(device))
+        self._connect(device, lambda: self.backend.eager_connect_single_device(device))
         self._connected = device
 
     def begin_batch(self) -> None:

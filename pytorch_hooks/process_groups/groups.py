@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ckptless.daemon.protocol.errors import UsageError
@@ -130,6 +132,7 @@ class ProcessGroups:
         self._exchange.prepare()
         self._timeout = timeout
         self._host = host
+        self._rank = -1
         self._kind = device_backends.present()
         # The thread that runs the script, from whose reads garbage of an ended generation is kept; None while
         # it runs what is ours, or there is no script to go on.
@@ -165,6 +168,7 @@ class ProcessGroups:
         torch_private.check()
         if dist.is_initialized():
             raise UsageError("ckptless.run makes the process groups: leave out init_process_group before it")
+        self._rank = rank
         torch_fsdp.forget_meshes()
         scope = self._enter(generation)
         self._fake = store is None
@@ -308,20 +312,26 @@ class ProcessGroups:
             timeout=member.timeout,
             name=member.name,
         )
-        devices = Devices(backend, lambda connect: self._connect_device(scope, connect))
+        devices = Devices(backend, functools.partial(self._connect_device, scope))
         with scope.lock:
             scope.aborts.append(devices.abort)
         return devices
 
-    def _connect_device(self, scope: Scope, connect: Callable[[], None]) -> None:
-        """Connect a group's backend for a device, which asks the store for the others."""
+    def _connect_device(self, scope: Scope, device: torch.device, connect: Callable[[], None]) -> None:
+        """Connect a group's backend for a device, which asks the store for the others. Raises UsageError."""
         link = self._link
         if link is None:
             scope.check()
             raise RuntimeError("the process groups have no store")
+
+        def claim_and_connect() -> None:
+            claims = torch_private.PrefixStore(f"ckptless/{scope.generation}/", link.own)
+            device_backends.claim(claims, device, self._rank)
+            connect()
+
         try:
             with self._waiting_in(scope, link):
-                scope.run(connect)
+                scope.run(claim_and_connect)
         except RuntimeError as error:
             scope.breaks(f"a group did not come together on its device: {error}")
             scope.check()

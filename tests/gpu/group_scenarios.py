@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from ckptless.daemon.protocol import messages as m  # noqa: E402
 from ckptless.pytorch_hooks.commit.versions import Versions  # noqa: E402
 from ckptless.pytorch_hooks.devices.arrival import Arrival  # noqa: E402
-from ckptless.pytorch_hooks.process_groups import exchange  # noqa: E402
+from ckptless.pytorch_hooks.process_groups import device_backends, exchange  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.device_backends import Devices  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, _check_graph  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork, Scope  # noqa: E402
@@ -381,6 +381,26 @@ def cut(rank: Rank) -> dict[str, Any]:
     return {"raised": raised, "after": after[0].item()}
 
 
+def shared(rank: Rank) -> dict[str, Any]:
+    """Two ranks on one device: one of them is told so, and the other one can be freed."""
+    os.environ["NCCL_HOSTID"] = "the same"
+    if DEVICE == "simdev":
+        os.environ["SIMDEV_UUID"] = "one device"
+    rank.groups.open(rank=rank.rank, world_size=SIZE, generation=1, store=rank.store)
+
+    own: Any = torch_private.store_clone(rank.store)
+
+    def free() -> None:
+        own.wait(["said"], timedelta(seconds=DEADLINE_S))
+        rank.groups.abort()
+
+    threading.Thread(target=free, daemon=True).start()
+    said = sentence(lambda: dist.all_reduce(torch.ones(2, device=DEVICE)))
+    rank.store.set("said", "1")
+    rank.store.set(f"said {rank.rank}", said)
+    return {"said": sorted(rank.store.get(f"said {other}").decode() for other in range(SIZE))}
+
+
 def renewed(rank: Rank) -> dict[str, Any]:
     """Groups go on in the next generation, on the device and on the CPU, subgroups among them."""
     rank.open()
@@ -506,6 +526,11 @@ def graphs_are_not_guarded() -> None:
     put(graphs, "note", lambda _generation: None)
 
 
+def devices_are_not_compared() -> None:
+    """Nobody asks who else works on a device."""
+    put(device_backends, "claim", lambda _store, _device, _rank: None)
+
+
 PLANTS = {
     "wait-does-not-order": wait_does_not_order,
     "streams-not-waited-for": streams_are_not_waited_for,
@@ -517,10 +542,11 @@ PLANTS = {
     "messages-one-by-one": messages_one_by_one,
     "works-not-found": works_are_not_found,
     "batches-stay": batches_stay,
+    "devices-not-compared": devices_are_not_compared,
 }
 SCENES = (
     *(ordered, left, idle, sealed, copied, ring, renewed),
-    *(answers, forwarded, refused, cut, graph),
+    *(answers, forwarded, refused, cut, graph, shared),
 )
 SCENARIOS = {one.__name__: one for one in SCENES}
 

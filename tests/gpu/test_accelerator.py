@@ -19,6 +19,7 @@ from ckptless.pytorch_hooks.devices.arrival import Arrival, DeviceNumber
 from ckptless.pytorch_hooks.errors import DeviceLost
 from ckptless.pytorch_hooks.process_groups import device_backends
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, draft, read
+from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from tests.gpu import kind
 
 pytestmark = pytest.mark.skipif(kind.missing() is not None, reason=str(kind.missing()))
@@ -179,3 +180,28 @@ def test_what_initialises_a_device_is_not_preloaded(tmp_path: Path, import_does:
     said = done.stdout.strip()
     assert bool(said) == bool(error), done.stderr
     assert said.startswith(error)
+
+
+def test_two_ranks_on_one_device_are_refused_but_where_it_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch_private.HashStore()
+    here = torch.device(DEVICE, 0)
+    monkeypatch.setattr(accelerator, "identity", lambda _device: "GPU-1")
+    monkeypatch.setenv("NCCL_HOSTID", "a")
+    device_backends.claim(store, here, 3)
+    device_backends.claim(store, here, 3)
+    with pytest.raises(UsageError, match=r"^ranks 1 and 3 work on the same device, GPU-1 \("):
+        device_backends.claim(store, here, 1)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    device_backends.claim(store, here, 1)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE")
+    monkeypatch.setenv("NCCL_HOSTID", "b")
+    device_backends.claim(store, here, 1)
+    monkeypatch.setattr(accelerator, "identity", lambda _device: None)
+    device_backends.claim(store, here, 2)
+
+
+def test_each_process_tells_its_device_by_a_uuid() -> None:
+    found = accelerator.identity(torch.device(DEVICE, 0))
+    assert found is not None
+    assert found == accelerator.identity(torch.device(DEVICE, 0))
+    assert accelerator.identity(torch.device("cpu")) is None

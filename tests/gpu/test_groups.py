@@ -72,6 +72,10 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
     ]
     * 2,
     "cut": [{"raised": ["GenerationEnded", "ok"], "after": 2.0}] * 2,
+    "shared": [
+        {"said": ["GenerationEnded: generation 1 is over", "UsageError: ranks 0 and 1 work on"]},
+    ]
+    * 2,
     "renewed": [{"found": [[4.0, 2.0, ["rank 0", "rank 1"]]] * 2, "backend": "ckptless", "fds": True}] * 2,
 }
 
@@ -130,6 +134,7 @@ def test_what_ranks_do_on_a_device(scenario: str) -> None:
         ("messages-one-by-one", "ring"),
         ("graphs-not-guarded", "graph"),
         ("batches-stay", "cut"),
+        ("devices-not-compared", "shared"),
         pytest.param("works-not-found", "answers", marks=STOCK),
     ],
 )

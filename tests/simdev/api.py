@@ -1,8 +1,10 @@
 """What is `torch.simdev` once the device is installed: what torch.cuda has, and some things for tests."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +40,19 @@ def device_count() -> int:
 def current_device() -> int:
     """Return the number of the one device."""
     return 0
+
+
+class Properties(NamedTuple):
+    """What is asked of a device's properties."""
+
+    name: str
+    uuid: str
+
+
+def get_device_properties(device: _Device = None) -> Properties:
+    """Return them. Each process has a device of its own, but where SIMDEV_UUID says which one it is."""
+    _check(device)
+    return Properties("simdev", os.environ.get("SIMDEV_UUID", f"simdev of {os.getpid()}"))
 
 
 def _check(device: _Device) -> None:
