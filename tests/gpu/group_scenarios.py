@@ -129,19 +129,20 @@ def left(rank: Rank) -> dict[str, Any]:
 
 def idle(rank: Rank) -> dict[str, Any]:
     """Tensors that are written once the device is idle stay so, also where an abort takes long."""
-    rank.open()
-    tensor = torch.ones(MANY, device=DEVICE)
-    rank.meet("ready")
-    if rank.rank:
-        rank.store.wait(["over"], timedelta(seconds=DEADLINE_S))
-        return {}
     real = Devices.abort
 
     def slow(devices: Devices) -> None:
         time.sleep(SLOW_S)
         real(devices)
 
+    # Before a generation is entered: it keeps what it will call.
     put(Devices, "abort", slow)
+    rank.open()
+    tensor = torch.ones(MANY, device=DEVICE)
+    rank.meet("ready")
+    if rank.rank:
+        rank.store.wait(["over"], timedelta(seconds=DEADLINE_S))
+        return {}
     flying: Any = dist.all_reduce(tensor, async_op=True)
     rank.groups.abort()
     rank.groups.wait_idle(DEADLINE_S)
