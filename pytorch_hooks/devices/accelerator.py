@@ -82,6 +82,16 @@ def prove_sound(deadline_s: float = PROOF_DEADLINE_S) -> None:
         within(deadline_s, lambda: _prove(device), f"{device} does not compute")
 
 
+def other_nbytes() -> int | None:
+    """Return the bytes of the current device that neither are free nor this process keeps for tensors."""
+    device = in_use()
+    if device is None:
+        return None
+    module = _module(device.type)
+    free, total = module.mem_get_info(device)
+    return int(total - free - module.memory_reserved(device))
+
+
 def wait_for_memory(deadline_s: float) -> None:
     """Give back what this process does not use, and wait until the current device has more that is free.
 

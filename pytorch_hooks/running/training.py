@@ -22,6 +22,7 @@ from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
 from ckptless.pytorch_hooks.commit.versions import Late, Versions, record_digest
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.devices.arrival import DeviceNumber
+from ckptless.pytorch_hooks.devices.memory import MemoryWatch
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.running import twin_comparison
@@ -104,6 +105,7 @@ class Run:
         self._copying = Copying(self._versions, overlap, self._tell_overlap)
         self._part: m.Assigned | None = None
         self._built: _Kept | None = None
+        self._device_memory = MemoryWatch()
         # In a process that was made ready as a spare.
         self._warmed: Warmed | None = None
         # Tells where what `train` has beside its State changes, once.
@@ -266,6 +268,8 @@ class Run:
         else:
             self._groups.wait_idle()
             accelerator.prove_sound()
+            if (grown := self._device_memory.look()) is not None:
+                self._warn("device-memory", grown)
             self._hooks.call(self._tell)
 
     def _tell(self, kind: str, text: str) -> None:

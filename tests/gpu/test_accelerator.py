@@ -16,6 +16,7 @@ import torch
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.devices.arrival import Arrival, DeviceNumber
+from ckptless.pytorch_hooks.devices.memory import MemoryWatch
 from ckptless.pytorch_hooks.errors import DeviceLost
 from ckptless.pytorch_hooks.process_groups import device_backends
 from ckptless.pytorch_hooks.state import State, TensorSet, capture, draft, read
@@ -41,7 +42,7 @@ def module() -> Iterator[Any]:
 def test_the_backend_is_the_one_that_torch_uses_for_the_device() -> None:
     kind = device_backends.present()
     assert kind is not None
-    assert (kind.device, kind.backend) == (DEVICE, "simccl")
+    assert (kind.device, kind.backend) == (DEVICE, {"cuda": "nccl", "simdev": "simccl"}[DEVICE])
     kind.refuse()
 
 
@@ -49,6 +50,23 @@ def test_a_backend_that_nobody_can_leave_is_refused_in_one_sentence() -> None:
     unknown = device_backends.Kind("xpu", "xccl", None)
     with pytest.raises(UsageError, match="collectives on xpu go over xccl, which ckptless cannot leave"):
         unknown.refuse()
+
+
+def test_memory_of_tensors_is_not_that_of_others() -> None:
+    torch.zeros(1, device=DEVICE)
+    before = accelerator.other_nbytes()
+    kept = torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE)
+    assert before is not None
+    now = accelerator.other_nbytes()
+    assert now is not None
+    assert abs(now - before) < len(kept) // 2
+
+
+def test_memory_that_does_not_come_back_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = MemoryWatch(grown_nbytes=100)
+    seen = iter([None, 50, 149, 150, 200, 40, 249, 250])
+    monkeypatch.setattr(accelerator, "other_nbytes", lambda: next(seen))
+    assert [watch.look() is not None for _ in range(8)] == [False] * 3 + [True] + [False] * 3 + [True]
 
 
 def test_a_device_is_idle_once_all_its_streams_are(module: Any) -> None:

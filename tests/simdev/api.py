@@ -143,6 +143,11 @@ def memory_allocated(device: _Device = None) -> int:
     return int(_driver().allocated_bytes())
 
 
+def memory_reserved(device: _Device = None) -> int:
+    """Return the bytes that this process keeps for tensors: nothing is cached."""
+    return memory_allocated(device)
+
+
 def empty_cache() -> None:
     """Give back what is cached: nothing is."""
 
