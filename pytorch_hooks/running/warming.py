@@ -20,8 +20,9 @@ from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 # The context of a large machine's device, all its libraries, and NCCL's look at the node: seconds.
 DEVICE_DEADLINE_S = 60.0
-# The script's: a compiler's work, at most.
-SCRIPT_DEADLINE_S = 600.0
+# The script's: a compiler's work, at most. A spare that is needed meanwhile joins after it, and may take
+# `max_stall` to join (300 s unless somebody says another).
+SCRIPT_DEADLINE_S = 240.0
 # What these libraries read, they read once.
 _READ_ONCE = ("CUDA", "CUBLAS", "CUDNN", "NCCL", "TORCH", "PYTORCH", "NVIDIA")
 
