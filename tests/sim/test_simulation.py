@@ -64,6 +64,7 @@ def test_whoever_comes_late_finds_the_leader(seed: int, monkeypatch: pytest.Monk
     assert LATE_S < max(came) < begun < max(came) + 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_twenty_thousand_faults() -> None:
     """Of components: disks, nodes, links, partitions, daemons and Slurm."""
