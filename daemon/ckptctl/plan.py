@@ -235,7 +235,7 @@ def _good(shape: Shape, limits: Limits) -> str:
 
 
 def _advice(shape: Shape, limits: Limits) -> Iterator[str]:
-    """What to change where it does not fit: a line for the memory, one for the network."""
+    """Yield what to change where it does not fit: a line for the memory, one for the network."""
     if not limits.holds(shape):
         assert limits.ram_nbytes is not None  # or it would
         text = f"Too much for {size_text(limits.ram_nbytes)} of memory"
@@ -249,7 +249,7 @@ _ELSE = "shard the state over more ranks (--sharding), or take nodes with more m
 
 
 def _remedies(shape: Shape, limits: Limits) -> Iterator[str]:
-    """What makes the memory suffice, the least change of each kind."""
+    """Yield what makes the memory suffice, the least change of each kind."""
     yield from _fewer(shape, limits.holds)
     times = 2
     while times <= MOST_TIMES and times * shape.ranks <= MOST_RANKS and times * shape.nodes <= MOST_NODES:
@@ -261,7 +261,7 @@ def _remedies(shape: Shape, limits: Limits) -> Iterator[str]:
 
 
 def _grown(shape: Shape, times: int) -> int:
-    """Of FSDP2, where all ranks share the state; a mesh of several replicas gets more of them."""
+    """Return the ranks of a shard for more nodes: with FSDP2 all share it, a mesh gets more replicas."""
     return shape.shard_ranks * times if shape.shard_ranks == shape.ranks else shape.shard_ranks
 
 

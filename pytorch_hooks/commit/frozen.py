@@ -3,7 +3,8 @@
 That nobody has written to a tensor is known twice over. Torch counts writes in place, but not those through
 `.data`, of a kernel of somebody's own, or of a CUDA graph; so the device adds up the tensor's bytes at each
 commit, too, and what was left out of a version that would have needed it makes that version void. A tensor is
-left out once that was so at `TRIALS` commits; one that is found to change unseen never is.
+left out once that was so at `TRIALS` commits; one that is found to change unseen never is. What is written to
+between two commits, by whatever way, is not added up at the second one: a moving average costs nothing here.
 
 What is not copied is not digested either: whole chunks are left out, with the digests of when they came. So
 memory that rots is found by whoever reads it.
@@ -36,7 +37,8 @@ class _Known:
     """A tensor as it was at the last commit, and at how many in a row its bytes were as its mark had them."""
 
     mark: _Mark
-    sums: torch.Tensor
+    # None before it was the same at two commits.
+    sums: torch.Tensor | None = None
     quiet: int = 0
     # It changes without being counted.
     unseen: bool = False
@@ -60,15 +62,15 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Look:
-    """The frozen tensors at one commit: their marks, which of them were left out, and their sums to come."""
+    """The tensors that were as before by their marks, which were left out, and the sums to come of all."""
 
-    marks: dict[str, _Mark]
+    names: list[str]
     left_out: frozenset[str]
     sums: DeviceSums
 
 
 class Needed(NamedTuple):
-    """What has to be copied into a slot, and by number the digests of the chunks of which nothing has to."""
+    """The copies that a slot needs, and by number the digests of the chunks of which nothing is copied."""
 
     copies: list[TensorCopy]
     digests: dict[int, int]
@@ -114,8 +116,24 @@ class Frozen:
             )
         left_out, chunks = self._whole_chunks(quiet, copies, layout)
         self._slots[slot] = _Slot({one.name: (marks[one.name], one.target) for one in watched})
-        self._look = _Look(marks, left_out, DeviceSums([one.source for one in watched]))
+        self._look = self._begin_look(watched, marks, left_out)
         return Needed([one for one in copies if one.name not in left_out], {i: digests[i] for i in chunks})
+
+    def _begin_look(
+        self, watched: Sequence[TensorCopy], marks: dict[str, _Mark], left_out: frozenset[str]
+    ) -> _Look | None:
+        """Queue the sums of those that were not written to since the last commit, as far as torch counts."""
+        same: list[TensorCopy] = []
+        for one in watched:
+            known = self._known.get(one.name)
+            if known is None or known.mark != marks[one.name]:
+                unseen = known is not None and known.unseen
+                self._known[one.name] = _Known(marks[one.name], unseen=unseen)
+            elif not known.unseen:
+                same.append(one)
+        if not same:
+            return None
+        return _Look([one.name for one in same], left_out, DeviceSums([one.source for one in same]))
 
     def end(self) -> None:
         """Look at the sums of this commit, once they are there. Raises FrozenChanged: the version is void."""
@@ -123,14 +141,14 @@ class Frozen:
         if look is None:
             return
         changed = None
-        for (name, mark), sums in zip(look.marks.items(), look.sums.read(), strict=True):
-            known = self._known.get(name)
-            if known is None or known.mark != mark:
-                self._known[name] = _Known(mark, sums, unseen=known is not None and known.unseen)
+        for name, sums in zip(look.names, look.sums.read(), strict=True):
+            known = self._known[name]
+            if known.sums is None:
+                known.sums = sums
             elif torch.equal(known.sums, sums):
                 known.quiet += 1
             else:
-                self._known[name] = _Known(mark, sums, unseen=True)
+                known.unseen = True
                 changed = name if name in look.left_out else changed
         if changed is not None:
             raise FrozenChanged(

@@ -142,7 +142,10 @@ class Versions:
             return replace(written, coming=self._coming)
         began = Arrival([device])
         needed = self._frozen.begin(written.index, copies, device, written.header.layout)
-        now, later = _split(needed.copies, lambda one: one.by_update and summable(one.source, device))
+        # What is frozen is added up as such, and copied at few commits.
+        now, later = _split(
+            needed.copies, lambda one: one.by_update and not one.frozen and summable(one.source, device)
+        )
         arrival = _queue(now)
         self._held = began, Arrival([device])
         if not later:

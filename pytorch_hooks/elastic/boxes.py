@@ -24,7 +24,7 @@ class Box(NamedTuple):
 
 
 class Take(NamedTuple):
-    """What comes from one part: the part's number, and the box in the whole that is taken of it."""
+    """A box in the whole that is taken of one part, which has this number."""
 
     part: int
     box: Box

@@ -61,7 +61,7 @@ def warm(slot: int, warmup: Hook | None, tell: Tell) -> Warmed | None:
     began = time.monotonic()
     device = accelerator.of_slot(slot)
     if device is not None:
-        accelerator.within(DEVICE_DEADLINE_S, lambda: _use(device), f"{device} does not compute")
+        accelerator.within(DEVICE_DEADLINE_S, lambda: _use(device, tell), f"{device} does not compute")
         _try(tell, "collectives", DEVICE_DEADLINE_S, lambda: _connect(device))
     if warmup is not None:
         _try(tell, "the script's warmup", SCRIPT_DEADLINE_S, warmup)
@@ -74,8 +74,15 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_READ_ONCE)}
 
 
-def _use(device: torch.device) -> None:
-    """What every training does, once. No number is drawn."""
+def _use(device: torch.device, tell: Tell) -> None:
+    """Do once what every training does; no number is drawn. A device that others have filled is sound."""
+    try:
+        _compute(device)
+    except torch.OutOfMemoryError as error:
+        tell(f"{device} is full, and is not made ready: {error}")
+
+
+def _compute(device: torch.device) -> None:
     with accelerator.current(device):
         matrix = torch.ones(64, 64, device=device, requires_grad=True)
         image = torch.ones(1, 1, 8, 8, device=device)

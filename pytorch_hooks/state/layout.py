@@ -37,7 +37,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Form(NamedTuple):
-    """What an entry is but for its place."""
+    """An entry without its place."""
 
     name: str
     dtype: str

@@ -16,6 +16,7 @@ from ckptless.pytorch_hooks.commit.copying import TRIALS, Wanted
 from ckptless.pytorch_hooks.commit.device_overlap import BesideOnDevice
 from ckptless.pytorch_hooks.commit.frozen import Frozen, Needed
 from ckptless.pytorch_hooks.commit.slots import SLOTS
+from ckptless.pytorch_hooks.devices.sums import DeviceSums
 from ckptless.pytorch_hooks.errors import FrozenChanged, StateMoved
 from ckptless.pytorch_hooks.state import TensorCopy
 from tests.gpu import kind
@@ -188,6 +189,8 @@ class Copied:
 
 
 BOTH = {"p:model:base.weight", "b:model:table"}
+# Commits before one is left out: its mark is noted, then its sums, which are then the same TRIALS times.
+QUIET = frozen.TRIALS + 2
 # It shares chunks with what is trained.
 MIXED = {"b:model:table"}
 
@@ -198,11 +201,11 @@ def test_what_nobody_writes_to_is_not_copied_again(
 ) -> None:
     copied = Copied(monkeypatch)
     rank = make(overlap)
-    for _ in range(frozen.TRIALS + 1 + SLOTS):
+    for _ in range(QUIET + SLOTS):
         rank.train()
         rank.commit()
     rank.copying.wait()
-    assert copied.names == [BOTH] * (frozen.TRIALS + 1) + [MIXED] * SLOTS
+    assert copied.names == [BOTH] * QUIET + [MIXED] * SLOTS
     assert rank.sealed(rank.step) == rank.packed()
 
 
@@ -210,16 +213,16 @@ def test_what_is_written_to_is_copied_into_every_slot(make: Make, monkeypatch: p
     copied = Copied(monkeypatch)
     rank = make()
     wanted = {}
-    for _ in range(5 * SLOTS + frozen.TRIALS):
+    for _ in range(2 * QUIET + 3 * SLOTS):
         rank.train()
-        if rank.step == 2 * SLOTS + frozen.TRIALS:
+        if rank.step == QUIET + SLOTS:
             with torch.no_grad():
                 rank.model.base.weight.mul_(2)
         rank.commit()
         wanted[rank.step] = rank.packed()
     rank.copying.wait()
     assert rank.session.sent == wanted
-    assert copied.names.count(BOTH) == 2 * (frozen.TRIALS + 1)
+    assert copied.names.count(BOTH) == 2 * QUIET
 
 
 @pytest.mark.parametrize("write", [uncounted, swapped])
@@ -228,7 +231,7 @@ def test_an_uncounted_write_makes_one_version_void_and_no_other(
 ) -> None:
     copied = Copied(monkeypatch)
     rank = make()
-    for _ in range(frozen.TRIALS + 1 + SLOTS):
+    for _ in range(QUIET + SLOTS):
         rank.train()
         rank.commit()
     rank.copying.wait()
@@ -257,10 +260,31 @@ def test_a_moving_average_is_copied_at_every_commit(make: Make) -> None:
         assert rank.sealed(rank.step) == wanted
 
 
+def test_what_is_written_to_is_not_added_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the count, or found out once: the sums would be of no use."""
+    summed: list[int] = []
+    real = DeviceSums
+
+    def sums(tensors: list[torch.Tensor]) -> DeviceSums:
+        summed.append(len(tensors))
+        return real(tensors)
+
+    monkeypatch.setattr(frozen, "DeviceSums", sums)
+    rank = make()
+    for _ in range(8):
+        with torch.no_grad():
+            rank.model.table.mul_(0.9)
+        rank.model.base.weight.data.mul_(0.9)
+        rank.commit()
+    rank.copying.wait()
+    # Of the one whose writes are not counted, until it is found to change.
+    assert summed == [1, 1]
+
+
 def test_slots_that_were_read_back_may_hold_anything(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = Copied(monkeypatch)
     rank = make()
-    for _ in range(frozen.TRIALS + 1 + SLOTS):
+    for _ in range(QUIET + SLOTS):
         rank.train()
         rank.commit()
     rank.copying.leave()
@@ -270,9 +294,9 @@ def test_slots_that_were_read_back_may_hold_anything(make: Make, monkeypatch: py
 
 
 def test_memory_that_rots_is_found(make: Make) -> None:
-    """Of a tensor that was left out the digest is that of when it came."""
+    """The digest of a tensor that was left out is that of when it came."""
     rank = make()
-    for _ in range(frozen.TRIALS + 1 + SLOTS):
+    for _ in range(QUIET + SLOTS):
         rank.train()
         rank.commit()
     rank.copying.wait()
