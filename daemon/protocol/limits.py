@@ -62,6 +62,12 @@ FilePath: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Addresses: TypeAlias = Annotated[tuple[tuple[Name, Port], ...], Meta(max_length=MOST_INTERFACES - 1)]
 Key: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 RecordBytes: TypeAlias = Annotated[bytes, Meta(max_length=RANK_LIMIT)]
+# (start, nbytes) of parts of a version's payload, that are asked for at once.
+MOST_SPANS = 4096
+Spans: TypeAlias = Annotated[tuple[tuple[Nbytes, Nbytes], ...], Meta(max_length=MOST_SPANS)]
+# Numbers of nodes that an elastic job may have.
+MOST_SIZES = 4096
+Sizes: TypeAlias = Annotated[tuple[NodeCount, ...], Meta(max_length=MOST_SIZES)]
 
 Command: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=COMMAND_LIMIT)]
 Names: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=MOST_NODES)]

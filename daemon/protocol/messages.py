@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from ckptless.daemon.protocol.codec import PROTOCOL as PROTOCOL
 from ckptless.daemon.protocol.limits import (
     OF_RANKS,
+    Age,
     Clipped,
     Digest,
     ExitCode,
@@ -22,6 +23,7 @@ from ckptless.daemon.protocol.limits import (
     Name,
     Names,
     Nbytes,
+    NodeCount,
     NodeNumber,
     Number,
     Pid,
@@ -35,6 +37,7 @@ from ckptless.daemon.protocol.limits import (
     Share,
     SlotCount,
     SlotNumber,
+    Spans,
     Step,
     Text,
     TryCount,
@@ -46,6 +49,7 @@ from ckptless.daemon.protocol.model import Brought as Brought
 from ckptless.daemon.protocol.model import Cause as Cause
 from ckptless.daemon.protocol.model import Copies as Copies
 from ckptless.daemon.protocol.model import Doubt as Doubt
+from ckptless.daemon.protocol.model import Former as Former
 from ckptless.daemon.protocol.model import Holdings as Holdings
 from ckptless.daemon.protocol.model import JobSpec as JobSpec
 from ckptless.daemon.protocol.model import Limits as Limits
@@ -97,7 +101,8 @@ class AgentState(Clipped, Message, frozen=True, kw_only=True):
     `assigned` is the generation of the newest assignment that it has accepted. `frozen` is the generation it
     has stopped (no commit of it is taken any more), and `holdings` what it holds then. `copies` is what it
     holds at any time, for people: nothing is decided by it. `daemon_pid` is the daemon it talks to. `doubts`
-    are of the generation `assigned`. `nccl_unknown` is what it has heard of an NCCL that it does not know, ""
+    are of the generation `assigned`. `former` is what it holds, once frozen, of an earlier number of ranks.
+    `nccl_unknown` is what it has heard of an NCCL that it does not know, ""
     for nothing.
     """
 
@@ -110,6 +115,7 @@ class AgentState(Clipped, Message, frozen=True, kw_only=True):
     daemon_pid: Pid | None = None
     doubts: Annotated[tuple[Doubt, ...], OF_RANKS] = ()
     nccl_unknown: Text = ""
+    former: Holdings | None = None
 
 
 class AgentEvent(Clipped, Message, frozen=True, kw_only=True):
@@ -131,6 +137,16 @@ class Cancel(Clipped, Message, frozen=True, kw_only=True):
     exit_code: ExitCode
     reason: Text
     restarts: TryCount | None = None
+
+
+class Resize(Message, frozen=True, kw_only=True):
+    """Somebody wants the job to train on so many nodes from now on; None: on as many as there are.
+
+    Said at `at_s`, Unix time: the newest word counts.
+    """
+
+    nodes: NodeCount | None
+    at_s: Age
 
 
 class Admitted(Message, frozen=True, kw_only=True):
@@ -238,7 +254,7 @@ class JobEnded(Clipped, Message, frozen=True, kw_only=True):
 
 Notice: TypeAlias = JobStarted | JobEnded
 ToAgent: TypeAlias = Order | Announce | Renewed | JobKey | Admitted | Denied | Ping
-FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel
+FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel | Resize
 
 # ---------------------------------------------------------------------------------- rank and agent
 
@@ -264,7 +280,10 @@ class Assigned(Message, frozen=True, kw_only=True):
 
     `store` is (host, port); `peers` are the addresses of the job's nodes; `local_ranks` this one's ranks.
     `ranks_per_root`: what torch is to be told of NCCL's roots. `cache_key` is made of the job's key, to
-    encrypt cached data with; it is empty where the agent does not know that yet.
+    encrypt cached data with; it is empty where the agent does not know that yet. `former_shards`: another
+    number of ranks has committed the step that is restored, and this is what each of them had tensors of;
+    empty where it was this one. `cut`: see Assignment. `sizes`: the numbers of ranks that the job may have,
+    where it is elastic.
     """
 
     generation: Generation
@@ -278,6 +297,9 @@ class Assigned(Message, frozen=True, kw_only=True):
     ranks_per_root: RankCount = 1
     cache_key: Key = b""
     local_ranks: Ranks = ()
+    cut: Generation = 1
+    former_shards: Ranks = ()
+    sizes: Ranks = ()
 
 
 class Left(Message, frozen=True, kw_only=True):
@@ -402,6 +424,42 @@ class Fetched(Clipped, Message, frozen=True, kw_only=True):
     error: Text | None = None
 
 
+class FetchRecord(Message, frozen=True, kw_only=True):
+    """Give me the record of one of the former ranks (`Assigned.former_shards`), of the restored step."""
+
+    generation: Generation
+    rank: Rank
+
+
+class FetchedRecord(Clipped, Message, frozen=True, kw_only=True):
+    """Answer to FetchRecord. `error`: why not."""
+
+    record: RecordBytes = b""
+    error: Text | None = None
+
+
+class FetchSpans(Message, frozen=True, kw_only=True):
+    """Give me these parts of the payload of a former shard's tensors, of the restored step.
+
+    `layout`: the digest of the layout that they are packed by, as its record has it.
+    """
+
+    generation: Generation
+    shard: Rank
+    layout: Digest
+    spans: Spans
+
+
+class FetchedSpans(Clipped, Message, frozen=True, kw_only=True):
+    """Answer to FetchSpans; a memfd comes with it (SCM_RIGHTS) that has them, one after the other.
+
+    They are verified. `error`: why none comes.
+    """
+
+    nbytes: Nbytes = 0
+    error: Text | None = None
+
+
 class Refused(Clipped, Message, frozen=True, kw_only=True):
     """No to a message that belongs to a generation that is over."""
 
@@ -429,9 +487,23 @@ FromRank: TypeAlias = (
     | Commit
     | Stepped
     | Fetch
+    | FetchRecord
+    | FetchSpans
     | Pong
     | Note
 )
 ToRank: TypeAlias = (
-    Welcome | Assigned | Stop | Go | Release | Writes | Allocated | Acked | Fetched | Refused | Ping
+    Welcome
+    | Assigned
+    | Stop
+    | Go
+    | Release
+    | Writes
+    | Allocated
+    | Acked
+    | Fetched
+    | FetchedRecord
+    | FetchedSpans
+    | Refused
+    | Ping
 )

@@ -33,6 +33,7 @@ from ckptless.daemon.protocol.limits import (
     Ranks,
     Seconds,
     Share,
+    Sizes,
     SlotCount,
     SlotNumber,
     Step,
@@ -116,6 +117,9 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
     `recovers` False is tier 1: no fault is answered, the first one ends the job. Ranks know of no agent then.
 
+    `sizes`: an elastic job may train on so many nodes, ascending, `nodes` among them; none: on `nodes`
+    alone. It grows once it could for `grow_after_s` seconds.
+
     `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
     in all of its runs and after a requeue (see launch/allocation.py); in local mode each run has its own.
     `launch` tells runs of one name apart: this run has it alone, and nothing of another one counts here.
@@ -133,16 +137,25 @@ class JobSpec(Value, frozen=True, kw_only=True):
     launch: RunId = NO_RUN
     saved_step: Step | None = None
     recovers: bool = True
+    sizes: Sizes = ()
+    grow_after_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
+        if self.sizes and (self.nodes not in self.sizes or list(self.sizes) != sorted({*self.sizes} - {0})):
+            raise ValueError(f"sizes {self.sizes}, of which {self.nodes} is to be one, ascending")
         if self.world_size > MOST_RANKS:
             raise ValueError(f"{self.world_size} ranks; a job has {MOST_RANKS} at most")
         force_setattr(self, "command", clip_command(self.command))
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that the job begins with."""
         return self.nodes * self.slots_per_node
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the job may go on with another number of nodes."""
+        return len(self.sizes) > 1
 
 
 class NodeInfo(Value, frozen=True, kw_only=True):
@@ -210,11 +223,13 @@ class Holdings(Value, frozen=True, kw_only=True):
 
     A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks. `digests`
     are (shard, step, the rank that wrote it, digest) of those tensors that are compared (`api.twins`).
+    Ranks and shards are those of `cut` (see Assignment); 0 where nothing was ever held.
     """
 
     tensors: Annotated[tuple[tuple[Rank, Steps], ...], OF_RANKS]
     records: Annotated[tuple[tuple[Rank, Rank, Steps], ...], OF_RANKS]
     digests: Annotated[tuple[tuple[Rank, Step, Rank, Digest], ...], OF_RANKS] = ()
+    cut: Generation = 0
 
 
 class Doubt(Value, frozen=True, kw_only=True):
@@ -311,6 +326,18 @@ def numbers(count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
+class Former(Value, frozen=True, kw_only=True):
+    """The step that is restored, where another number of ranks has committed it: who holds what of it.
+
+    `cut`: the generation from which on the state was cut for those ranks; the rest is as in Assignment.
+    """
+
+    cut: Generation
+    shards: Ranks
+    tensor_nodes: Annotated[tuple[tuple[Rank, Nodes], ...], OF_RANKS]
+    record_nodes: Annotated[tuple[Nodes, ...], OF_RANKS]
+
+
 class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
     """One generation: who has which rank, and where the state comes from.
 
@@ -322,6 +349,11 @@ class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
     whose process was replaced too often.
     `origin`: what the first generation goes on from, for people.
     `stock_roots`: an agent does not know this job's NCCL, which makes roots of its own from now on.
+
+    The state is *cut* for a number of ranks: which rank has which part of it. `cut` is the generation that
+    was the first with this cut. Where `former` is there, the restored step is of another cut, and each rank
+    takes its part of it; `shards`, `tensor_nodes` and `record_nodes` are empty then. `wanted`: so many nodes
+    somebody wants to be trained on, and said so at `wanted_s` (Unix time); None: as many as there are.
     """
 
     job: JobName
@@ -343,6 +375,10 @@ class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
     flapping: Annotated[tuple[Place, ...], OF_RANKS] = ()
     origin: Text = ""
     stock_roots: bool = False
+    cut: Generation = 1
+    former: Former | None = None
+    wanted: NodeCount | None = None
+    wanted_s: Age = 0.0
 
     @cached_property
     def ranks_by_node(self) -> dict[int, tuple[int, ...]]:

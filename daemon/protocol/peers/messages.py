@@ -22,6 +22,7 @@ from ckptless.daemon.protocol.limits import (
     Rank,
     RecordBytes,
     Seconds,
+    Spans,
     Step,
     Text,
     TryCount,
@@ -232,8 +233,9 @@ class TwinsCompared(TwinsMessage, frozen=True, kw_only=True):
 
 
 class GetRecord(Message, frozen=True, kw_only=True):
-    """Give me a rank's record of a step."""
+    """Give me a rank's record of a step. The rank is one of `cut`, see Assignment."""
 
+    cut: Generation
     rank: Rank
     step: Step
 
@@ -248,8 +250,9 @@ class RecordReply(Message, frozen=True, kw_only=True):
 
 
 class GetTensors(Message, frozen=True, kw_only=True):
-    """A question: what have you of a shard's tensors of a step?"""
+    """A question: what have you of a shard's tensors of a step? The shard is one of `cut`."""
 
+    cut: Generation
     shard: Rank
     step: Step
 
@@ -278,6 +281,29 @@ class ChunksReply(Message, frozen=True, kw_only=True):
     """Answer to GetChunks: so many bytes follow as bulk; 0 where that version is not held (any more)."""
 
     nbytes: Nbytes
+
+
+class GetSpans(Message, frozen=True, kw_only=True):
+    """Give me these parts of the payload of a shard's tensors of a step; look at their chunks first.
+
+    The shard is one of `cut`; `layout`: the digest of the layout that they are to be packed by.
+    """
+
+    cut: Generation
+    shard: Rank
+    step: Step
+    layout: Digest
+    spans: Spans
+
+
+class SpansReply(Message, frozen=True, kw_only=True):
+    """Answer to GetSpans: so many bytes follow as bulk, all the parts one after the other.
+
+    0 where they are not held soundly. `digest`: their xxh3_128, hex.
+    """
+
+    nbytes: Nbytes
+    digest: Digest = ""
 
 
 class SaveAsk(Message, frozen=True, kw_only=True):
@@ -334,6 +360,8 @@ AgentMessage: TypeAlias = (
     | TensorsReply
     | GetChunks
     | ChunksReply
+    | GetSpans
+    | SpansReply
     | SaveAsk
     | SaveReply
     | StoreJoin
