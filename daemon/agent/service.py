@@ -29,7 +29,7 @@ from ckptless.daemon.agent.versions.connections import Network
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.requeue_memory import RequeueClient
 from ckptless.daemon.agent.versions.room import Room
-from ckptless.daemon.agent.versions.state_service import StateService
+from ckptless.daemon.agent.versions.state_service import FromTraining, StateService
 from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.agent.versions.twins import AgentTwins
 from ckptless.daemon.protocol import messages as m
@@ -79,6 +79,8 @@ class Agent:
             self._twins,
             Room((config.node, config.name), self._versions, config.copies, config.spec.domains),
         )
+        if config.spec.elastic:
+            self._state.sizes = tuple(size * config.spec.slots_per_node for size in config.spec.sizes)
         self._saving = SaveService(config, self._versions, self._zygote, self._replicas)
         self._requeue_memory = RequeueClient(config, self._versions, self._twins.holdings)
         self._rings = RingService(self._ring_event, limits=config.data, on_news=self._progressed)
@@ -243,12 +245,14 @@ class Agent:
     def _told(self) -> m.AgentState:
         self._seq += 1
         self._told_at = asyncio.get_running_loop().time()
+        frozen, former = self._core.frozen is not None, self._versions.former
         return m.AgentState(
             seq=self._seq,
             slots=tuple(slot.told(self._told_at) for slot in self._core.slots),
             assigned=self._core.assignment.generation if self._core.assignment is not None else None,
             frozen=self._core.frozen,
-            holdings=self._twins.holdings() if self._core.frozen is not None else None,
+            holdings=self._twins.holdings() if frozen else None,
+            former=former.holdings() if frozen and former is not None else None,
             copies=replace(self._versions.copies(), rings=self._rings.told()),
             daemon_pid=self._daemon.daemon_pid,
             doubts=self._twins.check.doubts,
@@ -349,9 +353,8 @@ class Agent:
         """Make the services those of a new generation: state first."""
         if assignment.generation == 1 and assignment.places[0].node == self._config.node:
             self._mark(mark_begun)
-        self._versions.drop_after(assignment.restore_step)
         self._requeue_memory.follow(assignment)
-        self._versions.drop_unnamed(assignment, self._config.node)
+        self._versions.follow(assignment, self._config.node)
         self._replicas.follow(assignment)
         self._twins.check.follow(assignment.generation)
         self._store.follow(assignment, self._nccl.follow(assignment))
@@ -382,7 +385,7 @@ class Agent:
         if isinstance(message, m.Note):
             self._daemon.send(m.AgentEvent(level=message.level, kind=message.kind, text=message.text))
         elif self._core.admits(slot, message.generation, type(message).__name__):
-            if isinstance(message, m.Twins | m.Commit | m.Stepped | m.Fetch | m.Allocate):
+            if isinstance(message, FromTraining):
                 self._state.serve(slot, link, message)
             else:
                 self._core.advance(slot, message, asyncio.get_running_loop().time())

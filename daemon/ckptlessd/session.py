@@ -164,6 +164,10 @@ class JobSession:
         )
         self.say(None, told)
 
+    def resize(self, wanted: m.Resize) -> None:
+        """Somebody wants the job to have another number of nodes."""
+        self.feed(e.Report(self.control.me, wanted))
+
     def feed(self, *events: e.Input) -> None:
         """Inputs, and everything that follows from them."""
         before = self._ends

@@ -223,13 +223,13 @@ class Holdings(Value, frozen=True, kw_only=True):
 
     A shard is the tensors that a set of twins have alike; its number is the lowest of their ranks. `digests`
     are (shard, step, the rank that wrote it, digest) of those tensors that are compared (`api.twins`).
-    Ranks and shards are those of `cut` (see Assignment); 0 where nothing was ever held.
+    Ranks and shards are those of `cut`, see Assignment.
     """
 
     tensors: Annotated[tuple[tuple[Rank, Steps], ...], OF_RANKS]
     records: Annotated[tuple[tuple[Rank, Rank, Steps], ...], OF_RANKS]
     digests: Annotated[tuple[tuple[Rank, Step, Rank, Digest], ...], OF_RANKS] = ()
-    cut: Generation = 0
+    cut: Generation = 1
 
 
 class Doubt(Value, frozen=True, kw_only=True):

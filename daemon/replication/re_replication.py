@@ -104,7 +104,8 @@ def _giver(have: Sequence[int], home: int, number: int) -> int:
 
 def surplus(to: Holders, node: int, here: Collection[Item]) -> tuple[Item, ...]:
     """Return what of all that is `here`, on `node`, has another place in this generation."""
-    if to.assignment.restore_step is None:
+    if to.assignment.restore_step is None or to.assignment.former is not None:
+        # What is here then was given in this generation, and who has twins nobody has told.
         return ()
     return tuple(item for item in sorted(here) if not _belongs(to, node, item))
 

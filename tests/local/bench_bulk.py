@@ -155,7 +155,7 @@ class Links:
         await asyncio.gather(*map(self._get, self._links))
 
     async def _get(self, link: AgentLink) -> None:
-        link.send(p.GetTensors(shard=0, step=0))
+        link.send(p.GetTensors(cut=1, shard=0, step=0))
         reply = await link.receive()
         assert isinstance(reply, p.TensorsReply)
         with self._vault.incoming(decode(reply.header)) as coming:
@@ -172,7 +172,7 @@ class Fetches:
 
     async def get(self) -> None:
         """All of it, dialled anew."""
-        fetch = TensorsFetch((Origin(JOB), 0, 0, 1), Ways((), self._connect), self._refuse)
+        fetch = TensorsFetch((Origin(JOB), 0, 0, 1), Ways((), self._connect), self._refuse, 1)
         await fetch.run(self._infos, self._vault)
 
     async def _connect(self, route: Route) -> AgentLink:

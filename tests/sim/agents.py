@@ -207,8 +207,7 @@ class Agent:
     def _follow(self, assignment: m.Assignment) -> None:
         self.world.protected.goes_on(self)
         self.world.story.tell(self.name, f"accepts generation {assignment.generation}")
-        self.vault.drop_after(assignment.restore_step)
-        self.vault.drop_unnamed(assignment, self.node)
+        self.vault.follow(assignment, self.node)
         self.check.follow(assignment.generation)
         self.waiting.clear()
         self._moved.clear()

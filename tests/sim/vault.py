@@ -1,10 +1,11 @@
 """What an agent holds, without bytes, and the shipped replication over simulated links."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptless.daemon.agent.core import replication
+from ckptless.daemon.agent.core.cuts import cut_moves
 from ckptless.daemon.agent.core.replication import Key, Replication
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.replication.protection import Item
@@ -54,6 +55,8 @@ class Vault:
     tensors: dict[int, set[int]] = field(default_factory=dict)
     records: dict[int, set[int]] = field(default_factory=dict)
     contents: dict[Key, Content] = field(default_factory=dict)
+    cut: int = 1
+    former: "Vault | None" = None
 
     def shard(self, rank: int) -> int:
         """Return what a rank has tensors of: of so many ranks in a row the lowest."""
@@ -83,11 +86,42 @@ class Vault:
             for number, steps in known.items():
                 known[number] = {s for s in steps if s <= limit}
 
-    def drop_unnamed(self, assignment: m.Assignment, node: int) -> None:
+    def drop_unnamed(self, step: int | None, holders: Mapping[int, Sequence[int]], node: int) -> None:
         """What others are not to have from here is not used here either."""
         for shard, steps in self.tensors.items():
-            if node not in assignment.holders_of(shard):
-                steps.discard(-1 if assignment.restore_step is None else assignment.restore_step)
+            if node not in holders.get(shard, ()):
+                steps.discard(-1 if step is None else step)
+
+    def follow(self, assignment: m.Assignment, node: int) -> None:
+        """Begin a generation, as `VersionStore.follow`."""
+        for move in cut_moves(self.cut, None if self.former is None else self.former.cut, assignment):
+            if move == "forget-former":
+                self.former = None
+            elif move == "set-aside":
+                self.former = Vault(self.twins, self.tensors, self.records, self.contents, self.cut)
+                self.tensors, self.records, self.contents = {}, {}, {}
+            elif move == "take-back":
+                assert self.former is not None
+                former, self.former = self.former, None
+                self.tensors, self.records, self.contents = former.tensors, former.records, former.contents
+            else:
+                self.tensors, self.records, self.contents = {}, {}, {}
+        self.cut = assignment.cut
+        if assignment.former is not None and self.former is not None:
+            self.former.drop_after(assignment.restore_step)
+            self.former.drop_unnamed(assignment.restore_step, dict(assignment.former.tensor_nodes), node)
+        self.drop_after(assignment.restore_step if assignment.former is None else None)
+        self.drop_unnamed(assignment.restore_step, dict(assignment.tensor_nodes), node)
+
+    def of(self, cut: int) -> "Vault | None":
+        """Return what is held of a cut, if anything can be."""
+        if cut == self.cut:
+            return self
+        return self.former if self.former is not None and self.former.cut == cut else None
+
+    def forget_former(self) -> None:
+        """Hold nothing of the number of ranks before any more."""
+        self.former = None
 
     def items(self) -> list[Item]:
         """All that is here."""
@@ -117,7 +151,7 @@ class Vault:
             if tells(shard)
             for content in (self.contents[Item("tensors", shard), step],)
         )
-        return m.Holdings(tensors=tensors, records=records, digests=digests)
+        return m.Holdings(tensors=tensors, records=records, digests=digests, cut=self.cut)
 
 
 class Replicas:
@@ -180,6 +214,10 @@ class Replicas:
             self._agent.world.protected.gives_back(self._agent, item)
             self._agent.vault.give_back(item)
             self._agent.world.story.tell(self._agent.name, f"gives back {item.kind} {item.number}")
+
+    def forget_former(self) -> None:
+        """Hold nothing of the number of ranks before any more."""
+        self._agent.vault.forget_former()
 
     def event(self, kind: str, text: str) -> None:
         """As an agent tells its daemon."""

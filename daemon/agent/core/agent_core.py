@@ -107,10 +107,15 @@ class AgentCore:
         if self.assignment is not None and assignment.generation <= self.assignment.generation:
             self.out.append(ReportState())
             return
-        self.assignment, self.frozen = assignment, None
+        before, self.assignment, self.frozen = self.assignment, assignment, None
         self.out.append(FollowAssignment(assignment))
+        resized = before is not None and len(before.places) != len(assignment.places)
         for slot in self.slots:
             self._settle(slot, assignment, now)
+            place = m.Place(node=self.node, slot=slot.index)
+            if resized and slot.phase == "empty" and place not in assignment.bad:
+                # The job may grow again: what left it is a spare.
+                self._start(slot, None, now)
         self.out.append(ReportState())
 
     def _settle(self, slot: Slot, assignment: m.Assignment, now: float) -> None:

@@ -43,6 +43,9 @@ class Edge(Protocol[P]):
     def give_back(self, items: Sequence[Item]) -> None:
         """Hold nothing of these any more."""
 
+    def forget_former(self) -> None:
+        """Hold nothing of the number of ranks before any more."""
+
     def event(self, kind: str, text: str) -> None:
         """Tell the ledger and the log."""
 
@@ -268,6 +271,8 @@ class Replication(Generic[P]):
         A frozen agent gives nothing back: what it has told of its holdings must stay true.
         """
         moved = self._watermark.saw_commit(step)
+        if moved and self._watermark.step is not None and self.accepting:
+            self._edge.forget_former()
         if not (moved and self._has_surplus and self._to is not None and self.accepting):
             return
         found = surplus(self._to, self._me, self._edge.items())

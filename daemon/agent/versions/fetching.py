@@ -39,10 +39,13 @@ class _Coming:
 
 
 class TensorsFetch:
-    """One fetch of one version. Owned by the agent's event loop. A source is a way, known by its number."""
+    """One fetch of one version. Owned by the agent's event loop. A source is a way, known by its number.
 
-    def __init__(self, wanted: Wanted, ways: Ways, tell: Callable[[str, str], None]) -> None:
-        self._wanted, self._ways, self._tell = wanted, ways, tell
+    `cut`: the one that the shard is of.
+    """
+
+    def __init__(self, wanted: Wanted, ways: Ways, tell: Callable[[str, str], None], cut: int) -> None:
+        self._wanted, self._ways, self._tell, self._cut = wanted, ways, tell, cut
         _, self._shard, self._step, _ = wanted
         self._what = f"the tensors of step {self._step}, shard {self._shard}"
         self._coming: _Coming | None = None
@@ -129,7 +132,7 @@ class TensorsFetch:
         """Learn what it holds: the first one's version is what all are asked for. None: it has a twin's."""
         if number in self._digests:
             return self._coming  # it is who has offered it
-        link.send(p.GetTensors(shard=self._shard, step=self._step))
+        link.send(p.GetTensors(cut=self._cut, shard=self._shard, step=self._step))
         reply = await _answer(link)
         if not isinstance(reply, p.TensorsReply) or not reply.header:
             raise PeerError("it does not hold them soundly")

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptless.daemon.agent.core.replication import Key, Replication
 from ckptless.daemon.agent.versions.connections import (
@@ -28,6 +28,7 @@ from ckptless.daemon.transport.link import Link, Route
 from ckptless.daemon.transport.listener import Listener
 
 DIAL_DEADLINE_S = 3.0
+T = TypeVar("T")
 # Of a record, which is small.
 FETCH_DEADLINE_S = 60.0
 
@@ -157,6 +158,13 @@ class Replicas:
             given = ", ".join(f"{item.kind} {item.number}" for item in items)
             self.event("copies-given-back", f"{given}: {freed} bytes; others hold newer steps")
 
+    def forget_former(self) -> None:
+        """Hold nothing of the number of ranks before any more."""
+        before = self._store.nbytes
+        if self._store.forget_former():
+            freed = before - self._store.nbytes
+            self.event("copies-given-back", f"of the number of ranks before: {freed} bytes")
+
     def event(self, kind: str, text: str) -> None:
         """Tell the ledger and the log."""
         self.on_event(kind, text)
@@ -228,19 +236,29 @@ class Replicas:
 
     async def fetch_record(self, rank: int, step: int, nodes: Sequence[int]) -> None:
         """Get a record into the store from the first node that gives a sound one. Raises PeerError."""
-        what, tried = f"the record of rank {rank}, step {step}", list[str]()
+
+        async def put(info: NodeInfo) -> None:
+            wanted = p.GetRecord(cut=self._store.cut, rank=rank, step=step)
+            self._store.put_record(rank, step, await self.ask_record(info, wanted))
+
+        await self.first_of(nodes, f"the record of rank {rank}, step {step}", put)
+
+    async def first_of(
+        self, nodes: Sequence[int], what: str, get: Callable[[NodeInfo], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Return what the first of these nodes gives that can. Raises PeerError."""
+        tried = list[str]()
         for info in [self.core.nodes[node] for node in nodes if node in self.core.nodes and node != self._me]:
             try:
-                self._store.put_record(rank, step, await self._ask_record(info, rank, step))
+                return await get(info)
             except (OSError, TimeoutError, CkptlessError) as error:
                 tried.append(f"{info.name}: {error or type(error).__name__}")
                 self.on_event("source-failed", f"{what} from {tried[-1]}")
-            else:
-                return
         raise PeerError(f"nobody could give {what} ({'; '.join(tried) or 'no node is said to hold it'})")
 
-    async def _ask_record(self, info: NodeInfo, rank: int, step: int) -> HeldRecord:
-        reply = await self._ask(info, p.GetRecord(rank=rank, step=step), FETCH_DEADLINE_S)
+    async def ask_record(self, info: NodeInfo, wanted: p.GetRecord) -> HeldRecord:
+        """Return a record that another agent has. Raises CkptlessError, OSError, TimeoutError."""
+        reply = await self._ask(info, wanted, FETCH_DEADLINE_S)
         if not isinstance(reply, p.RecordReply) or not reply.record:
             raise PeerError("it does not hold it")
         return HeldRecord(reply.record, reply.digest, reply.shard)
@@ -249,7 +267,8 @@ class Replicas:
         """Get tensors into the store, verified, from all who have the same. Raises PeerError, OSError."""
         infos = [self.core.nodes[node] for node in nodes if node in self.core.nodes and node != self._me]
         while True:
-            fetch = TensorsFetch((self.origin, shard, step, self.core.generation), self._ways, self.on_event)
+            wanted = (self.origin, shard, step, self.core.generation)
+            fetch = TensorsFetch(wanted, self._ways, self.on_event, self._store.cut)
             try:
                 await fetch.run(infos, self._store)
             except PeerError:

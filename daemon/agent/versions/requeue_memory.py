@@ -69,6 +69,7 @@ class RequeueClient:
         # What is to be told, once there is somebody to hear it.
         self._news: list[tuple[Level, str, str]] = []
         self._generation: int | None = None
+        self._ranks = config.spec.world_size
         self.on_event: Callable[[Level, str, str], None] = lambda _level, _kind, _text: None
 
     @property
@@ -180,7 +181,7 @@ class RequeueClient:
 
     def follow(self, assignment: Assignment) -> None:
         """A generation. Of the first one: put into the store what it goes on from, and let go of the rest."""
-        self._generation = assignment.generation
+        self._generation, self._ranks = assignment.generation, len(assignment.places)
         kept, self._kept = self._kept, None
         for level, kind, text in self._news:
             self.on_event(level, kind, text)
@@ -251,6 +252,10 @@ class RequeueClient:
         if self._kept is not None:
             # Nothing has become of what an earlier start had left: the next one may have it as it is.
             return [self._kept.file, *(region.fd for region in self._kept.regions)], []
+        if self._ranks != self._config.spec.world_size:
+            # The next start has the number of ranks that this one began with.
+            self.on_event("info", "memory-not-kept", f"{self._ranks} ranks have it, not as many as at first")
+            return [], []
         regions, tensors, records = self._store.contents()
         if self._generation is None or not (tensors or records):
             return [], []

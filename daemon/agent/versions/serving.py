@@ -13,7 +13,8 @@ from ckptless.daemon.agent.versions.deltas import Base, Span, base_of, missing, 
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.integrity import ArrivalCheck, IntegrityCheck
 from ckptless.daemon.agent.versions.shares import LEAST_NBYTES
-from ckptless.daemon.agent.versions.store import HeldRecord, Incoming, VersionStore, header_of
+from ckptless.daemon.agent.versions.spans import SPANS_LIMIT, SoundSpans
+from ckptless.daemon.agent.versions.store import HeldRecord, Incoming, VersionStore, digest, header_of
 from ckptless.daemon.agent.versions.ways import Way, Ways
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import (
@@ -100,6 +101,7 @@ class Serving:
         self._me, self._origin, self._store, self._pace, self._core = node, origin, store, pace, core
         self._ways = ways
         self.integrity = IntegrityCheck(origin, store)
+        self.spans = SoundSpans(origin, store, self._tell)
         self._followed = asyncio.Condition()
         # The transfer locks, by digest: the same version is not taken from two nodes at once.
         self._transfers: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -109,9 +111,13 @@ class Serving:
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
         self.on_store: Callable[[Peer, p.StoreJoin], Awaitable[None]] = _no_store
 
+    def _tell(self, kind: str, text: str) -> None:
+        self.on_event(kind, text)
+
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
         """A new generation: what has come for it too early may be taken now. To be awaited soon."""
         self.integrity.generation = generation
+        self.spans.follow(generation)
         return self._announce()
 
     async def _announce(self) -> None:
@@ -156,12 +162,15 @@ class Serving:
                 await self._consider(link, message)
             case p.GetChunks():
                 await self._give_chunks(link, message)
+            case p.GetSpans():
+                await self._give_spans(link, message)
             case p.CompareTwins():
                 self.on_compare(link, message)
             case p.StoreJoin():
                 await self.on_store(link, message)
-            case p.GetRecord(rank=rank, step=step):
-                held = self._store.record(rank, step) or HeldRecord(b"", "")
+            case p.GetRecord(cut=cut, rank=rank, step=step):
+                store = self._store.of(cut)
+                held = (store.record(rank, step) if store is not None else None) or HeldRecord(b"", "")
                 link.send(p.RecordReply(record=held.record, digest=held.digest, shard=held.shard))
             case p.GetTensors():
                 link.send(p.TensorsReply(header=self._header(message)))
@@ -257,7 +266,9 @@ class Serving:
         with self._store.incoming(header) as coming:
             try:
                 parts = await _take_over(coming, base)
-                await TensorsFetch(wanted, self._ways, self.on_event).fill(ways, coming, parts)
+                await TensorsFetch(wanted, self._ways, self.on_event, self._store.cut).fill(
+                    ways, coming, parts
+                )
             except (OSError, TimeoutError, CkptlessError) as error:
                 self.on_event("refused-version", f"from node-{ways[0].info.node}: {error}")
                 if base is not None:
@@ -293,7 +304,7 @@ class Serving:
 
     def _header(self, wanted: p.GetTensors) -> bytes:
         """The header of a version that is held, as far as that tells; else nothing."""
-        found = self._store.tensors(wanted.shard, wanted.step)
+        found = self._store.tensors(wanted.shard, wanted.step) if wanted.cut == self._store.cut else None
         if found is None or not self.integrity.seems(wanted.shard, wanted.step):
             return b""
         at, region = found
@@ -315,6 +326,21 @@ class Serving:
             raise ProtocolError(f"bytes {start} to {end} are asked for of a version of {at.nbytes}")
         link.send(p.ChunksReply(nbytes=wanted.nbytes))
         with region.view(payload_at + start, wanted.nbytes) as view:
+            await link.send_bulk(view, self._pace)
+
+    async def _give_spans(self, link: Peer, wanted: p.GetSpans) -> None:
+        nbytes = sum(count for _, count in wanted.spans)
+        if nbytes > SPANS_LIMIT:
+            raise ProtocolError(f"parts of {nbytes} bytes are asked for at once; the limit is {SPANS_LIMIT}")
+        gathered = bytearray(nbytes)
+        try:
+            await self.spans.read(wanted, memoryview(gathered))
+        except (BadVersionError, PeerError) as error:
+            logger.debug("parts of shard %d, step %d: %s", wanted.shard, wanted.step, error)
+            link.send(p.SpansReply(nbytes=0))
+            return
+        link.send(p.SpansReply(nbytes=nbytes, digest=digest(gathered)))
+        with memoryview(gathered) as view:
             await link.send_bulk(view, self._pace)
 
 

@@ -3,13 +3,15 @@
 import asyncio
 import hmac
 import logging
+import os
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptless.daemon.agent.core.agent_core import AgentCore
 from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.rank_processes import RankProcesses
+from ckptless.daemon.agent.versions.former import FormerState
 from ckptless.daemon.agent.versions.replicas import Replicas, put_record
 from ckptless.daemon.agent.versions.room import Room
 from ckptless.daemon.agent.versions.store import HeldRecord, Version, VersionStore, header_of
@@ -18,6 +20,8 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
 
 logger = logging.getLogger(__name__)
+
+FromTraining: TypeAlias = m.Twins | m.Commit | m.Stepped | m.Fetch | m.FetchRecord | m.FetchSpans | m.Allocate
 
 
 class StateService:
@@ -35,6 +39,9 @@ class StateService:
         self._core, self._node = core, core.node
         self._store, self._replicas, self._rank_processes = store, replicas, rank_processes
         self._twins, self._room = twins, room
+        self._former = FormerState(core.node, store, replicas)
+        # The numbers of ranks that the job may have, where it is elastic.
+        self.sizes: tuple[int, ...] = ()
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,6 +70,7 @@ class StateService:
         self._writers.clear()
         self._waiting.clear()
         self._room.follow(assignment)
+        self._former.follow(assignment)
         self._assignment = assignment
 
     def assigned(self, assignment: m.Assignment, rank: int) -> m.Assigned:
@@ -81,6 +89,9 @@ class StateService:
             ranks_per_root=self._rank_processes.ranks_per_root(assignment),
             cache_key=self._cache_key,
             local_ranks=tuple(mine),
+            cut=assignment.cut,
+            former_shards=assignment.former.shards if assignment.former is not None else (),
+            sizes=self.sizes,
         )
 
     # ----------------------------------------------------------------------------------- commits
@@ -89,7 +100,7 @@ class StateService:
         self,
         slot: Slot,
         link: RankLink,
-        message: m.Twins | m.Commit | m.Stepped | m.Fetch | m.Allocate,
+        message: FromTraining,
     ) -> None:
         """A rank's request; its generation is the slot's. Raises ProtocolError."""
         if self._core.frozen is not None:
@@ -104,10 +115,20 @@ class StateService:
             self._tell(slot, message)
         elif isinstance(message, m.Allocate):
             self._allocate(slot, link, message)
+        elif isinstance(message, m.Fetch):
+            failed = lambda why: m.Fetched(step=message.step, error=why)  # noqa: E731
+            self._answer(self._give(slot, link, message), link, failed)
+        elif isinstance(message, m.FetchRecord):
+            self._answer(self._give_record(link, message), link, lambda why: m.FetchedRecord(error=why))
         else:
-            task = asyncio.create_task(self._give(slot, link, message))
-            self._tasks.add(task)
-            task.add_done_callback(lambda done: self._given(done, link, message.step))
+            self._answer(self._give_spans(link, message), link, lambda why: m.FetchedSpans(error=why))
+
+    def _answer(
+        self, work: Coroutine[Any, Any, None], link: RankLink, failed: Callable[[str], m.ToRank]
+    ) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._given(done, link, failed))
 
     def _share(self, slot: Slot, link: RankLink, message: m.Twins) -> None:
         """Have the first of the twins on this node to come write for all of them."""
@@ -141,8 +162,9 @@ class StateService:
         self._waiting[key] = {"record"}
         if commit.tensors is not None:
             self._waiting[key] |= {"tensors", "twins"}
-            # What was restored is held, and maybe in another place by now: a twin may have found it bad.
-            if commit.step != self._assignment.restore_step:
+            # What was restored is held, and maybe in another place by now: a twin may have found it bad. What
+            # was cut anew is not.
+            if commit.step != self._assignment.restore_step or self._assignment.former is not None:
                 self._check_version(commit, shard, rank)
                 self._store.put_tensors(shard, commit.step, commit.tensors)
         held = HeldRecord(commit.record, commit.digest, shard)
@@ -207,7 +229,7 @@ class StateService:
     def prefetch(self, rank: int) -> None:
         """A new process will want this rank's state: get it while it builds."""
         assignment = self._assignment
-        if assignment is not None and assignment.restore_step is not None:
+        if assignment is not None and assignment.restore_step is not None and assignment.former is None:
             self._fetch_record(rank, assignment.restore_step)
             self._fetch_tensors(assignment.shards[rank], assignment.restore_step)
 
@@ -247,7 +269,7 @@ class StateService:
             self._replicas.integrity.drop(shard, request.step, request.unsound, why)
         assert self._assignment is not None
         # Any other step is one that this rank has committed itself: it is here, or nowhere.
-        if request.step == self._assignment.restore_step:
+        if request.step == self._assignment.restore_step and self._assignment.former is None:
             try:
                 self._check_shard(rank, shard)
                 for task in (
@@ -267,12 +289,29 @@ class StateService:
         reply = m.Fetched(step=request.step, record=held.record, tensors=at, slot_nbytes=region.slot_nbytes)
         link.send(reply, region.fd)
 
-    def _given(self, done: asyncio.Task[None], link: RankLink, step: int) -> None:
+    async def _give_record(self, link: RankLink, request: m.FetchRecord) -> None:
+        try:
+            link.send(m.FetchedRecord(record=await self._former.record(request.rank)))
+        except CkptlessError as error:
+            link.send(m.FetchedRecord(error=str(error)))
+
+    async def _give_spans(self, link: RankLink, request: m.FetchSpans) -> None:
+        try:
+            fd = await self._former.spans(request)
+        except CkptlessError as error:
+            link.send(m.FetchedSpans(error=str(error)))
+            return
+        try:
+            link.send(m.FetchedSpans(nbytes=sum(count for _, count in request.spans)), fd)
+        finally:
+            os.close(fd)
+
+    def _given(self, done: asyncio.Task[None], link: RankLink, failed: Callable[[str], m.ToRank]) -> None:
         """Answer a rank also where this agent has failed: it waits for nothing else."""
         self._tasks.discard(done)
         if not done.cancelled() and (error := done.exception()) is not None:
-            logger.error("the state of step %d could not be given", step, exc_info=error)
-            link.send(m.Fetched(step=step, error=f"its agent failed: {type(error).__name__}: {error}"))
+            logger.error("state could not be given", exc_info=error)
+            link.send(failed(f"its agent failed: {type(error).__name__}: {error}"))
 
     def _check_shard(self, rank: int, shard: int) -> None:
         """Raises PeerError where a rank was built to hold another part of the model than it had."""
@@ -283,6 +322,7 @@ class StateService:
 
     async def close(self) -> None:
         """Stop what is under way."""
+        await self._former.close()
         tasks = [*self._fetches.values(), *self._tasks]
         for task in tasks:
             task.cancel()

@@ -4,19 +4,23 @@ Tensors lie in memfds, which ranks map and which vanish with the last process th
 given out only if it matches its digest; tensors are verified by whoever gets them (integrity.py, for what
 lies here). The newest `KEEP` steps of each rank and shard are kept; an older one is never asked for: a rank
 commits step s only after its replicas of s-1 are held elsewhere.
+
+All of it is of one cut (see Assignment). When another number of ranks goes on, what is here is set aside as
+`former`, for these to take their parts of it, until all of them have committed enough of their own.
 """
 
 import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from ckptless.daemon.agent.core.cuts import cut_moves
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import BadVersionError, ProtocolError
 from ckptless.daemon.protocol.messages import Assignment, Copies, Holdings, TensorsAt
@@ -33,7 +37,7 @@ def round_up(nbytes: int) -> int:
     return max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
 
 
-def digest(data: bytes | memoryview) -> str:
+def digest(data: bytes | bytearray | memoryview) -> str:
     """xxh3_128 of the bytes, hex."""
     return xxhash.xxh3_128(data).hexdigest()
 
@@ -130,9 +134,11 @@ class Incoming:
 
 
 class VersionStore:
-    """Owned by the agent's event loop."""
+    """Owned by the agent's event loop. Ranks and shards are of `cut`; `former` has what is set aside."""
 
-    def __init__(self) -> None:
+    def __init__(self, cut: int = 1) -> None:
+        self.cut = cut
+        self.former: VersionStore | None = None
         self._records: dict[int, dict[int, HeldRecord]] = {}
         self._tensors: dict[int, dict[int, TensorsAt]] = {}
         self._regions: dict[int, Region] = {}
@@ -142,6 +148,61 @@ class VersionStore:
         self.on_dropped: Callable[[], None] = lambda: None
         # What is held is not what it was.
         self.on_held: Callable[[], None] = lambda: None
+
+    # -------------------------------------------------------------------------------------- cuts
+
+    def of(self, cut: int) -> "VersionStore | None":
+        """Return what is held of a cut, if anything can be."""
+        return self if cut == self.cut else self.former if self._has_former(cut) else None
+
+    def _has_former(self, cut: int) -> bool:
+        return self.former is not None and self.former.cut == cut
+
+    def follow(self, assignment: Assignment, node: int) -> None:
+        """Begin a generation: keep what it goes on from, and of what is newer, or another cut, nothing."""
+        for move in cut_moves(self.cut, None if self.former is None else self.former.cut, assignment):
+            match move:
+                case "forget-former":
+                    self.forget_former()
+                case "set-aside":
+                    self._set_aside()
+                case "take-back":
+                    self._take_back()
+                case "forget-here":
+                    self._forget_here()
+        self.cut = assignment.cut
+        former = assignment.former
+        if former is not None and self.former is not None:
+            self.former.drop_after(assignment.restore_step)
+            self.former.drop_unnamed(assignment.restore_step, dict(former.tensor_nodes), node)
+        self.drop_after(assignment.restore_step if former is None else None)
+        self.drop_unnamed(assignment.restore_step, dict(assignment.tensor_nodes), node)
+
+    def _set_aside(self) -> None:
+        former = self.former = VersionStore(self.cut)
+        former._records, former._tensors, former._regions = self._records, self._tensors, self._regions
+        former.on_dropped = lambda: self.on_dropped()
+        self._records, self._tensors, self._regions = {}, {}, {}
+
+    def _take_back(self) -> None:
+        """The former ranks go on after all."""
+        self._forget_here()
+        assert self.former is not None
+        former, self.former = self.former, None
+        self._records, self._tensors, self._regions = former._records, former._tensors, former._regions
+
+    def _forget_here(self) -> None:
+        self._records, self._tensors = {}, {}
+        self._close_regions(list(self._regions.values()))
+
+    def forget_former(self) -> bool:
+        """Hold nothing of the former cut any more. Whether anything was there."""
+        former, self.former = self.former, None
+        if former is None:
+            return False
+        former.close()
+        self.on_held()
+        return True
 
     # ----------------------------------------------------------------------------------- records
 
@@ -293,11 +354,11 @@ class VersionStore:
             for newer in [s for s in steps if s > limit]:
                 del steps[newer]
 
-    def drop_unnamed(self, assignment: Assignment, node: int) -> None:
+    def drop_unnamed(self, step: int | None, holders: Mapping[int, Sequence[int]], node: int) -> None:
         """Drop the restored step where others are not to have it from here: it is not used here either."""
         for shard, steps in self._tensors.items():
-            if assignment.restore_step in steps and node not in assignment.holders_of(shard):
-                del steps[assignment.restore_step]
+            if step in steps and node not in holders.get(shard, ()):
+                del steps[step]
 
     # --------------------------------------------------------------------------------------- all
 
@@ -305,7 +366,7 @@ class VersionStore:
         """Return what could be given."""
         held = self.copies()
         tensors = tuple((shard, tuple(sorted(steps))) for shard, steps in sorted(self._tensors.items()))
-        return Holdings(tensors=tensors, records=tuple(one[:3] for one in held.records))
+        return Holdings(tensors=tensors, records=tuple(one[:3] for one in held.records), cut=self.cut)
 
     def copies(self) -> Copies:
         """Return what is held, and in how much memory."""
@@ -336,7 +397,8 @@ class VersionStore:
     def nbytes(self) -> int:
         """Bytes held."""
         records = sum(map(_nbytes_of, self._records.values()))
-        return records + sum(region.nbytes for region in self._regions.values())
+        former = self.former.nbytes if self.former is not None else 0
+        return records + sum(region.nbytes for region in self._regions.values()) + former
 
     @property
     def touched_nbytes(self) -> int:
@@ -349,6 +411,8 @@ class VersionStore:
 
     def close(self) -> None:
         """Give everything back."""
+        if self.former is not None:
+            self.former.close()
         for region in self._regions.values():
             # A thread may still be reading it; then it goes with the process.
             with contextlib.suppress(BufferError):

@@ -1,21 +1,27 @@
 """Pure: the plan for the next generation, from the faults and what is left.
 
-Rank to slot (a rank keeps its number and, where it can, its place), the step to go on from, who gives the
-state, the rung. The ladder is in `_answer`; its budgets, as a table, are `messages.Limits`.
+Rank to slot (a rank keeps its number and, where it can, its place; where their number changes, all are
+numbered anew), the step to go on from, who gives the state, the rung. The ladder is in `_answer`; its
+budgets, as a table, are `messages.Limits`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
+from ckptless.daemon.ckptlessd.planning import resizing
 from ckptless.daemon.ckptlessd.planning.event_lines import cause_text, one_line
 from ckptless.daemon.ckptlessd.planning.faults import SECONDARY, Fault, Finding, NodeView
+from ckptless.daemon.ckptlessd.planning.resizing import Fleet
 from ckptless.daemon.ckptlessd.planning.seats import Seats, remove
-from ckptless.daemon.ckptlessd.planning.sources import NoCommonStepError, state_sources
+from ckptless.daemon.ckptlessd.planning.sources import NoCommonStepError, Sources, state_sources
 from ckptless.daemon.ckptlessd.planning.start import start_from
 from ckptless.daemon.protocol.errors import RecoveryError, UsageError
 from ckptless.daemon.protocol.limits import clip
 from ckptless.daemon.protocol.messages import (
     Assignment,
+    Former,
     JobSpec,
     NodeInfo,
     Outcome,
@@ -25,7 +31,7 @@ from ckptless.daemon.protocol.messages import (
     Why,
 )
 
-RUNGS = ("start", "in-process", "process", "spare")
+RUNGS = ("start", "in-process", "process", "spare", "grow", "shrink")
 
 # Exit codes of a job that ckptless ends by itself.
 EXIT_SCRIPT = 1
@@ -52,6 +58,8 @@ class Situation:
     """Everything a plan depends on. `progress` is the newest step that any rank committed.
 
     `now_s` is Unix time in seconds; another leader's may differ by as much as the nodes' clocks do.
+    `wanted` is how many nodes somebody wants, and when that was said, as in `Assignment`; `resizes`: the
+    generation was stopped so that the job has another size.
     """
 
     spec: JobSpec
@@ -62,6 +70,8 @@ class Situation:
     term: int
     leader: int
     now_s: float = 0.0
+    wanted: tuple[int | None, float] = resizing.AS_MANY_AS_THERE_ARE
+    resizes: bool = False
 
     @property
     def causes(self) -> Sequence[Fault]:
@@ -125,26 +135,37 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
 def next_assignment(now: Situation) -> Assignment:
     """The generation after `now.current`. Raises NoPlanError where there is none."""
     answers = _answer_all(now)
-    places = _place(now, answers)
+    places = _places(now, answers)
     left = answers.suspect - set(places)
-    if places != now.current.places:
+    if len(places) != len(now.current.places):
+        answers.raise_to("grow" if len(places) > len(now.current.places) else "shrink")
+    elif places != now.current.places:
         answers.raise_to("spare")
     try:
-        sources = state_sources(now.nodes, places, now.progress)
+        homes = places if len(places) == len(now.current.places) else now.current.places
+        sources = state_sources(now.nodes, homes, now.progress, now.current.cut, now.current.former)
     except NoCommonStepError as error:
         raise NoPlanError(_unrecoverable(str(error), "no-common-step")) from error
-    nodes = _infos(now.nodes)
+    generation = now.current.generation + 1
+    # A cut that its own ranks have not committed anything of is not gone on with: all begin it anew.
+    same = sources.cut == now.current.cut and len(places) == len(now.current.places)
+    here, former = _split(sources, len(places))
+    wanted, wanted_s = now.wanted
     return Assignment(
         job=now.spec.job,
-        generation=now.current.generation + 1,
+        generation=generation,
         term=now.term,
         leader=now.leader,
         places=places,
-        nodes=nodes,
+        nodes=_infos(now.nodes),
         restore_step=sources.step,
-        shards=sources.shards,
-        tensor_nodes=sources.tensor_nodes,
-        record_nodes=sources.record_nodes,
+        shards=here.shards,
+        tensor_nodes=here.tensor_nodes,
+        record_nodes=here.record_nodes,
+        cut=now.current.cut if same else generation if former or sources.step is None else sources.cut,
+        former=former,
+        wanted=wanted,
+        wanted_s=wanted_s,
         renew=tuple(sorted(answers.renew & set(places))),
         rung=answers.rung,
         faults=tuple(fault.id for fault in now.causes),
@@ -312,6 +333,42 @@ def _count(now: Situation, fault: Fault, answers: _Answers) -> int:
 
 
 # -------------------------------------------------------------------------------- places and state
+
+
+def _split(sources: Sources, ranks: int) -> tuple[Sources, Former | None]:
+    """Return what so many ranks restore as it is, and what they cut anew; one of them is empty."""
+    if sources.step is None or len(sources.shards) == ranks:
+        return sources, None
+    former = Former(
+        cut=sources.cut,
+        shards=sources.shards,
+        tensor_nodes=sources.tensor_nodes,
+        record_nodes=sources.record_nodes,
+    )
+    return Sources(step=sources.step, cut=sources.cut), former
+
+
+def _places(now: Situation, answers: _Answers) -> tuple[Place, ...]:
+    """Return the slots of as many ranks as before, or of an elastic job's new size. Raises NoPlanError."""
+    if not now.spec.elastic:
+        return _place(now, answers)
+    if not now.resizes:
+        try:
+            return _place(now, answers)
+        except NoPlanError as error:
+            no_spare = error
+    fleet = Fleet.of(now.spec, now.nodes, now.current, answers.bad)
+    size = resizing.size(now.spec, fleet, now.wanted[0])
+    if size is None and now.wanted[0] is not None:
+        # Better fewer than are wanted, or more, than the end of the job.
+        size = resizing.size(now.spec, fleet, None)
+    if size is not None and (now.resizes or size < len(fleet.training)):
+        return resizing.places_on(fleet.choose(size), now.spec.slots_per_node)
+    if now.resizes:
+        return _place(now, answers)
+    least = f"{min(now.spec.sizes)} node{'s' * (min(now.spec.sizes) > 1)}"
+    text = f"{no_spare.outcome.reason}; {len(fleet.whole)} sound nodes are left, and the job needs {least}"
+    raise NoPlanError(structs.replace(no_spare.outcome, reason=text))
 
 
 def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:

@@ -1,5 +1,9 @@
-"""Pure: which step to go on from, and who can give each rank its record and its shard's tensors."""
+"""Pure: which step to go on from, and who can give each rank its record and its shard's tensors.
 
+Where the number of ranks has changed, agents may hold state of two cuts: the newest step counts, of either.
+"""
+
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +13,7 @@ from msgspec.structs import replace
 
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.planning.twins_agree import Comparison
-from ckptless.daemon.protocol.messages import Holdings, Place
+from ckptless.daemon.protocol.messages import Former, Holdings, Place
 
 # A node, and what it holds.
 Told: TypeAlias = tuple[int, Holdings]
@@ -25,12 +29,16 @@ class NoCommonStepError(Exception):
 
 @dataclass(frozen=True)
 class Sources:
-    """The holders of a step, as in `Assignment`; all empty where every rank builds anew."""
+    """The holders of a step, as in `Assignment`; all empty where every rank builds anew.
+
+    `cut`: the one that ranks and shards are of; `shards` has as many as it has ranks.
+    """
 
     step: int | None = None
     shards: tuple[int, ...] = ()
     tensor_nodes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     record_nodes: tuple[tuple[int, ...], ...] = ()
+    cut: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,18 +72,37 @@ class _Common:
     tensors: Mapping[int, tuple[int, ...]]
 
 
-def state_sources(nodes: Mapping[int, NodeView], places: Sequence[Place], progress: int) -> Sources:
-    """Return where the state of ranks in these places comes from. Raises NoCommonStepError.
+def state_sources(
+    nodes: Mapping[int, NodeView],
+    places: Sequence[Place],
+    progress: int,
+    cut: int = 1,
+    former: Former | None = None,
+) -> Sources:
+    """Return where the state of ranks in these places comes from, which is of `cut`.
 
     The step is the newest of which every rank's record and tensors are held by some usable node; one at which
-    twins differ only where there is no other.
-    `progress` is the newest step that any rank is known to have committed.
+    twins differ only where there is no other. Where these ranks went on from what `former` ranks had, and
+    have not committed anything yet that all could go on from, it is of those.
+    `progress` is the newest step that any rank is known to have committed. Raises NoCommonStepError.
     """
-    return sources_of(_told(nodes.values()), places, progress)
+    told = _told(nodes.values(), cut)
+    if former is None:
+        return dataclasses.replace(sources_of(told, places, progress), cut=cut)
+    try:
+        found = sources_of(told, places)
+    except NoCommonStepError:
+        found = Sources()
+    if found.step is not None:
+        return dataclasses.replace(found, cut=cut)
+    # Where its ranks were is of no matter: each rank takes its part of several.
+    nowhere = [Place(node=0, slot=0)] * len(former.shards)
+    found = sources_of(_told(nodes.values(), former.cut), nowhere, progress)
+    return dataclasses.replace(found, cut=former.cut)
 
 
 def sources_of(told: Sequence[Told], places: Sequence[Place], progress: int = 0) -> Sources:
-    """The same, from what these nodes hold. Raises NoCommonStepError."""
+    """Return where the state comes from, by what these nodes hold of one cut. Raises NoCommonStepError."""
     held, common = _newest_held(told, len(places))
     if common is None:
         newest = max((s for _, holdings in told for s in _all_steps(holdings)), default=progress)
@@ -109,10 +136,11 @@ def _nearest_first(nodes: tuple[int, ...], home: int) -> tuple[int, ...]:
     return nodes if home not in nodes else tuple(sorted(nodes, key=lambda node: node != home))
 
 
-def _told(nodes: Iterable[NodeView]) -> list[Told]:
-    """Return what the frozen agents of usable nodes have told."""
-    states = [(view.node, view.state.holdings) for view in nodes if view.usable and view.state is not None]
-    return [(node, holdings) for node, holdings in states if holdings is not None]
+def _told(nodes: Iterable[NodeView], cut: int) -> list[Told]:
+    """Return what the frozen agents of usable nodes have told of a cut."""
+    states = [(view.node, view.state) for view in nodes if view.usable and view.state is not None]
+    held = [(node, one) for node, state in states for one in (state.holdings, state.former)]
+    return [(node, one) for node, one in held if one is not None and one.cut == cut]
 
 
 def _newest_held(told: Sequence[Told], world_size: int) -> tuple[_Held, _Common | None]:

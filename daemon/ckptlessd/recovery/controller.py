@@ -22,6 +22,7 @@ from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.ckptlessd.recovery.leading import Leading
 from ckptless.daemon.ckptlessd.recovery.losses import Losses
 from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
+from ckptless.daemon.ckptlessd.recovery.sizes import Sizes
 from ckptless.daemon.ckptlessd.recovery.snapshots import Snapshots
 from ckptless.daemon.ckptlessd.recovery.stalls import Stalls
 from ckptless.daemon.ckptlessd.recovery.voters import Voters
@@ -60,7 +61,13 @@ class Controller:
         self._following = Following(self.job, self._snapshots, self._election)
         self._losses, self._stalls = Losses(self.job), Stalls(self.job)
         self._leading = Leading(
-            self.job, self._following, RecoveryLog(self.job), self._losses, self._stalls, Voters(self.job)
+            self.job,
+            self._following,
+            RecoveryLog(self.job),
+            self._losses,
+            self._stalls,
+            Voters(self.job),
+            Sizes(self.job),
         )
 
     def handle(self, event: e.Input, now: float) -> list[e.Output]:

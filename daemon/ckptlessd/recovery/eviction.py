@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from ckptless.daemon.ckptlessd.planning import resizing
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol.eviction import EvictionSource
@@ -48,13 +49,22 @@ def refusal(job: JobState, node: int, *, force: bool) -> str | None:
     if force:
         return None
     short = homeless_after(assignment, job.nodes, spec.slots_per_node, node)
-    if short <= 0:
+    if short <= 0 or can_shrink(job, node):
         return None
     ranks = len(assignment.ranks_on(node))
     # A spare may be the only place for the ranks of a node that was just lost.
     known = {0: "ranks of nodes that are lost have", 1: "its rank has"}
     words = known.get(ranks, f"its {ranks} ranks have")
     return f"{words} no spare to go to ({short} too few), and the job would end; --force does it all the same"
+
+
+def can_shrink(job: JobState, node: int) -> bool:
+    """Whether an elastic job has enough nodes without this one to go on with fewer."""
+    spec, assignment = job.spec, job.assignment
+    if spec is None or assignment is None or not spec.elastic:
+        return False
+    fleet = resizing.Fleet.of(spec, job.nodes, assignment)
+    return len(fleet.whole - {node}) >= min(spec.sizes)
 
 
 def homeless_after(

@@ -65,6 +65,9 @@ class Following:
                 self._take_state(view, message, now)
             case m.Cancel():
                 job.cancelled = message
+            case m.Resize():
+                if job.resize is None or message.at_s > job.resize.at_s:
+                    job.resize = message
             case _ if report.node == job.me:
                 job.tell(Line(message.level, message.kind, message.text), now, message.generation)
         if report.node == job.me and job.follows:

@@ -69,6 +69,8 @@ class JobState:
     touched: set[int] = field(default_factory=set)
     lease: Lease = field(default_factory=Lease)
     cancelled: m.Cancel | None = None
+    # The newest word on how many nodes the job is to have.
+    resize: m.Resize | None = None
     # How it has ended for this node alone, which nobody could be asked about.
     ended_here: m.Outcome | None = None
     _events: int = 0
@@ -92,6 +94,14 @@ class JobState:
     def term(self) -> int:
         """The number of the ballot by which somebody leads, or led last."""
         return self.reign.number
+
+    @property
+    def wanted(self) -> tuple[int | None, float]:
+        """How many nodes somebody wants the job to have (None: nobody), and when that was said."""
+        said, agreed = self.resize, self.assignment
+        words = [(said.nodes, said.at_s)] if said is not None else []
+        words += [(agreed.wanted, agreed.wanted_s)] if agreed is not None else []
+        return max(words, key=lambda word: word[1], default=(None, 0.0))
 
     @property
     def leads(self) -> bool:
@@ -148,7 +158,7 @@ class JobState:
         if short and hello is not None:
             hello = introduction(hello)
         # A user's word is said to each new leader: the one that heard it may be gone.
-        parts = (hello, mine.state, self.cancelled)
+        parts = (hello, mine.state, self.cancelled, self.resize)
         return tuple(Report(self.me, part) for part in parts if part is not None)
 
     @property

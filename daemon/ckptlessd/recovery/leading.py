@@ -19,6 +19,7 @@ from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationPro
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY, JobState, cancelled_by
 from ckptless.daemon.ckptlessd.recovery.losses import Losses
 from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
+from ckptless.daemon.ckptlessd.recovery.sizes import Sizes
 from ckptless.daemon.ckptlessd.recovery.stalls import Stalls
 from ckptless.daemon.ckptlessd.recovery.voters import Voters
 from ckptless.daemon.protocol import messages as m
@@ -45,6 +46,7 @@ class Leading:
     losses: Losses
     stalls: Stalls
     voters: Voters
+    sizes: Sizes
     step: int = 0
     _said: float = 0.0
     _killed: set[m.Place] = field(default_factory=set)
@@ -61,6 +63,7 @@ class Leading:
         self._ending = self._progress = None
         self.log.begin_reign()
         self.losses.begin()
+        self.sizes.begin()
         # What the others said last was for another leader; this one waits for what they say now.
         for view in job.nodes.values():
             if view.node != job.me:
@@ -142,7 +145,8 @@ class Leading:
         """The generation that this leader has proposed is agreed on."""
         job = self.job
         assert job.spec is not None
-        job.share(ledger_rows.job(job.spec, "running", job.started))
+        job.share(ledger_rows.job(job.spec, "running", job.started, ranks=len(assignment.places)))
+        self.sizes.decided(assignment, now)
         self.log.agreed(assignment, now)
         self._said = now
 
@@ -152,7 +156,8 @@ class Leading:
         self.losses.end()
         self.log.ended()
         assert job.spec is not None
-        job.share(ledger_rows.job(job.spec, outcome.state, job.started, outcome, now))
+        ranks = len(job.assignment.places) if job.assignment is not None else None
+        job.share(ledger_rows.job(job.spec, outcome.state, job.started, outcome, now, ranks=ranks))
         job.note(
             now, "info" if outcome.exit_code == 0 else "error", "end", f"{outcome.state}: {outcome.reason}"
         )
@@ -177,6 +182,8 @@ class Leading:
             self._stop(assignment, _what(findings[0]), now, findings[0].age_s)
         elif parted is not None:
             self._stop(assignment, parted, now)
+        elif (resized := self.sizes.due(assignment, now)) is not None:
+            self._stop(assignment, resized, now)
         elif progress.disputed:
             self._stop(assignment, "another leader has stopped it, too", now)
 
@@ -268,7 +275,16 @@ class Leading:
         self.log.planned(assignment, now, stepped=progress.all_have("stepped"))
         self._see_step(progress.newest, now)
         situation = plan.Situation(
-            spec, job.nodes, assignment, self.log.faults, self.step, job.term, job.me, now
+            spec,
+            job.nodes,
+            assignment,
+            self.log.faults,
+            self.step,
+            job.term,
+            job.me,
+            now,
+            wanted=job.wanted,
+            resizes=self.sizes.resizes,
         )
         try:
             following = plan.next_assignment(situation)

@@ -27,14 +27,20 @@ NAMED = 8
 TOLD = 16
 
 
-def job(
-    spec: m.JobSpec, state: JobState, started_s: float, outcome: m.Outcome | None = None, now: float = 0.0
+def job(  # all that a row says
+    spec: m.JobSpec,
+    state: JobState,
+    started_s: float,
+    outcome: m.Outcome | None = None,
+    now: float = 0.0,
+    *,
+    ranks: int | None = None,
 ) -> JobRecord:
-    """The job's row; with an outcome, how it ended."""
+    """The job's row; with an outcome, how it ended. `ranks`: how many it has now, unless as at first."""
     return JobRecord(
         job=spec.job,
         command=spec.command,
-        world_size=spec.world_size,
+        world_size=spec.world_size if ranks is None else ranks,
         nodes=spec.nodes,
         spares=spec.spares,
         state=state,

@@ -87,7 +87,8 @@ class Snapshots:
         if self._row is not None:
             assert self.job.spec is not None  # it has a row
             self._row = None
-            row = ledger_rows.job(self.job.spec, "running", self.job.started)
+            ranks = len(self.job.assignment.places) if self.job.assignment is not None else None
+            row = ledger_rows.job(self.job.spec, "running", self.job.started, ranks=ranks)
             self.job.out.append(Write((row,), share=False))
 
     @property

@@ -46,7 +46,7 @@ class Edge:
         self.sent: list[tuple[int, str]] = []
         self.events: list[tuple[str, str]] = []
         self.given_back: list[Item] = []
-        self.gave_back = 0
+        self.gave_back = self.forgot_former = 0
         self.steps: dict[Item, set[int]] = {}
         self.at = 0.0
 
@@ -68,6 +68,9 @@ class Edge:
         self.gave_back += 1
         for item in items:
             del self.steps[item]
+
+    def forget_former(self) -> None:
+        self.forgot_former += 1
 
     def event(self, kind: str, text: str) -> None:
         self.events.append((kind, text))

@@ -201,8 +201,8 @@ def test_whoever_is_proved_never_gives_way() -> None:
         listening.door._most = 4
         mine, theirs = await listening.connect()
         held = [await asyncio.open_connection(*listening.at) for _ in range(20)]
-        mine.send(p.GetRecord(rank=1, step=2))
-        assert await theirs.receive() == p.GetRecord(rank=1, step=2)
+        mine.send(p.GetRecord(cut=1, rank=1, step=2))
+        assert await theirs.receive() == p.GetRecord(cut=1, rank=1, step=2)
         for link in (mine, theirs):
             link.close()
             await link.closed()

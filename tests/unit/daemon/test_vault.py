@@ -268,7 +268,7 @@ def test_what_others_are_not_to_have_from_here_is_not_used_here(vault: VersionSt
         restore_step=7,
         tensor_nodes=((0, (1, 2)),),
     )
-    vault.drop_unnamed(named, 1)
+    vault.follow(named, 1)
     assert vault.holdings().tensors == ((0, (6, 7)),)
-    vault.drop_unnamed(named, 3)
+    vault.follow(named, 3)
     assert vault.holdings().tensors == ((0, (6,)),)
