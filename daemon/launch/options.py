@@ -3,12 +3,14 @@
 What is not said on the command line is taken from `sbatch --ckptless`, then from ckptless.yaml.
 """
 
+import dataclasses
 import logging
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -25,6 +27,7 @@ from ckptless.daemon.protocol.messages import JobSpec
 from ckptless.daemon.protocol.saving import SaveConfig
 from ckptless.daemon.replication.failure_domains import check_name
 from ckptless.daemon.settings.agent_config import SharedConfig
+from ckptless.daemon.settings.elastic import DEFAULT_GROW_S, sizes
 from ckptless.daemon.settings.options import (
     DEFAULT_SHUTDOWN_S,
     NO_HET,
@@ -48,14 +51,18 @@ HET_SIZE = "SLURM_HET_SIZE"
 # The same as --tier 1, for whoever cannot change the command.
 ROOTLESS = "CKPTLESS_ROOTLESS"
 # What makes no sense without recovery, and must not be dropped silently.
-_NOT_FOR_TIER_1 = ("spares", "max_restarts", "requeue", "save_dir", "save_every")
+_NOT_FOR_TIER_1 = (
+    *("spares", "max_restarts", "requeue", "save_dir", "save_every"),
+    *("min_nodes", "max_nodes", "step", "sizes"),
+)
 
 
 def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env) -> LocalRun:
     """A run on nodes that are made here, or UsageError with one sentence that says what to change."""
     options, recovery = run_options(given), recovers(given, env)
     _refuse(options, local=True)
-    nodes, slots = _counts(options)
+    options, nodes, slots = _counts(options)
+    nodes = nodes or 1
     job = options.job or f"local-{token_hex(3)}"
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", job) or job == LATEST:
         raise UsageError(
@@ -65,14 +72,15 @@ def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
     spec = JobSpec(
         job=job,
         command=argv,
-        nodes=nodes or 1,
+        nodes=nodes,
         spares=options.spares,
         slots_per_node=slots or 1,
         limits=settings.limits(options.max_stall_s, options.max_restarts),
-        domains=_local_domains(options, (nodes or 1) + options.spares),
+        domains=_local_domains(options, nodes + options.spares),
         run_id=token_hex(16),
         launch=token_hex(16),
         recovers=recovery,
+        **_elastic(options, nodes, options.spares, recovery=recovery),
     )
     config = _config(spec, argv, given, options, settings, env)
     return LocalRun(config, state_dir=options.state_dir, port=options.port, verbose=options.verbose)
@@ -87,7 +95,9 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
     options = run_options(given, env)
     _refuse(options, local=False)
     argv, recovery = _argv(script, script_args, module=options.module), recovers(given, env)
-    found, (nodes, slots) = slurm.read_allocation(env), _counts(options)
+    found, (options, nodes, slots) = slurm.read_allocation(env), _counts(options)
+    if nodes and ":" in str(options.nodes):  # of torchrun's two numbers the allocation decides
+        nodes = min(nodes, len(found.names) - options.spares)
     shape = slurm.shape(found, nodes, options.spares, slots)
     if shape.spares and not recovery:
         raise UsageError(
@@ -106,6 +116,7 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         run_id=slurm.run_id(env),
         launch=slurm.launch_id(env) if in_step else token_hex(16),
         recovers=recovery,
+        **_elastic(options, shape.nodes, shape.spares, recovery=recovery),
     )
     config = _config(spec, argv, given, options, settings, env)
     log_dir, job = _log_dir(options, found)  # the last that may be refused: it is made
@@ -142,7 +153,7 @@ def _config(
         daemon_socket=settings.daemon.socket,
         log_dir="",
         preload=_preload(spec, argv, options),
-        tee=shown(options, spec.nodes, spec.slots_per_node),
+        tee=shown(options, max((spec.nodes, *spec.sizes)), spec.slots_per_node),
         copies=options.replicas,
         twins=options.twins,
         replication=replication_of(options, settings.replication),
@@ -187,13 +198,32 @@ def recovers(given: Given, env: Env) -> bool:
     return False
 
 
-def _counts(options: RunOptions) -> tuple[int | None, int | None]:
-    """Nodes that train, and ranks on each, where they are said. Raises UsageError."""
-    nodes, ranks = options.nodes, options.nproc_per_node
-    return (
-        None if nodes is None else count_nodes(nodes),
-        None if ranks is None else count_ranks(ranks),
-    )
+def _counts(options: RunOptions) -> tuple[RunOptions, int | None, int | None]:
+    """Nodes that train, and ranks on each, where they are said. Raises UsageError.
+
+    torchrun's `--nnodes MIN:MAX` is MAX nodes, and is in the options that come back as `min_nodes`.
+    """
+    nodes, ranks = None, options.nproc_per_node
+    if options.nodes is not None:
+        least, nodes = count_nodes(options.nodes)
+        if ":" in options.nodes and options.min_nodes not in (None, least):
+            raise UsageError(f"--nnodes {options.nodes} says --min-nodes, too: say it in one of these ways")
+        options = options if least == nodes else dataclasses.replace(options, min_nodes=least)
+    return options, nodes, None if ranks is None else count_ranks(ranks)
+
+
+def _elastic(options: RunOptions, nodes: int, spares: int, *, recovery: bool) -> dict[str, Any]:
+    """What `JobSpec` has of an elastic job; nothing for another one. Raises UsageError."""
+    found = sizes(options, nodes, spares)
+    if not found:
+        return {}
+    if not recovery:
+        raise UsageError(
+            f"with --tier 1 ({ROOTLESS}=1) a job has the same nodes to its end: give --nnodes one number, "
+            "and leave out min-nodes, max-nodes, step and sizes, in sbatch --ckptless too"
+        )
+    after_s = options.scale_up_after_s
+    return {"sizes": found, "grow_after_s": DEFAULT_GROW_S if after_s is None else after_s}
 
 
 def _log_dir(options: RunOptions, found: slurm.Allocation) -> tuple[Path, str]:

@@ -55,18 +55,13 @@ def check(given: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(_dashed(name) for name in NOT_NEEDED if given.get(name))
 
 
-def count_nodes(text: str) -> int:
-    """The number of nodes that train. Raises UsageError."""
+def count_nodes(text: str) -> tuple[int, int]:
+    """The least and the largest number of nodes that train: `MIN:MAX`, or one number. Raises UsageError."""
     found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text, re.ASCII)
-    if found is None or int(found[1]) < 1:
-        raise UsageError(f"--nnodes {text}: give a whole number from 1 on")
-    least, most = int(found[1]), int(found[2] or found[1])
-    if least != most:
-        raise UsageError(
-            f"--nnodes {text}: the number of nodes that train does not change here; give one number, and "
-            f"nodes that wait to replace one, as in --nnodes {max(least, most)} --spares 1"
-        )
-    return most
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < least <= most:
+        raise UsageError(f"--nnodes {text}: give a whole number from 1 on, or two as in 2:4")
+    return least, most
 
 
 def count_ranks(text: str) -> int:

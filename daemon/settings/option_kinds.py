@@ -166,6 +166,16 @@ def speed(help: str = "", *, low: float, high: float, such_as: str, **row: Any) 
     )
 
 
+def counts(help: str, *, low: int, high: int, most: int, **row: Any) -> Option:
+    """Up to `most` whole numbers from `low` to `high`, ascending and parted by colons."""
+    return Option(
+        help,
+        words=(f"up to {most} numbers from {low} to {high} that ascend, such as 4:8:12",),
+        read=lambda written: _ascending(written, low, high, most),
+        **{"metavar": "N:N", **row},
+    )
+
+
 def memory(help: str = "", *, low: int, high: int, such_as: str, **row: Any) -> Option:
     """A number of bytes."""
     bounds = f" from {size(low)} to {size(high)}, such as {such_as}" if low else f", such as {such_as}, or 0"
@@ -181,6 +191,14 @@ def memory(help: str = "", *, low: int, high: int, such_as: str, **row: Any) -> 
 def _within(low: float, value: float | None, high: float | None) -> Any:
     """The value, or None where it is none or out of its range."""
     return value if value is not None and low <= value and (high is None or value <= high) else None
+
+
+def _ascending(written: object, low: int, high: int, most: int) -> tuple[int, ...] | None:
+    if not isinstance(written, str) or not re.fullmatch(r"\d{1,5}(:\d{1,5})*", written, re.ASCII):
+        return None
+    found = tuple(int(part) for part in written.split(":"))
+    rises = list(found) == sorted(set(found))
+    return found if rises and low <= found[0] and found[-1] <= high and len(found) <= most else None
 
 
 # ----------------------------------------------------------------------------------------- units

@@ -18,12 +18,13 @@ from typing import Any, Literal, NamedTuple, get_args
 from click import STRING
 
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.daemon.protocol.limits import MOST_INTERFACES
+from ckptless.daemon.protocol.limits import MOST_INTERFACES, MOST_NODES
 from ckptless.daemon.protocol.model import Limits
 from ckptless.daemon.settings.option_kinds import (
     Option,
     checked,
     choice,
+    counts,
     flag,
     folder,
     is_bind,
@@ -261,6 +262,43 @@ class RunOptions:
         spec="spares",
         unsaid="{}, or what sbatch --ckptless said",
     ).default(0)
+    min_nodes: int | None = number(
+        "Go on with so few nodes, where one is lost and no spare is left.",
+        low=1,
+        high=MOST_NODES,
+        spec="min-nodes",
+        unsaid="what sbatch --ckptless said, else as many as train",
+    ).default()
+    max_nodes: int | None = number(
+        "Grow to so many nodes, once that many are there.",
+        low=1,
+        high=MOST_NODES,
+        spec="max-nodes",
+        unsaid="what sbatch --ckptless said, else as many as train",
+    ).default()
+    step: int | None = number(
+        "So many nodes are given back, or added, at once, as those of one replica of the model.",
+        low=1,
+        high=MOST_NODES,
+        spec="step",
+        unsaid="what sbatch --ckptless said, else 1",
+    ).default()
+    sizes: tuple[int, ...] = counts(
+        "As 4:8:12: on so many nodes the job may train, instead of a least, a most and a step.",
+        low=1,
+        high=MOST_NODES,
+        most=16,
+        spec="sizes",
+        unsaid="what sbatch --ckptless said",
+    ).default(())
+    scale_up_after_s: float | None = span(
+        "How long there must have been nodes to grow with before the job grows.",
+        low=0,
+        high=86400,
+        such_as="30s or 5m",
+        spec="scale-up-after",
+        unsaid="what sbatch --ckptless said, else 30",
+    ).default()
     nproc_per_node: str | None = Option(
         "Ranks on each node; or gpu, cpu, xpu, auto: as many as this node has.",
         metavar="N",
@@ -430,6 +468,7 @@ def rows(part: Any, section: str = "") -> Iterator[Row]:
 # The keys of the file in its order.
 KEYS = {row.path: row for row in rows(SettingsFile)}
 RUN_ROWS = tuple(rows(RunOptions))
+_RANGE = ("min_nodes", "max_nodes", "step")
 
 
 def run_options(given: Mapping[str, object], env: Mapping[str, str] | None = None) -> RunOptions:
@@ -438,12 +477,14 @@ def run_options(given: Mapping[str, object], env: Mapping[str, str] | None = Non
     Raises UsageError for what cannot be.
     """
     found: dict[str, Any] = {}
+    # The command line counts more, also where it says the same in another way.
+    drop = _RANGE if given.get("sizes") else ("sizes",) if any(map(given.get, _RANGE)) else ()
     for row in RUN_ROWS:
         option, value = row.option, given.get(row.name)
         if isinstance(value, str) and option.words and option.click_type is STRING:
             found[row.name] = option.read_word(row.flags[-1], value)
         elif value is not None:
             found[row.name] = value
-        elif option.spec and env is not None and (said := env.get(option.variable)):
+        elif option.spec and env is not None and row.name not in drop and (said := env.get(option.variable)):
             found[row.name] = option.read_word(option.variable, said)
     return RunOptions(**found)

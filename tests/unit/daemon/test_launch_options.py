@@ -202,7 +202,7 @@ def test_what_torchrun_needs_is_taken_and_said_to_do_nothing(words: list[str], t
         (["--local", "."], "no script ."),
         (["--local", "--nodez", "2", "train.py"], "--nodez"),
         (["--local", "--nodes", "0", "train.py"], "--nnodes 0"),
-        (["--local", "--nnodes", "1:4", "train.py"], "1:4"),
+        (["--local", "--nnodes", "4:1", "train.py"], "4:1"),
         (["--local", "--spares", "1025", "train.py"], "--spares"),
         (["--local", "--replicas", "65", "train.py"], "--replicas"),
         (["--local", "--max-stall", "86401", "train.py"], "--max-stall"),

@@ -137,17 +137,15 @@ def test_a_signal_that_would_not_reach_the_ranks() -> None:
 # -------------------------------------------------------------------------------------- the numbers
 
 
-@pytest.mark.parametrize("text", ["1", "4", "2:2"])
+@pytest.mark.parametrize("text", ["1", "4", "2:2", "1:4"])
 def test_nodes(text: str) -> None:
-    assert count_nodes(text) == parse_min_max_nnodes(text)[0]
+    assert count_nodes(text) == parse_min_max_nnodes(text)
 
 
-@pytest.mark.parametrize("text", ["1:4", "0", "-1", "x", "", "1:2:3", "4:1", "1.5"])
+@pytest.mark.parametrize("text", ["0", "-1", "x", "", "1:2:3", "4:1", "0:2", "1.5"])
 def test_nodes_that_cannot_be(text: str) -> None:
-    with pytest.raises(UsageError, match="--nnodes") as error:
+    with pytest.raises(UsageError, match="--nnodes"):
         count_nodes(text)
-    if text == "1:4":
-        assert "--nnodes 4 --spares 1" in str(error.value)
 
 
 @pytest.mark.parametrize("word", ["cpu", "auto"])

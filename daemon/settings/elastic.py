@@ -1,0 +1,80 @@
+"""The sizes of an elastic job: on how many nodes it may train, by its options; and whether it may at all."""
+
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.limits import MOST_SIZES
+from ckptless.daemon.settings.options import RunOptions
+
+# How long a job could have been larger before it grows.
+DEFAULT_GROW_S = 30.0
+
+# The plugin has these from table.h, and fills in the same in the same order.
+BOTH_WAYS = (
+    "sizes says the same as min-nodes, max-nodes and step together (--nnodes MIN:MAX is min-nodes); "
+    "say it in one of these ways"
+)
+UPSIDE_DOWN = "min-nodes={least} is more than max-nodes={most}; make the one smaller, or the other larger"
+NOT_A_SIZE = (
+    "the job trains on {nodes} node{n}, spares apart, which is none of sizes={sizes}; add it to them, or "
+    "ask for another number of nodes"
+)
+OUTSIDE = (
+    "{word}={bound} is {than} than the {nodes} node{n} that the job trains on, spares apart; change it, or "
+    "the number of nodes"
+)
+NOT_WHOLE = (
+    "from the {nodes} node{n} that the job trains on, steps of {step} do not lead to {word}={bound}: its "
+    "sizes would not divide into replicas; change one of the three"
+)
+NO_ROOM = (
+    "the job is to grow to {most} nodes, and has {nodes} to train on and {spares} spare{s}; as it cannot "
+    "draw further nodes in, ask for them as spares, or let it grow to fewer"
+)
+TOO_MANY = (
+    "from min-nodes={least} to max-nodes={most} the job has more than {limit} sizes; choose a larger step"
+)
+
+_ALONE = "{word} is for an elastic job: say min-nodes or sizes too, or leave it out"
+
+
+def sizes(asked: RunOptions, nodes: int, spares: int) -> tuple[int, ...]:
+    """`JobSpec.sizes` of a job that begins on `nodes` nodes and has `spares` more; () if it is not elastic.
+
+    Raises UsageError with one sentence that says what to change.
+    """
+    if asked.sizes and (asked.min_nodes or asked.max_nodes or asked.step):
+        raise UsageError(BOTH_WAYS)
+    if asked.sizes:
+        found = asked.sizes
+        if nodes not in found:
+            written = ":".join(map(str, found))
+            raise UsageError(NOT_A_SIZE.format(nodes=nodes, n=_s(nodes), sizes=written))
+    elif asked.min_nodes or asked.max_nodes:
+        found = _from_range(asked, nodes)
+    else:
+        for word, said in (("step", asked.step), ("scale-up-after", asked.scale_up_after_s)):
+            if said is not None:
+                raise UsageError(_ALONE.format(word=word))
+        return ()
+    if found[-1] > nodes + spares:
+        raise UsageError(NO_ROOM.format(most=found[-1], nodes=nodes, spares=spares, s=_s(spares)))
+    return found
+
+
+def _from_range(asked: RunOptions, nodes: int) -> tuple[int, ...]:
+    """Every size from min-nodes to max-nodes. Raises UsageError where `nodes` is none of them."""
+    least, most, step = asked.min_nodes or nodes, asked.max_nodes or nodes, asked.step or 1
+    if asked.min_nodes and asked.max_nodes and least > most:
+        raise UsageError(UPSIDE_DOWN.format(least=least, most=most))
+    n = _s(nodes)
+    for word, bound, than in (("min-nodes", least, "more"), ("max-nodes", most, "less")):
+        if bound > nodes if than == "more" else bound < nodes:
+            raise UsageError(OUTSIDE.format(word=word, bound=bound, than=than, nodes=nodes, n=n))
+        if (bound - nodes) % step:
+            raise UsageError(NOT_WHOLE.format(nodes=nodes, n=n, step=step, word=word, bound=bound))
+    if (most - least) // step >= MOST_SIZES:
+        raise UsageError(TOO_MANY.format(least=least, most=most, limit=MOST_SIZES))
+    return tuple(range(least, most + 1, step))
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
