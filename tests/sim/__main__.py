@@ -2,8 +2,8 @@
 
 `--count N`: so many seeds from SEED on, or `--until N`: as many as it takes to inject N faults, on all cores.
 `--nodes` and `--faults` of each job, where they are not left to the seed; `--components`: so many faults of
-components more, which are what N counts. `--guest`: another job in the same daemons. `--elections`: no
-jobs, but elections beside bad disks.
+components more, which are what N counts. `--guest`: another job in the same daemons. `--elastic`:
+jobs that change their size. `--elections`: no jobs, but elections beside bad disks.
 """
 
 import argparse
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--components", type=int, default=0)
     parser.add_argument("--cost-ms", type=float, default=0.0, help="CPU time of a daemon for each message")
     parser.add_argument("--guest", action="store_true", help="another job on the same nodes")
+    parser.add_argument("--elastic", action="store_true", help="jobs that change their size")
     parser.add_argument("--elections", action="store_true", help="elections alone")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -147,6 +148,7 @@ def main() -> None:
         faults=args.faults,
         components=args.components,
         guest=args.guest,
+        elastic=args.elastic,
         cost_s=args.cost_ms / 1000,
     )
     several = args.count > 1 or args.until or args.elections

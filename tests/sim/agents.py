@@ -140,14 +140,17 @@ class Agent:
         self._seq += 1
         core, now = self.core, self.world.events.now
         holdings = self.vault.holdings(self.check.tells) if core.frozen is not None else None
+        former = self.vault.former
         if holdings is not None:
-            self.world.protected.told(self, holdings)
+            parts = (holdings,) if former is None else (holdings, former.holdings())
+            self.world.protected.told(self, *parts)
         return m.AgentState(
             seq=self._seq,
             slots=tuple(slot.told(now) for slot in core.slots),
             assigned=core.assignment.generation if core.assignment is not None else None,
             frozen=core.frozen,
             holdings=holdings,
+            former=former.holdings() if former is not None and core.frozen is not None else None,
             doubts=self.check.doubts,
         )
 
@@ -312,9 +315,10 @@ class Agent:
         writes = rank == min(r for r in assignment.ranks_on(self.node) if self.vault.shard(r) == shard)
         what = {"record", "tensors", "twins"} if writes else {"record"}
         self.waiting[(rank, step)] = what, self.world.events.now
-        if writes and step != assignment.restore_step:
+        made = step != assignment.restore_step or assignment.former is not None
+        if writes and made:
             self.vault.put(Item("tensors", shard), step, Content(rank, process.generation, process.value))
-        if step != assignment.restore_step:
+        if made:
             self.vault.put(Item("record", rank), step, Content(rank, process.generation, step))
         self.world.checks.committed(process, step)
         self.world.protected.committed(process, step)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .agents import Agent
     from .daemons import Daemon
     from .ranks import Process
+    from .vault import Vault
     from .world import World
 
 BEFORE_ANY = -1
@@ -39,6 +40,8 @@ class Checks:
         self._world = world
         self.newest = dict.fromkeys(range(world.spec.world_size), BEFORE_ANY)
         self.outcome: m.Outcome | None = None
+        # What ranks are numbered by.
+        self.cut = 1
         self._decrees = {0: first_decree(tuple(range(world.spec.nodes + world.spec.spares)))}
         self._seen: dict[Daemon, set[int]] = {}
         # What each daemon has said last of the job's end.
@@ -190,7 +193,21 @@ class Checks:
             self._fail(f"a rank in a bad slot: {sorted(set(new.places) & set(new.bad))}")
         self._only_the_dead_are_lost(daemon, new)
         self._restores(new)
+        if len(new.places) != len(self.newest):
+            self._resized(new)
+        self.cut = new.cut
         self._world.protected.assigned(new)
+
+    def _resized(self, new: m.Assignment) -> None:
+        """Another number of ranks goes on, on whole nodes, as many as an elastic job may have."""
+        spec, nodes = self._world.spec, set(new.ranks_by_node)
+        whole = len(nodes) * spec.slots_per_node == len(new.places)
+        if not spec.elastic or len(nodes) not in spec.sizes or not whole:
+            self._fail(f"generation {new.generation} has {len(new.places)} ranks on {len(nodes)} nodes")
+        begun = BEFORE_ANY if new.restore_step is None else new.restore_step
+        self.newest = dict.fromkeys(range(len(new.places)), begun)
+        # What a rank of another number is told to do by now is no fault.
+        self._world.faulted("resize")
 
     def _only_the_dead_are_lost(self, daemon: "Daemon", new: m.Assignment) -> None:
         control = daemon.control
@@ -228,9 +245,22 @@ class Checks:
         return self._given_by([agent for node, agent in self._world.agents.items() if self._sound(node)])
 
     def _given_by(self, agents: "list[Agent]") -> set[int]:
-        vaults = [agent.vault for agent in agents]
+        vaults = [vault for agent in agents if (vault := agent.vault.of(self.cut)) is not None]
+        return self._common(vaults, len(self.newest)) | self._common_former(agents)
+
+    def _common_former(self, agents: "list[Agent]") -> set[int]:
+        """The same of the number of ranks before, as long as that is kept."""
+        newest = self._decrees[max(self._decrees)].assignment
+        former = newest.former if newest is not None else None
+        if former is None:
+            return set()
+        vaults = [vault for agent in agents if (vault := agent.vault.of(former.cut)) is not None]
+        return self._common(vaults, len(former.shards))
+
+    @staticmethod
+    def _common(vaults: "list[Vault]", ranks: int) -> set[int]:
         common: set[int] | None = None
-        for rank in self.newest:
+        for rank in range(ranks):
             steps = {step for vault in vaults for step in vault.records.get(rank, ())}
             steps &= {step for vault in vaults for step in vault.tensors.get(vault.shard(rank), ())}
             common = steps if common is None else common & steps
@@ -246,6 +276,10 @@ class Checks:
         half_done = any(self._stopped_at <= at <= until for at in world.control_faults)
         # As long as some cannot talk to others, what one gives may not get to the other, again and again.
         broken = world.network.broken or world.network.healed_at >= self._stopped_at
+        resized = world.spec.elastic and stop.reason.startswith("the job goes on with ")
+        if resized:
+            self._stopped_at = world.events.now
+            return
         if not half_done and not broken and all(at < self._stopped_at for at in world.training_faults):
             self._fail(f"generation {stop.generation} is stopped for nothing: {stop.reason}")
         self._stopped_at = world.events.now
@@ -271,10 +305,11 @@ class Checks:
 
     def restored(self, process: "Process") -> None:
         """A rank has its state back."""
-        part, newest = process.part, self.newest[process.rank]
+        part = process.part
         assert part is not None
         if self._behind(process):
             return
+        newest = self.newest[process.rank]
         if part.restore_step is None:
             if newest > (1 if self._world.network.ever else 0):
                 self._fail(f"rank {process.rank} begins anew after step {newest}")
@@ -343,7 +378,12 @@ class Checks:
                 for slot in agent.slots
                 if world.deaths[(agent.node, slot.index)] <= spec.limits.process_tries
             ]
-            return None if len(room) < spec.world_size else f"there is room: {room}"
+            if not spec.elastic:
+                return None if len(room) < spec.world_size else f"there is room: {room}"
+            whole = [
+                n for n, count in Counter(node for node, _ in room).items() if count == spec.slots_per_node
+            ]
+            return None if len(whole) < min(spec.sizes) else f"there is room on nodes {whole}"
         if "no step" in outcome.reason:
             return f"steps {self.survived()} survive" if self.survived() else None
         if "nodes came up" in outcome.reason:

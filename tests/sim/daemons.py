@@ -292,6 +292,12 @@ class Daemon:
         if session is not None:
             self._do(lambda _peering: session.lose(loss))
 
+    def resize(self, wanted: m.Resize) -> None:
+        """Somebody wants the job to have another size."""
+        session = self._session
+        if session is not None:
+            self._do(lambda _peering: session.resize(wanted))
+
     # --------------------------------------------------------------------------------------- death
 
     def die(self, *, dark: bool, lose: bool) -> None:

@@ -59,7 +59,8 @@ class Shape:
     """What is not left to the seed; 0: it is. `without`: faults that are left out, by their numbers.
 
     `others`: whether disks and cables have faults, too. `components`: so many faults of components more.
-    `guest`: whether another job runs on some of its nodes. `cost_s`: the CPU time in s that a daemon takes
+    `guest`: whether another job runs on some of its nodes. `elastic`: whether it may have other sizes, and
+    somebody asks for them. `cost_s`: the CPU time in s that a daemon takes
     for each message, and does nothing else.
     """
 
@@ -71,6 +72,7 @@ class Shape:
     limits: m.Limits = LIMITS
     components: int = 0
     guest: bool = False
+    elastic: bool = False
     cost_s: float = 0.0
 
 

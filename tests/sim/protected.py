@@ -13,14 +13,14 @@ from ckptless.daemon.replication.protection import Item
 from .story import Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from .agents import Agent
     from .ranks import Process
+    from .vault import Content
     from .world import World
 
 COPIES = 2
-NOTHING = m.Holdings(tensors=(), records=())
 LOOK_S = 0.25
 # So long after a node is lost, what it held is held by another. Tensors take 0.4 s, more on a busy link.
 REMADE_S = 3.0
@@ -38,13 +38,13 @@ class Made(NamedTuple):
 
 
 class Protected:
-    """`made` is the truth: of each item's step the version on the line that is followed."""
+    """`made` is the truth: of each item's step, in each cut, the version on the line that is followed."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        self.made: dict[tuple[Item, int], Made] = {}
+        self.made: dict[tuple[int, Item, int], Made] = {}
         # What each frozen agent has told that it holds.
-        self._told: dict[int, m.Holdings] = {}
+        self._told: dict[int, tuple[m.Holdings, ...]] = {}
         # Of each item the newest step that is acknowledged, the agent that gave it, and its generation.
         self._acked: dict[Item, tuple[int, Agent, int]] = {}
         # How often each check had something to check.
@@ -102,8 +102,8 @@ class Protected:
             if content is None or step == 0:
                 continue  # another twin writes it, or nothing has been trained
             assert process.part is not None
-            if step != process.part.restore_step:
-                self.made[item, step] = Made(content.generation, content.value)
+            if step != process.part.restore_step or process.part.former is not None:
+                self.made[process.part.cut, item, step] = Made(content.generation, content.value)
 
     def acked(self, agent: "Agent", item: Item, step: int) -> None:
         """A rank is told that others hold its step."""
@@ -186,8 +186,8 @@ class Protected:
 
     # --------------------------------------------------------------------------- recoveries
 
-    def told(self, agent: "Agent", holdings: m.Holdings) -> None:
-        """A frozen agent tells what it holds; what it has told before it still has."""
+    def told(self, agent: "Agent", *holdings: m.Holdings) -> None:
+        """A frozen agent tells what it holds of each cut; what it has told before it still has."""
         self._still(agent)
         self._told[agent.node] = holdings
 
@@ -197,31 +197,35 @@ class Protected:
         self._told.pop(agent.node, None)
 
     def _still(self, agent: "Agent") -> None:
-        holdings = self._told.get(agent.node, NOTHING)
-        told = [(Item("tensors", number), steps) for number, steps in holdings.tensors]
-        told += [(Item("record", number), steps) for number, _, steps in holdings.records]
-        for item, steps in told:
-            if gone := set(steps) - agent.vault.steps(item):
-                text = f"steps {sorted(gone)} of {item.kind} {item.number}"
-                raise Violation(f"{agent.name} has told while it was frozen of {text}, and has lost them")
+        for holdings in self._told.get(agent.node, ()):
+            told = [(Item("tensors", number), steps) for number, steps in holdings.tensors]
+            told += [(Item("record", number), steps) for number, _, steps in holdings.records]
+            vault = agent.vault.of(holdings.cut)
+            for item, steps in told:
+                if gone := set(steps) - (vault.steps(item) if vault is not None else set()):
+                    text = f"steps {sorted(gone)} of {item.kind} {item.number}"
+                    raise Violation(f"{agent.name} has told while it was frozen of {text}, and has lost them")
 
     def assigned(self, new: m.Assignment) -> None:
         """An assignment is agreed on: who is named as a holder is one."""
         step = new.restore_step
         if step is None:
             return
-        named = [(Item("tensors", shard), nodes) for shard, nodes in new.tensor_nodes]
-        named += [(Item("record", rank), nodes) for rank, nodes in enumerate(new.record_nodes)]
+        source, cut = new.former or new, new.former.cut if new.former is not None else new.cut
+        named = [(Item("tensors", shard), nodes) for shard, nodes in source.tensor_nodes]
+        named += [(Item("record", rank), nodes) for rank, nodes in enumerate(source.record_nodes)]
         for item, nodes in named:
             for agent in [self._world.agents[node] for node in nodes]:
                 at = agent.assignment.generation if agent.assignment is not None else 0
-                if at < new.generation and not agent.vault.has(item, step):
+                vault = agent.vault.of(cut)
+                if at < new.generation and not (vault is not None and vault.has(item, step)):
                     raise Violation(f"{agent.name} is said to hold step {step} of {item}, and does not")
 
     def fetches(self, assignment: m.Assignment, item: Item, step: int, giver: "Agent") -> None:
         """A rank asks for its state somebody who can be reached, and of whom the assignment says it."""
         at = giver.assignment.generation if giver.assignment is not None else 0
-        if at == assignment.generation and not giver.vault.has(item, step):
+        vault = giver.vault.of(assignment.former.cut if assignment.former is not None else assignment.cut)
+        if at == assignment.generation and not (vault is not None and vault.has(item, step)):
             raise Violation(f"{giver.name} is to give step {step} of {item}, and has lost it")
 
     def restored(self, process: "Process") -> None:
@@ -229,12 +233,24 @@ class Protected:
         part, vault = process.part, process.agent.vault
         assert part is not None
         step = part.restore_step
-        if not step:
+        if not step or part.former is not None:
             return
         for item in (Item("record", process.rank), Item("tensors", vault.shard(process.rank))):
-            content, truth = vault.contents[item, step], self.made[item, step]
+            content, truth = vault.contents[item, step], self.made[part.cut, item, step]
             if not self._world.flips and (content.generation, content.value) != truth:
                 raise Violation(f"rank {process.rank} goes on with {content} as step {step}, not {truth}")
-        origins = {made.generation for (_, at), made in self.made.items() if at == step}
+        self._of_one_line(part.cut, step)
+
+    def _of_one_line(self, cut: int, step: int) -> None:
+        origins = {made.generation for (of, _, at), made in self.made.items() if (of, at) == (cut, step)}
         if len(origins) > 1:
             raise Violation(f"step {step} is restored, of which parts are of generations {sorted(origins)}")
+
+    def cut_anew(self, cut: int, step: int, found: "Mapping[Item, Content]") -> None:
+        """A rank has taken its part of what others had: what was committed last, in one generation."""
+        for item, content in found.items():
+            truth = self.made.get((cut, item, step))
+            if step and not self._world.flips and (content.generation, content.value) != truth:
+                raise Violation(f"{content} is cut anew as {item} of step {step}, not {truth}")
+        if step:
+            self._of_one_line(cut, step)

@@ -36,9 +36,12 @@ class Process:
         self.alive, self.linked = True, False
         self.stuck = self.stopped = False
         self.inside = self._leaving = self._built = False
+        self._cut = 0
         self._finished = 0
         self.part: m.Assignment | None = None
         self._next: m.Assignment | None = None
+        # What it has cut anew of what another number of ranks had.
+        self._recut = 0
         # What its tensors are, and what came out of the last all-reduce.
         self.value, self._gradient = 0, frozenset[int]()
         self.generation, self._ended, self._went, self.rank, self.step = 0, 0, 0, -1, -1
@@ -129,8 +132,9 @@ class Process:
         self._turn += 1
         self._waits = None
         self.world.touched = True
-        if self.part.restore_step is None:
+        if self.part.restore_step is None or self.part.cut != self._cut:
             self._built = False
+        self._cut = self.part.cut
         quick = self._built or self.part.restore_step is None
         self._later(0.005, 0.05 if quick else 0.3, self._join)
 
@@ -144,7 +148,12 @@ class Process:
     def _fetch(self) -> None:
         assert self.part is not None
         assert self.part.restore_step is not None
-        error = self.agent.replicas.fetch(self.part, self.rank, self.part.restore_step)
+        if self.part.former is not None:
+            taken = self.agent.replicas.take_parts(self.part, self.part.former, self.part.restore_step)
+            error = taken if isinstance(taken, str) else None
+            self._recut = taken if isinstance(taken, int) else 0
+        else:
+            error = self.agent.replicas.fetch(self.part, self.rank, self.part.restore_step)
         if error is None:
             self._later(0.001, 0.05, self._restored)
         else:
@@ -156,7 +165,10 @@ class Process:
         vault = self.agent.vault
         # Step 0 is the same for all.
         shard = Item("tensors", vault.shard(self.rank))
-        self.value = vault.contents[shard, self.step].value if self.step else 0
+        if self.part.former is not None:
+            self.value = self._recut
+        else:
+            self.value = vault.contents[shard, self.step].value if self.step else 0
         self.world.checks.restored(self)
         self.world.protected.restored(self)
         self.agent.says(self, m.Restored(generation=self.generation))
@@ -283,7 +295,8 @@ class Barriers:
     def _complete(self, key: tuple[int, int]) -> None:
         here, network = self._inside[key], self._world.network
         apart = any(network.apart(here[0].agent.node, each.agent.node) for each in here)
-        if len(here) == self._world.spec.world_size and not apart:
+        assert here[0].part is not None
+        if len(here) == len(here[0].part.places) and not apart:
             del self._inside[key]
             for each in here:
                 each.reduced(frozenset(one.value for one in here))

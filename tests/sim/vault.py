@@ -288,6 +288,25 @@ class Replicas:
     def _gives(self, other: "Agent") -> bool:
         return other.sound and not self._agent.world.network.apart(self._agent.node, other.node)
 
+    def take_parts(self, assignment: m.Assignment, former: m.Former, step: int) -> int | str:
+        """Take a part of all that the former ranks had; what comes of it, or why it cannot be had."""
+        shards = sorted(set(former.shards))
+        wanted = [(Item("record", rank), nodes) for rank, nodes in enumerate(former.record_nodes)]
+        wanted += [(Item("tensors", shard), nodes) for shard, nodes in former.tensor_nodes]
+        found: dict[Item, Content] = {}
+        for item, nodes in wanted:
+            others = [a for node in nodes if self._gives(a := self._agent.world.agents[node])]
+            for other in others:
+                self._agent.world.protected.fetches(assignment, item, step, other)
+            held = [
+                vault for other in others if (vault := other.vault.of(former.cut)) and vault.has(item, step)
+            ]
+            if not held:
+                return f"StateUnavailableError: nobody could give {item.kind} {item.number} of step {step}"
+            found[item] = held[0].contents[item, step]
+        self._agent.world.protected.cut_anew(former.cut, step, found)
+        return hash(tuple(found[Item("tensors", shard)].value for shard in shards))
+
     def fetch(self, assignment: m.Assignment, rank: int, step: int) -> str | None:
         """Get a rank's state into the vault from whoever is said to hold it; why not, or None."""
         vault = self._agent.vault

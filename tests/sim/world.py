@@ -15,7 +15,7 @@ from ckptless.daemon.protocol.peers.agreement import Ballot, Decree, Durable
 from ckptless.daemon.protocol.records import JobRecord
 from ckptless.daemon.settings.options import TwinsMode
 
-from . import components
+from . import components, resizes
 from .agents import Agent
 from .checks import Checks
 from .daemons import LAUNCH, Daemon
@@ -65,6 +65,8 @@ class World:
             drawn = components.draw(chance, shape.components)
             job = replace(job, steps=components.steps(shape.components), sticky=None)
             self._broken = components.without(drawn, shape.without, FIRST_COMPONENT)
+        if shape.elastic:
+            job = replace(job, spec=resizes.elastic(job.spec, Random(f"sizes of {seed}")))
         if host is not None:
             job = replace(job, faults=tuple(fault for fault in job.faults if fault.kind in OF_A_JOB))
         self.job: Job = share(job, Random(f"shards of {seed}"))
@@ -227,6 +229,8 @@ class World:
             else:
                 self._waiting.append(fault)
         components.schedule(self, self._broken)
+        if spec.elastic:
+            resizes.schedule(self, Random(f"resizes of {self.seed}"))
 
     @property
     def crowded(self) -> bool:
