@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import RANK_LIMIT, Decoder, encode
@@ -22,6 +22,8 @@ from ckptless.pytorch_hooks.errors import GenerationEnded
 
 HELLO_DEADLINE_S = 30.0
 READ_NBYTES = 1 << 18
+_Request: TypeAlias = m.Allocate | m.Fetch | m.FetchRecord | m.FetchSpans
+_Reply: TypeAlias = m.Allocated | m.Fetched | m.FetchedRecord | m.FetchedSpans
 MAX_FDS = 16
 # The exit code of a rank whose agent is gone: sysexits(3) EX_UNAVAILABLE.
 EXIT_NO_AGENT = 69
@@ -52,7 +54,7 @@ class Session:
         self._released = 0
         self._acked: tuple[int, int] = (0, -1)
         self._writes: tuple[int, bool] = (0, False)
-        self._reply: tuple[m.Allocated | m.Fetched, int | None] | None = None
+        self._reply: tuple[_Reply, int | None] | None = None
         self._closing = False
         self.welcome = self._greet()
         # Waits are bounded by the control plane's deadlines from here on, not by the socket.
@@ -130,11 +132,13 @@ class Session:
                 self._acked = max(self._acked, (message.generation, message.step))
             case m.Writes():
                 self._writes = (message.generation, message.writes)
-            case m.Allocated():
+            case m.Allocated() | m.FetchedSpans():
                 self._reply = (message, self._fds.popleft() if message.error is None else None)
             case m.Fetched():
                 fd = self._fds.popleft() if message.tensors is not None else None
                 self._reply = (message, fd)
+            case m.FetchedRecord():
+                self._reply = (message, None)
 
     # ------------------------------------------------------------------------------- main thread
 
@@ -216,9 +220,27 @@ class Session:
             raise ProtocolError(f"{type(reply).__name__} is no answer to Fetch")
         return reply, fd
 
-    def _ask(
-        self, request: m.Allocate | m.Fetch, generation: int
-    ) -> tuple[m.Allocated | m.Fetched, int | None]:
+    def fetch_record(self, generation: int, rank: int) -> m.FetchedRecord:
+        """Return a former rank's record of the restored step. Raises GenerationEnded."""
+        reply, _fd = self._ask(m.FetchRecord(generation=generation, rank=rank), generation)
+        if not isinstance(reply, m.FetchedRecord):
+            raise ProtocolError(f"{type(reply).__name__} is no answer to FetchRecord")
+        return reply
+
+    def fetch_spans(
+        self, generation: int, shard: int, layout: str, spans: tuple[tuple[int, int], ...]
+    ) -> tuple[m.FetchedSpans, int | None]:
+        """Return parts (start, nbytes) of a former shard's payload; the descriptor is the caller's.
+
+        At most MOST_SPANS. `layout` is the digest of that which they are packed by. Raises GenerationEnded.
+        """
+        request = m.FetchSpans(generation=generation, shard=shard, layout=layout, spans=spans)
+        reply, fd = self._ask(request, generation)
+        if not isinstance(reply, m.FetchedSpans):
+            raise ProtocolError(f"{type(reply).__name__} is no answer to FetchSpans")
+        return reply, fd
+
+    def _ask(self, request: _Request, generation: int) -> tuple[_Reply, int | None]:
         with self._news:
             self._drop_reply()
         self.send(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.codec import encode
+from ckptless.daemon.protocol.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import NoRoomError, PeerError
 from ckptless.pytorch_hooks.agent_session.session import Session
 
@@ -97,3 +98,27 @@ def test_a_refusal_of_memory_is_the_agents_sentence(tmp_path: Path) -> None:
         agent.sendall(encode(m.Allocated(error="n1 has too little memory")))
         with pytest.raises(NoRoomError, match="n1 has too little memory"):
             asks.result(DEADLINE_S)
+
+
+def test_what_former_ranks_have_is_asked_for_in_turn(tmp_path: Path) -> None:
+    with connected(tmp_path) as (session, agent), ThreadPoolExecutor(1) as pool:
+        asked: Decoder[m.FromRank] = Decoder(m.FromRank, RANK_LIMIT)
+        asked.feed(agent.recv(1 << 16))
+        record = pool.submit(session.fetch_record, 2, 5)
+        assert asked.feed(agent.recv(1 << 16)) == [m.FetchRecord(generation=2, rank=5)]
+        agent.sendall(encode(m.FetchedRecord(record=b"so")))
+        assert record.result(DEADLINE_S).record == b"so"
+        found = pool.submit(session.fetch_spans, 2, 1, "ab", ((3, 4), (9, 1)))
+        wanted = m.FetchSpans(generation=2, shard=1, layout="ab", spans=((3, 4), (9, 1)))
+        assert asked.feed(agent.recv(1 << 16)) == [wanted]
+        with (tmp_path / "bytes").open("w+b") as file:
+            socket.send_fds(agent, [encode(m.FetchedSpans(nbytes=5))], [file.fileno()])
+            reply, fd = found.result(DEADLINE_S)
+            assert reply == m.FetchedSpans(nbytes=5)
+            assert fd is not None
+            assert os.path.sameopenfile(fd, file.fileno())
+            os.close(fd)
+        found = pool.submit(session.fetch_spans, 2, 1, "ab", ((3, 4),))
+        assert len(asked.feed(agent.recv(1 << 16))) == 1
+        agent.sendall(encode(m.FetchedSpans(error="nobody has it")))
+        assert found.result(DEADLINE_S) == (m.FetchedSpans(error="nobody has it"), None)
