@@ -318,6 +318,12 @@ class Versions:
         moved, self._moved = self._moved, None
         return pending, moved
 
+    def forget(self, tensors: TensorSet) -> None:
+        """Let go of these tensors, which are not written again, and of the memory they were written to."""
+        self.leave()
+        self._held = None
+        self._unmap(tensors)
+
     def close(self) -> None:
         """End the threads."""
         self.leave()

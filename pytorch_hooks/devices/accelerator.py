@@ -92,6 +92,13 @@ def other_nbytes() -> int | None:
     return int(total - free - module.memory_reserved(device))
 
 
+def give_back() -> None:
+    """Give back what this process has of the current device's memory, and uses for nothing any more."""
+    device = in_use()
+    if device is not None:
+        _module(device.type).empty_cache()
+
+
 def wait_for_memory(deadline_s: float) -> None:
     """Give back what this process does not use, and wait until the current device has more that is free.
 
@@ -100,9 +107,9 @@ def wait_for_memory(deadline_s: float) -> None:
     device = in_use()
     if device is None:
         return
-    module = _module(device.type)
     gc.collect()
-    module.empty_cache()
+    give_back()
+    module = _module(device.type)
     free, _ = module.mem_get_info(device)
     limit = time.monotonic() + deadline_s
     while module.mem_get_info(device)[0] <= free and time.monotonic() < limit:

@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ckptless.daemon.protocol.errors import ProtocolError
-
 
 class Box(NamedTuple):
     """A part of a whole: where it begins, and its shape, both with a number for each dimension."""
@@ -21,13 +19,6 @@ class Box(NamedTuple):
     def numel(self) -> int:
         """The number of elements; of a scalar 1."""
         return math.prod(self.shape)
-
-
-class Take(NamedTuple):
-    """A box in the whole that is taken of one part, which has this number."""
-
-    part: int
-    box: Box
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -57,28 +48,18 @@ def without(box: Box, cut: Box) -> list[Box]:
     return left
 
 
-def takes(wanted: Box, parts: Iterable[tuple[int, Box]]) -> list[Take]:
-    """Return what a box is made of: each element once, from the first of these parts that has it.
-
-    Raises ProtocolError where no part has some of it.
-    """
-    found: list[Take] = []
-    left = [wanted] if wanted.numel else []
-    for number, part in parts:
-        if not left:
-            break
-        rest: list[Box] = []
-        for box in left:
-            common = overlap(box, part)
-            if common is None:
-                rest.append(box)
-                continue
-            found.append(Take(number, common))
-            rest += without(box, common)
-        left = rest
-    if left:
-        raise ProtocolError(f"no part has the elements from {left[0].start} on, {left[0].shape} of them")
-    return found
+def take(wanted: Iterable[Box], part: Box) -> tuple[list[Box], list[Box]]:
+    """Return what a part has of boxes that do not overlap, and what of them is left: neither overlaps."""
+    found: list[Box] = []
+    left: list[Box] = []
+    for box in wanted:
+        common = overlap(box, part)
+        if common is None:
+            left.append(box)
+        else:
+            found.append(common)
+            left += without(box, common)
+    return found, left
 
 
 def _with(start: list[int], shape: list[int], dimension: int, first: int, number: int) -> Box:

@@ -1,18 +1,22 @@
 """A state as another number of ranks has it: for this rank's tensors the layout, and the box of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-from ckptless.daemon.protocol.errors import RecoveryError
-from ckptless.pytorch_hooks.elastic.boxes import Box, Take, takes, whole
+from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError
+from ckptless.pytorch_hooks.elastic.boxes import Box, take, whole
 from ckptless.pytorch_hooks.state import Layout, TensorSet, layout, optim
 from ckptless.pytorch_hooks.state.layout import Entry, Form
 from ckptless.pytorch_hooks.state.objects import parts_of
 from ckptless.pytorch_hooks.state.private import local
 from ckptless.pytorch_hooks.state.record import Described
 from ckptless.pytorch_hooks.torch_private import dcp as torch_dcp
+
+Taken: TypeAlias = dict[str, list[Box]]
+"""Boxes in the wholes, by names of tensors."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +50,29 @@ def cut(saved: Described, tensors: TensorSet) -> NewCut:
     return NewCut(layout.lay(forms), boxes)
 
 
-def sources(new: NewCut, saved: Mapping[int, Described], first: int) -> dict[str, list[Take]]:
-    """Return what each tensor is made of: boxes of shards; of what is no DTensor all from shard `first`.
+def sources(new: NewCut, saved: Iterable[tuple[int, Described]]) -> dict[int, Taken]:
+    """Return what is taken of each shard, no element twice; of what is no DTensor all from the first one.
 
-    `saved`: what each shard says of its tensors. Raises RecoveryError, ProtocolError.
+    `saved`: shards, and what each says of its tensors; no more of them are asked for than it takes. Raises
+    ProtocolError where none has some of it.
     """
-    order = [first, *sorted(saved.keys() - {first})]
-    old = {shard: boxes_of(saved[shard]) for shard in order}
-    found: dict[str, list[Take]] = {}
-    for entry in new.layout.entries:
-        wanted = new.boxes.get(entry.name)
-        if wanted is None:
-            found[entry.name] = [Take(first, whole(entry.shape))]
-            continue
-        parts = [(shard, old[shard][entry.name]) for shard in order if entry.name in old[shard]]
-        found[entry.name] = takes(wanted, parts)
-    return found
+    filled = [entry for entry in new.layout.entries if entry.nbytes]
+    left = {entry.name: [new.boxes[entry.name]] for entry in filled if entry.name in new.boxes}
+    plain = {entry.name: [whole(entry.shape)] for entry in filled if entry.name not in new.boxes}
+    found: dict[int, Taken] = {}
+    for shard, described in saved:
+        boxes = boxes_of(described)
+        found[shard], plain = plain, {}
+        for name in [name for name in left if name in boxes]:
+            taken, rest = take(left.pop(name), boxes[name])
+            if taken:
+                found[shard][name] = taken
+            if rest:
+                left[name] = rest
+        if not left:
+            return found
+    name, (box, *_) = next(iter(left.items()))
+    raise ProtocolError(f"nobody has the elements of {name} from {box.start} on, {box.shape} of them")
 
 
 def boxes_of(saved: Described) -> dict[str, Box]:

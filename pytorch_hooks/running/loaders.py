@@ -48,6 +48,15 @@ class Loaders:
         for _loader, feed in self._fed.values():
             feed.enter(part.generation)
 
+    def forget(self) -> None:
+        """Another number of ranks goes on: what is built for it has loaders of its own."""
+        self._cursors = self._new()
+        with self._lock:
+            fed, self._fed = self._fed, {}
+        for loader, feed in fed.values():
+            loader.feed_from(None)
+            feed.close()
+
     def batches(self, loader: Iterable[Any], epochs: int, name: str) -> Iterator[Any]:
         """See Run.batches."""
         if hasattr(loader, "on_event"):

@@ -1,5 +1,6 @@
 """`Run`: what a training function is given, under an agent."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -13,7 +14,7 @@ from msgspec import structs
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.errors import RecoveryError, StateUnavailableError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, StateUnavailableError, UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.agent_session import job_key
 from ckptless.pytorch_hooks.agent_session.session import Session
@@ -23,6 +24,8 @@ from ckptless.pytorch_hooks.commit.versions import Late, Versions, record_digest
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.devices.arrival import DeviceNumber
 from ckptless.pytorch_hooks.devices.memory import MemoryWatch
+from ckptless.pytorch_hooks.elastic.memory import FormerStep
+from ckptless.pytorch_hooks.elastic.recut import Place, Recut, recut
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.running import twin_comparison
@@ -105,6 +108,8 @@ class Run:
         self._copying = Copying(self._versions, overlap, self._tell_overlap)
         self._part: m.Assigned | None = None
         self._built: _Kept | None = None
+        # The cut that the assignment is of, and what was built is for (see m.Assigned).
+        self._cut = 0
         self._device_memory = MemoryWatch()
         # In a process that was made ready as a spare.
         self._warmed: Warmed | None = None
@@ -121,6 +126,7 @@ class Run:
         # The newest step that is done, the newest that is committed, and the one that the process began with.
         self._step = self._saved = self._built_at = 0
         self._on_recovery: list[Callable[[Run], None]] = []
+        self._on_resize: list[Callable[[Run, int, int], None]] = []
         self._was_spare = False
         self._aftermath = False
         self.waited_s = 0.0
@@ -172,7 +178,7 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """Return the rank of this process, which it keeps for the whole job."""
+        """The number of this process among all; it keeps it for as long as `world_size` is the same."""
         return self._assigned.rank
 
     @property
@@ -192,7 +198,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks; of an elastic job it may be another one each time that `train` is called."""
         return self._assigned.world_size
 
     @property
@@ -227,6 +233,14 @@ class Run:
         """
         self._on_recovery.append(function)
 
+    def on_resize(self, function: Callable[["Run", int, int], None]) -> None:
+        """Call `function(run, old_world_size, new_world_size)` where the state is another number of ranks'.
+
+        Once it is back, after what `on_recovery` was given, and before it is committed by the new number, so
+        that what the function changes in the State is committed with it. To be said as `on_recovery` is.
+        """
+        self._on_resize.append(function)
+
     # ------------------------------------------------------------------------------------- enter
 
     def enter(self, part: m.Assigned) -> None:
@@ -235,6 +249,7 @@ class Run:
             self._was_spare = env.read().rank < 0
         self._part, self._has_state, self._compared, self._commits = part, False, 0, 0
         self._on_recovery.clear()
+        self._on_resize.clear()
         job_key.learn(part.cache_key)
         self.loaders.enter(part)
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
@@ -242,6 +257,9 @@ class Run:
             # What was set just now is read for each group.
             self._warmed.look()
         self._ready_device()
+        if part.cut != self._cut:
+            self._cut = part.cut
+            self._forget()
         if part.restore_step is None:
             self._built = None
             self._step = self._saved = 0
@@ -249,6 +267,21 @@ class Run:
             self._open(self._store())
         elif self._built is None:
             self._open(None)
+
+    def _forget(self) -> None:
+        """Let go of what was built for another number of ranks: there is no room for two states."""
+        if self._built is None:
+            return
+        self._versions.forget(self._kept.tensors)
+        self.loaders.forget()
+        if self._outside is not None:
+            self._outside.forget()
+        self._built, self._read_back = None, False
+        # Modules and their hooks hold each other.
+        gc.collect()
+        accelerator.give_back()
+        # Another part of the state, and other groups: nothing that it knew is to be compared with.
+        self._device_memory = MemoryWatch()
 
     def warm(self) -> None:
         """Make the device of a spare ready, and whatever the script wants. Raises DeviceLost."""
@@ -297,8 +330,10 @@ class Run:
 
         `build` makes model, optimizer and everything else that the next step depends on. In a process that
         lives through a fault it is not called again: the same objects come back, their process groups
-        renewed. In a new process it is called, and the state is then restored into what it built. Call it
-        once, before any collective. Raises UsageError, GenerationEnded.
+        renewed. In a new process it is called, and the state is then restored into what it built; so it is
+        in every process where `world_size` is another than before: what it gives then are new objects, and
+        those from before are let go of first. Call it once, before any collective. Raises UsageError,
+        GenerationEnded.
         """
         if self._has_state:
             raise UsageError("run.keep was called twice: put everything into one State")
@@ -330,7 +365,7 @@ class Run:
             self._put(self._step)
             self._begin(self._step)
         else:
-            self._recover(part.restore_step)
+            self._recover(part)
             self._has_state = True
         return self._kept.state
 
@@ -354,8 +389,11 @@ class Run:
 
     def _resume(self, folder: Path) -> None:
         """Memory has nothing: go on from a step on the disk, into what was built just now."""
-        if world_size_of(folder) != self.world_size:
-            self._resume_recut(folder)
+        saved_by = world_size_of(folder)
+        if saved_by != self.world_size:
+            found_recut = load_recut(folder, self._place, self._kept.tensors)
+            self._restore_recut(found_recut)
+            self._go_on_from(found_recut.step, saved_by)
             return
         found = load(folder, self.rank, self.world_size)
         if found.shard != self._shard:
@@ -367,19 +405,28 @@ class Run:
         self._restore(found.record, view, found.payload)
         self._go_on_from(found.step)
 
-    def _resume_recut(self, folder: Path) -> None:
-        """Do as `_resume`, from a step that another number of ranks has saved."""
-        found = load_recut(folder, self.rank, self._kept.tensors)
-        view = structs.replace(read(found.record), layout=found.layout)
-        self._restore(found.record, view, found.payload, recut=True)
+    @property
+    def _place(self) -> Place:
+        """The place of this rank and its shard, of all that are built here."""
+        return Place(self.rank, self._shard, max(1, self.world_size // len(self._kept.twins)))
+
+    def _restore_recut(self, found: Recut) -> None:
+        """Do as `_restore`, with a step of another number of ranks."""
+        view = read(found.record)
+        if view.step != found.step:
+            raise RecoveryError(f"the record of step {found.step} says it is of step {view.step}")
+        self._restore(found.record, structs.replace(view, layout=found.layout), found.payload, recut=True)
         if found.of_rank != self.rank:
             branch(found.record, found.other, self._kept.state, self.rank)
-        self._go_on_from(found.step)
 
-    def _go_on_from(self, step: int) -> None:
+    def _go_on_from(self, step: int, former_size: int | None = None) -> None:
+        """The state is back, of so many ranks, or of as many as now: tell the script."""
         self._step = step
         for function in self._on_recovery:
             function(self)
+        if former_size is not None and former_size != self.world_size:
+            for resized in self._on_resize:
+                resized(self, former_size, self.world_size)
 
     def _restore(
         self, record: bytes, view: RecordView, payload: torch.Tensor, *, recut: bool = False
@@ -393,12 +440,13 @@ class Run:
         restore(record, self._kept.state)
         self.loaders.restore(view.cursor, recut=recut)
 
-    def _recover(self, step: int) -> None:
-        """Renew the groups, then copy the state of `step` back into whatever lives here.
+    def _recover(self, part: m.Assigned) -> None:
+        """Renew the groups, then copy the restored step's state back into whatever lives here.
 
         Nobody can tell what has been written to since: an update by hand is like any other operation.
         """
-        kept = self._kept
+        kept, step = self._kept, part.restore_step
+        assert step is not None
         # Before anybody looks at the tensors: parameters must be shards again.
         kept.fsdp.renew()
         # What came in the step that was cut off a new process does not have.
@@ -407,6 +455,9 @@ class Run:
         self._join()
         self._groups.configure(self.generation, self._store())
         self._writes = self._session.wait_writes(self.generation)
+        if part.former_shards:
+            self._recover_recut(step, part.former_shards)
+            return
         found = self._versions.fetch(self.generation, step, self._shard, kept.tensors)
         record, at, view = found.record, found.at, read(found.record)
         if view.step != step:
@@ -420,8 +471,31 @@ class Run:
         self._session.send(m.Restored(generation=self.generation))
         # Its copies on other nodes may have gone with them: commit it again.
         self._versions.send(self._commit_of(step, record, at if self._writes else None, None))
-        for function in self._on_recovery:
-            function(self)
+        self._go_on_from(step)
+
+    def _recover_recut(self, step: int, former_shards: tuple[int, ...]) -> None:
+        """Take this rank's part of what another number of ranks has committed, and commit that.
+
+        The script's functions come before: a rank that restores what is committed here would not call them.
+        """
+        former = FormerStep(self._session, self.generation, step, former_shards)
+        try:
+            found = recut(former, self._place, self._kept.tensors)
+        except ProtocolError as error:
+            raise RecoveryError(
+                f"step {step}, which {len(former_shards)} ranks have committed, cannot be gone on from by "
+                f"{self.world_size} ({error})"
+            ) from error
+        self._tell("recut", f"rank {self.rank} took {former.nbytes} bytes of {found.shards} shards")
+        self._restore_recut(found)
+        # Its bytes are in the State, and about to be written again.
+        del found
+        self._built_at, self._aftermath = step, True
+        self._go_on_from(step, len(former_shards))
+        self._session.send(m.Restored(generation=self.generation))
+        self._check()
+        self._begin(step)
+        self._put(step)
 
     # ----------------------------------------------------------------------------------- batches
 

@@ -156,6 +156,10 @@ class Outside:
         self._before: dict[str, Leaves] = {}
         self._told: set[str] = set()
 
+    def forget(self) -> None:
+        """The State is built anew: what a script sets as it does that is no change."""
+        self._before = {}
+
     def look(self, state: "SecondLook") -> None:
         """Look, at a commit, once `state` has."""
         if len(self._told) >= TOLD or not state.is_whole:
