@@ -133,6 +133,11 @@ class MappedLoader:
         """Whether a position holds for any number of replicas: not of a DataLoader, which has one's part."""
         return not (isinstance(self._source, Stream) and self._source.batched)
 
+    def check_replicas(self, replicas: int) -> None:
+        """Raise UsageError where so many could not share every batch; not where the script says how many."""
+        if self._replicas is None:
+            self.production.check(replicas)
+
     @property
     def production(self) -> Production:
         """The maker of the batches of the present layout, opened."""

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
+from ckptless.pytorch_hooks.elastic.batches import part_of
 
 Indices = npt.NDArray[np.int64]
 
@@ -119,7 +120,7 @@ class DataReplica:
 
     def slice(self, count: int) -> tuple[int, int]:
         """Return this replica's of `count` places in a global batch: first, and one after the last."""
-        return count * self.replica // self.replicas, count * (self.replica + 1) // self.replicas
+        return part_of(count, self.replica, self.replicas)
 
 
 @dataclass(frozen=True)

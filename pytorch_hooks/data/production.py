@@ -27,6 +27,7 @@ from ckptless.pytorch_hooks.data.order import Batches, DataPosition, DataReplica
 from ckptless.pytorch_hooks.data.pack import Pack, PackedOrder
 from ckptless.pytorch_hooks.data.sources import Source
 from ckptless.pytorch_hooks.data.streams import Stream
+from ckptless.pytorch_hooks.elastic.batches import check
 from ckptless.pytorch_hooks.state import rng
 
 # What a seed is for.
@@ -115,6 +116,13 @@ class Production:
     def batches(self) -> int | None:
         """The number of batches of an epoch; None where only the end of the stream tells."""
         return self._batches.number if self._batches else None
+
+    def check(self, replicas: int) -> None:
+        """Raise UsageError where so many replicas could not share every batch; of a stream its whole ones."""
+        if self._batches is not None:
+            self._batches.check(DataReplica(0, replicas))
+        elif self.recipe.batch_size is not None:
+            check(self.recipe.batch_size, replicas)
 
     def manifest(self) -> DataIdentity:
         """Return the facts that the batches depend on."""

@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 import torch
 
-from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError
+from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.elastic.boxes import Box, take, whole
-from ckptless.pytorch_hooks.state import Layout, TensorSet, layout, optim
+from ckptless.pytorch_hooks.state import Layout, TensorSet, catalog, layout, optim
 from ckptless.pytorch_hooks.state.layout import Entry, Form
 from ckptless.pytorch_hooks.state.objects import parts_of
 from ckptless.pytorch_hooks.state.private import local
@@ -48,6 +48,14 @@ def cut(saved: Described, tensors: TensorSet) -> NewCut:
         shape = entry.shape if box is None else box.shape
         forms.append(Form(entry.name, entry.dtype, shape, entry.device, entry.sharding))
     return NewCut(layout.lay(forms), boxes)
+
+
+def check(tensors: TensorSet) -> None:
+    """Raise UsageError where a state, as it is now, could not be cut for another number of ranks."""
+    try:
+        cut(Described(tensors.layout, catalog.read(tensors.catalog), {}), tensors)
+    except RecoveryError as error:
+        raise UsageError(f"the job is elastic, and its state cannot be cut anew: {error}") from error
 
 
 def sources(new: NewCut, saved: Iterable[tuple[int, Described]]) -> dict[int, Taken]:

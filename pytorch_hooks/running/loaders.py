@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.cursor import Cursors
 
@@ -30,6 +31,8 @@ class Loaders:
         self._new = partial(Cursors, calls, shared, partial(self._tell, "outside-state"))
         self._cursors = self._new()
         self._rank = self._generation = self._stopped = 0
+        # The most ranks that an elastic job may have; 0 of another job.
+        self._most_ranks = 0
         # Those that take their batches from the ring, and their ends of it.
         self._fed: dict[str, tuple[Any, RingFeed]] = {}
         # `stop` looks through them while the main thread may add one.
@@ -43,6 +46,7 @@ class Loaders:
     def enter(self, part: m.Assigned) -> None:
         """A generation begins; where nothing is restored in it, so do the loaders."""
         self._rank, self._generation = part.rank, part.generation
+        self._most_ranks = max(part.sizes, default=0)
         if part.restore_step is None:
             self._cursors = self._new()
         for _loader, feed in self._fed.values():
@@ -61,6 +65,8 @@ class Loaders:
         """See Run.batches."""
         if hasattr(loader, "on_event"):
             loader.on_event = self._tell
+        if self._most_ranks:
+            _check_elastic(loader, self._most_ranks)
         if isinstance(loader, DataLoader) and loader.num_workers and loader.persistent_workers:
             # Its workers' random numbers would go on from epoch to epoch: nobody could give them to new ones.
             object.__setattr__(loader, "persistent_workers", False)
@@ -119,3 +125,13 @@ class Loaders:
         """The job is done, and needs no batches any more."""
         for _loader, feed in self._fed.values():
             feed.close()
+
+
+def _check_elastic(loader: Any, most_ranks: int) -> None:
+    """Raise UsageError where a loader could not go on anywhere in an epoch with another number of ranks."""
+    if not getattr(loader, "cuts_anew", False):
+        raise UsageError(
+            f"the job is elastic, and a {type(loader).__name__} cannot cut its batches anew for another "
+            "number of ranks: take ckptless.data.MappedLoader, of a dataset and not of a DataLoader"
+        )
+    loader.check_replicas(most_ranks)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.cursor import Cursors
+from ckptless.pytorch_hooks.elastic import batches
 from ckptless.pytorch_hooks.state import State
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
@@ -33,6 +34,9 @@ class StandaloneRun:
     def on_recovery(self, function: Callable[[Any], None]) -> None:
         """See Run; there is no recovery here."""
 
+    def on_resize(self, function: Callable[[Any, int, int], None]) -> None:
+        """See Run; the number of ranks stays."""
+
     def keep(self, build: Callable[[], State]) -> State:
         """See Run."""
         return checked_state(build())
@@ -43,6 +47,21 @@ class StandaloneRun:
     def batches(self, loader: Iterable[Any], epochs: int = 1, *, name: str = "") -> Iterator[Any]:
         """See Run."""
         return self._cursor.batches(loader, epochs, name)
+
+    def local_batch(self, batch_size: int) -> int:
+        """See Run."""
+        batches.check(batch_size, self.world_size)
+        return batches.local_batch(batch_size, self.rank, self.world_size)
+
+    def batch_weight(self, batch_size: int) -> float:
+        """See Run."""
+        batches.check(batch_size, self.world_size)
+        return batches.batch_weight(batch_size, self.rank, self.world_size)
+
+    def accumulate(self, batch_size: int, micro_batch: int) -> int:
+        """See Run."""
+        batches.check(batch_size, self.world_size, micro_batch)
+        return batches.micro_batches(batch_size, micro_batch, self.world_size)
 
     def commit(self, loss: float | torch.Tensor | None = None) -> int:
         """See Run; only counts."""

@@ -24,6 +24,8 @@ from ckptless.pytorch_hooks.commit.versions import Late, Versions, record_digest
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.devices.arrival import DeviceNumber
 from ckptless.pytorch_hooks.devices.memory import MemoryWatch
+from ckptless.pytorch_hooks.elastic import batches
+from ckptless.pytorch_hooks.elastic import cut as cutting
 from ckptless.pytorch_hooks.elastic.memory import FormerStep
 from ckptless.pytorch_hooks.elastic.recut import Place, Recut, recut
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
@@ -76,6 +78,8 @@ class _Kept:
     fsdp: Sharded
     # The ranks that have the same tensors, this one among them.
     twins: tuple[int, ...]
+    # The digest of the layout that is known to be one that can be cut anew.
+    cuts: str = ""
 
     @classmethod
     def of(cls, state: State, rank: int, world_size: int) -> "_Kept":
@@ -505,14 +509,44 @@ class Run:
         The position is committed with the step. A loop over epochs goes `for epoch in range(run.epoch, n)`.
         A loader with state_dict and load_state_dict is continued by them; any other is begun again in a new
         process, and the batches already trained on are passed over. Of several loaders each has a `name`.
+        UsageError where the job is elastic and the loader no MappedLoader, or its batches are too small.
         """
         self._need_state("batches")
-        return self._batches(self.loaders.batches(loader, epochs, name))
+        return self._guarded(self.loaders.batches(loader, epochs, name))
 
-    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def local_batch(self, batch_size: int) -> int:
+        """Return how many samples of a global batch of so many this rank has, as MappedLoader deals them.
+
+        UsageError where a rank had none with as many ranks as the job may ever have.
+        """
+        batches.check(batch_size, self._most_ranks)
+        return batches.local_batch(batch_size, self.rank, self.world_size)
+
+    def batch_weight(self, batch_size: int) -> float:
+        """Return by what to multiply the mean loss over this rank's part of a global batch of so many.
+
+        DDP and FSDP average gradients over ranks: then it is the mean over the global batch, also where parts
+        are not alike. 1 where they are. Raises as `local_batch`.
+        """
+        batches.check(batch_size, self._most_ranks)
+        return batches.batch_weight(batch_size, self.rank, self.world_size)
+
+    def accumulate(self, batch_size: int, micro_batch: int) -> int:
+        """Return how many micro-batches, of `micro_batch` samples at most, a rank's part of a batch makes.
+
+        The same on all ranks: `x.tensor_split(n)` gives them. Raises as `local_batch`.
+        """
+        batches.check(batch_size, self._most_ranks, micro_batch)
+        return batches.micro_batches(batch_size, micro_batch, self.world_size)
+
+    @property
+    def _most_ranks(self) -> int:
+        return max(*self._assigned.sizes, self.world_size, 1)
+
+    def _guarded(self, found: Iterator[Any]) -> Iterator[Any]:
         while True:
             with self._groups.ours():
-                batch = next(batches, _END)
+                batch = next(found, _END)
             if batch is _END:
                 return
             yield batch
@@ -599,6 +633,9 @@ class Run:
         kept.tensors.check_built()
         kept.tensors.check_shared()
         gradients.check_used(kept.state, pending=kept.fsdp.holds_gradients())
+        if self._assigned.sizes and kept.cuts != kept.tensors.planned.digest:
+            cutting.check(kept.tensors)
+            kept.cuts = kept.tensors.planned.digest
 
     def _compare_here(self) -> None:
         """Compare twins on this node now and then with the one of them that writes."""

@@ -28,7 +28,8 @@ from ckptless.pytorch_hooks.state import State
 from .stub_agent import HOST, Agent
 from .world import Place
 
-BATCH, WIDTH, SAMPLES = 12, 37, 48
+# Of which no three ranks have alike parts.
+BATCH, WIDTH, SAMPLES = 10, 37, 40
 
 
 class ElasticAgent(Agent):
@@ -117,6 +118,38 @@ def digest(state: State) -> str:
     return found.hexdigest()
 
 
+def net() -> Any:
+    model: Any = nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+
+
+def load(replica: int | None = None, replicas: int | None = None) -> MappedLoader:
+    return MappedLoader(
+        Data(), batch_size=BATCH, seed=3, shuffle=True, workers=0, replica=replica, replicas=replicas
+    )
+
+
+def alone(steps: int) -> list[float]:
+    """The losses of one process that trains on whole batches."""
+    torch.manual_seed(1)
+    model, losses, loader = net(), list[float](), load(0, 1)
+    optimizer = adam(model)
+    for epoch in range(steps):
+        loader.set_epoch(epoch)
+        for _numbers, x in loader:
+            loss = (model(x) - x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses[:steps]
+
+
 class Job:
     """One process's part, from its first entry on."""
 
@@ -135,18 +168,15 @@ class Job:
         self.built += 1
         # There is no room for two.
         self.free &= self.model() is None
-        model: Any = nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8))
-        model[2].bias.requires_grad_(False)
+        model = net()
         if self.kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
         else:
             mesh = init_device_mesh("cpu", (self.run.world_size,))
             fully_shard(model[0], mesh=mesh)
             fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
         self.model = weakref.ref(model)
-        loader = MappedLoader(Data(), batch_size=BATCH, seed=3, shuffle=True, workers=0)
-        return State(model=model, optimizer=optimizer, loader=loader, lr=1.0)
+        return State(model=model, optimizer=adam(model), loader=load(), lr=1.0)
 
     def enter(self, part: m.Assigned) -> None:
         self.groups.abort()
@@ -167,11 +197,12 @@ class Job:
         state, last = self.state, self.run.step + steps
         assert state is not None
         for numbers, x in self.run.batches(state.loader, epochs=100):
-            loss = (state.model(x) - x).pow(2).mean(1).sum() / BATCH
-            (loss * self.run.world_size).backward()
+            assert len(x) == self.run.local_batch(BATCH)
+            loss = (state.model(x) - x).pow(2).mean() * self.run.batch_weight(BATCH)
+            loss.backward()
             state.optimizer.step()
             state.optimizer.zero_grad()
-            total = loss.detach().clone()
+            total = loss.detach() / self.run.world_size
             dist.all_reduce(total)
             self.run.commit()
             self.steps[self.run.step] = (numbers.tolist(), total.item(), digest(state))

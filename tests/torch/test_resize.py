@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .resize_scenarios import BATCH, SAMPLES
+from .resize_scenarios import BATCH, SAMPLES, alone
 from .world import run
 
 
@@ -41,6 +41,9 @@ def test_ranks_leave_and_come_back(kind: str) -> None:
         ]
         assert (result["built"], result["notes"]) == (3, ["recut", "recut"])
         assert result["free"]
+    # The curve of whole batches, but for the order of sums.
+    losses = [next(one[step][1] for one in steps if step in one) for step in range(1, 10)]
+    assert losses == pytest.approx(alone(9), rel=1e-3)
     batches = [[n for one in steps if step in one for n in one[step][0]] for step in range(1, 10)]
     assert {len(batch) for batch in batches} == {BATCH}
     for first in range(0, 8, SAMPLES // BATCH):
