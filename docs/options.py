@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 
+from ckptless.daemon.protocol.limits import MOST_SIZES
+from ckptless.daemon.settings import elastic
 from ckptless.daemon.settings.option_kinds import Option, rate_text
 from ckptless.daemon.settings.options import KEYS, NO_HET, NONE_LEFT, RUN_ROWS, Row
 from ckptless.daemon.settings.site import default_settings, shown
@@ -18,6 +20,13 @@ ROOT = Path(__file__).parents[1]
 MAN = ROOT / "docs" / "man"
 # How what this script writes begins, down to the end of an item.
 OURS = re.compile(r"It must be |From \d|Default: ")
+# What the plugins refuse, by the name that a sentence has there; and the fields in them that are no numbers.
+SENTENCES = {
+    "NONE_LEFT": NONE_LEFT,
+    "NO_HET": NO_HET,
+    **{name: text for name, text in vars(elastic).items() if name.isupper() and isinstance(text, str)},
+}
+TEXTS = ("s", "n", "word", "than", "sizes", "partition", "allowed")
 
 
 def texts() -> dict[Path, str]:
@@ -125,13 +134,20 @@ def _header() -> str:
             f"#define {name}_HIGH {option.high:.0f}",
             f'#define {name}_RANGE "{span[0]} to {span[1]}"',
         ]
-    fits = NONE_LEFT.format(spares="%d", s="%s", nodes="%ld", n="%s")
-    lines += ["", *_define("CKPTLESS_NONE_LEFT", fits), *_define("CKPTLESS_NO_HET", NO_HET), "", "#endif"]
+    (wanted,) = (row.option.wanted() for row in RUN_ROWS if row.option.spec == "sizes")
+    lines += ["", f"#define CKPTLESS_MOST_SIZES {MOST_SIZES}", *_define("CKPTLESS_SIZES_WANTED", wanted), ""]
+    for name, sentence in SENTENCES.items():
+        lines += _define(f"CKPTLESS_{name}", re.sub(r"{(\w+)}", _conversion, sentence))
+    lines += ["", "#endif"]
     return "\n".join(lines) + "\n"
 
 
+def _conversion(found: re.Match[str]) -> str:
+    return "%s" if found[1] in TEXTS else "%ld"
+
+
 def _define(name: str, sentence: str) -> list[str]:
-    parts = [f'\t"{part} "' for part in textwrap.wrap(sentence, 90)]
+    parts = [f'\t"{part} "' for part in textwrap.wrap(sentence, 90, break_on_hyphens=False)]
     parts[-1] = parts[-1].removesuffix(' "') + '"'
     return [f"#define {name} \\", *(f"{part} \\" for part in parts[:-1]), parts[-1]]
 

@@ -27,7 +27,7 @@ from ckptless.daemon.protocol.messages import JobSpec
 from ckptless.daemon.protocol.saving import SaveConfig
 from ckptless.daemon.replication.failure_domains import check_name
 from ckptless.daemon.settings.agent_config import SharedConfig
-from ckptless.daemon.settings.elastic import DEFAULT_GROW_S, sizes
+from ckptless.daemon.settings.elastic import DEFAULT_GROW_S, check_allowed, sizes
 from ckptless.daemon.settings.options import (
     DEFAULT_SHUTDOWN_S,
     NO_HET,
@@ -105,6 +105,9 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
             "add --spares 0 to train on them too, or ask for none"
         )
     settings, in_step = load_settings(), found.step is not None
+    elastic = _elastic(options, shape.nodes, shape.spares, recovery=recovery)
+    if elastic:
+        check_allowed(settings.elastic, env.get("SLURM_JOB_PARTITION", ""))
     spec = JobSpec(
         job=str(found.job_id),
         command=argv,
@@ -116,7 +119,7 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         run_id=slurm.run_id(env),
         launch=slurm.launch_id(env) if in_step else token_hex(16),
         recovers=recovery,
-        **_elastic(options, shape.nodes, shape.spares, recovery=recovery),
+        **elastic,
     )
     config = _config(spec, argv, given, options, settings, env)
     log_dir, job = _log_dir(options, found)  # the last that may be refused: it is made

@@ -2,12 +2,12 @@
 
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.limits import MOST_SIZES
-from ckptless.daemon.settings.options import RunOptions
+from ckptless.daemon.settings.options import ElasticSettings, RunOptions
 
 # How long a job could have been larger before it grows.
 DEFAULT_GROW_S = 30.0
 
-# The plugin has these from table.h, and fills in the same in the same order.
+# The plugin has all of these sentences from table.h, and fills in the same in the same order.
 BOTH_WAYS = (
     "sizes says the same as min-nodes, max-nodes and step together (--nnodes MIN:MAX is min-nodes); "
     "say it in one of these ways"
@@ -29,8 +29,14 @@ NO_ROOM = (
     "the job is to grow to {most} nodes, and has {nodes} to train on and {spares} spare{s}; as it cannot "
     "draw further nodes in, ask for them as spares, or let it grow to fewer"
 )
-TOO_MANY = (
-    "from min-nodes={least} to max-nodes={most} the job has more than {limit} sizes; choose a larger step"
+TOO_MANY = "from min-nodes={least} to max-nodes={most} are more than {limit} sizes; choose a larger step"
+NOT_HERE = (
+    "this site has no elastic jobs; leave out min-nodes, max-nodes, step and sizes, and give --nnodes one "
+    "number"
+)
+NOT_IN = (
+    "partition {partition} has no elastic jobs, as have {allowed}; choose among these, or leave out "
+    "min-nodes, max-nodes, step and sizes"
 )
 
 _ALONE = "{word} is for an elastic job: say min-nodes or sizes too, or leave it out"
@@ -58,6 +64,14 @@ def sizes(asked: RunOptions, nodes: int, spares: int) -> tuple[int, ...]:
     if found[-1] > nodes + spares:
         raise UsageError(NO_ROOM.format(most=found[-1], nodes=nodes, spares=spares, s=_s(spares)))
     return found
+
+
+def check_allowed(site: ElasticSettings, partition: str) -> None:
+    """Raise UsageError where an elastic job in `partition` ("": not known) is not to be."""
+    if not site.allow:
+        raise UsageError(NOT_HERE)
+    if partition and site.partitions and partition not in site.partitions:
+        raise UsageError(NOT_IN.format(partition=partition, allowed=",".join(site.partitions)))
 
 
 def _from_range(asked: RunOptions, nodes: int) -> tuple[int, ...]:

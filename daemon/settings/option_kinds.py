@@ -249,6 +249,17 @@ def size(value_nbytes: int) -> str:
     return "0"
 
 
+# --------------------------------------------------------------------------------- lists of names
+
+
+def names(written: object) -> tuple[str, ...] | None:
+    """A list of names, each once, as a tuple; None for what is not one."""
+    if not isinstance(written, list) or len({str(name) for name in written}) < len(written):
+        return None
+    fine = all(isinstance(name, str) and re.fullmatch(r"[^\s,]{1,64}", name) for name in written)
+    return tuple(written) if fine else None
+
+
 # ------------------------------------------------------------------------------- addresses of nodes
 
 

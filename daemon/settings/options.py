@@ -30,6 +30,7 @@ from ckptless.daemon.settings.option_kinds import (
     is_bind,
     is_shared_bind,
     memory,
+    names,
     number,
     shared_binds,
     span,
@@ -222,6 +223,16 @@ class KeepSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticSettings:
+    """Whether jobs may be elastic, and in which partitions; none are named: in all."""
+
+    allow: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(True)
+    partitions: tuple[str, ...] = Option(
+        words=("a list of partitions, each once, such as [gpu, debug]",), read=names
+    ).default(())
+
+
+@dataclass(frozen=True, kw_only=True)
 class SettingsFile:
     """The file. `domains` are hostlists by the name of the failure domain."""
 
@@ -239,6 +250,7 @@ class SettingsFile:
     comm: CommSettings = CommSettings()
     data: DataSettings = DataSettings()
     keep: KeepSettings = KeepSettings()
+    elastic: ElasticSettings = ElasticSettings()
 
 
 # ------------------------------------------------------------------------------ the command line

@@ -194,7 +194,7 @@ class Shown(Struct, frozen=True, kw_only=True):
     """
 
     key: str
-    value: str | int | float | bool | Mapping[str, str] | None
+    value: str | int | float | bool | tuple[str, ...] | Mapping[str, str] | None
     source: str
     unit: str | None = None
 

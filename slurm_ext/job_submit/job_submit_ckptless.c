@@ -1,6 +1,6 @@
 /*
  * job_submit/ckptless: what slurmctld itself sees to for jobs that asked for --ckptless. It makes them no-kill,
- * and refuses as many spares as nodes, and heterogeneous jobs, which the submit command cannot always know.
+ * and refuses as many spares as nodes, sizes that cannot be, and heterogeneous jobs, which the submit command cannot always know.
  * It reads what the SPANK plugin has put into the job (spank_job_env), which is the user's word.
  */
 #include <slurm/slurm.h>
@@ -70,7 +70,7 @@ int job_submit(job_desc_msg_t *job, uint32_t submit_uid, char **err_msg)
 	if (spec.on && job->het_job_offset != NO_VAL)
 		return refuse(CKPTLESS_NO_HET, submit_uid, err_msg);
 	nodes = job->max_nodes == NO_VAL || job->max_nodes == INFINITE ? 0 : (long)job->max_nodes;
-	if (!ckptless_fits(&spec, nodes, why, sizeof(why)))
+	if (!ckptless_fits(&spec, nodes, job->min_nodes == job->max_nodes, why, sizeof(why)))
 		return refuse(why, submit_uid, err_msg);
 	if (spec.on && job->kill_on_node_fail == NO_VAL16 && !asked(job, CKPTLESS_KILL))
 		job->kill_on_node_fail = 0;

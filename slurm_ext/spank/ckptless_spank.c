@@ -24,7 +24,8 @@ static int on_option(int val, const char *text, int remote)
 
 static struct spank_option options[] = {
 	{ "ckptless", "[SPEC]",
-	  "training that outlives its processes and nodes; SPEC is auto, off or a list of spares=N, replicas=N, "
+	  "training that outlives its processes and nodes; SPEC is auto, off or a list of spares=N, "
+	  "min-nodes=N, max-nodes=N, step=N, sizes=N:N, scale-up-after=N[s|m], replicas=N, "
 	  "max-stall=N[s|m], bandwidth=RATE, interface=NAME",
 	  2, 0, on_option },
 	SPANK_OPTIONS_TABLE_END
@@ -36,7 +37,7 @@ static bool configure(int argc, char **argv)
 
 	if (ckptless_config_parse(argc, argv, &config, &unknown))
 		return true;
-	slurm_error("ckptless: plugstack.conf: \"%s\" is not known; want socket=PATH or launcher=PATH", unknown);
+	slurm_error("ckptless: plugstack.conf: \"%s\" is not known; want socket=PATH, launcher=PATH or elastic=no|PARTITION,...", unknown);
 	return false;
 }
 

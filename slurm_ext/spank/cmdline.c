@@ -37,20 +37,22 @@ static bool is_short_flag(char c, enum ckptless_command command)
 }
 
 /* "4", "2-4": 4. Anything else Slurm may make something of, but not we: -1. */
-static long largest_node_count(const char *text)
+static void note_nodes(struct ckptless_cmdline *said, const char *text)
 {
 	char *end;
-	long low, high;
+	long low;
 
+	said->nodes = -1;
+	said->fewer = false;
 	if (*text < '0' || *text > '9')
-		return -1;
-	low = strtol(text, &end, 10);
-	if (*end == '\0')
-		return low;
-	if (*end != '-' || end[1] < '0' || end[1] > '9')
-		return -1;
-	high = strtol(end + 1, &end, 10);
-	return *end == '\0' ? high : -1;
+		return;
+	low = said->nodes = strtol(text, &end, 10);
+	if (*end == '-' && end[1] >= '0' && end[1] <= '9') {
+		said->nodes = strtol(end + 1, &end, 10);
+		said->fewer = low != said->nodes;
+	}
+	if (*end != '\0')
+		said->nodes = -1;
 }
 
 static void note_long(struct ckptless_cmdline *said, const char *name, size_t size, const char *value)
@@ -58,7 +60,9 @@ static void note_long(struct ckptless_cmdline *said, const char *name, size_t si
 	if (size == 8 && !memcmp(name, "ckptless", 8))
 		said->spec = value ? value : "";
 	else if (size == 5 && !memcmp(name, "nodes", 5))
-		said->nodes = largest_node_count(value ? value : "");
+		note_nodes(said, value ? value : "");
+	else if (size >= 4 && size <= 9 && !memcmp(name, "partition", size))
+		said->partition = value;
 	else if (size >= 4 && size <= 7 && !memcmp(name, "no-kill", size))
 		said->no_kill = value ? value : "";
 }
@@ -76,7 +80,9 @@ static bool scan_short(const char *word, const char *next, enum ckptless_command
 			continue;
 		}
 		if (*c == 'N')
-			said->nodes = largest_node_count(c[1] ? c + 1 : next ? next : "");
+			note_nodes(said, c[1] ? c + 1 : next ? next : "");
+		if (*c == 'p')
+			said->partition = c[1] ? c + 1 : next;
 		return c[1] == '\0';
 	}
 	return false;

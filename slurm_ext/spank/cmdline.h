@@ -12,7 +12,9 @@ struct ckptless_cmdline {
 	const char *spec;    /* --ckptless: its value, "" without one; NULL: not there */
 	const char *no_kill; /* --no-kill, -k: its value, "" without one; NULL: not there */
 	const char *program; /* the first word that is no option: script or program; NULL: none */
+	const char *partition; /* -p, --partition: one, or several parted by commas; NULL: not there */
 	long nodes;	     /* -N, --nodes: the largest number allowed; 0: not there, -1: not readable */
+	bool fewer;	     /* it is the larger one of two, as in 2-4 */
 	bool het;	     /* there are several components: a word ":" before the program, or hetjob in a script */
 };
 

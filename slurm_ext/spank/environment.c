@@ -28,4 +28,9 @@ void ckptless_variables(const struct ckptless_spec *spec, struct ckptless_variab
 	number(&out[4], "CKPTLESS_MAX_STALL", spec->max_stall_s);
 	words(&out[5], "CKPTLESS_BANDWIDTH", spec->bandwidth);
 	words(&out[6], "CKPTLESS_INTERFACE", spec->interface);
+	number(&out[7], "CKPTLESS_MIN_NODES", spec->min_nodes);
+	number(&out[8], "CKPTLESS_MAX_NODES", spec->max_nodes);
+	number(&out[9], "CKPTLESS_STEP", spec->step);
+	words(&out[10], "CKPTLESS_SIZES", spec->sizes);
+	number(&out[11], "CKPTLESS_SCALE_UP_AFTER", spec->grow_after_s);
 }

@@ -26,13 +26,17 @@ static unsigned char *put_uint(unsigned char *at, uint32_t value)
 	return at;
 }
 
-/* `text` of at most 255 bytes */
+/* `text` of less than CKPTLESS_SPEC_SIZE bytes */
 static unsigned char *put_text(unsigned char *at, const char *text)
 {
 	size_t size = strlen(text);
 
-	if (size >= 32)
+	if (size > 0xff) {
+		*at++ = 0xda;
+		*at++ = (unsigned char)(size >> 8);
+	} else if (size >= 32) {
 		*at++ = 0xd9;
+	}
 	*at++ = (unsigned char)(size < 32 ? 0xa0 | size : size);
 	memcpy(at, text, size);
 	return at + size;

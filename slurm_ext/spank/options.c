@@ -2,6 +2,7 @@
 #include "options.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 static bool is_digit(char c)
@@ -42,7 +43,7 @@ static bool bounded(const char *text, size_t size, int low, int high, int *out)
 	return true;
 }
 
-static bool duration_s(const char *text, size_t size, int *out)
+static bool duration_s(const char *text, size_t size, int low, int high, int *out)
 {
 	size_t used = 0;
 	int value = leading_number(text, size, &used);
@@ -53,7 +54,7 @@ static bool duration_s(const char *text, size_t size, int *out)
 		value *= 60; /* at most 7 digits: no overflow */
 	else if (used != size && !(used + 1 == size && text[used] == 's'))
 		return false;
-	if (value < CKPTLESS_MAX_STALL_LOW || value > CKPTLESS_MAX_STALL_HIGH)
+	if (value < low || value > high)
 		return false;
 	*out = value;
 	return true;
@@ -115,6 +116,27 @@ static bool interface_name(const char *text, size_t size, char *out)
 	return true;
 }
 
+/* "4:8:12" */
+static bool sizes(const char *text, size_t size, char *out)
+{
+	int last = 0, count = 0;
+
+	for (size_t at = 0; at <= size; at++) {
+		size_t used = 0;
+		int value = leading_number(text + at, size - at, &used);
+
+		if (used > 5 || value <= last || value > CKPTLESS_MAX_NODES_HIGH || ++count > CKPTLESS_SIZES_MOST)
+			return false;
+		last = value;
+		at += used;
+		if (at < size && text[at] != ':')
+			return false;
+	}
+	memcpy(out, text, size);
+	out[size] = '\0';
+	return true;
+}
+
 /* A user's text as it may stand in a message: short, and nothing in it that a terminal would act on. */
 static const char *shown(const char *text, size_t size, char out[49])
 {
@@ -126,6 +148,40 @@ static const char *shown(const char *text, size_t size, char out[49])
 	return out;
 }
 
+#define AT(field) offsetof(struct ckptless_spec, field)
+#define BOUNDS(name) CKPTLESS_##name##_LOW, CKPTLESS_##name##_HIGH
+
+static const struct {
+	const char *word;
+	size_t at;
+	int low, high;
+	bool (*read)(const char *text, size_t size, int low, int high, int *out);
+	const char *wants;
+} numbers[] = {
+	{ "spares", AT(spares), BOUNDS(SPARES), bounded, "a number from " CKPTLESS_SPARES_RANGE },
+	{ "min-nodes", AT(min_nodes), BOUNDS(MIN_NODES), bounded, "a number from " CKPTLESS_MIN_NODES_RANGE },
+	{ "max-nodes", AT(max_nodes), BOUNDS(MAX_NODES), bounded, "a number from " CKPTLESS_MAX_NODES_RANGE },
+	{ "step", AT(step), BOUNDS(STEP), bounded, "a number from " CKPTLESS_STEP_RANGE },
+	{ "scale-up-after", AT(grow_after_s), BOUNDS(SCALE_UP_AFTER), duration_s,
+	  CKPTLESS_SCALE_UP_AFTER_RANGE ", or minutes as in 2m" },
+	{ "replicas", AT(replicas), BOUNDS(REPLICAS), bounded, "a number from " CKPTLESS_REPLICAS_RANGE },
+	{ "max-stall", AT(max_stall_s), BOUNDS(MAX_STALL), duration_s,
+	  CKPTLESS_MAX_STALL_RANGE ", or minutes as in 2m" },
+};
+
+static const struct {
+	const char *word;
+	size_t at;
+	bool (*read)(const char *text, size_t size, char *out);
+	const char *wants;
+} texts[] = {
+	{ "sizes", AT(sizes), sizes, CKPTLESS_SIZES_WANTED },
+	{ "bandwidth", AT(bandwidth), rate, CKPTLESS_BANDWIDTH_RANGE ", as in 500MB/s, or none" },
+	{ "interface", AT(interface), interface_name, "interfaces or networks, as in ib0+ib1" },
+};
+
+#define COUNT(table) (sizeof(table) / sizeof(*(table)))
+
 static bool setting_parse(const char *item, size_t size, struct ckptless_spec *spec, char *why, size_t why_size)
 {
 	char word[49];
@@ -133,51 +189,44 @@ static bool setting_parse(const char *item, size_t size, struct ckptless_spec *s
 	size_t key = equals ? (size_t)(equals - item) : size;
 	const char *value = equals ? equals + 1 : item + size;
 	size_t rest = equals ? size - key - 1 : 0;
-	bool again = false;
-	const char *want;
+	bool known = false, again = false;
+	const char *want = NULL;
 
-	if (same(item, key, "spares")) {
-		again = spec->spares != CKPTLESS_NOT_SAID;
-		want = bounded(value, rest, CKPTLESS_SPARES_LOW, CKPTLESS_SPARES_HIGH, &spec->spares)
-			       ? NULL : "a number from " CKPTLESS_SPARES_RANGE;
-	} else if (same(item, key, "replicas")) {
-		again = spec->replicas != CKPTLESS_NOT_SAID;
-		want = bounded(value, rest, CKPTLESS_REPLICAS_LOW, CKPTLESS_REPLICAS_HIGH, &spec->replicas)
-			       ? NULL : "a number from " CKPTLESS_REPLICAS_RANGE;
-	} else if (same(item, key, "max-stall")) {
-		again = spec->max_stall_s != CKPTLESS_NOT_SAID;
-		want = duration_s(value, rest, &spec->max_stall_s) ? NULL : CKPTLESS_MAX_STALL_RANGE ", or minutes as in 2m";
-	} else if (same(item, key, "bandwidth")) {
-		again = spec->bandwidth[0] != '\0';
-		want = rate(value, rest, spec->bandwidth) ? NULL : CKPTLESS_BANDWIDTH_RANGE ", as in 500MB/s, or none";
-	} else if (same(item, key, "interface")) {
-		again = spec->interface[0] != '\0';
-		want = interface_name(value, rest, spec->interface) ? NULL : "interfaces or networks, as in ib0+ib1";
-	} else {
+	for (size_t i = 0; i < COUNT(numbers) && !known; i++) {
+		int *out = (int *)((char *)spec + numbers[i].at);
+
+		if (!(known = same(item, key, numbers[i].word)))
+			continue;
+		again = *out != CKPTLESS_NOT_SAID;
+		want = numbers[i].read(value, rest, numbers[i].low, numbers[i].high, out) ? NULL : numbers[i].wants;
+	}
+	for (size_t i = 0; i < COUNT(texts) && !known; i++) {
+		char *out = (char *)spec + texts[i].at;
+
+		if (!(known = same(item, key, texts[i].word)))
+			continue;
+		again = out[0] != '\0';
+		want = texts[i].read(value, rest, out) ? NULL : texts[i].wants;
+	}
+	if (!known)
 		snprintf(why, why_size,
 			 "\"%s\" is not known; say auto, off, or a list of "
-			 "spares=N, replicas=N, max-stall=N[s|m], bandwidth=RATE, interface=NAME",
+			 "spares=N, min-nodes=N, max-nodes=N, step=N, sizes=N:N, scale-up-after=N[s|m], "
+			 "replicas=N, max-stall=N[s|m], bandwidth=RATE, interface=NAME",
 			 shown(item, size, word));
-		return false;
-	}
-	if (want) {
-		snprintf(why, why_size, "\"%s\" is not valid; %.*s wants %s",
-			 shown(item, size, word), (int)key, item, want);
-		return false;
-	}
-	if (again) {
+	else if (want)
+		snprintf(why, why_size, "\"%s\" is not valid; %.*s wants %s", shown(item, size, word), (int)key, item,
+			 want);
+	else if (again)
 		snprintf(why, why_size, "%.*s is given twice; say it once", (int)key, item);
-		return false;
-	}
-	return true;
+	return known && !want && !again;
 }
 
 bool ckptless_spec_parse(const char *text, struct ckptless_spec *spec, char *why, size_t why_size)
 {
-	*spec = (struct ckptless_spec){ .on = true,
-					.spares = CKPTLESS_NOT_SAID,
-					.replicas = CKPTLESS_NOT_SAID,
-					.max_stall_s = CKPTLESS_NOT_SAID };
+	*spec = (struct ckptless_spec){ .on = true };
+	for (size_t i = 0; i < COUNT(numbers); i++)
+		*(int *)((char *)spec + numbers[i].at) = CKPTLESS_NOT_SAID;
 	if (!text || !*text || !strcmp(text, "(null)") || !strcmp(text, "auto"))
 		return true;
 	if (!strcmp(text, "off")) {
@@ -204,27 +253,105 @@ void ckptless_spec_format(const struct ckptless_spec *spec, char *text)
 		strcpy(text, "off");
 		return;
 	}
-	if (spec->spares != CKPTLESS_NOT_SAID)
-		at += (size_t)sprintf(text + at, ",spares=%d", spec->spares);
-	if (spec->replicas != CKPTLESS_NOT_SAID)
-		at += (size_t)sprintf(text + at, ",replicas=%d", spec->replicas);
-	if (spec->max_stall_s != CKPTLESS_NOT_SAID)
-		at += (size_t)sprintf(text + at, ",max-stall=%d", spec->max_stall_s);
-	if (spec->bandwidth[0])
-		at += (size_t)sprintf(text + at, ",bandwidth=%s", spec->bandwidth);
-	if (spec->interface[0])
-		at += (size_t)sprintf(text + at, ",interface=%s", spec->interface);
+	for (size_t i = 0; i < COUNT(numbers); i++) {
+		int value = *(const int *)((const char *)spec + numbers[i].at);
+
+		if (value != CKPTLESS_NOT_SAID)
+			at += (size_t)sprintf(text + at, ",%s=%d", numbers[i].word, value);
+	}
+	for (size_t i = 0; i < COUNT(texts); i++) {
+		const char *value = (const char *)spec + texts[i].at;
+
+		if (value[0])
+			at += (size_t)sprintf(text + at, ",%s=%s", texts[i].word, value);
+	}
 	if (at == 0)
 		strcpy(text, "auto");
 	else
 		memmove(text, text + 1, at); /* the first comma goes, the NUL comes along */
 }
 
-bool ckptless_fits(const struct ckptless_spec *spec, long nodes, char *why, size_t why_size)
+static const char *s(long count)
 {
-	if (!spec->on || nodes <= 0 || spec->spares < nodes)
+	return count == 1 ? "" : "s";
+}
+
+bool ckptless_elastic(const struct ckptless_spec *spec)
+{
+	return spec->on &&
+	       (spec->sizes[0] || spec->min_nodes != CKPTLESS_NOT_SAID || spec->max_nodes != CKPTLESS_NOT_SAID);
+}
+
+/* Whether `nodes` is one of the sizes as they are written; the largest of them is `*most`. */
+static bool is_a_size(const char *text, long nodes, long *most)
+{
+	bool found = false;
+
+	for (char *end; *text; text = *end ? end + 1 : end) {
+		*most = strtol(text, &end, 10);
+		found |= *most == nodes;
+	}
+	return found;
+}
+
+/* The same for a least and a most, in words for what is wrong with one of them. */
+static bool bound_fits(const char *word, long bound, long step, long nodes, char *why, size_t why_size)
+{
+	bool is_least = !strcmp(word, "min-nodes");
+
+	if (is_least ? bound > nodes : bound < nodes)
+		snprintf(why, why_size, CKPTLESS_OUTSIDE, word, bound, is_least ? "more" : "less", nodes, s(nodes));
+	else if ((bound - nodes) % step)
+		snprintf(why, why_size, CKPTLESS_NOT_WHOLE, nodes, s(nodes), step, word, bound);
+	else
 		return true;
-	snprintf(why, why_size, CKPTLESS_NONE_LEFT, spec->spares, spec->spares == 1 ? "" : "s", nodes,
-		 nodes == 1 ? "" : "s");
 	return false;
+}
+
+/* Of a job that trains on `nodes` nodes; 0: not known. The rules, and their order, are settings/elastic.py's. */
+static bool sizes_fit(const struct ckptless_spec *spec, long nodes, long spares, char *why, size_t why_size)
+{
+	bool least_said = spec->min_nodes != CKPTLESS_NOT_SAID, most_said = spec->max_nodes != CKPTLESS_NOT_SAID;
+	long least = least_said ? spec->min_nodes : nodes, most = most_said ? spec->max_nodes : nodes;
+	long step = spec->step != CKPTLESS_NOT_SAID ? spec->step : 1;
+
+	if (spec->sizes[0] && (least_said || most_said || spec->step != CKPTLESS_NOT_SAID)) {
+		snprintf(why, why_size, CKPTLESS_BOTH_WAYS);
+		return false;
+	}
+	if (least_said && most_said && least > most) {
+		snprintf(why, why_size, CKPTLESS_UPSIDE_DOWN, least, most);
+		return false;
+	}
+	if (nodes == 0)
+		return true;
+	if (spec->sizes[0] && !is_a_size(spec->sizes, nodes, &most)) {
+		snprintf(why, why_size, CKPTLESS_NOT_A_SIZE, nodes, s(nodes), spec->sizes);
+		return false;
+	}
+	if (!spec->sizes[0] && (!bound_fits("min-nodes", least, step, nodes, why, why_size) ||
+				!bound_fits("max-nodes", most, step, nodes, why, why_size)))
+		return false;
+	if (!spec->sizes[0] && (most - least) / step >= CKPTLESS_MOST_SIZES) {
+		snprintf(why, why_size, CKPTLESS_TOO_MANY, least, most, (long)CKPTLESS_MOST_SIZES);
+		return false;
+	}
+	if (most > nodes + spares) {
+		snprintf(why, why_size, CKPTLESS_NO_ROOM, most, nodes, spares, s(spares));
+		return false;
+	}
+	return true;
+}
+
+bool ckptless_fits(const struct ckptless_spec *spec, long nodes, bool exactly, char *why, size_t why_size)
+{
+	long spares = spec->spares == CKPTLESS_NOT_SAID ? 0 : spec->spares;
+
+	if (!spec->on)
+		return true;
+	if (nodes > 0 && spares >= nodes) {
+		snprintf(why, why_size, CKPTLESS_NONE_LEFT, spares, s(spares), nodes, s(nodes));
+		return false;
+	}
+	return !ckptless_elastic(spec) || sizes_fit(spec, nodes > 0 && exactly ? nodes - spares : 0, spares, why, why_size);
 }

@@ -165,7 +165,7 @@ static const char *adopt_environment(void)
 	if (!value)
 		return NULL;
 	if (!ckptless_spec_parse(value, &spec, why, sizeof(why))) {
-		snprintf(state.bad_env, sizeof(state.bad_env), "%s: %.210s", name, why);
+		snprintf(state.bad_env, sizeof(state.bad_env), "%s: %.340s", name, why);
 		return NULL;
 	}
 	state.spec_from_env = !state.line.spec;
@@ -240,16 +240,48 @@ int ckptless_submit_spec(const char *text)
 }
 
 /*
- * How many nodes the spares are among, as far as that can be known here; 0 or less: not known.
- * Spares that a step does not ask for itself are among all nodes of its job.
+ * How many nodes the spares are among, as far as that can be known here; 0 or less: not known. `*exactly` false:
+ * at most so many. Spares that a step does not ask for itself are among all nodes of its job.
  */
-static long node_count(void)
+static long node_count(bool *exactly)
 {
 	const char *of_job = state.command == CKPTLESS_SRUN ? getenv("SLURM_JOB_NUM_NODES") : NULL;
+	bool own = state.line.nodes && (!of_job || (state.line.spec && strstr(state.line.spec, "spares=")));
 
-	if (state.line.nodes && (!of_job || (state.line.spec && strstr(state.line.spec, "spares="))))
+	*exactly = own ? !state.line.fewer : of_job || !state.script.fewer;
+	if (own)
 		return state.line.nodes;
 	return of_job ? atol(of_job) : state.script.nodes;
+}
+
+/* The partitions that the job may go to, parted by commas; NULL: not said. */
+static const char *partitions(void)
+{
+	const char *of_job = state.command == CKPTLESS_SRUN ? getenv("SLURM_JOB_PARTITION") : NULL;
+	char name[40];
+
+	if (of_job || state.line.partition)
+		return of_job ? of_job : state.line.partition;
+	return own_variable("PARTITION", name) ? own_variable("PARTITION", name) : state.script.partition;
+}
+
+/* Sizes are said in one of two ways: where a step says its own in the one, the job's in the other do not count. */
+static void take_sizes_from_job(struct ckptless_spec *spec)
+{
+	bool own = spec->step != CKPTLESS_NOT_SAID || ckptless_elastic(spec);
+
+	if (spec->grow_after_s == CKPTLESS_NOT_SAID)
+		spec->grow_after_s = state.job.grow_after_s;
+	if (!own)
+		memcpy(spec->sizes, state.job.sizes, sizeof(spec->sizes));
+	if (spec->sizes[0])
+		return;
+	if (spec->min_nodes == CKPTLESS_NOT_SAID)
+		spec->min_nodes = state.job.min_nodes;
+	if (spec->max_nodes == CKPTLESS_NOT_SAID)
+		spec->max_nodes = state.job.max_nodes;
+	if (spec->step == CKPTLESS_NOT_SAID)
+		spec->step = state.job.step;
 }
 
 static void take_rest_from_job(struct ckptless_spec *spec)
@@ -266,6 +298,7 @@ static void take_rest_from_job(struct ckptless_spec *spec)
 		memcpy(spec->bandwidth, state.job.bandwidth, sizeof(spec->bandwidth));
 	if (!spec->interface[0])
 		memcpy(spec->interface, state.job.interface, sizeof(spec->interface));
+	take_sizes_from_job(spec);
 }
 
 /* For prolog, epilog and job. sbatch and salloc put these into the job's environment, srun does not. */
@@ -338,6 +371,8 @@ void ckptless_submit_ready(spank_t sp, const struct ckptless_config *config)
 	struct ckptless_spec spec;
 	char why[CKPTLESS_WHY_SIZE];
 	bool only_inherited = state.job.on && !state.line.spec && !state.spec_from_env;
+	bool exactly;
+	long nodes;
 
 	if (state.bad_env[0] && !state.line.spec)
 		refuse(state.bad_env);
@@ -349,7 +384,10 @@ void ckptless_submit_ready(spank_t sp, const struct ckptless_config *config)
 	if (state.line.het || state.script.het || (state.command == CKPTLESS_SRUN && getenv("SLURM_HET_SIZE")))
 		refuse(CKPTLESS_NO_HET);
 	take_rest_from_job(&spec);
-	if (!only_inherited && !ckptless_fits(&spec, node_count(), why, sizeof(why)))
+	nodes = node_count(&exactly);
+	if (!only_inherited && !ckptless_fits(&spec, nodes, exactly, why, sizeof(why)))
+		refuse(why);
+	if (ckptless_elastic(&spec) && !ckptless_elastic_allowed(config, partitions(), why, sizeof(why)))
 		refuse(why);
 	if (!state.no_kill_asked)
 		slurm_spank_log("ckptless: --ckptless was found too late to set --no-kill; add --no-kill");

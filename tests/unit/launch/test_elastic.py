@@ -186,3 +186,27 @@ def test_nor_is_it_elastic_by_other_words() -> None:
     text = "with --tier 1 (CKPTLESS_ROOTLESS=1) a job has the same nodes to its end"
     assert text in refused("--nnodes", "2:4", "train.py", env=env)
     assert text in refused("train.py", env={**env, "CKPTLESS_MIN_NODES": "2"})
+
+
+# ------------------------------------------------------------------------------------------- the site
+
+
+@pytest.mark.parametrize(
+    ("site", "partition", "says"),
+    [
+        ("allow: false", "gpu", "this site has no elastic jobs; leave out min-nodes"),
+        ("allow: false", "", "this site has no elastic jobs"),
+        ("partitions: [big, gpus]", "gpu", "partition gpu has no elastic jobs, as have big,gpus; choose"),
+        ("partitions: [big, gpu]", "gpu", ""),
+        ("partitions: [big, gpu]", "", ""),
+        ("partitions: []", "gpu", ""),
+    ],
+)
+def test_where_jobs_may_be_elastic(folder: Path, site: str, partition: str, says: str) -> None:
+    (folder / "no-such.yaml").write_text(f"version: 1\nelastic: {{{site}}}\n")
+    env = {**JOB, **({"SLURM_JOB_PARTITION": partition} if partition else {})}
+    assert run("train.py", env=env).config.spec.sizes == ()
+    if says:
+        assert says in refused("--min-nodes", "2", "train.py", env=env)
+    else:
+        assert run("--min-nodes", "2", "train.py", env=env).config.spec.elastic

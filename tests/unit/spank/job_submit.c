@@ -17,6 +17,7 @@ char *slurm_xstrdup(const char *text)
 }
 
 static uint32_t component = NO_VAL; /* as slurmctld itself sets it */
+static uint32_t least; /* of the nodes; 0: as many as the most */
 
 static job_desc_msg_t submitted(int expected, uint32_t nodes, uint16_t kill, char *one, char *two)
 {
@@ -28,6 +29,7 @@ static job_desc_msg_t submitted(int expected, uint32_t nodes, uint16_t kill, cha
 	slurm_init_job_desc_msg(&job);
 	assert(job.kill_on_node_fail == NO_VAL16);
 	job.het_job_offset = component;
+	job.min_nodes = least ? least : nodes;
 	job.max_nodes = nodes;
 	job.kill_on_node_fail = kill;
 	job.spank_job_env = environment;
@@ -57,6 +59,13 @@ int main(void)
 	assert(strstr(said, "with 4 spares, a job of 4 nodes has none left to train on"));
 	submitted(no, 4, NO_VAL16, "CKPTLESS=rm -rf", NULL);
 	assert(strstr(said, "\"rm -rf\" is not known"));
+	submitted(ok, 4, NO_VAL16, "CKPTLESS=spares=1,min-nodes=2", NULL);
+	submitted(no, 4, NO_VAL16, "CKPTLESS=spares=1,sizes=2:4", NULL);
+	assert(strstr(said, "the job trains on 3 nodes, spares apart, which is none of sizes=2:4"));
+	least = 3; /* it may yet get 3 */
+	submitted(ok, 4, NO_VAL16, "CKPTLESS=sizes=2:3", NULL);
+	submitted(no, 4, NO_VAL16, "CKPTLESS=spares=4,sizes=2:3", NULL);
+	least = 0;
 	component = 0; /* of a heterogeneous job */
 	submitted(ok, 4, NO_VAL16, NULL, NULL);
 	submitted(ok, 4, NO_VAL16, "CKPTLESS=off", NULL);

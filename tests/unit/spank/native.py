@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[3]
@@ -40,16 +41,22 @@ def make(folder: Path, build: Path, *arguments: str) -> str:
 
 
 class Parsers:
-    """The C parsers: one question, one answer."""
+    """The C parsers: to each question an answer."""
 
     def __init__(self, program: Path) -> None:
         self._program = program
 
     def ask(self, *fields: str) -> list[str]:
         """The fields of the answer."""
-        line = "\t".join(fields)
-        assert "\n" not in line
+        (answer,) = self.ask_all([fields])
+        return answer
+
+    def ask_all(self, questions: Sequence[Sequence[str]]) -> list[list[str]]:
+        """The fields of each answer."""
+        lines = ["\t".join(fields) for fields in questions]
+        assert "\n" not in "".join(lines)
+        text = "".join(f"{line}\n" for line in lines)
         result = subprocess.run(
-            [self._program], input=line + "\n", capture_output=True, text=True, timeout=20, check=True
+            [self._program], input=text, capture_output=True, text=True, timeout=20, check=True
         )
-        return result.stdout.removesuffix("\n").split("\t")
+        return [line.split("\t") for line in result.stdout.removesuffix("\n").split("\n")]

@@ -37,7 +37,7 @@ static void answer_spec(char **field)
 	printf("ok\t%s\n", text);
 }
 
-/* fits  SPEC  nodes */
+/* fits  SPEC  nodes  ["at most"] */
 static void answer_fits(char **field)
 {
 	struct ckptless_spec spec;
@@ -45,7 +45,7 @@ static void answer_fits(char **field)
 
 	if (!ckptless_spec_parse(field[0], &spec, why, sizeof(why)))
 		abort();
-	if (ckptless_fits(&spec, atol(field[1]), why, sizeof(why)))
+	if (ckptless_fits(&spec, atol(field[1]), !field[2][0], why, sizeof(why)))
 		printf("ok\n");
 	else
 		printf("refused\t%s\n", why);
@@ -53,8 +53,8 @@ static void answer_fits(char **field)
 
 static void answer_said(const struct ckptless_cmdline *said)
 {
-	printf("%s\t%s\t%s\t%ld\t%d\n", shown(said->spec), shown(said->no_kill), shown(said->program),
-	       said->nodes, said->het);
+	printf("%s\t%s\t%s\t%ld\t%d\t%d\t%s\n", shown(said->spec), shown(said->no_kill), shown(said->program),
+	       said->nodes, said->het, said->fewer, shown(said->partition));
 }
 
 static enum ckptless_command command(const char *name)
@@ -111,9 +111,24 @@ static void answer_config(char **field, size_t count)
 	const char *unknown = NULL;
 
 	if (ckptless_config_parse((int)count, field, &config, &unknown))
-		printf("ok\t%s\t%s\n", config.socket, config.launcher);
+		printf("ok\t%s\t%s\t%s\n", config.socket, config.launcher, shown(config.elastic));
 	else
 		printf("refused\t%s\n", unknown);
+}
+
+/* allowed  elastic=...  partitions, or NULL */
+static void answer_allowed(char **field)
+{
+	struct ckptless_config config;
+	const char *unknown, *partitions = strcmp(field[1], "NULL") ? field[1] : NULL;
+	char why[CKPTLESS_WHY_SIZE];
+
+	if (!ckptless_config_parse(field[0][0] ? 1 : 0, field, &config, &unknown))
+		abort();
+	if (ckptless_elastic_allowed(&config, partitions, why, sizeof(why)))
+		printf("ok\n");
+	else
+		printf("refused\t%s\n", why);
 }
 
 static void answer(char *line)
@@ -138,6 +153,8 @@ static void answer(char *line)
 		answer_variables(field + 1);
 	else if (!strcmp(field[0], "config"))
 		answer_config(field + 1, count - 1);
+	else if (!strcmp(field[0], "allowed"))
+		answer_allowed(field + 1);
 	else if (!strcmp(field[0], "cmdline")) {
 		struct ckptless_cmdline said;
 
@@ -155,6 +172,7 @@ static const char *const pieces[] = {
 	"m",	   "auto",     "off",	    "(null)",  "-",    "--",	   "\n", " ",	 "\t",	 "\"",		"'",
 	"\\",	   "#SBATCH ", "#",	    "-N",      "-N2",  "--nodes=", "2-", "k",	 "-HN",	 "--ckptless",	"=1",
 	"bandwidth", "interface", "MB/s", "none", "GiB/s", "/16",
+	"min-nodes=", "max-nodes=", "step=", "sizes=", "scale-up-after=", "2", "4", "2:4:8", "65536", "-p",
 	"--no-kill", "a.sh",   ".",	    "_",       "\x80", "\xff",	   ":",	 "x",	 "60",
 };
 
@@ -200,8 +218,12 @@ static void fuzz_spec(void)
 		assert(ckptless_spec_parse(written, &same, why, sizeof(why)));
 		ckptless_spec_format(&same, again);
 		assert(!strcmp(written, again));
-		assert(ckptless_fits(&spec, 1025, why, sizeof(why)));
-		assert(!spec.on || ckptless_fits(&spec, 1, why, sizeof(why)) == (spec.spares < 1));
+		if (!ckptless_elastic(&spec)) {
+			assert(ckptless_fits(&spec, 1025, true, why, sizeof(why)));
+			assert(!spec.on || ckptless_fits(&spec, 1, true, why, sizeof(why)) == (spec.spares < 1));
+		} else if (!ckptless_fits(&spec, 1 + rand() % 9, rand() % 2, why, sizeof(why))) {
+			check_sentence(why);
+		}
 	} else {
 		check_sentence(why);
 	}

@@ -29,7 +29,7 @@ def unpack(frame: bytes) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("number", [0, 1, 127, 128, 255, 256, 65535, 65536, 2**31, 2**32 - 1])
-@pytest.mark.parametrize("spec", ["", "auto", "s" * 31, "s" * 32, "s" * 255])
+@pytest.mark.parametrize("spec", ["", "auto", "s" * 31, "s" * 32, "s" * 255, "s" * 256, "s" * 447])
 def test_frame_is_what_the_daemon_reads(parsers: Parsers, number: int, spec: str) -> None:
     for kind in ("JobStarted", "JobEnded"):
         (answer,) = parsers.ask("frame", kind, str(number), str(number ^ 1), spec)

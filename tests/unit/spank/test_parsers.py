@@ -7,6 +7,12 @@ import pytest
 
 from .native import Parsers
 
+SIXTEEN = ":".join(str(65521 + n) for n in range(16))
+LONGEST = (
+    "spares=1024,min-nodes=65536,max-nodes=65536,step=65536,scale-up-after=86400,replicas=64,max-stall=86400,"
+    f"sizes={SIXTEEN},bandwidth=000000000000500.0MiB/s,interface={'i' * 159}"
+)
+
 
 @pytest.mark.parametrize(
     ("given", "written"),
@@ -28,14 +34,22 @@ from .native import Parsers
         ("interface=ib0+10.1.0.0/16", "interface=ib0+10.1.0.0/16"),
         ("bandwidth=none,interface=10.1.0.0/16", "bandwidth=none,interface=10.1.0.0/16"),
         ("bandwidth=1000GB/s,interface=fd00::/8", "bandwidth=1000GB/s,interface=fd00::/8"),
-        (
-            f"spares=1024,replicas=64,max-stall=86400,bandwidth=000000000000500.0MiB/s,interface={'i' * 159}",
-            f"spares=1024,replicas=64,max-stall=86400,bandwidth=000000000000500.0MiB/s,interface={'i' * 159}",
-        ),
+        ("step=2,max-nodes=8,min-nodes=4", "min-nodes=4,max-nodes=8,step=2"),
+        ("sizes=4:8:12,spares=4", "spares=4,sizes=4:8:12"),
+        ("scale-up-after=2m,min-nodes=65536", "min-nodes=65536,scale-up-after=120"),
+        ("scale-up-after=0s", "scale-up-after=0"),
+        (LONGEST, LONGEST),
     ],
 )
 def test_spec_is_brought_into_one_form(parsers: Parsers, given: str, written: str) -> None:
     assert parsers.ask("spec", given) == ["ok", written]
+
+
+NO_SIZES = (
+    *("", ":", "4:", ":4", "4::8", "0", "8:4", "4:65537", "000001", "4-8", "x"),
+    f"1:{SIXTEEN}",
+    ":".join(map(str, range(1, 18))),
+)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +91,15 @@ def test_spec_is_brought_into_one_form(parsers: Parsers, given: str, written: st
         ("interface=ib0;ls", "not valid"),
         (f"interface={'i' * 160}", "not valid"),
         ("interface=a,interface=a", "interface is given twice"),
+        ("min-nodes=0", "min-nodes wants a number from 1 to 65536"),
+        ("max-nodes=65537", "max-nodes wants a number from 1 to 65536"),
+        ("step=0", "step wants a number from 1 to 65536"),
+        ("step=", "not valid"),
+        ("min-nodes=1,min-nodes=1", "min-nodes is given twice"),
+        ("scale-up-after=86401", "scale-up-after wants 0s to 86400s, or minutes as in 2m"),
+        ("sizes=4:4", "sizes wants up to 16 numbers from 1 to 65536 that ascend, such as 4:8:12"),
+        *((f"sizes={text}", "not valid") for text in NO_SIZES),
+        ("sizes=4,sizes=4", "sizes is given twice"),
         ("profile=a", '"profile=a" is not known'),
         ("\x1b[31mred", '"?[31mred" is not known'),
         ("x" * 5000, f'"{"x" * 48}" is not known'),
@@ -106,12 +129,38 @@ def test_a_node_is_left_to_train_on(parsers: Parsers, spec: str, nodes: int, say
     assert says in "".join(sentence)
 
 
+@pytest.mark.parametrize(
+    ("spec", "nodes", "says"),
+    [
+        ("sizes=2:3", 4, ""),  # it may get 3
+        ("min-nodes=9", 4, ""),
+        ("sizes=2:3,spares=4", 4, "has none left to train on"),
+        ("sizes=2:3,step=1", 4, "say it in one of these ways"),
+        ("min-nodes=3,max-nodes=2", 0, "min-nodes=3 is more than max-nodes=2"),
+    ],
+)
+def test_sizes_where_only_the_most_nodes_are_known(
+    parsers: Parsers, spec: str, nodes: int, says: str
+) -> None:
+    verdict, *sentence = parsers.ask("fits", spec, str(nodes), "at most")
+    assert verdict == ("refused" if says else "ok")
+    assert says in "".join(sentence)
+
+
 def said(parsers: Parsers, *words: str) -> dict[str, str]:
-    names = ("spec", "no_kill", "program", "nodes", "het")
+    names = ("spec", "no_kill", "program", "nodes", "het", "fewer", "partition")
     return dict(zip(names, parsers.ask(*words), strict=True))
 
 
-NOTHING = {"spec": "-", "no_kill": "-", "program": "-", "nodes": "0", "het": "0"}
+NOTHING = {
+    "spec": "-",
+    "no_kill": "-",
+    "program": "-",
+    "nodes": "0",
+    "het": "0",
+    "fewer": "0",
+    "partition": "-",
+}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +173,18 @@ NOTHING = {"spec": "-", "no_kill": "-", "program": "-", "nodes": "0", "het": "0"
         ("sbatch --ckptless=off --ckptless=auto job.sh", {"spec": "auto", "program": "job.sh"}),
         ("sbatch -N 4 job.sh --ckptless", {"nodes": "4", "program": "job.sh"}),
         ("sbatch -HQN 4 job.sh --ckptless", {"nodes": "4", "program": "job.sh"}),
-        ("sbatch --nodes 2-4 --ckptless job.sh", {"nodes": "4", "spec": "", "program": "job.sh"}),
-        ("sbatch --nodes=2-4 job.sh", {"nodes": "4", "program": "job.sh"}),
+        (
+            "sbatch --nodes 2-4 --ckptless job.sh",
+            {"nodes": "4", "fewer": "1", "spec": "", "program": "job.sh"},
+        ),
+        ("sbatch --nodes=2-4 job.sh", {"nodes": "4", "fewer": "1", "program": "job.sh"}),
+        ("sbatch --nodes=2-4 -N5 job.sh", {"nodes": "5", "program": "job.sh"}),
+        ("sbatch -N4-4 job.sh", {"nodes": "4", "program": "job.sh"}),
+        ("sbatch -N2- job.sh", {"nodes": "-1", "program": "job.sh"}),
+        ("sbatch -p gpu job.sh", {"partition": "gpu", "program": "job.sh"}),
+        ("sbatch -HpA,B job.sh", {"partition": "A,B", "program": "job.sh"}),
+        ("sbatch --part=a --partition b job.sh", {"partition": "b", "program": "job.sh"}),
+        ("sbatch --parsable job.sh", {"program": "job.sh"}),
         ("sbatch -N 1k job.sh", {"nodes": "-1", "program": "job.sh"}),
         ("sbatch -N 1,4 job.sh", {"nodes": "-1", "program": "job.sh"}),
         ("sbatch --exclusive job.sh --ckptless", {"program": "job.sh"}),
@@ -203,10 +262,22 @@ def test_variables_are_those_that_were_given(parsers: Parsers) -> None:
         "CKPTLESS_INTERFACE=ib0",
         "",
     ]
+    spec = "min-nodes=2,max-nodes=8,step=2,scale-up-after=60"
+    assert parsers.ask("variables", spec) == [
+        f"CKPTLESS={spec}",
+        f"CKPTLESS_SPEC={spec}",
+        "CKPTLESS_MIN_NODES=2",
+        "CKPTLESS_MAX_NODES=8",
+        "CKPTLESS_STEP=2",
+        "CKPTLESS_SCALE_UP_AFTER=60",
+        "",
+    ]
+    assert parsers.ask("variables", "sizes=4:8")[2:] == ["CKPTLESS_SIZES=4:8", ""]
 
 
 def test_arguments_in_plugstack_conf(parsers: Parsers) -> None:
-    assert parsers.ask("config") == ["ok", "/run/ckptless/ckptlessd.sock", "ckptless-run"]
-    assert parsers.ask("config", "launcher=/opt/run", "socket=/x") == ["ok", "/x", "/opt/run"]
+    assert parsers.ask("config") == ["ok", "/run/ckptless/ckptlessd.sock", "ckptless-run", "-"]
+    assert parsers.ask("config", "launcher=/opt/run", "socket=/x") == ["ok", "/x", "/opt/run", "-"]
+    assert parsers.ask("config", "elastic=a,b", "socket=/x") == ["ok", "/x", "ckptless-run", "a,b"]
     assert parsers.ask("config", "socket=/x", "sockets=/y") == ["refused", "sockets=/y"]
     assert parsers.ask("config", "socket=") == ["refused", "socket="]
