@@ -94,6 +94,23 @@ def test_help_shows_the_option(user: User, command: str) -> None:
         ("--ckptless=spares=-1", '"spares=-1" is not valid; spares wants a number from 0 to 1024'),
         ("-N2 --ckptless=spares=2", "with 2 spares, a job of 2 nodes has none left to train on"),
         ("-N1-2 --ckptless=spares=2", "with 2 spares, a job of 2 nodes has none left"),
+        (
+            "-N2 --ckptless=sizes=2:1",
+            '"sizes=2:1" is not valid; sizes wants up to 16 numbers from 1 to 65536',
+        ),
+        ("-N2 --ckptless=sizes=1:2,step=1", "sizes says the same as min-nodes, max-nodes and step together"),
+        ("-N2 --ckptless=sizes=1:3", "the job trains on 2 nodes, spares apart, which is none of sizes=1:3"),
+        (
+            "-N3 --ckptless=spares=1,min-nodes=3",
+            "min-nodes=3 is more than the 2 nodes that the job trains on",
+        ),
+        ("-N3 --ckptless=max-nodes=2", "max-nodes=2 is less than the 3 nodes"),
+        ("-N1-3 --ckptless=min-nodes=3,max-nodes=2", "min-nodes=3 is more than max-nodes=2"),
+        (
+            "-N3 --ckptless=min-nodes=2,step=2",
+            "from the 3 nodes that the job trains on, steps of 2 do not lead",
+        ),
+        ("-N3 --ckptless=spares=1,max-nodes=4", "to grow to 4 nodes, and has 2 to train on and 1 spare;"),
         ("-N1 --ckptless : -N1", "a heterogeneous job (with : or hetjob) cannot train with ckptless"),
         ("-N1 : -N1 --ckptless", "a heterogeneous job (with : or hetjob) cannot train with ckptless"),
     ],
@@ -112,6 +129,10 @@ def test_nonsense_is_refused_at_submit(user: User, command: str, options: str, s
         (("#SBATCH --ckptless=bogus",), '"bogus" is not known'),
         (("#SBATCH -N2", "#SBATCH --ckptless=spares=2"), "with 2 spares, a job of 2 nodes has none left"),
         (("#SBATCH --nodes=1", "#SBATCH --ckptless=spares=1"), "a job of 1 node has none"),
+        (
+            ("#SBATCH --nodes=2", "#SBATCH --ckptless=max-nodes=3"),
+            "to grow to 3 nodes, and has 2 to train on",
+        ),
         (("#SBATCH -N1 --ckptless", "#SBATCH hetjob", "#SBATCH -N1"), "a heterogeneous job (with : or het"),
         (("#SBATCH -N1", "#SBATCH hetjob", "#SBATCH -N1 --ckptless"), "a heterogeneous job (with : or het"),
     ],
@@ -152,6 +173,14 @@ def test_values_are_in_the_environment(user: User, command: str) -> None:
             CKPTLESS_REPLICAS="2",
             CKPTLESS_MAX_STALL="120",
         )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_sizes_are_in_the_environment(user: User, command: str) -> None:
+    spec = "spares=1,min-nodes=1,max-nodes=3,step=1,scale-up-after=60"
+    words = {"MIN_NODES": "1", "MAX_NODES": "3", "STEP": "1", "SCALE_UP_AFTER": "60", "SPARES": "1"}
+    for environment in user.environments(f"{command} -N3 --ckptless={spec.replace('60', '1m')}"):
+        assert environment == asked(spec, **{f"CKPTLESS_{word}": value for word, value in words.items()})
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -300,6 +329,19 @@ def test_a_step_takes_what_it_does_not_say_from_its_job(user: User) -> None:
     assert off == {}
 
 
+def test_a_step_may_say_sizes_of_its_own_in_the_other_way(user: User) -> None:
+    script = user.script(
+        f"srun -N1 -n1 --ckptless=sizes=1:2 {SHOW}",
+        f"srun -N1 -n1 --ckptless=min-nodes=2 {SHOW}",
+        f"srun -N1 -n1 --ckptless=replicas=1,spares=1 {SHOW} || echo refused",
+    )
+    _, text = user.batch(f"sbatch -N2 --ckptless=min-nodes=1,scale-up-after=9 {script}")
+    sizes, range_ = (ours(json.loads(row)) for row in text.splitlines() if row.startswith("{"))
+    assert sizes["CKPTLESS"] == "scale-up-after=9,sizes=1:2"
+    assert range_["CKPTLESS"] == "min-nodes=2,scale-up-after=9"
+    assert "refused" in text  # one node, which is a spare
+
+
 def test_a_lost_node_ends_neither_job_nor_step(user: User) -> None:
     """The whole point: a plain `sbatch --ckptless` with a plain `srun`."""
     shared = user.cluster.shared
@@ -370,6 +412,35 @@ def test_a_dead_or_deaf_daemon_delays_nobody(user: User) -> None:
     # srun asks once a second whether the prolog is over
     assert deaf_s < plain_s + NOTIFY_DEADLINE_S + 1 + 0.5
     user.cluster.wait_idle("node01")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_where_jobs_may_be_elastic(user: User, command: str) -> None:
+    line = f"{command} -N2 --ckptless=min-nodes=1"
+    program = user.script("true")
+    try:
+        user.cluster.write(PLUGSTACK, f"{LOADED.strip()} elastic=no\n")
+        result = user.run(f"{line} {program}")
+        assert "ckptless: this site has no elastic jobs; leave out min-nodes" in result.stderr
+        assert user.run(f"{command} -N2 --ckptless=replicas=1 {program}").returncode == 0
+        user.cluster.write(PLUGSTACK, f"{LOADED.strip()} elastic=big,other\n")
+        says = "ckptless: partition main has no elastic jobs, as have big,other; choose among these"
+        assert says in user.run(f"{line} -p main {program}").stderr
+        prefix = "SLURM" if command == "srun" else command.upper()
+        assert says in user.run(f"{line} {program}", **{f"{prefix}_PARTITION": "main"}).stderr
+        user.cluster.write(PLUGSTACK, f"{LOADED.strip()} elastic=big,main\n")
+        assert user.run(f"{line} -p main {program}").returncode == 0
+        if command == "sbatch":
+            user.cluster.write(PLUGSTACK, f"{LOADED.strip()} elastic=big\n")
+            assert (
+                says.replace("big,other", "big")
+                in user.run(
+                    f"sbatch {user.script('#SBATCH -N2 -p main', '#SBATCH --ckptless=min-nodes=1', 'true')}"
+                ).stderr
+            )
+    finally:
+        user.cluster.write(PLUGSTACK, LOADED)
+    eventually(lambda: user.run("squeue -h").stdout == "")
 
 
 def test_a_mistake_in_plugstack_conf_is_named(user: User) -> None:
