@@ -16,13 +16,14 @@ from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
 from ckptless.daemon.protocol.messages import Denied
 from ckptless.daemon.protocol.peercred import daemon_credentials, unix_address
 from ckptless.daemon.protocol.reading import Page, Read
+from ckptless.daemon.protocol.resizing import Resized, ResizeJob
 from ckptless.daemon.protocol.saving import Save, Saved
 from ckptless.daemon.settings.config import LocalConfig, load
 from ckptless.daemon.settings.site import load_settings
 
 DEADLINE_S = 10.0
-A = TypeVar("A", Evicted, Saved)
-B = TypeVar("B", Evicted, Saved, KeptList, Page)
+A = TypeVar("A", Evicted, Resized, Saved)
+B = TypeVar("B", Evicted, Resized, Saved, KeptList, Page)
 _READ_NBYTES = 1 << 16
 # Another daemon of this machine may know better.
 _NOT_HERE = ("unknown", "elsewhere")
@@ -50,7 +51,7 @@ def sockets(asked: Asked) -> tuple[str, ...]:
 
 
 def ask_any(
-    names: Sequence[str], question: Evict | Save, kind: type[A], deadline_s: float = DEADLINE_S
+    names: Sequence[str], question: Evict | ResizeJob | Save, kind: type[A], deadline_s: float = DEADLINE_S
 ) -> tuple[A, str]:
     """The answer of the first daemon that can say, or the best of those that cannot, and whose it is.
 
@@ -74,7 +75,10 @@ def ask_any(
 
 
 def ask(
-    name: str, question: Evict | Save | Read | WhatIsKept, kind: type[B], deadline_s: float = DEADLINE_S
+    name: str,
+    question: Evict | ResizeJob | Save | Read | WhatIsKept,
+    kind: type[B],
+    deadline_s: float = DEADLINE_S,
 ) -> B:
     """One daemon's answer, within `deadline_s` seconds. Raises PeerError where there is none."""
     limit = time.monotonic() + deadline_s
@@ -103,7 +107,7 @@ def ask(
         raise PeerError(f"no ckptlessd answers at {name} ({error.strerror or error})") from error
 
 
-def tell(asked: Asked, answer: Evicted | Saved, well: Collection[str], **document: Any) -> None:
+def tell(asked: Asked, answer: Evicted | Resized | Saved, well: Collection[str], **document: Any) -> None:
     """Print what a daemon has said, `document` with --json. Raises unless its verdict is one of `well`."""
     text = render.harmless(answer.text)
     if asked.as_json:

@@ -14,6 +14,7 @@ from ckptless.daemon.ckptctl.kept import kept
 from ckptless.daemon.ckptctl.options import Asked, common
 from ckptless.daemon.ckptctl.plan import plan
 from ckptless.daemon.ckptctl.replicas import replicas
+from ckptless.daemon.ckptctl.resize import resize
 from ckptless.daemon.ckptctl.save import save
 from ckptless.daemon.ckptctl.status import status
 from ckptless.daemon.ckptctl.timeline import timeline
@@ -51,6 +52,7 @@ COMMANDS: dict[click.Command, dict[str, str]] = {
     events: {"events -f": "its story, as it goes"},
     timeline: {"timeline": "where the time of each recovery went"},
     evict: {"evict 4711 node02": "take a node out of a job, for a spare"},
+    resize: {"resize 4711 --nodes 4": "train on fewer of its nodes, or on more"},
     save: {"save 4711": "save its state to its directory now"},
     kept: {"kept": "memory that is kept here for jobs that start again"},
     plan: {"plan --gpus 64 --params 70e9": "memory and traffic of a job"},
@@ -66,8 +68,8 @@ _EXAMPLES = "\n".join(
     help=f"""See what ckptless does for your jobs: how they stand, what broke, how long every recovery took.
 
 On a cluster the daemon of this node answers: root about all jobs, everybody else about their own. Of a
-local run the ledgers of its nodes are read, which stay when they have ended, or were killed. Only evict
-and save do something.
+local run the ledgers of its nodes are read, which stay when they have ended, or were killed. Only evict,
+resize and save do something.
 JOB is a run or the number of a Slurm job; without it, the newest job. Options may stand before or behind
 the command.
 

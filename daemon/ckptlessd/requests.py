@@ -4,15 +4,21 @@
 """
 
 import os
+import time
 from collections.abc import Iterable
 from typing import Literal
 
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.recovery import eviction
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost
+from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol.eviction import Evict, Evicted
-from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.protocol.messages import PROTOCOL, Resize
+from ckptless.daemon.protocol.resizing import Resized, ResizeJob
 from ckptless.daemon.protocol.saving import Save, Saved
+
+# Of the sizes of a job, in a sentence.
+MOST_SHOWN = 12
 
 
 def evict(jobs: Iterable[JobHost], asked: Evict, uid: int) -> Evicted:
@@ -49,6 +55,47 @@ def _evict(run: JobHost, asked: Evict, uid: int) -> Evicted:
     return Evicted(verdict="accepted", node=node, text=f"{names[node]} is taken out of job {run.job}")
 
 
+def resize(jobs: Iterable[JobHost], asked: ResizeJob, uid: int) -> Resized:
+    """Have an elastic job train on another number of nodes."""
+    run = _asked_for(jobs, asked, uid)
+    if isinstance(run, tuple):
+        return Resized(verdict=run[0], text=run[1])
+    control = run.session.control
+    why = eviction.cannot_say(control) if control.outcome is None else None
+    if why is not None:
+        return Resized(verdict="elsewhere", text=why)
+    why = _why_not(control, asked.nodes)
+    if why is not None:
+        return Resized(verdict="refused", text=f"job {run.job} stays as large as it is: {why}")
+    assert control.assignment is not None
+    already = control.assignment.wanted == asked.nodes
+    # Said in either case: another wish may be on its way, and the newest counts.
+    run.session.resize(Resize(nodes=asked.nodes, at_s=time.time()))
+    s = "" if asked.nodes == 1 else "s"
+    many = "as many nodes as there are" if asked.nodes is None else f"{asked.nodes} node{s}"
+    words = "is wanted to train on {} already" if already else "is to train on {} from now on"
+    return Resized(verdict="already" if already else "accepted", text=f"job {run.job} {words.format(many)}")
+
+
+def _why_not(job: JobState, nodes: int | None) -> str | None:
+    """Return why the job cannot train on so many nodes, or None."""
+    spec = job.spec
+    if job.outcome is not None:
+        return f"the job is over: {job.outcome.reason}"
+    if job.assignment is None or spec is None:
+        return "the job has not begun yet"
+    if job.stage == "releasing":
+        return "training is over, and the job about to end"
+    if not spec.elastic:
+        return "it is not elastic: start it with --min-nodes, --max-nodes or --sizes of ckptless-run"
+    if nodes is None or nodes in spec.sizes:
+        return None
+    known = [str(size) for size in spec.sizes]
+    if len(known) > MOST_SHOWN:
+        known = [*known[: MOST_SHOWN // 2], "...", *known[-MOST_SHOWN // 2 :]]
+    return f"{nodes} is none of the numbers of nodes that it may have, which are {', '.join(known)}"
+
+
 async def save(jobs: Iterable[JobHost], asked: Save, uid: int) -> Saved:
     """Have a job's state saved to its directory."""
     run = _asked_for(jobs, asked, uid)
@@ -60,7 +107,7 @@ async def save(jobs: Iterable[JobHost], asked: Save, uid: int) -> Saved:
 
 
 def _asked_for(
-    jobs: Iterable[JobHost], asked: Evict | Save, uid: int
+    jobs: Iterable[JobHost], asked: Evict | ResizeJob | Save, uid: int
 ) -> JobHost | tuple[Literal["refused", "unknown"], str]:
     """The run that a request is for, or why it is not done."""
     if asked.protocol != PROTOCOL:

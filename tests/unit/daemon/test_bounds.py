@@ -13,7 +13,7 @@ from msgspec import inspect
 
 import ckptless.daemon
 from ckptless.daemon.ckptlessd.service import _Heard
-from ckptless.daemon.protocol import eviction, keeping, reading, ring, saving
+from ckptless.daemon.protocol import eviction, keeping, reading, resizing, ring, saving
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import Decoder, encode
 from ckptless.daemon.protocol.errors import ProtocolError
@@ -25,7 +25,12 @@ from ckptless.daemon.transport import handshake
 KINDS = {
     "to the daemon": _Heard,
     "to an agent": m.ToAgent | m.Ping | saving.SaveNow,
-    "answers": eviction.Evicted | saving.Saved | keeping.KeptList | keeping.KeepAnswer | keeping.Claimed,
+    "answers": eviction.Evicted
+    | resizing.Resized
+    | saving.Saved
+    | keeping.KeptList
+    | keeping.KeepAnswer
+    | keeping.Claimed,
     "page": reading.Page,
     "memory taken": keeping.Taken,
     "catalog of memory": keeping.Catalog,

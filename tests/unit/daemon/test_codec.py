@@ -17,6 +17,7 @@ from ckptless.daemon.protocol.codec import PROTOCOL, Decoder, encode
 from ckptless.daemon.protocol.errors import BadVersionError, MismatchError, ProtocolError
 from ckptless.daemon.protocol.eviction import Evict, Evicted
 from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.protocol.resizing import Resized, ResizeJob
 
 LIMIT = 1 << 16
 
@@ -50,10 +51,12 @@ evictions = st.builds(
 )
 KINDS: list[Any] = [
     *(m.FromRank, m.ToRank, m.FromAgent, m.Order, p.DaemonMessage, p.AgentMessage),
-    m.FromAgent | m.Notice | Evict,
+    m.FromAgent | m.Notice | Evict | ResizeJob,
     Evicted | m.Denied,
+    Resized | m.Denied,
 ]
 EVICT = {"type": "Evict", "protocol": 1, "job": "7", "node": "n1", "source": "operator"}
+RESIZE = {"type": "ResizeJob", "protocol": 1, "job": "7", "nodes": None}
 
 
 def decoder(kind: Any = m.FromRank, limit: int = LIMIT) -> Decoder[Any]:
@@ -191,3 +194,22 @@ def test_a_version_of_the_state_in_another_format() -> None:
     slot[8] = 99
     with pytest.raises(BadVersionError, match="a version of format 99; this is 1"):
         version.decode(bytes(slot))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"job": job} for job in ("", "7" * 257, None)),
+        *({"nodes": nodes} for nodes in (-1, 65537, 1.5, "max")),
+        {"uid": 0},
+    ],
+)
+def test_a_wish_for_another_size_is_taken_strictly(change: dict[str, object]) -> None:
+    kind = m.FromAgent | m.Notice | Evict | ResizeJob
+    (good,) = decoder(kind).feed(frame(msgspec.msgpack.encode(RESIZE)))
+    assert good == ResizeJob(protocol=1, job="7", nodes=None)
+    with pytest.raises(ProtocolError):
+        decoder(kind).feed(frame(msgspec.msgpack.encode({**RESIZE, **change})))
+    without = {name: value for name, value in RESIZE.items() if name != "nodes"}
+    with pytest.raises(ProtocolError):
+        decoder(kind).feed(frame(msgspec.msgpack.encode(without)))

@@ -23,6 +23,7 @@ from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import PeerError
 from ckptless.daemon.protocol.eviction import Evict, Evicted
 from ckptless.daemon.protocol.model import NO_RUN
+from ckptless.daemon.protocol.resizing import Resized, ResizeJob
 from ckptless.daemon.settings.config import DaemonConfig, Peer, Timers
 from ckptless.daemon.transport.credentials import KeyCredentials
 
@@ -546,6 +547,21 @@ def test_a_node_is_taken_out_over_the_socket(serve: Serve) -> None:
         assert end.outcome.reason == f"node-0 counts as lost: {says}"
         (again,) = await answer_to(site, taken_out(force=True))
         assert again == Evicted(verdict="already", text=f"n0 is out already: {says}", node=0)
+
+    serve(scenario)
+
+
+def test_a_job_that_is_not_elastic_keeps_its_size(serve: Serve) -> None:
+    async def scenario(site: Site) -> None:
+        await site.trains()
+        for job, verdict in (("4711", "refused"), ("4712", "unknown")):
+            reader, writer = await asyncio.open_unix_connection(site.socket)
+            writer.write(encode(ResizeJob(protocol=m.PROTOCOL, job=job, nodes=1)))
+            decoder: Decoder[Resized] = Decoder(Resized, CONTROL_LIMIT)
+            (answer,) = decoder.feed(await reader.read(1 << 16))
+            writer.close()
+            assert answer.verdict == verdict
+            assert ("it is not elastic: start it with --min-nodes" in answer.text) is (job == "4711")
 
     serve(scenario)
 

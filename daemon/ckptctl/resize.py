@@ -1,0 +1,51 @@
+"""`ckptctl resize`: have an elastic job train on another number of its nodes."""
+
+import re
+
+import click
+
+from ckptless.daemon.ckptctl.ask import ask_any, sockets, tell
+from ckptless.daemon.ckptctl.options import Asked, for_job
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.limits import MOST_NODES
+from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.protocol.resizing import Resized, ResizeJob
+
+# As many as there are.
+MOST = "max"
+
+
+@click.command()
+@for_job
+@click.option(
+    "--nodes",
+    required=True,
+    metavar=f"N|{MOST}",
+    help=f"How many nodes are to train: one of the job's sizes; {MOST}: as many as there are.",
+)
+def resize(asked: Asked, nodes: str) -> None:
+    """Have JOB, which is elastic, train on N nodes from now on, or on as many as there are.
+
+    JOB is a run, or the number of a Slurm job that has one. Its sizes are those that it was started with
+    (ckptless-run --min-nodes, --max-nodes, --step or --sizes). It goes on at the same step; nodes that do not
+    train wait as spares, and stay the job's in Slurm. It is asked of the daemon of this node, which must be
+    one of the job's; the job's owner may do it, and root.
+
+    \b
+    Example:
+        ckptctl resize 4711 --nodes 4
+        ckptctl resize 4711 --nodes max
+    """
+    wanted = _read(nodes)
+    question = ResizeJob(protocol=PROTOCOL, job=asked.named, nodes=wanted)
+    answer, by = ask_any(sockets(asked), question, Resized)
+    tell(asked, answer, ("accepted", "already"), job=asked.named, nodes=wanted, socket=by, resized=answer)
+
+
+def _read(text: str) -> int | None:
+    """The number of nodes; None for as many as there are. Raises UsageError."""
+    if text == MOST:
+        return None
+    if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or not 0 < int(text) <= MOST_NODES:
+        raise UsageError(f"--nodes is {text[:40]!r}: it must be a number from 1 to {MOST_NODES}, or {MOST}")
+    return int(text)
