@@ -173,7 +173,8 @@ class LocalRun:
 
     def _agent_config(self, node: LocalNode) -> AgentConfig:
         env = dict(os.environ)
-        env.update(thread_env(env, self._spec.nodes * self._spec.slots_per_node))
+        most = max((self._spec.nodes, *self._spec.sizes))
+        env.update(thread_env(env, most * self._spec.slots_per_node))
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return agent_config(
             self._config,
