@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptless.daemon.agent.core import replication
-from ckptless.daemon.agent.core.cuts import cut_moves
+from ckptless.daemon.agent.core import cuts, replication
 from ckptless.daemon.agent.core.replication import Key, Replication
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.replication.protection import Item
@@ -94,7 +93,7 @@ class Vault:
 
     def follow(self, assignment: m.Assignment, node: int) -> None:
         """Begin a generation, as `VersionStore.follow`."""
-        for move in cut_moves(self.cut, None if self.former is None else self.former.cut, assignment):
+        for move in cuts.cut_moves(self.cut, None if self.former is None else self.former.cut, assignment):
             if move == "forget-former":
                 self.former = None
             elif move == "set-aside":

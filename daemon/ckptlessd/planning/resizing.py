@@ -30,8 +30,7 @@ class Fleet:
         cls, spec: JobSpec, nodes: Mapping[int, NodeView], current: Assignment, bad: Collection[Place] = ()
     ) -> "Fleet":
         """Look at all nodes. `bad`: slots that may hold no rank any more, beside those of `current`."""
-        worn = {place.node for place in (*current.bad, *bad)}
-        whole = frozenset(node for node, view in nodes.items() if view.usable and node not in worn)
+        whole = _whole(nodes, {place.node for place in (*current.bad, *bad)})
         warm = frozenset(node for node in whole if _is_warm(nodes[node], spec.slots_per_node))
         return cls(whole, warm, tuple(current.ranks_by_node))
 
@@ -73,6 +72,10 @@ def must_shrink(spec: JobSpec, fleet: Fleet, wanted: int | None) -> int | None:
 def places_on(nodes: Sequence[int], slots_per_node: int) -> tuple[Place, ...]:
     """Return the ranks' slots, in order, on all of these nodes."""
     return tuple(Place(node=node, slot=slot) for node in nodes for slot in range(slots_per_node))
+
+
+def _whole(nodes: Mapping[int, NodeView], worn: Collection[int]) -> frozenset[int]:
+    return frozenset(node for node, view in nodes.items() if view.usable and node not in worn)
 
 
 def _is_warm(view: NodeView, slots_per_node: int) -> bool:

@@ -70,7 +70,8 @@ class Stalls:
         to_join = job.stage in ("joining", "restoring") and now - job.since > limits.join_s
         stalled = self._still_s(now) > limits.stall_s
         slots = [*self._slots(assignment)] if to_join or stalled else []
-        if not any(slot.hooked for _, _, slot in slots):
+        # Who has committed anything has come to ckptless.run before: what is started again will.
+        if assignment.restore_step is None and not any(slot.hooked for _, _, slot in slots):
             return []
         late = [*self._late(assignment, slots, limits)] if to_join else []
         if not late and stalled and any(slot.phase == "restored" for _, _, slot in slots):
