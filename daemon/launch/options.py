@@ -96,8 +96,9 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
     _refuse(options, local=False)
     argv, recovery = _argv(script, script_args, module=options.module), recovers(given, env)
     found, (options, nodes, slots) = slurm.read_allocation(env), _counts(options)
-    if nodes and ":" in str(options.nodes):  # of torchrun's two numbers the allocation decides
-        nodes = min(nodes, len(found.names) - options.spares)
+    if options.nodes and count_nodes(options.nodes)[0] != nodes:
+        # Between torchrun's two numbers the allocation decides.
+        nodes = min(nodes or 0, len(found.names) - options.spares)
     shape = slurm.shape(found, nodes, options.spares, slots)
     if shape.spares and not recovery:
         raise UsageError(

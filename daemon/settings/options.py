@@ -489,8 +489,10 @@ def run_options(given: Mapping[str, object], env: Mapping[str, str] | None = Non
     Raises UsageError for what cannot be.
     """
     found: dict[str, Any] = {}
-    # The command line counts more, also where it says the same in another way.
-    drop = _RANGE if given.get("sizes") else ("sizes",) if any(map(given.get, _RANGE)) else ()
+    # The command line counts more, also where it says the same in another way; torchrun's MIN:MAX is one.
+    two = ":" in str(given.get("nodes"))
+    drop = _RANGE if given.get("sizes") else ("sizes",) if two or any(map(given.get, _RANGE)) else ()
+    drop = (*drop, "min_nodes") if two else drop
     for row in RUN_ROWS:
         option, value = row.option, given.get(row.name)
         if isinstance(value, str) and option.words and option.click_type is STRING:

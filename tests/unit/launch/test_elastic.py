@@ -139,6 +139,11 @@ def test_torchruns_two_numbers() -> None:
     spec = run("--nnodes", "2:3", "train.py").config.spec
     assert (spec.nodes, spec.spares, spec.sizes, len(spec.names)) == (3, 1, (2, 3), 4)
     assert "min-nodes=6 is more than the 4 nodes" in refused("--nnodes", "6:9", "train.py")
+    assert "ask sbatch for --nodes=10" in refused("--nnodes", "9:9", "train.py")
+    # What sbatch said counts less.
+    for name, value in (("MIN_NODES", "3"), ("SIZES", "4:5")):
+        spec = run("--nnodes", "2:4", "train.py", env={**JOB, f"CKPTLESS_{name}": value}).config.spec
+        assert spec.sizes == (2, 3, 4)
 
 
 def test_what_sbatch_said_is_taken_where_nothing_else_is_said() -> None:
