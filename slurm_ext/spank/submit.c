@@ -241,14 +241,15 @@ int ckptless_submit_spec(const char *text)
 
 /*
  * How many nodes the spares are among, as far as that can be known here; 0 or less: not known. `*exactly` false:
- * at most so many. Spares that a step does not ask for itself are among all nodes of its job.
+ * at most so many. Spares that a step does not ask for itself are among all nodes of its job; which sizes a step on
+ * some of these can have, ckptless-run knows.
  */
 static long node_count(bool *exactly)
 {
 	const char *of_job = state.command == CKPTLESS_SRUN ? getenv("SLURM_JOB_NUM_NODES") : NULL;
 	bool own = state.line.nodes && (!of_job || (state.line.spec && strstr(state.line.spec, "spares=")));
 
-	*exactly = own ? !state.line.fewer : of_job || !state.script.fewer;
+	*exactly = own ? !state.line.fewer : of_job ? !state.line.nodes : !state.script.fewer;
 	if (own)
 		return state.line.nodes;
 	return of_job ? atol(of_job) : state.script.nodes;

@@ -331,15 +331,17 @@ def test_a_step_takes_what_it_does_not_say_from_its_job(user: User) -> None:
 
 def test_a_step_may_say_sizes_of_its_own_in_the_other_way(user: User) -> None:
     script = user.script(
-        f"srun -N1 -n1 --ckptless=sizes=1:2 {SHOW}",
+        f"srun -N1 -n1 --ckptless=sizes=1:3 {SHOW}",
         f"srun -N1 -n1 --ckptless=min-nodes=2 {SHOW}",
         f"srun -N1 -n1 --ckptless=replicas=1,spares=1 {SHOW} || echo refused",
+        f"srun -n2 --ckptless=sizes=1:3 {SHOW} || echo no such size",
     )
     _, text = user.batch(f"sbatch -N2 --ckptless=min-nodes=1,scale-up-after=9 {script}")
     sizes, range_ = (ours(json.loads(row)) for row in text.splitlines() if row.startswith("{"))
-    assert sizes["CKPTLESS"] == "scale-up-after=9,sizes=1:2"
+    assert sizes["CKPTLESS"] == "scale-up-after=9,sizes=1:3"
     assert range_["CKPTLESS"] == "min-nodes=2,scale-up-after=9"
     assert "refused" in text  # one node, which is a spare
+    assert "no such size" in text
 
 
 def test_a_lost_node_ends_neither_job_nor_step(user: User) -> None:
