@@ -35,7 +35,7 @@ from ckptless.daemon.agent.versions.twins import AgentTwins
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import check_protocol
 from ckptless.daemon.protocol.errors import StartError
-from ckptless.daemon.protocol.forming import mark_begun, mark_up
+from ckptless.daemon.protocol.forming import ask_for_nodes, mark_begun, mark_up
 from ckptless.daemon.protocol.outcome import write_outcome
 from ckptless.daemon.protocol.ring import FromRing
 from ckptless.daemon.protocol.saving import FromWriter, SaveNow, WriterHello, Written
@@ -290,6 +290,8 @@ class Agent:
             self._console.write(f"[ckptless] {message.text}\n".encode())
         elif isinstance(message, m.Renewed):
             self._lease.renew(asyncio.get_running_loop().time())
+        elif isinstance(message, m.Draw):
+            self._ask_launcher(message)
         elif isinstance(message, m.JobKey):
             self._replicas.credentials = KeyCredentials(message.key)
             self._saving.learn_key(message.key)
@@ -307,6 +309,13 @@ class Agent:
         else:
             self._core.obey(message, asyncio.get_running_loop().time())
             self._settle()
+
+    def _ask_launcher(self, wanted: m.Draw) -> None:
+        if self._config.draw_dir is not None:
+            try:
+                ask_for_nodes(Path(self._config.draw_dir), wanted.nodes)
+            except OSError as error:
+                logger.warning("the launcher cannot be asked for nodes: %s", error)
 
     # --------------------------------------------------------------------- what the core asks for
 

@@ -68,7 +68,7 @@ class LocalCluster:
         await self.check_owner(hello.spec.job, uid)
         if hello.info.node != self._roster.me:
             raise PeerError(f"the agent says that this is node {hello.info.node}, not {self._roster.me}")
-        return self._roster
+        return Roster(self._roster.me, self._roster.peers, hello.spec.late)
 
     async def check_owner(self, run: str, uid: int) -> None:
         """See `Cluster`."""

@@ -190,7 +190,7 @@ class JobHost:
 
     # ------------------------------------------------------------------- Outlets, for JobSession
 
-    def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
+    def to_agent(self, order: m.Order | m.Draw | m.Announce | m.Renewed) -> None:
         """See session.Outlets."""
         self._agent.send(order)
 

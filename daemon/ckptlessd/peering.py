@@ -38,15 +38,24 @@ STILL_S, AROUND, TURN_S = 5.0, 64, 12.0
 
 @dataclass(frozen=True)
 class Roster:
-    """A job's nodes, numbered for good when it started; `me` is this daemon's."""
+    """A job's nodes, numbered for good when it started; `me` is this daemon's.
+
+    The last `late` numbers are for nodes that may come while it runs.
+    """
 
     me: int
     peers: tuple[Peer, ...]
+    late: int = 0
 
     @property
     def nodes(self) -> tuple[int, ...]:
         """All numbers."""
         return tuple(peer.node for peer in self.peers)
+
+    @property
+    def founders(self) -> tuple[int, ...]:
+        """The numbers of the nodes that the job begins with."""
+        return self.nodes[: len(self.peers) - self.late]
 
     @cached_property
     def by_node(self) -> dict[int, Peer]:
@@ -219,8 +228,12 @@ class Peering:
     def _reaches_all(self) -> bool:
         """Whether there is a connection to each other daemon, but for those of lost nodes."""
         up, losses = self._links.up, self._session.control.losses
-        few = len(up) + len(losses) + 1 >= len(self.overlay.nodes)
-        return few and all(node in up or node in losses or node == self._me for node in self.overlay.nodes)
+        nodes = self._session.control.nodes
+        few = len(up) + len(losses) + 1 + self._roster.late >= len(self.overlay.nodes)
+        return few and all(
+            node in up or node in losses or node == self._me or nodes[node].absent
+            for node in self.overlay.nodes
+        )
 
     def _send_all(self, message: p.DaemonMessage, but: Collection[int] = ()) -> None:
         for node in tuple(self._links.up):

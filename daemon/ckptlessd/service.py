@@ -413,7 +413,7 @@ class Service:
         """Return what this daemon has promised the others, from the disk. Raises LedgerError."""
         name, launch = hello.spec.job, hello.spec.launch
         # The same for every daemon of the job, as its agents all have their spec from one launcher.
-        first = first_decree(roster.nodes, hello.spec.domains)
+        first = first_decree(roster.founders, hello.spec.domains)
         nothing = Durable(promised=NO_BALLOT, vote=None, known=first)
         life = secrets.randbits(LIFE_BITS)
         try:

@@ -38,7 +38,7 @@ class Outlets(Protocol):
     def now(self) -> float:
         """Seconds of this daemon's clock, which never jumps."""
 
-    def to_agent(self, order: m.Order | m.Announce | m.Renewed) -> None:
+    def to_agent(self, order: m.Order | m.Draw | m.Announce | m.Renewed) -> None:
         """Hand an order, or words, to this node's agent of the job."""
 
     def write(self, records: Sequence[Record]) -> None:
@@ -132,8 +132,9 @@ class JobSession:
         self._controller = Controller(
             me=roster.me,
             session=f"{memory.life:x}",
-            nodes=NodeViews(roster.nodes),
+            nodes=NodeViews(roster.nodes, len(roster.founders)),
             durable=memory.durable,
+            founders=roster.founders,
             may_vote=not memory.lost,
         )
         # How the job is, for all others to read.

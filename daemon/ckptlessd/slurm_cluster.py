@@ -104,16 +104,20 @@ class SlurmCluster:
         job_id = slurm_job_id(hello.spec.job)
         names, info = hello.spec.names, hello.info
         spec = hello.spec
-        total = spec.nodes + spec.spares
+        founders = spec.nodes + spec.spares
+        total = founders + spec.late
         if spec.nodes < 1 or spec.spares < 0 or spec.slots_per_node < 1:
             raise PeerError(f"job {job_id} asks for {spec.nodes} nodes, {spec.spares} spares")
-        if len(names) != total or len(set(names)) != total or total > MAX_NODES:
+        if not founders <= len(names) <= total or len(set(names)) != len(names) or total > MAX_NODES:
             raise PeerError(f"job {job_id} names {len(names)} nodes for {total} places")
-        if not 0 <= info.node < total or names[info.node] != self._name or info.name != self._name:
+        if not 0 <= info.node < len(names) or names[info.node] != self._name or info.name != self._name:
             raise PeerError(f"the agent takes {self._name} for number {info.node}, {info.name}")
         if not _is_own(info.address):
             raise PeerError(f"{info.address} is not an address of {self._name}")
-        return Roster(info.node, await self._peers(names))
+        peers = await self._peers(names)
+        # Of those that may come nothing is known yet: they dial the others.
+        more = (Peer(node=n, name=f"node-{n}", address="", port=0) for n in range(len(names), total))
+        return Roster(info.node, (*peers, *more), spec.late)
 
     async def check_owner(self, run: str, uid: int) -> None:
         """See `cluster.Cluster`."""

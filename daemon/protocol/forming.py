@@ -1,12 +1,13 @@
-"""The nodes of a run that are there before its first generation, as files from agents to the launcher.
+"""Words from agents to their launcher, as files: which nodes are there, and how many more would be used.
 
-They lie in the folder that all of the run's nodes share, as `outcome.json` does, and go once training begins.
+They lie in the folder that all of the run's nodes share, as `outcome.json` does. Those of nodes that are there
+before the first generation go once training begins.
 """
 
 import contextlib
 from pathlib import Path
 
-_UP, _BEGUN = ".up-", ".begun"
+_UP, _BEGUN, _LACKS = ".up-", ".begun", ".lacks"
 
 
 def mark_up(directory: Path, name: str) -> None:
@@ -27,6 +28,22 @@ def nodes_up(directory: Path) -> frozenset[str]:
 def has_begun(directory: Path) -> bool:
     """Whether there is a first generation."""
     return (directory / _BEGUN).exists()
+
+
+def ask_for_nodes(directory: Path, count: int) -> None:
+    """Say that the job would use so many nodes more. Raises OSError."""
+    new = directory / f"{_LACKS}-new"
+    new.write_text(str(count))
+    new.replace(directory / _LACKS)
+
+
+def nodes_asked_for(directory: Path) -> int:
+    """Return how many nodes more the job would use, by the newest word."""
+    try:
+        text = (directory / _LACKS).read_text()
+    except OSError:
+        return 0
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def clear(directory: Path) -> None:

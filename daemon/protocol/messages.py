@@ -228,6 +228,12 @@ class Pong(Message, frozen=True, kw_only=True):
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
 
 
+class Draw(Message, frozen=True, kw_only=True):
+    """Leading daemon to its agent: so many nodes more would be used; 0: none any more."""
+
+    nodes: NodeCount
+
+
 class Announce(Message, frozen=True, kw_only=True):
     """Leading daemon to its agent: a line for the job's output, which its user reads."""
 
@@ -253,7 +259,7 @@ class JobEnded(Clipped, Message, frozen=True, kw_only=True):
 
 
 Notice: TypeAlias = JobStarted | JobEnded
-ToAgent: TypeAlias = Order | Announce | Renewed | JobKey | Admitted | Denied | Ping
+ToAgent: TypeAlias = Order | Draw | Announce | Renewed | JobKey | Admitted | Denied | Ping
 FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel | Resize
 
 # ---------------------------------------------------------------------------------- rank and agent

@@ -120,6 +120,10 @@ class JobSpec(Value, frozen=True, kw_only=True):
     `sizes`: an elastic job may train on so many nodes, ascending, `nodes` among them; none: on `nodes`
     alone. It grows once it could for `grow_after_s` seconds.
 
+    `late` nodes more may come while it runs, drawn in from others that are idle, and get the numbers after the
+    spares'; `names` has those that are known. Where no spare is left, and the job cannot shrink, it waits
+    `draw_s` seconds for one.
+
     `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
     in all of its runs and after a requeue (see launch/allocation.py); in local mode each run has its own.
     `launch` tells runs of one name apart: this run has it alone, and nothing of another one counts here.
@@ -139,6 +143,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
     recovers: bool = True
     sizes: Sizes = ()
     grow_after_s: Seconds = 0.0
+    late: NodeCount = 0
+    draw_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if self.sizes and (self.nodes not in self.sizes or list(self.sizes) != sorted({*self.sizes} - {0})):

@@ -53,6 +53,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     zygote_deadline_s: float = 300.0
     start_s: float = _RUN.start_timeout
     outcome_dir: str | None = None
+    draw_dir: str | None = None
     save: SaveConfig | None = None
     replication: ReplicationSettings = ReplicationSettings()
     twins: TwinsMode = _RUN.twins

@@ -47,6 +47,7 @@ class NodeView:
 
     `told_s`: when `state` came, by this daemon's clock. `copies`: the newest that its agent has told of what
     it holds, with the `seq` of that state and when it came; in jobs of many nodes not every state has it.
+    `late`: its number is one of those for nodes that may come while the job runs.
     """
 
     node: int
@@ -57,6 +58,12 @@ class NodeView:
     lost_source: FaultSource = "membership"
     told_s: float = 0.0
     copies: tuple[Copies, int, float] | None = None
+    late: bool = False
+
+    @property
+    def absent(self) -> bool:
+        """No node has come yet that has this number, and none has to."""
+        return self.late and self.hello is None
 
     def slots(self) -> tuple[SlotState, ...]:
         """The slots as the node's agent has told of them."""
@@ -83,10 +90,14 @@ class NodeView:
 
 
 class NodeViews(Mapping[int, NodeView]):
-    """One for each of a job's nodes, made when it is first looked at: most daemons know of few others."""
+    """One for each of a job's nodes, made when it is first looked at: most daemons know of few others.
 
-    def __init__(self, nodes: tuple[int, ...]) -> None:
+    The numbers from `founders` on are those of nodes that may come while the job runs.
+    """
+
+    def __init__(self, nodes: tuple[int, ...], founders: int | None = None) -> None:
         self._nodes = nodes
+        self._founders = len(nodes) if founders is None else founders
         self._members = _members(nodes)
         self._known: dict[int, NodeView] = {}
 
@@ -95,7 +106,7 @@ class NodeViews(Mapping[int, NodeView]):
         if view is None:
             if node not in self._members:
                 raise KeyError(node)
-            view = self._known[node] = NodeView(node)
+            view = self._known[node] = NodeView(node, late=node >= self._founders)
         return view
 
     def __iter__(self) -> Iterator[int]:

@@ -69,6 +69,16 @@ def must_shrink(spec: JobSpec, fleet: Fleet, wanted: int | None) -> int | None:
     return smaller if smaller is not None and smaller < len(fleet.training) else None
 
 
+def lacking(spec: JobSpec, nodes: Mapping[int, NodeView], fleet: Fleet, wanted: int | None) -> int:
+    """Return how many nodes more the job would use, as far as it has numbers left for them.
+
+    As many as it could train on, and its spares; or as are `wanted`.
+    """
+    most = max((spec.nodes, *spec.sizes)) + spec.spares if wanted is None else wanted
+    free = sum(view.absent and view.lost is None for view in nodes.values()) if spec.late else 0
+    return max(0, min(most - len(fleet.whole), free))
+
+
 def places_on(nodes: Sequence[int], slots_per_node: int) -> tuple[Place, ...]:
     """Return the ranks' slots, in order, on all of these nodes."""
     return tuple(Place(node=node, slot=slot) for node in nodes for slot in range(slots_per_node))

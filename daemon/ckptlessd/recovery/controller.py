@@ -15,6 +15,7 @@ from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
 from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.drawing import Drawing
 from ckptless.daemon.ckptlessd.recovery.election import Election
 from ckptless.daemon.ckptlessd.recovery.fencing import Fencing
 from ckptless.daemon.ckptlessd.recovery.following import Following
@@ -35,7 +36,7 @@ class Controller:
     """A daemon's control plane for one job: `job` is its state, for others to read.
 
     `durable` is what an earlier life of this daemon had on the disk; see `Agreement` for `may_vote`, and
-    `JobState` for the rest.
+    `JobState` for the rest. `founders`: the nodes that the job begins with; None: all.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Controller:
         durable: Durable | None = None,
         *,
         may_vote: bool = True,
+        founders: tuple[int, ...] | None = None,
     ) -> None:
         out: list[e.Output] = []
-        durable = durable or Durable(promised=NO_BALLOT, vote=None, known=first_decree(tuple(nodes)))
+        first = first_decree(tuple(nodes) if founders is None else founders)
+        durable = durable or Durable(promised=NO_BALLOT, vote=None, known=first)
         # One list for both: what a vote says goes out in its place among the other outputs.
         agreement = Agreement(me, durable, may_vote, out=cast(list[e.Save | e.Tell], out))
         self.job = JobState(me, session, nodes, agreement, out, reachable={me})
@@ -68,6 +71,7 @@ class Controller:
             self._stalls,
             Voters(self.job),
             Sizes(self.job),
+            Drawing(self.job),
         )
 
     def handle(self, event: e.Input, now: float) -> list[e.Output]:

@@ -122,7 +122,8 @@ class Fencing:
         # Another one that leads decides it, and may have begun to wait later than this daemon.
         if now - job.since > AGREEING_S + FORMING_DEADLINE_S * (1 + job.hears_leader):
             few = "too few of them can vote" if job.unable else "too few"
-            text = f"{len(job.reachable)} of {len(job.nodes)} daemons have met, {few} to begin"
+            founders = sum(not view.late for view in job.nodes.values())
+            text = f"{len(job.reachable)} of {founders} daemons have met, {few} to begin"
             self._give_up(text, now - job.since)
 
     def _end_undecided(self, now: float) -> None:

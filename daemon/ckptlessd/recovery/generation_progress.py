@@ -111,7 +111,8 @@ class GenerationProgress:
         # Without its hello it is not usable, and what it holds would not be looked at.
         state = view.state if view.hello is not None else None
         frozen = state is not None and state.frozen == self.assignment.generation
-        (self.moving.discard if frozen or view.lost is not None else self.moving.add)(node)
+        there = not (frozen or view.lost is not None or view.absent)
+        (self.moving.add if there else self.moving.discard)(node)
         (self._frozen.add if frozen and view.lost is None else self._frozen.discard)(node)
         for kept, value in ((self._findings, new.findings), (self._inside, new.inside)):
             kept.pop(node, None)

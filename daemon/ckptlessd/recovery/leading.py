@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ckptless.daemon.ckptlessd.planning import plan, twins_agree
 from ckptless.daemon.ckptlessd.planning.faults import Finding
 from ckptless.daemon.ckptlessd.recovery import ledger_rows
+from ckptless.daemon.ckptlessd.recovery.drawing import Drawing
 from ckptless.daemon.ckptlessd.recovery.events import Broadcast, NodeLost
 from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.ckptlessd.recovery.following import Following
@@ -47,6 +48,7 @@ class Leading:
     stalls: Stalls
     voters: Voters
     sizes: Sizes
+    drawing: Drawing
     step: int = 0
     _said: float = 0.0
     _killed: set[m.Place] = field(default_factory=set)
@@ -64,6 +66,7 @@ class Leading:
         self.log.begin_reign()
         self.losses.begin()
         self.sizes.begin()
+        self.drawing.begin()
         # What the others said last was for another leader; this one waits for what they say now.
         for view in job.nodes.values():
             if view.node != job.me:
@@ -89,6 +92,7 @@ class Leading:
         if progress is None:
             self._form(job.spec, now)
             return
+        self.drawing.look(job.spec, progress.assignment, now)
         if job.stage != "stopping":
             self._watch(progress, job.spec.limits, now)
             self._advance(progress, now)
@@ -130,7 +134,9 @@ class Leading:
 
     def _form(self, spec: m.JobSpec, now: float) -> None:
         job = self.job
-        waiting = [n for n, view in job.nodes.items() if view.lost is None and view.hello is None]
+        waiting = [
+            n for n, view in job.nodes.items() if view.lost is None and view.hello is None and not view.late
+        ]
         if waiting and now - job.since < FORMING_DEADLINE_S:
             return
         self._give_up(waiting, f"its agent did not come up in {FORMING_DEADLINE_S:.0f} s")
@@ -147,6 +153,7 @@ class Leading:
         assert job.spec is not None
         job.share(ledger_rows.job(job.spec, "running", job.started, ranks=len(assignment.places)))
         self.sizes.decided(assignment, now)
+        self.drawing.decided()
         self.log.agreed(assignment, now)
         self._said = now
 
@@ -289,7 +296,8 @@ class Leading:
         try:
             following = plan.next_assignment(situation)
         except plan.NoPlanError as error:
-            self._ending = error.outcome
+            if not self.drawing.waits(spec, error.outcome, now):
+                self._ending = error.outcome
             return
         self._propose(following, None, now)
 

@@ -97,4 +97,5 @@ class Snapshots:
         job = self.job
         there = set() if job.leads else job.reachable | job.heartbeats
         views = sorted(job.nodes.items())
-        return [n for n, view in views if view.hello is None and view.lost is None and n not in there]
+        missing = [n for n, view in views if view.hello is None and view.lost is None and not view.late]
+        return [n for n in missing if n not in there]

@@ -26,7 +26,7 @@ def assignment(generation: int, cut: int, former: int | None) -> m.Assignment:
 
 
 class Held:
-    """What an agent does by the moves: `here` and `former` are what is held of a cut, or None where nothing is."""
+    """What an agent does by the moves: `here` and `former` say of which cut what is held is, "" nothing."""
 
     def __init__(self) -> None:
         self.cut, self.here = 1, "of 1"
@@ -52,7 +52,8 @@ class Held:
 def test_what_is_restored_is_there_as_long_as_it_may_be_asked_for(events: list[str]) -> None:
     """`line` is the cut that the newest whole step is of, as the control plane knows it."""
     held, generation, line, cut = Held(), 1, 1, 1
-    former: int | None = None
+    former: int | None
+    former = None
     for event in events:
         generation += 1
         if event == "resize":
@@ -64,7 +65,7 @@ def test_what_is_restored_is_there_as_long_as_it_may_be_asked_for(events: list[s
             cut = generation
         elif event == "back" and former == line:
             held.follow(assignment(generation, former, None))
-            cut, former, line = former, None, former
+            cut, line, former = former, former, None
         elif event == "commit":
             held.here, line = held.here or f"of {cut}", cut
         elif event == "done" and line == cut:

@@ -65,7 +65,9 @@ def fleets(draw: st.DrawFn) -> tuple[m.JobSpec, Fleet, int | None]:
 
 
 @given(fleets())
-def test_a_size_is_one_of_the_jobs_and_there_are_nodes_for_it(job: tuple[m.JobSpec, Fleet, int | None]) -> None:
+def test_a_size_is_one_of_the_jobs_and_there_are_nodes_for_it(
+    job: tuple[m.JobSpec, Fleet, int | None],
+) -> None:
     spec, fleet, wanted = job
     size = resizing.size(spec, fleet, wanted)
     there = len(fleet.whole)

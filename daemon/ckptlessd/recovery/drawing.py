@@ -1,0 +1,58 @@
+"""Pure: the rung "draw in": the leader says how many nodes more the job would use, and may wait for one.
+
+Whoever gives out nodes (the launcher asks Slurm for them, as the user) starts agents on those that it gets.
+They get numbers that were kept for them, and are spares of the job from the next generation on.
+"""
+
+from dataclasses import dataclass
+
+from ckptless.daemon.ckptlessd.planning import resizing
+from ckptless.daemon.ckptlessd.planning.event_lines import Line
+from ckptless.daemon.ckptlessd.planning.resizing import Fleet
+from ckptless.daemon.ckptlessd.recovery.events import ToAgent
+from ckptless.daemon.ckptlessd.recovery.job_state import JobState
+from ckptless.daemon.protocol import messages as m
+
+# What is lacking is said again so often, also where it is nothing: another leader may have said something else.
+AGAIN_S = 5.0
+
+
+@dataclass
+class Drawing:
+    """What one reign has said of the nodes that the job lacks."""
+
+    job: JobState
+    _told: int = -1
+    _told_s: float = 0.0
+    # Since when a generation could be planned but for a node.
+    _waiting_s: float | None = None
+
+    def begin(self) -> None:
+        """Begin to lead."""
+        self._told, self._waiting_s = -1, None
+
+    def look(self, spec: m.JobSpec, assignment: m.Assignment, now: float) -> None:
+        """Say how many nodes are lacking, where that is news."""
+        if not spec.late:
+            return
+        fleet = Fleet.of(spec, self.job.nodes, assignment)
+        count = resizing.lacking(spec, self.job.nodes, fleet, self.job.wanted[0])
+        if count != self._told or now - self._told_s >= AGAIN_S:
+            if count > max(0, self._told):
+                self.job.tell(Line("info", "draw-in", f"{count} nodes more would be used"), now)
+            self._told, self._told_s = count, now
+            self.job.out.append(ToAgent(m.Draw(nodes=count)))
+
+    def waits(self, spec: m.JobSpec, outcome: m.Outcome, now: float) -> bool:
+        """Whether a job that has no spare left does not end yet, since a node may come."""
+        if outcome.why != "no-spare" or not spec.late or self._told < 1:
+            return False
+        if self._waiting_s is None:
+            self._waiting_s = now
+            text = f"{outcome.reason}; it waits {spec.draw_s:.0f} s for another node"
+            self.job.announce(Line("warning", "waits-for-node", text), now)
+        return now - self._waiting_s < spec.draw_s
+
+    def decided(self) -> None:
+        """There is a new generation."""
+        self._waiting_s = None
