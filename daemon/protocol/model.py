@@ -120,9 +120,9 @@ class JobSpec(Value, frozen=True, kw_only=True):
     `sizes`: an elastic job may train on so many nodes, ascending, `nodes` among them; none: on `nodes`
     alone. It grows once it could for `grow_after_s` seconds.
 
-    `late` nodes more may come while it runs, drawn in from others that are idle, and get the numbers after the
-    spares'; `names` has those that are known. Where no spare is left, and the job cannot shrink, it waits
-    `draw_s` seconds for one.
+    `late` nodes more may come while it runs, drawn in from others that are idle, and get the numbers after
+    the spares'; `names` has those that are known. Where no spare is left, and the job cannot shrink, it
+    waits `draw_s` seconds for one.
 
     `run_id` tells jobs of one name apart, 32 hex digits: on Slurm it is of the job on its cluster, the same
     in all of its runs and after a requeue (see launch/allocation.py); in local mode each run has its own.
