@@ -138,6 +138,7 @@ class Agent:
             await self._be_admitted(cancelled)
             self._lease.renew(asyncio.get_running_loop().time())
             self._mark(mark_up, config.name)
+            self._mark_late()
             lease = asyncio.create_task(self._keep_lease())
             outcome = await self._wait(cancelled)
             if config.outcome_dir is not None and not self._here_only:
@@ -309,6 +310,13 @@ class Agent:
         else:
             self._core.obey(message, asyncio.get_running_loop().time())
             self._settle()
+
+    def _mark_late(self) -> None:
+        """Tell the launcher that a node that it has drawn in is there."""
+        spec, folder = self._config.spec, self._config.draw_dir
+        if folder is not None and self._config.node >= spec.nodes + spec.spares:
+            with contextlib.suppress(OSError):
+                mark_up(Path(folder), self._config.name)
 
     def _ask_launcher(self, wanted: m.Draw) -> None:
         if self._config.draw_dir is not None:

@@ -30,6 +30,11 @@ class Follower:
         self._part: dict[Path, bytes] = dict.fromkeys(files, b"")
         self._sink = sink
 
+    def add(self, path: Path) -> None:
+        """Follow another file, too."""
+        self._at.setdefault(path, 0)
+        self._part.setdefault(path, b"")
+
     def pass_on(self, *, last: bool = False) -> None:
         """Show whole new lines; at the `last` time unfinished ones, too."""
         for path in self._at:

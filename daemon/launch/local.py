@@ -29,8 +29,10 @@ from ckptless.daemon.agent.ranks.signals import ENDING, USERS
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.ckptlessd.state_dir import open_state_dir
 from ckptless.daemon.launch.console import log_end, tell_end
+from ckptless.daemon.launch.late import LateNodes
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.protocol.errors import StartError, UsageError
+from ckptless.daemon.protocol.forming import forget_wanted, nodes_asked_for, nodes_up
 from ckptless.daemon.protocol.messages import Outcome
 from ckptless.daemon.protocol.outcome import outcome_path, read_outcome, which_holds
 from ckptless.daemon.protocol.peercred import unix_address
@@ -76,11 +78,14 @@ class LocalRun:
         self, config: SharedConfig, *, state_dir: Path | None = None, port: int = 0, verbose: bool = False
     ) -> None:
         """`config` but for what each node has of its own; `port` 0 is any free one, on each node another."""
-        self._config, self._spec = config, config.spec
+        self._spec = config.spec
         self._port, self._verbose = port, verbose
         self._moves_latest = state_dir is None
         root = state_dir or default_state_dir().parent / config.spec.job
         self.state_dir = root.absolute()
+        self._config = msgspec.structs.replace(config, draw_dir=str(self.state_dir))
+        founders = self._spec.nodes + self._spec.spares
+        self._late = LateNodes(founders, self._spec.late)
         self._tag = secrets.token_hex(4)
         self._nodes: list[LocalNode] = []
         # It has torch loaded; each agent is a fork of it.
@@ -129,12 +134,13 @@ class LocalRun:
         """Directories, key, configuration files. Raises UsageError."""
         open_state_dir(self.state_dir)
         self._point_latest()
+        forget_wanted(self.state_dir)
         key_file = self.state_dir / "key"
         key_file.touch(mode=0o600)
         key_file.write_bytes(new_key())
         # A /24 of loopback for this run: its ports cannot meet another run's.
         net = f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
-        total = self._spec.nodes + self._spec.spares
+        total = self._spec.nodes + self._spec.spares + self._spec.late
         peers = tuple(self._peer(number, f"{net}.{number + 1}") for number in range(total))
         for peer in peers:
             node = LocalNode(peer.node, peer, self.state_dir / peer.name)
@@ -216,10 +222,30 @@ class LocalRun:
         finally:
             warm.cancel()
             await asyncio.gather(warm, return_exceptions=True)
-        for node in self._nodes:
-            node.agent = await self._start_agent(node, ["-m", AGENT, *self._arguments(node, "agent")])
-            node.started.append(node.agent)
-        await self._zygote.close()
+        for node in self._founders:
+            await self._begin_agent(node)
+        if not self._spec.late:
+            await self._zygote.close()
+
+    @property
+    def _founders(self) -> list[LocalNode]:
+        return self._nodes[: self._late.first]
+
+    async def _begin_agent(self, node: LocalNode) -> None:
+        node.agent = await self._start_agent(node, ["-m", AGENT, *self._arguments(node, "agent")])
+        node.started.append(node.agent)
+
+    async def _draw_in(self) -> None:
+        """Start those of the further nodes that the job wants: on a cluster Slurm would give them."""
+        names = nodes_up(self.state_dir)
+        up = {node.number for node in self._nodes if node.peer.name in names}
+        ended = {node.number for node in self._nodes if node.agent and node.agent.returncode is not None}
+        for _ in range(self._late.missing(nodes_asked_for(self.state_dir), up, ended)):
+            node = self._nodes[self._late.start()]
+            logger.info("%s: drawn in", node.peer.name)
+            await self._start_daemon(node)
+            await self._daemon_ready(node)
+            await self._begin_agent(node)
 
     async def _start_agent(self, node: LocalNode, program: Sequence[str]) -> Process:
         preloads = [f"--preload={module}" for module in self._config.preload]
@@ -228,10 +254,10 @@ class LocalRun:
             return await self._zygote.spawn(spec, 1, errors.fileno())
 
     async def _start_daemons(self) -> None:
-        for node in self._nodes:
+        for node in self._founders:
             await self._start_daemon(node)
         # no deadline: each has its own
-        await asyncio.gather(*map(self._daemon_ready, self._nodes))
+        await asyncio.gather(*map(self._daemon_ready, self._founders))
 
     async def _daemon_ready(self, node: LocalNode) -> None:
         """Wait until the daemon's Unix socket listens, which it does once everything else does."""
@@ -261,6 +287,8 @@ class LocalRun:
             if not told:
                 for node in self._nodes:
                     await self._revive_daemon(node)
+                if self._spec.late and self.outcome() is None:
+                    await self._draw_in()
         for node in self._agents_left:
             logger.warning("%s: its agent does not end; it is killed", node.peer.name)
             assert node.agent is not None

@@ -23,6 +23,8 @@ from ckptless.daemon.agent.ranks.signals import ENDING, USERS
 from ckptless.daemon.ckptlessd.planning.plan import EXIT_UNRECOVERABLE
 from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.launch.console import Follower, log_end, tell_end
+from ckptless.daemon.launch.draw_in import DrawIn
+from ckptless.daemon.launch.late import LateNodes
 from ckptless.daemon.protocol.errors import CkptlessError, StartError, UsageError
 from ckptless.daemon.protocol.forming import clear, has_begun, nodes_up
 from ckptless.daemon.protocol.log import LOG_PREFIX
@@ -251,6 +253,7 @@ class SlurmRun:
         told, deadline = False, None
         states = {step.name: step for step in self._steps}
         forming = Forming(self.config.spec, self.log_dir, lambda name: states[name].state, loop.time())
+        draws = self._draws(follower) if self.config.spec.late else None
         while any(step.running and not step.given_up for step in self._steps) or self._starts_again:
             await asyncio.sleep(POLL_S)
             follower.pass_on()
@@ -263,13 +266,30 @@ class SlurmRun:
                 for step in self._steps:
                     step.given_up |= step.name in given_up
                 await self._mend_start(forming, loop.time())
+                if draws is not None and forming.over and self._stop is None:
+                    await draws.look(loop.time(), {step.name for step in self._steps if not step.running})
             elif deadline is None:
                 deadline = loop.time() + self._leave_s
             if deadline is not None and loop.time() > deadline:
                 late = ", ".join(step.name for step in self._steps if step.running and not step.given_up)
                 logger.warning("the steps on %s do not end; they are killed", late)
                 break
+        if draws is not None:
+            await draws.close()
         follower.pass_on(last=True)
+
+    def _draws(self, follower: Follower) -> DrawIn:
+        spec = self.config.spec
+        late = LateNodes(len(spec.names), spec.late)
+
+        async def start(name: str) -> None:
+            known = self.config.spec
+            self.config = replace(self.config, spec=replace(known, names=(*known.names, name)))
+            step = await self._start(name)
+            self._steps.append(step)
+            follower.add(step.console)
+
+        return DrawIn(slurm_job_id(spec.job), late, self.log_dir, spec.names, start)
 
     @property
     def _leave_s(self) -> float:

@@ -1,13 +1,15 @@
-"""Words from agents to their launcher, as files: which nodes are there, and how many more would be used.
+"""Words from agents to their launcher, as files: which nodes are there, and how many late ones should be.
 
-They lie in the folder that all of the run's nodes share, as `outcome.json` does. Those of nodes that are there
-before the first generation go once training begins.
+They lie in the folder that all of the run's nodes share, as `outcome.json` does. Those of nodes that are
+there before the first generation go once training begins.
 """
 
 import contextlib
+import os
+import socket
 from pathlib import Path
 
-_UP, _BEGUN, _LACKS = ".up-", ".begun", ".lacks"
+_UP, _BEGUN, _WANTED = ".up-", ".begun", ".late-wanted"
 
 
 def mark_up(directory: Path, name: str) -> None:
@@ -31,19 +33,25 @@ def has_begun(directory: Path) -> bool:
 
 
 def ask_for_nodes(directory: Path, count: int) -> None:
-    """Say that the job would use so many nodes more. Raises OSError."""
-    new = directory / f"{_LACKS}-new"
+    """Say that so many late nodes should be there, those that have come among them. Raises OSError."""
+    new = directory / f"{_WANTED}.{os.getpid()}.{socket.gethostname()}"
     new.write_text(str(count))
-    new.replace(directory / _LACKS)
+    new.replace(directory / _WANTED)
 
 
 def nodes_asked_for(directory: Path) -> int:
-    """Return how many nodes more the job would use, by the newest word."""
+    """Return how many late nodes should be there, by the newest word."""
     try:
-        text = (directory / _LACKS).read_text()
+        text = (directory / _WANTED).read_text()
     except OSError:
         return 0
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+def forget_wanted(directory: Path) -> None:
+    """Remove what an earlier run in the same folder has left. Raises OSError."""
+    (directory / _WANTED).unlink(missing_ok=True)
+    clear(directory)
 
 
 def clear(directory: Path) -> None:

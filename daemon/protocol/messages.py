@@ -229,7 +229,7 @@ Order: TypeAlias = Stop | Assign | Go | Running | Release | End
 
 
 class Draw(Message, frozen=True, kw_only=True):
-    """Leading daemon to its agent: so many nodes more would be used; 0: none any more."""
+    """Leading daemon to its agent: so many late nodes (see JobSpec) should have come, or come soon."""
 
     nodes: NodeCount
 

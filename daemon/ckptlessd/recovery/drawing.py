@@ -13,7 +13,7 @@ from ckptless.daemon.ckptlessd.recovery.events import ToAgent
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol import messages as m
 
-# What is lacking is said again so often, also where it is nothing: another leader may have said something else.
+# What is lacking is said again so often, also where it is nothing: another leader may have said more.
 AGAIN_S = 5.0
 
 
@@ -41,7 +41,8 @@ class Drawing:
             if count > max(0, self._told):
                 self.job.tell(Line("info", "draw-in", f"{count} nodes more would be used"), now)
             self._told, self._told_s = count, now
-            self.job.out.append(ToAgent(m.Draw(nodes=count)))
+            came = sum(view.late and view.hello is not None for view in self.job.nodes.values())
+            self.job.out.append(ToAgent(m.Draw(nodes=came + count)))
 
     def waits(self, spec: m.JobSpec, outcome: m.Outcome, now: float) -> bool:
         """Whether a job that has no spare left does not end yet, since a node may come."""
