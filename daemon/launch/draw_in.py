@@ -21,10 +21,10 @@ Start: TypeAlias = Callable[[str], Awaitable[None]]
 
 
 class DrawIn:
-    """Owned by the launcher's event loop. `start(name)` has an agent started on a node; `names` has the job's.
+    """Owned by the launcher's event loop. `start(name)` has an agent started; `names` are the job's nodes.
 
-    What Slurm gives is the user's to use, within limits, QOS and reservations: it is asked in the user's name.
-    A node that the job has had already has its number there, and is not asked for again.
+    What Slurm gives is the user's to use, within limits, QOS and reservations: it is asked in the user's
+    name. A node that the job has had already has its number there, and is not asked for again.
     """
 
     def __init__(
