@@ -318,8 +318,8 @@ class Versions:
         moved, self._moved = self._moved, None
         return pending, moved
 
-    def forget(self, tensors: TensorSet) -> None:
-        """Let go of these tensors, which are not written again, and of the memory they were written to."""
+    def forget(self, tensors: TensorSet | None) -> None:
+        """Let go of the memory that was written to, and of these tensors, which are not written again."""
         self.leave()
         self._held = None
         self._unmap(tensors)

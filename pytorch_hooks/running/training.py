@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -274,13 +275,16 @@ class Run:
 
     def _forget(self) -> None:
         """Let go of what was built for another number of ranks: there is no room for two states."""
-        if self._built is None:
-            return
-        self._versions.forget(self._kept.tensors)
+        self._versions.forget(self._built.tensors if self._built is not None else None)
         self.loaders.forget()
         if self._outside is not None:
             self._outside.forget()
+        if self._built is None:
+            return
         self._built, self._read_back = None, False
+        if "torch._dynamo" in sys.modules:
+            # Compiled code, and its graphs, are of modules that will not come back.
+            torch.compiler.reset()
         # Modules and their hooks hold each other.
         gc.collect()
         accelerator.give_back()
