@@ -1,6 +1,6 @@
 """A state as another number of ranks has it: for this rank's tensors the layout, and the box of each."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -58,29 +58,55 @@ def check(tensors: TensorSet) -> None:
         raise UsageError(f"the job is elastic, and its state cannot be cut anew: {error}") from error
 
 
-def sources(new: NewCut, saved: Iterable[tuple[int, Described]]) -> dict[int, Taken]:
-    """Return what is taken of each shard, no element twice; of what is no DTensor all from the first one.
+def sources(
+    new: NewCut, shards: Iterable[int], first: int, described: Callable[[int], Described]
+) -> dict[int, Taken]:
+    """Return what is taken of each shard, no element twice; of what is no DTensor all from shard `first`.
 
-    `saved`: shards, and what each says of its tensors; no more of them are asked for than it takes. Raises
+    `described(shard)` is what it says of its tensors; no more of them are asked for than it takes. Raises
     ProtocolError where none has some of it.
     """
     filled = [entry for entry in new.layout.entries if entry.nbytes]
     left = {entry.name: [new.boxes[entry.name]] for entry in filled if entry.name in new.boxes}
     plain = {entry.name: [whole(entry.shape)] for entry in filled if entry.name not in new.boxes}
-    found: dict[int, Taken] = {}
-    for shard, described in saved:
-        boxes = boxes_of(described)
-        found[shard], plain = plain, {}
+    found: dict[int, Taken] = {first: plain}
+    unread = sorted(shards)
+    guess = _Guess(described(first), unread)
+    shard = first
+    while True:
+        unread.remove(shard)
+        boxes = boxes_of(described(shard))
         for name in [name for name in left if name in boxes]:
             taken, rest = take(left.pop(name), boxes[name])
             if taken:
-                found[shard][name] = taken
+                found.setdefault(shard, {})[name] = taken
             if rest:
                 left[name] = rest
         if not left:
             return found
-    name, (box, *_) = next(iter(left.items()))
-    raise ProtocolError(f"nobody has the elements of {name} from {box.start} on, {box.shape} of them")
+        name, (box, *_) = next(iter(left.items()))
+        if not unread:
+            raise ProtocolError(f"nobody has the elements of {name} from {box.start} on, {box.shape} of them")
+        shard = guess.nearest(name, box, unread)
+
+
+class _Guess:
+    """Guesses which shard has something: as torch cuts a dimension, into so many parts of one size."""
+
+    def __init__(self, known: Described, shards: Sequence[int]) -> None:
+        entries = known.layout.entries
+        self._places = {shard: place for place, shard in enumerate(shards)}
+        self._wholes = {entries[i].name: full for i, full, _start in known.catalog.parts}
+        self._known = boxes_of(known)
+
+    def nearest(self, name: str, box: Box, shards: Sequence[int]) -> int:
+        """Return that of these shards which is the nearest to the one that probably has the box's begin."""
+        likely = 0
+        for start, part, full in zip(box.start, self._known[name].shape, self._wholes[name], strict=True):
+            if part < full:
+                likely = start // -(-full // len(self._places))
+                break
+        return min(shards, key=lambda shard: abs(self._places[shard] - likely))
 
 
 def boxes_of(saved: Described) -> dict[str, Box]:

@@ -67,44 +67,26 @@ class Recut:
     shards: int
 
 
-class Place(NamedTuple):
-    """The place of what is built here in its new world: its rank and shard, and the number of all shards."""
+def recut(source: Source, rank: int, shard: int, tensors: TensorSet) -> Recut:
+    """Return the part of a step that this rank has, with its twins, whose lowest is `shard`.
 
-    rank: int
-    shard: int
-    shards: int
-
-
-def recut(source: Source, place: Place, tensors: TensorSet) -> Recut:
-    """Return this rank's part of a step; what is no DTensor is taken alike by all ranks of its shard.
-
-    Raises RecoveryError where it cannot be cut for what is built here, ProtocolError, and what the source
-    raises.
+    What is no DTensor all twins take from the same former rank. Raises RecoveryError where it cannot be cut
+    for what is built here, ProtocolError, and what the source raises.
     """
     former = len(source.shards)
     record_of = cache(source.record)
-    described = cache(lambda shard: record.describe(record_of(shard)))
-    first = source.shards[place.shard % former]
+    described = cache(lambda number: record.describe(record_of(number)))
+    first = source.shards[shard % former]
     new = cutting.cut(described(first), tensors)
-    order = _by_nearness(sorted(set(source.shards)), first, place)
-    taken = cutting.sources(new, ((shard, described(shard)) for shard in order))
+    taken = cutting.sources(new, set(source.shards), first, described)
+    taken = {number: boxes for number, boxes in taken.items() if boxes}
     payload = torch.zeros(new.layout.nbytes, dtype=torch.uint8)
-    taken = {shard: boxes for shard, boxes in taken.items() if boxes}
-    for shard, boxes in sorted(taken.items()):
-        _copy(source, shard, described(shard), _Target(new, payload), boxes)
-    of_rank = place.rank % former
+    for number, boxes in sorted(taken.items()):
+        _copy(source, number, described(number), _Target(new, payload), boxes)
+    of_rank = rank % former
     another = 1 if of_rank == 0 else 0
-    other = record_of(another) if of_rank != place.rank and another < former else None
+    other = record_of(another) if of_rank != rank and another < former else None
     return Recut(source.step, of_rank, record_of(of_rank), other, new.layout, payload, len(taken))
-
-
-def _by_nearness(shards: list[int], first: int, place: Place) -> list[int]:
-    """Put `first` first, and then those that probably have what a rank in this place takes.
-
-    Most states are cut evenly: then few records are asked for, of however many.
-    """
-    here = place.shard / place.shards * len(shards)
-    return sorted(shards, key=lambda shard: (shard != first, abs(shard - here), shard))
 
 
 # ------------------------------------------------------------------------------------- copying

@@ -28,7 +28,7 @@ from ckptless.pytorch_hooks.devices.memory import MemoryWatch
 from ckptless.pytorch_hooks.elastic import batches
 from ckptless.pytorch_hooks.elastic import cut as cutting
 from ckptless.pytorch_hooks.elastic.memory import FormerStep
-from ckptless.pytorch_hooks.elastic.recut import Place, Recut, recut
+from ckptless.pytorch_hooks.elastic.recut import Recut, recut
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.running import twin_comparison
@@ -399,7 +399,7 @@ class Run:
         """Memory has nothing: go on from a step on the disk, into what was built just now."""
         saved_by = world_size_of(folder)
         if saved_by != self.world_size:
-            found_recut = load_recut(folder, self._place, self._kept.tensors)
+            found_recut = load_recut(folder, self.rank, self._shard, self._kept.tensors)
             self._restore_recut(found_recut)
             self._go_on_from(found_recut.step, saved_by)
             return
@@ -412,11 +412,6 @@ class Run:
         view = read(found.record)
         self._restore(found.record, view, found.payload)
         self._go_on_from(found.step)
-
-    @property
-    def _place(self) -> Place:
-        """The place of this rank and its shard, of all that are built here."""
-        return Place(self.rank, self._shard, max(1, self.world_size // len(self._kept.twins)))
 
     def _restore_recut(self, found: Recut) -> None:
         """Do as `_restore`, with a step of another number of ranks."""
@@ -488,7 +483,7 @@ class Run:
         """
         former = FormerStep(self._session, self.generation, step, former_shards)
         try:
-            found = recut(former, self._place, self._kept.tensors)
+            found = recut(former, self.rank, self._shard, self._kept.tensors)
         except ProtocolError as error:
             raise RecoveryError(
                 f"step {step}, which {len(former_shards)} ranks have committed, cannot be gone on from by "

@@ -11,7 +11,7 @@ import torch
 
 from ckptless.daemon.protocol import saved as s
 from ckptless.daemon.protocol.errors import CkptlessError, RecoveryError
-from ckptless.pytorch_hooks.elastic.recut import Place, Recut, Span, recut
+from ckptless.pytorch_hooks.elastic.recut import Recut, Span, recut
 from ckptless.pytorch_hooks.saving.load import payload_of, record_of
 from ckptless.pytorch_hooks.state import Layout, TensorSet
 
@@ -47,13 +47,13 @@ def world_size_of(folder: Path) -> int:
         raise RecoveryError(f"{folder} cannot be gone on from ({error})") from error
 
 
-def load_recut(folder: Path, place: Place, tensors: TensorSet) -> Recut:
-    """Return a rank's part of a step that another number of ranks has saved.
+def load_recut(folder: Path, rank: int, shard: int, tensors: TensorSet) -> Recut:
+    """Return a rank's part of a step that another number of ranks has saved; as `recut`.
 
     Raises RecoveryError, which names the folder.
     """
     try:
-        return recut(SavedStep(folder), place, tensors)
+        return recut(SavedStep(folder), rank, shard, tensors)
     except (CkptlessError, OSError, EOFError, RuntimeError) as error:
         raise RecoveryError(
             f"{folder} cannot be gone on from by another number of ranks ({error}): take the number that has "
