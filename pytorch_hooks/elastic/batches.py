@@ -39,7 +39,7 @@ def micro_batches(batch_size: int, micro_batch: int, ranks: int) -> int:
 def check(batch_size: int, most_ranks: int, micro_batch: int = 1) -> None:
     """Raise UsageError where one of so many ranks would have nothing of a batch, or no number is right."""
     if batch_size < 1 or micro_batch < 1:
-        raise UsageError("batch_size and micro_batch must be 1 or more: those of all ranks, and of one")
+        raise UsageError("batch_size, of all ranks together, and micro_batch, of one, must be 1 or more")
     if batch_size < most_ranks:
         raise UsageError(
             f"batch_size is that of all ranks together, and {batch_size} samples are not enough for "

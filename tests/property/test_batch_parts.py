@@ -80,7 +80,7 @@ def test_what_leaves_a_rank_without_samples_is_refused() -> None:
     batches.check(8, 8)
     with pytest.raises(UsageError, match="8 samples are not enough for 9"):
         batches.check(8, 9)
-    with pytest.raises(UsageError, match="1 or more"):
+    with pytest.raises(UsageError, match="must be 1 or more"):
         batches.check(8, 2, 0)
-    with pytest.raises(UsageError, match="1 or more"):
+    with pytest.raises(UsageError, match="must be 1 or more"):
         batches.check(0, 0)
