@@ -171,6 +171,8 @@ class Agent:
 
     def obey(self, order: m.Order | m.Draw | m.Announce | m.Renewed) -> None:
         """An order of the daemon."""
+        if self.sound and isinstance(order, m.Draw):
+            self.world.drawing.asked(order.nodes)
         if self.sound and isinstance(order, m.Order):
             self.core.obey(order, self.world.events.now)
             self._settle()

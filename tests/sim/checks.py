@@ -90,7 +90,8 @@ class Checks:
                 self._fail(f"a rank on node-{node}, which is lost")
         if max(self._decrees) > control.known.index:
             return  # it comes too late, and is never chosen: what it counts on may have been given back since
-        trusted = [self._world.agents[node] for node, view in control.nodes.items() if view.lost is None]
+        usable = [node for node, view in control.nodes.items() if view.lost is None and not view.absent]
+        trusted = [self._world.agents[node] for node in usable if node in self._world.agents]
         if new.restore_step is not None and new.restore_step not in self._given_by(trusted):
             self._fail(f"only a lost node has all of step {new.restore_step}")
 

@@ -143,12 +143,12 @@ class Daemon:
 
     def _open(self) -> JobSession:
         if self._session is None:
-            peers = tuple(Peer(node=n, name="", address="", port=0) for n in sorted(self.world.agents))
+            peers = tuple(Peer(node=n, name="", address="", port=0) for n in range(self.world.most_nodes))
             lost = "its disk is another one" if self.node in self.world.forgot else ""
             found = None if lost else session.recall(self.world.row(self.node), LAUNCH, "")
             durable = found[1] if isinstance(found, tuple) else None
             memory = Memory(self._life, durable=durable, lost=lost)
-            roster = Roster(self.node, peers)
+            roster = Roster(self.node, peers, self.world.spec.late)
             self._session = _Session(self, roster, memory)
             if not lost:
                 self.world.checks.remembers(self)

@@ -1,25 +1,69 @@
-"""Elastic jobs: sizes that a seed draws, and people who ask for another one at any moment."""
+"""Elastic jobs: sizes that a seed draws, people who ask for others, and nodes that come late or never."""
 
 from random import Random
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from ckptless.daemon.launch.late import LateNodes
 from ckptless.daemon.protocol import messages as m
 
 if TYPE_CHECKING:
     from .world import World
 
 LATEST_S = 12.0
+FIXED_CHANCE, NEVER_CHANCE = 0.3, 0.15
 MOST_ASKED = 4
 
 
 def elastic(spec: m.JobSpec, chance: Random) -> m.JobSpec:
     """The same job, which may have some other sizes."""
-    total = spec.nodes + spec.spares
+    late = chance.choice((0, 0, 2, 4))
+    total = spec.nodes + spec.spares + late
     sizes = {spec.nodes, *chance.sample(range(1, total + 1), chance.randint(1, total))}
     sizes |= {chance.choice([size for size in range(1, total + 1) if size != spec.nodes])}
-    return replace(spec, sizes=tuple(sorted(sizes)), grow_after_s=chance.choice((0.0, 0.5, 2.0)))
+    if late and chance.random() < FIXED_CHANCE:
+        # A job of one size, which waits for another node where it has no spare.
+        sizes = set()
+    return replace(
+        spec,
+        sizes=tuple(sorted(sizes)),
+        grow_after_s=chance.choice((0.0, 0.5, 2.0)),
+        late=late,
+        draw_s=chance.choice((0.0, 4.0, 15.0)),
+    )
+
+
+class Drawing:
+    """What a launcher does, and Slurm: nodes come late, or never, or their agents end at once."""
+
+    def __init__(self, world: "World") -> None:
+        spec = world.spec
+        self._world, self._chance = world, Random(f"late nodes of {world.seed}")
+        self._late = LateNodes(spec.nodes + spec.spares, spec.late)
+        self._up: set[int] = set()
+        self._ended: set[int] = set()
+
+    def asked(self, wanted: int) -> None:
+        """So many should be there."""
+        for _ in range(self._late.missing(wanted, self._up, self._ended)):
+            node = self._late.start()
+            fate = self._chance.random()
+            after_s = self._chance.uniform(0.05, 3.0)
+            if fate < NEVER_CHANCE:
+                self._world.events.after(after_s, lambda node=node: self._ended.add(node))  # type: ignore[misc]
+            else:
+                self._world.events.after(after_s, lambda node=node: self._comes(node))  # type: ignore[misc]
+
+    def _comes(self, node: int) -> None:
+        world = self._world
+        if world.over or node in world.dead_nodes | world.witness.down:
+            return
+        world.story.tell("late", f"node-{node} comes")
+        world.injected["late"] += 1
+        world.faulted("late")
+        self._up.add(node)
+        world.begin_node(node)
 
 
 def schedule(world: "World", chance: Random) -> None:

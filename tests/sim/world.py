@@ -87,7 +87,7 @@ class World:
         self.raised: Counter[str] = Counter()
         # Faults that happened, and messages that were lost or doubled, or held up by a broken network.
         self.injected: Counter[str] = Counter()
-        nodes = range(self.spec.nodes + self.spec.spares)
+        nodes = range(self.most_nodes)
         self.graph = overlay(self.spec.job, tuple(nodes))
         self.deaths: Counter[tuple[int, int]] = Counter()
         self.interrupted: list[tuple[int, int]] = []
@@ -124,6 +124,7 @@ class World:
         self.twin_chance = Random(f"twins of {seed}")
         self.bulk_chance = Random(f"bulk transfers of {seed}")
         self._waiting: list[Fault] = []
+        self.drawing = resizes.Drawing(self)
         # Whether it is over, and was looked at then.
         self.done = False
         self.guest: World | None = None
@@ -132,6 +133,11 @@ class World:
             self.full_until, self.slow_until = host.full_until, host.slow_until
         elif shape.guest:
             self.guest = _guest(self, shape)
+
+    @property
+    def most_nodes(self) -> int:
+        """The nodes that the job begins with, and those that may come."""
+        return self.spec.nodes + self.spec.spares + self.spec.late
 
     @property
     def jobs(self) -> "tuple[World, ...]":
@@ -216,11 +222,7 @@ class World:
         # On a machine that is busy, or with many nodes, the first ones lead before the last ones come.
         pace = 10.0 if self._lives.random() < LATE_CHANCE else 1.0
         for node in range(spec.nodes + spec.spares):
-            self.agents[node] = Agent(self, node)
-            if node in self.dead_nodes | self.witness.down:
-                self.agents[node].die(dark=True)
-            self.events.after(self.random.uniform(0.0, 0.3), lambda node=node: self.start_daemon(node))  # type: ignore[misc]
-            self.events.after(pace * self.random.uniform(0.0, 0.6), self.agents[node].connect)
+            self.begin_node(node, pace)
         for fault in self.job.faults:
             where = f"{fault.delay:.3f} s after {fault.stage or 'the start'}"
             self.story.tell("job", f"fault: {fault.kind}, {where}")
@@ -231,6 +233,14 @@ class World:
         components.schedule(self, self._broken)
         if spec.elastic:
             resizes.schedule(self, Random(f"resizes of {self.seed}"))
+
+    def begin_node(self, node: int, pace: float = 1.0) -> None:
+        """A node's agent starts, and a daemon where none is."""
+        self.agents[node] = Agent(self, node)
+        if node in self.dead_nodes | self.witness.down:
+            self.agents[node].die(dark=True)
+        self.events.after(self.random.uniform(0.0, 0.3), lambda: self.start_daemon(node))
+        self.events.after(pace * self.random.uniform(0.0, 0.6), self.agents[node].connect)
 
     @property
     def crowded(self) -> bool:
