@@ -24,7 +24,7 @@ OURS = re.compile(r"It must be |From \d|Default: ")
 SENTENCES = {
     "NONE_LEFT": NONE_LEFT,
     "NO_HET": NO_HET,
-    **{name: text for name, text in vars(elastic).items() if name.isupper() and isinstance(text, str)},
+    **{name: said for name, said in vars(elastic).items() if name[:1].isupper() and isinstance(said, str)},
 }
 TEXTS = ("s", "n", "word", "than", "sizes", "partition", "allowed")
 

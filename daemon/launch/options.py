@@ -27,7 +27,7 @@ from ckptless.daemon.protocol.messages import JobSpec
 from ckptless.daemon.protocol.saving import SaveConfig
 from ckptless.daemon.replication.failure_domains import check_name
 from ckptless.daemon.settings.agent_config import SharedConfig
-from ckptless.daemon.settings.elastic import DEFAULT_GROW_S, check_allowed, sizes
+from ckptless.daemon.settings.elastic import DEFAULT_GROW_S, check_allowed, check_may_draw, patience_s, sizes
 from ckptless.daemon.settings.options import (
     DEFAULT_SHUTDOWN_S,
     NO_HET,
@@ -48,12 +48,14 @@ Env = Mapping[str, str]
 
 # Slurm sets it in every component of a heterogeneous job.
 HET_SIZE = "SLURM_HET_SIZE"
+# In every task of a job array.
+ARRAY_TASK = "SLURM_ARRAY_TASK_ID"
 # The same as --tier 1, for whoever cannot change the command.
 ROOTLESS = "CKPTLESS_ROOTLESS"
 # What makes no sense without recovery, and must not be dropped silently.
 _NOT_FOR_TIER_1 = (
     *("spares", "max_restarts", "requeue", "save_dir", "save_every"),
-    *("min_nodes", "max_nodes", "step", "sizes"),
+    *("min_nodes", "max_nodes", "step", "sizes", "draw_in"),
 )
 
 
@@ -81,6 +83,7 @@ def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         launch=token_hex(16),
         recovers=recovery,
         **_elastic(options, nodes, options.spares, recovery=recovery),
+        **_drawing(options, recovery=recovery),
     )
     config = _config(spec, argv, given, options, settings, env)
     return LocalRun(config, state_dir=options.state_dir, port=options.port, verbose=options.verbose)
@@ -109,6 +112,9 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
     elastic = _elastic(options, shape.nodes, shape.spares, recovery=recovery)
     if elastic:
         check_allowed(settings.elastic, env.get("SLURM_JOB_PARTITION", ""))
+    drawing = _drawing(options, recovery=recovery)
+    if drawing:
+        check_may_draw(settings.elastic, in_step=in_step, in_array=ARRAY_TASK in env)
     spec = JobSpec(
         job=str(found.job_id),
         command=argv,
@@ -121,6 +127,7 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         launch=slurm.launch_id(env) if in_step else token_hex(16),
         recovers=recovery,
         **elastic,
+        **drawing,
     )
     config = _config(spec, argv, given, options, settings, env)
     log_dir, job = _log_dir(options, found)  # the last that may be refused: it is made
@@ -229,6 +236,19 @@ def _elastic(options: RunOptions, nodes: int, spares: int, *, recovery: bool) ->
         )
     after_s = options.scale_up_after_s
     return {"sizes": found, "grow_after_s": DEFAULT_GROW_S if after_s is None else after_s}
+
+
+def _drawing(options: RunOptions, *, recovery: bool) -> dict[str, Any]:
+    """What `JobSpec` has of a job that may draw nodes in; nothing for another one. Raises UsageError."""
+    draw_s = patience_s(options)
+    if not options.draw_in:
+        return {}
+    if not recovery:
+        raise UsageError(
+            f"with --tier 1 ({ROOTLESS}=1) a job has the same nodes to its end: add --draw-in 0, or leave "
+            "draw-in out of sbatch --ckptless"
+        )
+    return {"late": options.draw_in, "draw_s": draw_s}
 
 
 def _log_dir(options: RunOptions, found: slurm.Allocation) -> tuple[Path, str]:

@@ -1,4 +1,7 @@
-"""The sizes of an elastic job: on how many nodes it may train, by its options; and whether it may at all."""
+"""The sizes of an elastic job: on how many nodes it may train, by its options; and whether it may at all.
+
+The same of a job that may draw nodes in.
+"""
 
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.limits import MOST_SIZES
@@ -6,6 +9,8 @@ from ckptless.daemon.settings.options import ElasticSettings, RunOptions
 
 # How long a job could have been larger before it grows.
 DEFAULT_GROW_S = 30.0
+# How long a job that lacks a node waits for one that is drawn in.
+DEFAULT_DRAW_S = 60.0
 
 # The plugin has all of these sentences from table.h, and fills in the same in the same order.
 BOTH_WAYS = (
@@ -26,8 +31,8 @@ NOT_WHOLE = (
     "sizes would not divide into replicas; change one of the three"
 )
 NO_ROOM = (
-    "the job is to grow to {most} nodes, and has {nodes} to train on and {spares} spare{s}; as it cannot "
-    "draw further nodes in, ask for them as spares, or let it grow to fewer"
+    "the job is to grow to {most} nodes, and has {nodes} to train on, {spares} spare{s}, and {late} to draw "
+    "in; ask for them as spares, allow it to draw nodes in (draw-in=N), or let it grow to fewer"
 )
 TOO_MANY = "from min-nodes={least} to max-nodes={most} are more than {limit} sizes; choose a larger step"
 NOT_HERE = (
@@ -38,14 +43,24 @@ NOT_IN = (
     "partition {partition} has no elastic jobs, as have {allowed}; choose among these, or leave out "
     "min-nodes, max-nodes, step and sizes"
 )
+NO_DRAW_IN_STEP = (
+    "draw-in is for a batch script: a task of srun has nobody who could ask Slurm for nodes; start "
+    "ckptless-run without srun, or say draw-in=0"
+)
+NO_DRAW_IN_ARRAY = (
+    "Slurm adds no node to a task of a job array; leave out draw-in, or submit the task as a job of its own"
+)
 
 _ALONE = "{word} is for an elastic job: say min-nodes or sizes too, or leave it out"
+_PATIENCE_ALONE = "draw-in-patience is for a job that may draw nodes in: say draw-in too, or leave it out"
+_NOT_DRAWN = "no job of this site may draw nodes in; leave out draw-in, in sbatch --ckptless too"
 
 
 def sizes(asked: RunOptions, nodes: int, spares: int) -> tuple[int, ...]:
     """`JobSpec.sizes` of a job that begins on `nodes` nodes and has `spares` more; () if it is not elastic.
 
-    Raises UsageError with one sentence that says what to change.
+    The largest may be one with all nodes that it may draw in. Raises UsageError with one sentence that says
+    what to change.
     """
     if asked.sizes and (asked.min_nodes or asked.max_nodes or asked.step):
         raise UsageError(BOTH_WAYS)
@@ -61,9 +76,20 @@ def sizes(asked: RunOptions, nodes: int, spares: int) -> tuple[int, ...]:
             if said is not None:
                 raise UsageError(_ALONE.format(word=word))
         return ()
-    if found[-1] > nodes + spares:
-        raise UsageError(NO_ROOM.format(most=found[-1], nodes=nodes, spares=spares, s=_s(spares)))
+    late = asked.draw_in or 0
+    if found[-1] > nodes + spares + late:
+        room = {"nodes": nodes, "spares": spares, "s": _s(spares), "late": late}
+        raise UsageError(NO_ROOM.format(most=found[-1], **room))
     return found
+
+
+def patience_s(asked: RunOptions) -> float:
+    """`JobSpec.draw_s` of a job that may draw nodes in; 0 of another one. Raises UsageError."""
+    if asked.draw_in is None and asked.draw_in_patience_s is not None:
+        raise UsageError(_PATIENCE_ALONE)
+    if not asked.draw_in:
+        return 0.0
+    return DEFAULT_DRAW_S if asked.draw_in_patience_s is None else asked.draw_in_patience_s
 
 
 def check_allowed(site: ElasticSettings, partition: str) -> None:
@@ -72,6 +98,16 @@ def check_allowed(site: ElasticSettings, partition: str) -> None:
         raise UsageError(NOT_HERE)
     if partition and site.partitions and partition not in site.partitions:
         raise UsageError(NOT_IN.format(partition=partition, allowed=",".join(site.partitions)))
+
+
+def check_may_draw(site: ElasticSettings, *, in_step: bool, in_array: bool) -> None:
+    """Raise UsageError where no node can be added to the job, or none is to be."""
+    if not site.draw_in:
+        raise UsageError(_NOT_DRAWN)
+    if in_step:
+        raise UsageError(NO_DRAW_IN_STEP)
+    if in_array:
+        raise UsageError(NO_DRAW_IN_ARRAY)
 
 
 def _from_range(asked: RunOptions, nodes: int) -> tuple[int, ...]:

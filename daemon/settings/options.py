@@ -224,12 +224,16 @@ class KeepSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSettings:
-    """Whether jobs may be elastic, and in which partitions; none are named: in all."""
+    """Whether jobs may be elastic, and in which partitions; none are named: in all.
+
+    `draw_in`: whether any job may have nodes added to it.
+    """
 
     allow: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(True)
     partitions: tuple[str, ...] = Option(
         words=("a list of partitions, each once, such as [gpu, debug]",), read=names
     ).default(())
+    draw_in: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +314,20 @@ class RunOptions:
         such_as="30s or 5m",
         spec="scale-up-after",
         unsaid="what sbatch --ckptless said, else 30",
+    ).default()
+    draw_in: int | None = number(
+        "Nodes that the job may draw in over its life, of those that are idle in its partition.",
+        high=1024,
+        spec="draw-in",
+        unsaid="0, or what sbatch --ckptless said",
+    ).default()
+    draw_in_patience_s: float | None = span(
+        "How long a job that cannot go on waits for a node to draw in before it ends.",
+        low=0,
+        high=86400,
+        such_as="30s or 5m",
+        spec="draw-in-patience",
+        unsaid="what sbatch --ckptless said, else 60",
     ).default()
     nproc_per_node: str | None = Option(
         "Ranks on each node; or gpu, cpu, xpu, auto: as many as this node has.",

@@ -17,6 +17,12 @@
 #define CKPTLESS_SCALE_UP_AFTER_LOW 0
 #define CKPTLESS_SCALE_UP_AFTER_HIGH 86400
 #define CKPTLESS_SCALE_UP_AFTER_RANGE "0s to 86400s"
+#define CKPTLESS_DRAW_IN_LOW 0
+#define CKPTLESS_DRAW_IN_HIGH 1024
+#define CKPTLESS_DRAW_IN_RANGE "0 to 1024"
+#define CKPTLESS_DRAW_IN_PATIENCE_LOW 0
+#define CKPTLESS_DRAW_IN_PATIENCE_HIGH 86400
+#define CKPTLESS_DRAW_IN_PATIENCE_RANGE "0s to 86400s"
 #define CKPTLESS_MAX_STALL_LOW 5
 #define CKPTLESS_MAX_STALL_HIGH 86400
 #define CKPTLESS_MAX_STALL_RANGE "5s to 86400s"
@@ -52,8 +58,8 @@
 	"from the %ld node%s that the job trains on, steps of %ld do not lead to %s=%ld: its sizes " \
 	"would not divide into replicas; change one of the three"
 #define CKPTLESS_NO_ROOM \
-	"the job is to grow to %ld nodes, and has %ld to train on and %ld spare%s; as it cannot " \
-	"draw further nodes in, ask for them as spares, or let it grow to fewer"
+	"the job is to grow to %ld nodes, and has %ld to train on, %ld spare%s, and %ld to draw in; " \
+	"ask for them as spares, allow it to draw nodes in (draw-in=N), or let it grow to fewer"
 #define CKPTLESS_TOO_MANY \
 	"from min-nodes=%ld to max-nodes=%ld are more than %ld sizes; choose a larger step"
 #define CKPTLESS_NOT_HERE \
@@ -62,7 +68,11 @@
 #define CKPTLESS_NOT_IN \
 	"partition %s has no elastic jobs, as have %s; choose among these, or leave out min-nodes, " \
 	"max-nodes, step and sizes"
-#define CKPTLESS__ALONE \
-	"%s is for an elastic job: say min-nodes or sizes too, or leave it out"
+#define CKPTLESS_NO_DRAW_IN_STEP \
+	"draw-in is for a batch script: a task of srun has nobody who could ask Slurm for nodes; " \
+	"start ckptless-run without srun, or say draw-in=0"
+#define CKPTLESS_NO_DRAW_IN_ARRAY \
+	"Slurm adds no node to a task of a job array; leave out draw-in, or submit the task as a " \
+	"job of its own"
 
 #endif

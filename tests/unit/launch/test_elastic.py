@@ -50,6 +50,11 @@ def local(*words: str) -> JobSpec:
         ({"min_nodes": 4, "step": 4}, 12, 0, (4, 8, 12)),
         ({"sizes": (4, 8, 12)}, 8, 4, (4, 8, 12)),
         ({"sizes": (1, 2, 3, 5)}, 5, 0, (1, 2, 3, 5)),
+        ({"draw_in": 4}, 4, 1, ()),
+        ({"draw_in": 4, "draw_in_patience_s": 9.0}, 4, 1, ()),
+        ({"max_nodes": 6, "draw_in": 2}, 4, 0, (4, 5, 6)),
+        ({"sizes": (4, 8), "draw_in": 3}, 4, 1, (4, 8)),
+        ({"min_nodes": 2, "draw_in": 1024}, 4, 0, (2, 3, 4)),
         ({"min_nodes": 1}, MOST_SIZES, 0, tuple(range(1, MOST_SIZES + 1))),
     ],
 )
@@ -63,9 +68,15 @@ def test_sizes(asked: dict[str, object], nodes: int, spares: int, found: tuple[i
         ({"min_nodes": 5, "max_nodes": 4}, 4, 0, "min-nodes=5 is more than max-nodes=4"),
         ({"min_nodes": 5}, 4, 9, "min-nodes=5 is more than the 4 nodes that the job trains on, spares apart"),
         ({"max_nodes": 2}, 4, 0, "max-nodes=2 is less than the 4 nodes"),
-        ({"max_nodes": 2}, 1, 0, "to grow to 2 nodes, and has 1 to train on and 0 spares"),
-        ({"max_nodes": 6}, 4, 1, "to grow to 6 nodes, and has 4 to train on and 1 spare;"),
+        (
+            {"max_nodes": 2},
+            1,
+            0,
+            "to grow to 2 nodes, and has 1 to train on, 0 spares, and 0 to draw in; ask",
+        ),
+        ({"max_nodes": 6}, 4, 1, "to grow to 6 nodes, and has 4 to train on, 1 spare, and"),
         ({"sizes": (4, 6)}, 4, 1, "to grow to 6 nodes"),
+        ({"max_nodes": 9, "draw_in": 4}, 4, 0, "has 4 to train on, 0 spares, and 4 to draw in; ask"),
         ({"sizes": (4, 6)}, 5, 1, "the job trains on 5 nodes, spares apart, which is none of sizes=4:6"),
         (
             {"min_nodes": 1, "step": 2},
@@ -91,15 +102,17 @@ SMALL = st.none() | st.integers(1, 12)
 
 
 @settings(max_examples=3000, deadline=None)
-@given(SMALL, SMALL, SMALL, st.integers(1, 12), st.integers(0, 6))
-def test_any_range(least: int | None, most: int | None, step: int | None, nodes: int, spares: int) -> None:
+@given(SMALL, SMALL, SMALL, st.integers(1, 12), st.integers(0, 6), st.none() | st.integers(0, 6))
+def test_any_range(
+    least: int | None, most: int | None, step: int | None, nodes: int, spares: int, late: int | None
+) -> None:
     """What is found is what was asked for; and is refused only where no such sizes are there."""
     low, high, by = least or nodes, most or nodes, step or 1
     wanted = [n for n in range(1, 20) if low <= n <= high and (n - nodes) % by == 0]
-    possible = nodes in wanted and wanted[0] == low and wanted[-1] == high <= nodes + spares
+    possible = nodes in wanted and wanted[0] == low and wanted[-1] == high <= nodes + spares + (late or 0)
     said_alone = step is not None and least is None and most is None
     try:
-        found = sizes(RunOptions(min_nodes=least, max_nodes=most, step=step), nodes, spares)
+        found = sizes(RunOptions(min_nodes=least, max_nodes=most, step=step, draw_in=late), nodes, spares)
     except UsageError:
         assert said_alone or not possible
         return
@@ -191,6 +204,74 @@ def test_nor_is_it_elastic_by_other_words() -> None:
     text = "with --tier 1 (CKPTLESS_ROOTLESS=1) a job has the same nodes to its end"
     assert text in refused("--nnodes", "2:4", "train.py", env=env)
     assert text in refused("train.py", env={**env, "CKPTLESS_MIN_NODES": "2"})
+
+
+# ---------------------------------------------------------------------------------- nodes to draw in
+
+
+def drawn(spec: JobSpec) -> tuple[int, float]:
+    return spec.late, spec.draw_s
+
+
+def test_nodes_to_draw_in() -> None:
+    assert drawn(local("--nodes", "4")) == (0, 0.0)
+    assert drawn(local("--nodes", "4", "--draw-in", "0")) == (0, 0.0)
+    spec = local("--nodes", "4", "--draw-in", "2")
+    assert (drawn(spec), spec.sizes) == ((2, 60.0), ())
+    assert drawn(local("--nodes", "4", "--draw-in", "2", "--draw-in-patience", "0")) == (2, 0.0)
+    assert local("--nodes", "4", "--draw-in", "2", "--max-nodes", "6").sizes == (4, 5, 6)
+    spec = run("--draw-in", "1024", "--draw-in-patience", "9", "train.py").config.spec
+    assert (drawn(spec), spec.nodes, spec.spares, len(spec.names)) == ((1024, 9.0), 4, 1, 5)
+
+
+def test_draw_in_as_sbatch_said() -> None:
+    env = {**JOB, "CKPTLESS_DRAW_IN": "2", "CKPTLESS_DRAW_IN_PATIENCE": "90"}
+    assert drawn(run("train.py", env=env).config.spec) == (2, 90.0)
+    assert drawn(run("--draw-in", "3", "train.py", env=env).config.spec) == (3, 90.0)
+    assert drawn(run("--draw-in", "0", "train.py", env=env).config.spec) == (0, 0.0)
+    assert drawn(run("train.py", env={**env, "CKPTLESS_DRAW_IN": "0"}).config.spec) == (0, 0.0)
+    assert "CKPTLESS_DRAW_IN is 1025: it must be from 0 to 1024" in refused(
+        "train.py", env={**JOB, "CKPTLESS_DRAW_IN": "1025"}
+    )
+
+
+def test_patience_is_for_a_job_that_may_draw_in() -> None:
+    says = "draw-in-patience is for a job that may draw nodes in: say draw-in too, or leave it out"
+    with pytest.raises(UsageError, match=f"^{says}$"):
+        local("--nodes", "4", "--draw-in-patience", "9")
+    assert refused("train.py", env={**JOB, "CKPTLESS_DRAW_IN_PATIENCE": "9"}) == says
+
+
+def test_a_job_without_recovery_draws_nothing_in() -> None:
+    env = {**JOB, "CKPTLESS_ROOTLESS": "1", "CKPTLESS_SPARES": "0"}
+    assert "--draw-in is for runs that recover" in refused("--draw-in", "1", "train.py", env=env)
+    env["CKPTLESS_DRAW_IN"] = "1"
+    assert "to its end: add --draw-in 0, or leave draw-in out of sbatch" in refused("train.py", env=env)
+    assert drawn(run("--draw-in", "0", "train.py", env=env).config.spec) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("around", "says"),
+    [
+        (TASK, "a task of srun has nobody who could ask Slurm for nodes; start ckptless-run without srun"),
+        ({**JOB, "SLURM_ARRAY_TASK_ID": "0"}, "Slurm adds no node to a task of a job array; leave out"),
+    ],
+)
+def test_where_no_node_can_be_added(folder: Path, around: dict[str, str], says: str) -> None:
+    assert says in refused("--draw-in", "1", "train.py", env=around)
+    assert says in refused("train.py", env={**around, "CKPTLESS_DRAW_IN": "1"})
+    assert not list(folder.glob("ckptless-*"))  # no folder is made for a run that is refused
+    assert not run("--draw-in", "0", "train.py", env={**around, "CKPTLESS_DRAW_IN": "1"}).config.spec.late
+
+
+def test_a_site_may_have_nothing_drawn_in(folder: Path) -> None:
+    (folder / "no-such.yaml").write_text("version: 1\nelastic: {draw_in: false}\n")
+    says = "no job of this site may draw nodes in; leave out draw-in, in sbatch --ckptless too"
+    assert refused("--draw-in", "1", "train.py") == says
+    assert run("--min-nodes", "2", "train.py").config.spec.elastic
+    # It is not the same as being elastic.
+    (folder / "no-such.yaml").write_text("version: 1\nelastic: {allow: false}\n")
+    assert run("--draw-in", "1", "train.py").config.spec.late == 1
 
 
 # ------------------------------------------------------------------------------------------- the site
