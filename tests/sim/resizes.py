@@ -59,6 +59,10 @@ class Drawing:
         world = self._world
         if world.over or node in world.dead_nodes | world.witness.down:
             return
+        if world.network.broken:
+            # It would be on no side of a cut.
+            world.events.after(0.5, lambda: self._comes(node))
+            return
         world.story.tell("late", f"node-{node} comes")
         world.injected["late"] += 1
         world.faulted("late")

@@ -271,9 +271,11 @@ class Replication(Generic[P]):
         A frozen agent gives nothing back: what it has told of its holdings must stay true.
         """
         moved = self._watermark.saw_commit(step)
-        if moved and self._watermark.step is not None and self.accepting:
+        if not (moved and self.accepting):
+            return
+        if self._watermark.step is not None:
             self._edge.forget_former()
-        if not (moved and self._has_surplus and self._to is not None and self.accepting):
+        if not self._has_surplus or self._to is None:
             return
         found = surplus(self._to, self._me, self._edge.items())
         self._edge.give_back([item for item in found if self._watermark.passed(self._edge.newest(item))])

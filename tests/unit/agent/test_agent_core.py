@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ckptless.daemon.agent.core import actions as a
 from ckptless.daemon.agent.core.agent_core import AgentCore
@@ -430,3 +431,17 @@ def test_at_the_end_of_the_agent_no_death_is_a_fault_and_nothing_is_born(node: N
     assert node.out() == [a.KillProcess(second.birth)]
     node.core.exited(first.birth, -15, "was ended by SIGTERM", 1.0)
     assert node.causes() == ["stop", None]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_slot_that_leaves_a_job_which_shrinks_is_a_spare_again(node: Node, bad: bool) -> None:
+    """It may grow: a new process waits there. One that may hold no rank any more stays empty."""
+    born = node.train(assignment(1, place(0), place(1)))
+    for slot in node.core.slots:
+        node.core.stepped(slot, m.Stepped(generation=1, step=9, loss=0.5, every=1, share=None), first=True)
+    node.out()
+    smaller = assignment(2, place(0))
+    actions = node.assign(structs.replace(smaller, bad=(place(1),)) if bad else smaller)
+    starts = [action for action in actions if isinstance(action, a.StartProcess)]
+    assert [(start.slot, start.assignment) for start in starts] == ([] if bad else [(1, None)])
+    assert a.KillProcess(born[1]) in actions

@@ -10,6 +10,7 @@ from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.planning.resizing import Fleet
 from ckptless.daemon.protocol import messages as m
 
+Job = tuple[m.JobSpec, Fleet, int | None]
 LIMITS = m.Limits.from_max_stall(60)
 SLOTS = 2
 
@@ -36,7 +37,7 @@ def view(node: int, phase: m.Phase, lost: str | None) -> NodeView:
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> tuple[m.JobSpec, Fleet, int | None]:
+def fleets(draw: st.DrawFn) -> Job:
     """A job that trains on some of its nodes; some are lost, some slots are bad; somebody wants a size."""
     spec = draw(specs())
     total = spec.nodes + spec.spares
@@ -61,12 +62,14 @@ def fleets(draw: st.DrawFn) -> tuple[m.JobSpec, Fleet, int | None]:
         bad=tuple(m.Place(node=node, slot=1) for node in sorted(bad)),
     )
     wanted = draw(st.sampled_from((None, *range(1, total + 1))))
-    return spec, Fleet.of(spec, nodes, current), wanted
+    fleet = Fleet.of(spec, nodes, current)
+    assert fleet.whole == {node for node in nodes if nodes[node].lost is None} - bad
+    return spec, fleet, wanted
 
 
 @given(fleets())
 def test_a_size_is_one_of_the_jobs_and_there_are_nodes_for_it(
-    job: tuple[m.JobSpec, Fleet, int | None],
+    job: Job,
 ) -> None:
     spec, fleet, wanted = job
     size = resizing.size(spec, fleet, wanted)
@@ -88,7 +91,7 @@ def test_a_size_is_one_of_the_jobs_and_there_are_nodes_for_it(
 
 
 @given(fleets())
-def test_spares_stay_spares_unless_somebody_wants_them(job: tuple[m.JobSpec, Fleet, int | None]) -> None:
+def test_spares_stay_spares_unless_somebody_wants_them(job: Job) -> None:
     spec, fleet, _ = job
     size = resizing.size(spec, fleet, None)
     if size is not None and size > max(spec.nodes, len(fleet.training)):
@@ -96,7 +99,7 @@ def test_spares_stay_spares_unless_somebody_wants_them(job: tuple[m.JobSpec, Fle
 
 
 @given(fleets())
-def test_it_grows_on_warm_nodes_and_shrinks_when_told(job: tuple[m.JobSpec, Fleet, int | None]) -> None:
+def test_it_grows_on_warm_nodes_and_shrinks_when_told(job: Job) -> None:
     spec, fleet, wanted = job
     larger, smaller = resizing.may_grow(spec, fleet, wanted), resizing.must_shrink(spec, fleet, wanted)
     assert larger is None or smaller is None
