@@ -1,6 +1,7 @@
 /*
  * job_submit/ckptless: what slurmctld itself sees to for jobs that asked for --ckptless. It makes them no-kill,
- * and refuses as many spares as nodes, sizes that cannot be, and heterogeneous jobs, which the submit command cannot always know.
+ * and refuses as many spares as nodes, sizes that cannot be, arrays whose tasks are to draw nodes in, and
+ * heterogeneous jobs, which the submit command cannot always know.
  * It reads what the SPANK plugin has put into the job (spank_job_env), which is the user's word.
  */
 #include <slurm/slurm.h>
@@ -69,6 +70,8 @@ int job_submit(job_desc_msg_t *job, uint32_t submit_uid, char **err_msg)
 		return refuse(why, submit_uid, err_msg);
 	if (spec.on && job->het_job_offset != NO_VAL)
 		return refuse(CKPTLESS_NO_HET, submit_uid, err_msg);
+	if (ckptless_draws(&spec) && job->array_inx)
+		return refuse(CKPTLESS_NO_DRAW_IN_ARRAY, submit_uid, err_msg);
 	nodes = job->max_nodes == NO_VAL || job->max_nodes == INFINITE ? 0 : (long)job->max_nodes;
 	if (!ckptless_fits(&spec, nodes, job->min_nodes == job->max_nodes, why, sizeof(why)))
 		return refuse(why, submit_uid, err_msg);

@@ -63,6 +63,8 @@ static void note_long(struct ckptless_cmdline *said, const char *name, size_t si
 		note_nodes(said, value ? value : "");
 	else if (size >= 4 && size <= 9 && !memcmp(name, "partition", size))
 		said->partition = value;
+	else if (size >= 2 && size <= 5 && !memcmp(name, "array", size))
+		said->array = true;
 	else if (size >= 4 && size <= 7 && !memcmp(name, "no-kill", size))
 		said->no_kill = value ? value : "";
 }
@@ -83,6 +85,8 @@ static bool scan_short(const char *word, const char *next, enum ckptless_command
 			note_nodes(said, c[1] ? c + 1 : next ? next : "");
 		if (*c == 'p')
 			said->partition = c[1] ? c + 1 : next;
+		if (*c == 'a' && command == CKPTLESS_SBATCH)
+			said->array = true;
 		return c[1] == '\0';
 	}
 	return false;

@@ -15,6 +15,7 @@ struct ckptless_cmdline {
 	const char *partition; /* -p, --partition: one, or several parted by commas; NULL: not there */
 	long nodes;	     /* -N, --nodes: the largest number allowed; 0: not there, -1: not readable */
 	bool fewer;	     /* it is the larger one of two, as in 2-4 */
+	bool array;	     /* -a, --array: it is a job array */
 	bool het;	     /* there are several components: a word ":" before the program, or hetjob in a script */
 };
 

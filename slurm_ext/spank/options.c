@@ -164,6 +164,9 @@ static const struct {
 	{ "step", AT(step), BOUNDS(STEP), bounded, "a number from " CKPTLESS_STEP_RANGE },
 	{ "scale-up-after", AT(grow_after_s), BOUNDS(SCALE_UP_AFTER), duration_s,
 	  CKPTLESS_SCALE_UP_AFTER_RANGE ", or minutes as in 2m" },
+	{ "draw-in", AT(draw_in), BOUNDS(DRAW_IN), bounded, "a number from " CKPTLESS_DRAW_IN_RANGE },
+	{ "draw-in-patience", AT(draw_in_patience_s), BOUNDS(DRAW_IN_PATIENCE), duration_s,
+	  CKPTLESS_DRAW_IN_PATIENCE_RANGE ", or minutes as in 2m" },
 	{ "replicas", AT(replicas), BOUNDS(REPLICAS), bounded, "a number from " CKPTLESS_REPLICAS_RANGE },
 	{ "max-stall", AT(max_stall_s), BOUNDS(MAX_STALL), duration_s,
 	  CKPTLESS_MAX_STALL_RANGE ", or minutes as in 2m" },
@@ -212,7 +215,8 @@ static bool setting_parse(const char *item, size_t size, struct ckptless_spec *s
 		snprintf(why, why_size,
 			 "\"%s\" is not known; say auto, off, or a list of "
 			 "spares=N, min-nodes=N, max-nodes=N, step=N, sizes=N:N, scale-up-after=N[s|m], "
-			 "replicas=N, max-stall=N[s|m], bandwidth=RATE, interface=NAME",
+			 "draw-in=N, draw-in-patience=N[s|m], replicas=N, max-stall=N[s|m], bandwidth=RATE, "
+			 "interface=NAME",
 			 shown(item, size, word));
 	else if (want)
 		snprintf(why, why_size, "\"%s\" is not valid; %.*s wants %s", shown(item, size, word), (int)key, item,
@@ -282,6 +286,11 @@ bool ckptless_elastic(const struct ckptless_spec *spec)
 	       (spec->sizes[0] || spec->min_nodes != CKPTLESS_NOT_SAID || spec->max_nodes != CKPTLESS_NOT_SAID);
 }
 
+bool ckptless_draws(const struct ckptless_spec *spec)
+{
+	return spec->on && spec->draw_in > 0; /* CKPTLESS_NOT_SAID is below */
+}
+
 /* Whether `nodes` is one of the sizes as they are written; the largest of them is `*most`. */
 static bool is_a_size(const char *text, long nodes, long *most)
 {
@@ -314,6 +323,7 @@ static bool sizes_fit(const struct ckptless_spec *spec, long nodes, long spares,
 	bool least_said = spec->min_nodes != CKPTLESS_NOT_SAID, most_said = spec->max_nodes != CKPTLESS_NOT_SAID;
 	long least = least_said ? spec->min_nodes : nodes, most = most_said ? spec->max_nodes : nodes;
 	long step = spec->step != CKPTLESS_NOT_SAID ? spec->step : 1;
+	long late = ckptless_draws(spec) ? spec->draw_in : 0;
 
 	if (spec->sizes[0] && (least_said || most_said || spec->step != CKPTLESS_NOT_SAID)) {
 		snprintf(why, why_size, CKPTLESS_BOTH_WAYS);
@@ -336,8 +346,8 @@ static bool sizes_fit(const struct ckptless_spec *spec, long nodes, long spares,
 		snprintf(why, why_size, CKPTLESS_TOO_MANY, least, most, (long)CKPTLESS_MOST_SIZES);
 		return false;
 	}
-	if (most > nodes + spares) {
-		snprintf(why, why_size, CKPTLESS_NO_ROOM, most, nodes, spares, s(spares));
+	if (most > nodes + spares + late) {
+		snprintf(why, why_size, CKPTLESS_NO_ROOM, most, nodes, spares, s(spares), late);
 		return false;
 	}
 	return true;

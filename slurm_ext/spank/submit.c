@@ -266,6 +266,17 @@ static const char *partitions(void)
 	return own_variable("PARTITION", name) ? own_variable("PARTITION", name) : state.script.partition;
 }
 
+/* What Slurm cannot add nodes to; NULL: nothing of it. A step that inherits all is none that trains, or says so. */
+static const char *cannot_draw(bool only_inherited)
+{
+	char name[40];
+
+	if (state.command == CKPTLESS_SRUN)
+		return only_inherited ? NULL : CKPTLESS_NO_DRAW_IN_STEP;
+	return state.line.array || state.script.array || own_variable("ARRAY_INX", name) ? CKPTLESS_NO_DRAW_IN_ARRAY
+											 : NULL;
+}
+
 /* Sizes are said in one of two ways: where a step says its own in the one, the job's in the other do not count. */
 static void take_sizes_from_job(struct ckptless_spec *spec)
 {
@@ -293,6 +304,10 @@ static void take_rest_from_job(struct ckptless_spec *spec)
 		spec->spares = state.job.spares;
 	if (spec->replicas == CKPTLESS_NOT_SAID)
 		spec->replicas = state.job.replicas;
+	if (spec->draw_in == CKPTLESS_NOT_SAID)
+		spec->draw_in = state.job.draw_in;
+	if (spec->draw_in_patience_s == CKPTLESS_NOT_SAID)
+		spec->draw_in_patience_s = state.job.draw_in_patience_s;
 	if (spec->max_stall_s == CKPTLESS_NOT_SAID)
 		spec->max_stall_s = state.job.max_stall_s;
 	if (!spec->bandwidth[0])
@@ -388,6 +403,8 @@ void ckptless_submit_ready(spank_t sp, const struct ckptless_config *config)
 	nodes = node_count(&exactly);
 	if (!only_inherited && !ckptless_fits(&spec, nodes, exactly, why, sizeof(why)))
 		refuse(why);
+	if (ckptless_draws(&spec) && cannot_draw(only_inherited))
+		refuse(cannot_draw(only_inherited));
 	if (ckptless_elastic(&spec) && !ckptless_elastic_allowed(config, partitions(), why, sizeof(why)))
 		refuse(why);
 	if (!state.no_kill_asked)

@@ -17,6 +17,7 @@ char *slurm_xstrdup(const char *text)
 }
 
 static uint32_t component = NO_VAL; /* as slurmctld itself sets it */
+static char *array; /* NULL: the job is none */
 static uint32_t least; /* of the nodes; 0: as many as the most */
 
 static job_desc_msg_t submitted(int expected, uint32_t nodes, uint16_t kill, char *one, char *two)
@@ -29,6 +30,7 @@ static job_desc_msg_t submitted(int expected, uint32_t nodes, uint16_t kill, cha
 	slurm_init_job_desc_msg(&job);
 	assert(job.kill_on_node_fail == NO_VAL16);
 	job.het_job_offset = component;
+	job.array_inx = array;
 	job.min_nodes = least ? least : nodes;
 	job.max_nodes = nodes;
 	job.kill_on_node_fail = kill;
@@ -66,6 +68,15 @@ int main(void)
 	submitted(ok, 4, NO_VAL16, "CKPTLESS=sizes=2:3", NULL);
 	submitted(no, 4, NO_VAL16, "CKPTLESS=spares=4,sizes=2:3", NULL);
 	least = 0;
+	submitted(ok, 4, NO_VAL16, "CKPTLESS=max-nodes=6,draw-in=2,draw-in-patience=5", NULL);
+	submitted(no, 4, NO_VAL16, "CKPTLESS=max-nodes=7,draw-in=2", NULL);
+	assert(strstr(said, "to grow to 7 nodes, and has 4 to train on, 0 spares, and 2 to draw in; ask"));
+	array = "0-3";
+	submitted(ok, 4, NO_VAL16, "CKPTLESS=draw-in=0", NULL);
+	submitted(ok, 4, NO_VAL16, "CKPTLESS=auto", NULL);
+	submitted(no, 4, NO_VAL16, "CKPTLESS=draw-in=2", NULL);
+	assert(strstr(said, "Slurm adds no node to a task of a job array; leave out draw-in"));
+	array = NULL;
 	component = 0; /* of a heterogeneous job */
 	submitted(ok, 4, NO_VAL16, NULL, NULL);
 	submitted(ok, 4, NO_VAL16, "CKPTLESS=off", NULL);

@@ -53,8 +53,8 @@ static void answer_fits(char **field)
 
 static void answer_said(const struct ckptless_cmdline *said)
 {
-	printf("%s\t%s\t%s\t%ld\t%d\t%d\t%s\n", shown(said->spec), shown(said->no_kill), shown(said->program),
-	       said->nodes, said->het, said->fewer, shown(said->partition));
+	printf("%s\t%s\t%s\t%ld\t%d\t%d\t%s\t%d\n", shown(said->spec), shown(said->no_kill), shown(said->program),
+	       said->nodes, said->het, said->fewer, shown(said->partition), said->array);
 }
 
 static enum ckptless_command command(const char *name)
@@ -173,6 +173,7 @@ static const char *const pieces[] = {
 	"\\",	   "#SBATCH ", "#",	    "-N",      "-N2",  "--nodes=", "2-", "k",	 "-HN",	 "--ckptless",	"=1",
 	"bandwidth", "interface", "MB/s", "none", "GiB/s", "/16",
 	"min-nodes=", "max-nodes=", "step=", "sizes=", "scale-up-after=", "2", "4", "2:4:8", "65536", "-p",
+	"draw-in=", "draw-in-patience=", "-a",
 	"--no-kill", "a.sh",   ".",	    "_",       "\x80", "\xff",	   ":",	 "x",	 "60",
 };
 

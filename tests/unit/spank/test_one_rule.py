@@ -49,18 +49,24 @@ def test_sizes_of_so_many_nodes(parsers: Parsers) -> None:
         asked: dict[str, Any] = {word: draw.randint(1, 9) for word in words if draw.random() < 0.6}
         if "sizes" in words:
             asked["sizes"] = tuple(sorted(draw.sample(range(1, 10), draw.randint(1, 5))))
+        if draw.random() < 0.4:
+            asked["draw_in"] = draw.randint(0, 4)
         rows.append((asked, draw.randint(1, 12), draw.randint(0, 4)))
     rows.append(({"min_nodes": 1}, 4096, 0))
     rows.append(({"min_nodes": 1}, 4097, 0))
+    rows.append(({"max_nodes": 1025, "draw_in": 1024}, 1, 0))
+    rows.append(({"max_nodes": 1026, "draw_in": 1024}, 1, 0))
     answers = parsers.ask_all(
         [("fits", f"spares={spares},{spec(asked)}".strip(","), str(nodes)) for asked, nodes, spares in rows]
     )
-    seen = set()
+    seen, drawn = set(), False
     for (asked, nodes, spares), (verdict, *said) in zip(rows, answers, strict=True):
         here_too = elastic_here(asked, nodes, spares)
         assert here_too == ("" if verdict == "ok" else said[0]), (asked, nodes, spares)
+        drawn |= not here_too and max(asked.get("sizes", (asked.get("max_nodes", 0),))) > nodes
         seen.add(re.sub(r"\d+(:\d+)*|nodes?|spares?", "", here_too)[:40])
     assert len(seen) >= 10
+    assert drawn
 
 
 RANGE = "min_nodes", "max_nodes", "step"

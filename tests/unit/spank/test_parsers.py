@@ -9,7 +9,8 @@ from .native import Parsers
 
 SIXTEEN = ":".join(str(65521 + n) for n in range(16))
 LONGEST = (
-    "spares=1024,min-nodes=65536,max-nodes=65536,step=65536,scale-up-after=86400,replicas=64,max-stall=86400,"
+    "spares=1024,min-nodes=65536,max-nodes=65536,step=65536,scale-up-after=86400,draw-in=1024,"
+    "draw-in-patience=86400,replicas=64,max-stall=86400,"
     f"sizes={SIXTEEN},bandwidth=000000000000500.0MiB/s,interface={'i' * 159}"
 )
 
@@ -38,6 +39,9 @@ LONGEST = (
         ("sizes=4:8:12,spares=4", "spares=4,sizes=4:8:12"),
         ("scale-up-after=2m,min-nodes=65536", "min-nodes=65536,scale-up-after=120"),
         ("scale-up-after=0s", "scale-up-after=0"),
+        ("draw-in=0", "draw-in=0"),
+        ("draw-in-patience=5m,max-nodes=8,draw-in=4", "max-nodes=8,draw-in=4,draw-in-patience=300"),
+        ("draw-in-patience=0", "draw-in-patience=0"),  # ckptless-run's own options may say the rest
         (LONGEST, LONGEST),
     ],
 )
@@ -97,6 +101,12 @@ NO_SIZES = (
         ("step=", "not valid"),
         ("min-nodes=1,min-nodes=1", "min-nodes is given twice"),
         ("scale-up-after=86401", "scale-up-after wants 0s to 86400s, or minutes as in 2m"),
+        ("draw-in=1025", "draw-in wants a number from 0 to 1024"),
+        ("draw-in=", "not valid"),
+        ("draw-in=1,draw-in=1", "draw-in is given twice"),
+        ("draw-in-patience=86401", "draw-in-patience wants 0s to 86400s, or minutes as in 2m"),
+        ("draw-in-patience=1,draw-in-patience=1", "draw-in-patience is given twice"),
+        ("draw=1", '"draw=1" is not known'),
         ("sizes=4:4", "sizes wants up to 16 numbers from 1 to 65536 that ascend, such as 4:8:12"),
         *((f"sizes={text}", "not valid") for text in NO_SIZES),
         ("sizes=4,sizes=4", "sizes is given twice"),
@@ -137,6 +147,7 @@ def test_a_node_is_left_to_train_on(parsers: Parsers, spec: str, nodes: int, say
         ("sizes=2:3,spares=4", 4, "has none left to train on"),
         ("sizes=2:3,step=1", 4, "say it in one of these ways"),
         ("min-nodes=3,max-nodes=2", 0, "min-nodes=3 is more than max-nodes=2"),
+        ("max-nodes=99,draw-in=1", 4, ""),
     ],
 )
 def test_sizes_where_only_the_most_nodes_are_known(
@@ -148,7 +159,7 @@ def test_sizes_where_only_the_most_nodes_are_known(
 
 
 def said(parsers: Parsers, *words: str) -> dict[str, str]:
-    names = ("spec", "no_kill", "program", "nodes", "het", "fewer", "partition")
+    names = ("spec", "no_kill", "program", "nodes", "het", "fewer", "partition", "array")
     return dict(zip(names, parsers.ask(*words), strict=True))
 
 
@@ -160,6 +171,7 @@ NOTHING = {
     "het": "0",
     "fewer": "0",
     "partition": "-",
+    "array": "0",
 }
 
 
@@ -184,6 +196,11 @@ NOTHING = {
         ("sbatch -p gpu job.sh", {"partition": "gpu", "program": "job.sh"}),
         ("sbatch -HpA,B job.sh", {"partition": "A,B", "program": "job.sh"}),
         ("sbatch --part=a --partition b job.sh", {"partition": "b", "program": "job.sh"}),
+        ("sbatch -a 1-3 job.sh -p", {"array": "1", "program": "job.sh"}),
+        ("sbatch -Ha1-3%2 job.sh", {"array": "1", "program": "job.sh"}),
+        ("sbatch --array=1,2 job.sh", {"array": "1", "program": "job.sh"}),
+        ("sbatch --ar 1 job.sh", {"array": "1", "program": "job.sh"}),
+        ("sbatch --account a job.sh --array=1", {"program": "job.sh"}),
         ("sbatch --parsable job.sh", {"program": "job.sh"}),
         ("sbatch -N 1k job.sh", {"nodes": "-1", "program": "job.sh"}),
         ("sbatch -N 1,4 job.sh", {"nodes": "-1", "program": "job.sh"}),
@@ -223,7 +240,7 @@ def test_sbatch_lines_of_a_script(parsers: Parsers, tmp_path: Path) -> None:
         "#SBATCH\t--job-name=\"a b\" --ckptless='spares=1'\n"
         "##SBATCH --nodes=9\n"
         "#SBATCHX --nodes=9\n"
-        "#SBATCH --no-kill=o\\ff\r\n"
+        "#SBATCH --no-kill=o\\ff --array=0-3\r\n"
         "echo hello\n"
         "#SBATCH --nodes=9\n"
     )
@@ -231,6 +248,7 @@ def test_sbatch_lines_of_a_script(parsers: Parsers, tmp_path: Path) -> None:
         "spec": "spares=1",
         "nodes": "4",
         "no_kill": "off",
+        "array": "1",
     }
 
 
@@ -270,6 +288,11 @@ def test_variables_are_those_that_were_given(parsers: Parsers) -> None:
         "CKPTLESS_MAX_NODES=8",
         "CKPTLESS_STEP=2",
         "CKPTLESS_SCALE_UP_AFTER=60",
+        "",
+    ]
+    assert parsers.ask("variables", "draw-in-patience=1m,draw-in=2")[2:] == [
+        "CKPTLESS_DRAW_IN=2",
+        "CKPTLESS_DRAW_IN_PATIENCE=60",
         "",
     ]
     assert parsers.ask("variables", "sizes=4:8")[2:] == ["CKPTLESS_SIZES=4:8", ""]
