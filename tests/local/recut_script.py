@@ -1,5 +1,6 @@
 """Trains on the same global batches with any number of ranks: `recut_script.py STEPS OUT KIND`.
 
+The steps are slow (RECUT_SLEEP_S) as long as the file RECUT_SLEEP_WHILE is there.
 Each rank notes, of each step, which samples it had; rank 0 the global loss, and a digest of the whole state.
 KIND is "ddp", "fsdp" (a dimension that no number of ranks divides) or "hsdp".
 """
@@ -24,6 +25,7 @@ from ckptless.data import MappedLoader
 
 STEPS, OUT, KIND = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 SLEEP_S = float(os.environ.get("RECUT_SLEEP_S", "0"))
+SLOW = Path(os.environ.get("RECUT_SLEEP_WHILE", "/"))
 BATCH, WIDTH = 12, 37
 
 
@@ -101,7 +103,8 @@ def train(run: Any) -> None:
         dist.all_reduce(total)
         log.write(json.dumps([run.step + 1, numbers.tolist(), total.item(), digest(state)]) + "\n")
         run.commit(loss=total)
-        time.sleep(SLEEP_S)
+        if SLOW.exists():
+            time.sleep(SLEEP_S)
     state.loader.close()
 
 

@@ -63,7 +63,10 @@ class StoreService:
         infos = {info.node: info for info in assignment.nodes}
         self._nodes = frozenset(infos)
         node = home_of(assignment)
-        self.server.cut(ids, self._be_home() if node == self._me else self._go_to(infos[node]))
+        if self._me in self._nodes:
+            self.server.cut(ids, self._be_home() if node == self._me else self._go_to(infos[node]))
+        else:
+            self.server.cut(ids, self._have_none())
         self._followed.set()
         self._followed = asyncio.Event()
 
@@ -74,6 +77,12 @@ class StoreService:
             self._task.cancel()
         self.home = self.way = self._task = None
         self._joined = {}
+
+    def _have_none(self) -> Proxy:
+        """This node has come since the generation began: its ranks, spares, are of none yet."""
+        proxy = Proxy(self._generation, lambda _item: None)
+        proxy.lost("this node is none of the generation's")
+        return proxy
 
     # ----------------------------------------------------------------------------------- the home
 

@@ -1,0 +1,108 @@
+"""Elastic jobs on real Slurm: nodes are drawn in and lost, and the job goes on with as many as there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .cluster.api import Cluster
+from .conftest import require_slurm
+from .training import ROOT, Training, make_site
+
+NODES = 5
+SCRIPT = ROOT / "tests/local/recut_script.py"
+CONF = {"SchedulerParameters": "permit_job_expansion,batch_sched_delay=0,sched_interval=1,bf_interval=1"}
+SAMPLES, BATCH = 60, 12
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require_slurm()
+    place = tmp_path_factory.mktemp("site") / "cluster"
+    with make_site(place, tmp_path_factory.mktemp("spank"), NODES, CONF) as up:
+        yield up
+
+
+@pytest.fixture(autouse=True)
+def whole(site: Cluster) -> None:
+    site.restore()
+
+
+@dataclass
+class Elastic(Training):
+    """A job of `recut_script.py`, which notes the samples of each step."""
+
+    spec: str = ""
+    kind: str = "ddp"
+
+    def submit(self) -> Elastic:
+        inside = f"/shared/{self.name}"
+        self.cluster.run("ctl", "mkdir", inside, user=self.user)
+        script = f"#!/bin/bash\nckptless-run {SCRIPT} {self.steps} {inside}/out {self.kind}\n"
+        (self.home / "job.sh").write_text(script)
+        words = ["sbatch", "--parsable", f"--ckptless={self.spec}", f"--nodes={self.nodes}", *self.options]
+        (self.home / "slow").touch()
+        env = {"RECUT_SLEEP_S": "0.1", "RECUT_SLEEP_WHILE": f"{inside}/slow", "OMP_NUM_THREADS": "1"}
+        done = self.cluster.run("ctl", *words, "job.sh", user=self.user, env=env, cwd=inside)
+        self.job_id = int(done.stdout)
+        return self
+
+    def seen(self) -> dict[int, list[Any]]:
+        """Of each step what each rank noted: samples, global loss, digest of the state after it."""
+        found: dict[int, list[Any]] = {}
+        for path in sorted((self.home / "out").glob("seen-*.txt")):
+            for line in path.read_text().splitlines():
+                step, *rest = json.loads(line)
+                found.setdefault(step, []).append(rest)
+        return found
+
+    def world(self) -> int:
+        """The ranks that the newest generation has, and that have made a step in it."""
+        rows = [g for g in self.ledger().generations if g.job == self.run_name]
+        done = {r.generation for r in self.ledger().recoveries if r.outcome == "recovered"} | {1}
+        newest = max(rows, key=lambda g: g.generation, default=None)
+        return len(newest.places) if newest is not None and newest.generation in done else 0
+
+    def has(self, ranks: int) -> None:
+        """Until it trains on so many."""
+        self.wait(lambda: self.world() == ranks, f"it trains on {ranks} ranks")
+
+    def every_sample_once(self) -> None:
+        """In each step the same global batch, whoever had which part of it, and one state of all ranks."""
+        epoch: list[int] = []
+        for step, ranks in sorted(self.seen().items()):
+            # A step that was done again was noted twice.
+            samples = sorted({sample for numbers, _, _ in ranks for sample in numbers})
+            assert len(samples) == BATCH, (step, ranks)
+            assert len({digest for _, _, digest in ranks}) == 1, (step, ranks)
+            epoch += samples
+            if len(epoch) == SAMPLES:
+                assert sorted(epoch) == list(range(SAMPLES)), step
+                epoch = []
+
+
+def test_a_job_grows_on_idle_nodes_and_shrinks_when_one_is_lost(site: Cluster, tmp_path: Path) -> None:
+    spec = "min-nodes=1,max-nodes=4,draw-in=4,scale-up-after=1"
+    job = Elastic(site, nodes=2, steps=900, spec=spec).submit()
+    job.has(4)
+    assert job.slurm("NumNodes") == "4"
+    site.power_off("node02")
+    # The fifth node comes in its place: a job that has fewer than it may grows again.
+    job.wait(lambda: "node05" in job.slurm("NodeList"), "another node is drawn in")
+    job.has(4)
+    job.ended()
+    job.every_sample_once()
+
+
+def test_a_job_of_one_size_waits_for_a_node(site: Cluster) -> None:
+    job = Elastic(site, nodes=2, steps=600, spec="draw-in=2,draw-in-patience=30", kind="fsdp").submit()
+    job.has(2)
+    site.power_off("node02")
+    job.wait(lambda: any(r.rung == "spare" for r in job.ledger().recoveries), "another node has its rank")
+    job.ended()
+    job.every_sample_once()
