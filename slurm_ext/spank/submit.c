@@ -266,7 +266,7 @@ static const char *partitions(void)
 	return own_variable("PARTITION", name) ? own_variable("PARTITION", name) : state.script.partition;
 }
 
-/* What Slurm cannot add nodes to; NULL: nothing of it. A step that inherits all is none that trains, or says so. */
+/* Why no node can be added, NULL where one can. Whether a step trains that only inherits, ckptless-run knows. */
 static const char *cannot_draw(bool only_inherited)
 {
 	char name[40];
@@ -387,6 +387,7 @@ void ckptless_submit_ready(spank_t sp, const struct ckptless_config *config)
 	struct ckptless_spec spec;
 	char why[CKPTLESS_WHY_SIZE];
 	bool only_inherited = state.job.on && !state.line.spec && !state.spec_from_env;
+	const char *cannot;
 	bool exactly;
 	long nodes;
 
@@ -403,8 +404,9 @@ void ckptless_submit_ready(spank_t sp, const struct ckptless_config *config)
 	nodes = node_count(&exactly);
 	if (!only_inherited && !ckptless_fits(&spec, nodes, exactly, why, sizeof(why)))
 		refuse(why);
-	if (ckptless_draws(&spec) && cannot_draw(only_inherited))
-		refuse(cannot_draw(only_inherited));
+	cannot = ckptless_draws(&spec) ? cannot_draw(only_inherited) : NULL;
+	if (cannot)
+		refuse(cannot);
 	if (ckptless_elastic(&spec) && !ckptless_elastic_allowed(config, partitions(), why, sizeof(why)))
 		refuse(why);
 	if (!state.no_kill_asked)

@@ -110,7 +110,7 @@ def test_help_shows_the_option(user: User, command: str) -> None:
             "-N3 --ckptless=min-nodes=2,step=2",
             "from the 3 nodes that the job trains on, steps of 2 do not lead",
         ),
-        ("-N3 --ckptless=spares=1,max-nodes=4", "to grow to 4 nodes, and has 2 to train on and 1 spare;"),
+        ("-N3 --ckptless=spares=1,max-nodes=4", "to grow to 4 nodes, and has 2 to train on, 1 spare, and"),
         ("-N1 --ckptless : -N1", "a heterogeneous job (with : or hetjob) cannot train with ckptless"),
         ("-N1 : -N1 --ckptless", "a heterogeneous job (with : or hetjob) cannot train with ckptless"),
     ],
@@ -181,6 +181,44 @@ def test_sizes_are_in_the_environment(user: User, command: str) -> None:
     words = {"MIN_NODES": "1", "MAX_NODES": "3", "STEP": "1", "SCALE_UP_AFTER": "60", "SPARES": "1"}
     for environment in user.environments(f"{command} -N3 --ckptless={spec.replace('60', '1m')}"):
         assert environment == asked(spec, **{f"CKPTLESS_{word}": value for word, value in words.items()})
+
+
+@pytest.mark.parametrize("command", ["sbatch", "salloc"])
+def test_nodes_to_draw_in_are_in_the_environment(user: User, command: str) -> None:
+    spec = "max-nodes=3,draw-in=2,draw-in-patience=120"
+    words = {"MAX_NODES": "3", "DRAW_IN": "2", "DRAW_IN_PATIENCE": "120"}
+    # The step is none of its own.
+    for environment in user.environments(f"{command} -N1 --ckptless={spec.replace('120', '2m')}"):
+        assert environment == asked(spec, **{f"CKPTLESS_{word}": value for word, value in words.items()})
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "says"),
+    [
+        ("srun -N2", {}, "a task of srun has nobody who could ask Slurm for nodes"),
+        ("srun -N2", {"SLURM_CKPTLESS": "draw-in=1"}, "a task of srun has nobody"),
+        ("sbatch --array=1-2", {}, "Slurm adds no node to a task of a job array"),
+        ("sbatch", {"SBATCH_ARRAY_INX": "1"}, "Slurm adds no node to a task of a job array"),
+    ],
+)
+def test_where_no_node_can_be_added(user: User, command: str, env: dict[str, str], says: str) -> None:
+    option = "" if "SLURM_CKPTLESS" in env else "--ckptless=draw-in=1"
+    result = user.run(f"{command} {option} {user.script('hostname')}", **env)
+    assert result.returncode == 1
+    assert result.stderr.count("error: ckptless: ") == 1
+    assert says in result.stderr
+    assert user.run("squeue -h").stdout == ""
+
+
+def test_a_step_of_a_job_that_draws_nodes_in_draws_none(user: User) -> None:
+    script = user.script(
+        f"srun -N1 -n1 --ckptless=max-stall=9 {SHOW} || echo refused",
+        f"srun -N1 -n1 --ckptless=draw-in=0 {SHOW}",
+    )
+    _, text = user.batch(f"sbatch -N1 --ckptless=draw-in=2 {script}")
+    (step,) = (ours(json.loads(row)) for row in text.splitlines() if row.startswith("{"))
+    assert step["CKPTLESS"] == "draw-in=0"
+    assert "refused" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
