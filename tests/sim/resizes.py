@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 LATEST_S = 12.0
 FIXED_CHANCE, NEVER_CHANCE = 0.3, 0.15
+LATEST_COME_S = 8.0
 MOST_ASKED = 4
 
 
@@ -49,7 +50,7 @@ class Drawing:
         for _ in range(self._late.missing(wanted, self._up, self._ended)):
             node = self._late.start()
             fate = self._chance.random()
-            after_s = self._chance.uniform(0.05, 3.0)
+            after_s = self._chance.uniform(0.05, LATEST_COME_S)
             if fate < NEVER_CHANCE:
                 self._world.events.after(after_s, lambda node=node: self._ended.add(node))  # type: ignore[misc]
             else:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ckptless.daemon.slurm.hostlist import expand
+
 from .cluster.api import Cluster
 from .conftest import require_slurm
 from .training import ROOT, Training, make_site
@@ -68,6 +70,10 @@ class Elastic(Training):
         newest = max(rows, key=lambda g: g.generation, default=None)
         return len(newest.places) if newest is not None and newest.generation in done else 0
 
+    def allocation(self) -> tuple[str, ...]:
+        """The nodes that it has for Slurm."""
+        return expand(self.slurm("NodeList"))
+
     def has(self, ranks: int) -> None:
         """Until it trains on so many."""
         self.wait(lambda: self.world() == ranks, f"it trains on {ranks} ranks")
@@ -93,7 +99,7 @@ def test_a_job_grows_on_idle_nodes_and_shrinks_when_one_is_lost(site: Cluster, t
     assert job.slurm("NumNodes") == "4"
     site.power_off("node02")
     # The fifth node comes in its place: a job that has fewer than it may grows again.
-    job.wait(lambda: "node05" in job.slurm("NodeList"), "another node is drawn in")
+    job.wait(lambda: "node05" in job.allocation(), "another node is drawn in")
     job.has(4)
     job.ended()
     job.every_sample_once()

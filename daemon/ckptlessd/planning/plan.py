@@ -108,9 +108,7 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
     usable = sorted(node for node, view in nodes.items() if view.usable)
     if len(usable) < spec.nodes:
         names = spec.names or tuple(f"node-{node}" for node in range(spec.nodes + spec.spares))
-        unusable = sorted(
-            (node, view.lost) for node, view in nodes.items() if not (view.usable or view.late)
-        )
+        unusable = sorted((node, view.lost) for node, view in nodes.items() if not (view.usable or view.late))
         lost = ", ".join(f"{names[node]} ({why})" for node, why in unusable)
         raise NoPlanError(
             _unrecoverable(f"{len(usable)} of {spec.nodes} nodes came up; missing: {lost}", "never-formed")

@@ -111,8 +111,10 @@ class GenerationProgress:
         # Without its hello it is not usable, and what it holds would not be looked at.
         state = view.state if view.hello is not None else None
         frozen = state is not None and state.frozen == self.assignment.generation
-        there = not (frozen or view.lost is not None or view.absent)
-        (self.moving.add if there else self.moving.discard)(node)
+        # One that has come since the generation began has no part in it, and nothing to stop.
+        part = not view.late or node in self.assignment.members
+        moves = part and not frozen and view.lost is None
+        (self.moving.add if moves else self.moving.discard)(node)
         (self._frozen.add if frozen and view.lost is None else self._frozen.discard)(node)
         for kept, value in ((self._findings, new.findings), (self._inside, new.inside)):
             kept.pop(node, None)
