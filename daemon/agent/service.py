@@ -35,7 +35,7 @@ from ckptless.daemon.agent.versions.twins import AgentTwins
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import check_protocol
 from ckptless.daemon.protocol.errors import StartError
-from ckptless.daemon.protocol.forming import ask_for_nodes, mark_begun, mark_up
+from ckptless.daemon.protocol.forming import ask_for_nodes, give_back, mark_begun, mark_up
 from ckptless.daemon.protocol.outcome import write_outcome
 from ckptless.daemon.protocol.ring import FromRing
 from ckptless.daemon.protocol.saving import FromWriter, SaveNow, WriterHello, Written
@@ -291,8 +291,8 @@ class Agent:
             self._console.write(f"[ckptless] {message.text}\n".encode())
         elif isinstance(message, m.Renewed):
             self._lease.renew(asyncio.get_running_loop().time())
-        elif isinstance(message, m.Draw):
-            self._ask_launcher(message)
+        elif isinstance(message, m.Draw | m.GiveBack):
+            self._tell_launcher(message)
         elif isinstance(message, m.JobKey):
             self._replicas.credentials = KeyCredentials(message.key)
             self._saving.learn_key(message.key)
@@ -318,12 +318,15 @@ class Agent:
             with contextlib.suppress(OSError):
                 mark_up(Path(folder), self._config.name)
 
-    def _ask_launcher(self, wanted: m.Draw) -> None:
+    def _tell_launcher(self, message: m.Draw | m.GiveBack) -> None:
         if self._config.draw_dir is not None:
             try:
-                ask_for_nodes(Path(self._config.draw_dir), wanted.nodes)
+                if isinstance(message, m.Draw):
+                    ask_for_nodes(Path(self._config.draw_dir), message.nodes)
+                else:
+                    give_back(Path(self._config.draw_dir), message.nodes)
             except OSError as error:
-                logger.warning("the launcher cannot be asked for nodes: %s", error)
+                logger.warning("the launcher cannot be told what nodes the job is to have: %s", error)
 
     # --------------------------------------------------------------------- what the core asks for
 

@@ -23,21 +23,25 @@ MOST = "max"
     metavar=f"N|{MOST}",
     help=f"How many nodes are to train: one of the job's sizes; {MOST}: as many as there are.",
 )
-def resize(asked: Asked, nodes: str) -> None:
+@click.option("--give-back", is_flag=True, help="Give the nodes that are left over back to Slurm.")
+def resize(asked: Asked, nodes: str, give_back: bool) -> None:
     """Have JOB, which is elastic, train on N nodes from now on, or on as many as there are.
 
     JOB is a run, or the number of a Slurm job that has one. Its sizes are those that it was started with
     (ckptless-run --min-nodes, --max-nodes, --step or --sizes). It goes on at the same step; nodes that do not
-    train wait as spares, and stay the job's in Slurm. It is asked of the daemon of this node, which must be
+    train wait as spares, and stay the job's in Slurm unless --give-back is said: then Slurm has those again
+    that are more than the job's spares. It is asked of the daemon of this node, which must be
     one of the job's; the job's owner may do it, and root.
 
     \b
     Example:
-        ckptctl resize 4711 --nodes 4
+        ckptctl resize 4711 --nodes 4 --give-back
         ckptctl resize 4711 --nodes max
     """
     wanted = _read(nodes)
-    question = ResizeJob(protocol=PROTOCOL, job=asked.named, nodes=wanted)
+    if give_back and wanted is None:
+        raise UsageError(f"--give-back is for fewer nodes: say how many, in place of {MOST}")
+    question = ResizeJob(protocol=PROTOCOL, job=asked.named, nodes=wanted, give_back=give_back)
     answer, by = ask_any(sockets(asked), question, Resized)
     tell(asked, answer, ("accepted", "already"), job=asked.named, nodes=wanted, socket=by, resized=answer)
 

@@ -93,10 +93,20 @@ class JobHost:
             self.note("warning", "events-dropped", text)
         self._look_at_agent()
 
+    def name_of(self, node: int) -> str:
+        """Return a node's name: of one that has come since, as its agent has said."""
+        hello = self.session.control.nodes[node].hello
+        return hello.info.name if hello is not None else self.roster.by_node[node].name
+
     @property
     def is_over(self) -> bool:
         """Whether the job has ended."""
         return self.session.control.outcome is not None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the job goes on without this node."""
+        return self.session.control.nodes[self.roster.me].lost is not None
 
     @property
     def forgettable(self) -> bool:
@@ -190,7 +200,7 @@ class JobHost:
 
     # ------------------------------------------------------------------- Outlets, for JobSession
 
-    def to_agent(self, order: m.Order | m.Draw | m.Announce | m.Renewed) -> None:
+    def to_agent(self, order: m.Order | m.Draw | m.GiveBack | m.Announce | m.Renewed) -> None:
         """See session.Outlets."""
         self._agent.send(order)
 

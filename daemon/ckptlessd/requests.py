@@ -36,7 +36,7 @@ def evict(jobs: Iterable[JobHost], asked: Evict, uid: int) -> Evicted:
 
 def _evict(run: JobHost, asked: Evict, uid: int) -> Evicted:
     control = run.session.control
-    names = [peer.name for peer in run.roster.peers]
+    names = [run.name_of(number) for number in run.roster.nodes]
     node = eviction.find_node(asked.node, names)
     if node is None:
         return Evicted(verdict="refused", text=f"job {run.job} has no node {asked.node!r}")
@@ -70,7 +70,7 @@ def resize(jobs: Iterable[JobHost], asked: ResizeJob, uid: int) -> Resized:
     assert control.assignment is not None
     already = control.assignment.wanted == asked.nodes
     # Said in either case: another wish may be on its way, and the newest counts.
-    run.session.resize(Resize(nodes=asked.nodes, at_s=time.time()))
+    run.session.resize(Resize(nodes=asked.nodes, at_s=time.time(), give_back=asked.give_back))
     s = "" if asked.nodes == 1 else "s"
     many = "as many nodes as there are" if asked.nodes is None else f"{asked.nodes} node{s}"
     words = "is wanted to train on {} already" if already else "is to train on {} from now on"

@@ -353,7 +353,8 @@ class Service:
         self._cluster.notice(message)
         if isinstance(message, m.JobEnded):
             for name, job in self._jobs.items():
-                if name.partition(".")[0] == str(message.job_id):
+                # Of a node that was given back, or lost, Slurm only takes it from the job.
+                if name.partition(".")[0] == str(message.job_id) and not job.is_left:
                     job.cut_short("Slurm has ended the job")
 
     async def _admit(self, hello: m.AgentHello, uid: int) -> JobHost:
@@ -363,7 +364,7 @@ class Service:
         roster = await self._cluster.admit(hello, uid)
         # One after the other: two runs of one name must not have their records mixed.
         async with self._admitting:
-            await self._let_go(name, hello.spec.launch)
+            await self._let_go(name, hello.spec.launch, roster.me)
             if name not in self._jobs:
                 self._make_room(name)
                 await self._own(name, Owner(uid, hello.spec.launch), anew=not hello.identity)
@@ -375,12 +376,17 @@ class Service:
             raise PeerError(f"job {name} is known with other nodes or another user")
         return known
 
-    async def _let_go(self, name: str, launch: str) -> None:
-        """Forget another run of this name. Raises PeerError where that one goes on here."""
+    async def _let_go(self, name: str, launch: str, me: int) -> None:
+        """Forget another run of this name, or that this node had another number in this one before.
+
+        Raises PeerError where that goes on here.
+        """
         known = self._jobs.get(name)
-        if known is None or known.launch == launch:
+        if known is None or (known.launch == launch and known.roster.me == me):
             return
-        if known.goes_on:
+        if known.launch == launch and not known.goes_on:
+            logger.info("job %s: this node was node-%d, and is node-%d now", name, known.roster.me, me)
+        elif known.goes_on:
             raise PeerError(f"another run called {name} goes on here: give all runs of a job one --log-dir")
         del self._jobs[name]
         await known.close()

@@ -38,7 +38,7 @@ class Outlets(Protocol):
     def now(self) -> float:
         """Seconds of this daemon's clock, which never jumps."""
 
-    def to_agent(self, order: m.Order | m.Draw | m.Announce | m.Renewed) -> None:
+    def to_agent(self, order: m.Order | m.Draw | m.GiveBack | m.Announce | m.Renewed) -> None:
         """Hand an order, or words, to this node's agent of the job."""
 
     def write(self, records: Sequence[Record]) -> None:

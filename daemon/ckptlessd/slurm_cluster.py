@@ -57,7 +57,7 @@ _UNFIT = re.compile(r"[^ -~]|[\"'`\\]")
 
 def _with_names(runtime: "JobHost", reason: str) -> str:
     """The same with the names that Slurm has for the nodes: an administrator knows no numbers of ours."""
-    names = {str(peer.node): peer.name for peer in runtime.roster.peers}
+    names = {str(peer.node): runtime.name_of(peer.node) for peer in runtime.roster.peers}
     return _NUMBERED.sub(lambda found: names.get(found[1], found[0]), reason)
 
 
@@ -108,7 +108,8 @@ class SlurmCluster:
         total = founders + spec.late
         if spec.nodes < 1 or spec.spares < 0 or spec.slots_per_node < 1:
             raise PeerError(f"job {job_id} asks for {spec.nodes} nodes, {spec.spares} spares")
-        if not founders <= len(names) <= total or len(set(names)) != len(names) or total > MAX_NODES:
+        begun = names[:founders]
+        if not founders <= len(names) <= total or len(set(begun)) != founders or total > MAX_NODES:
             raise PeerError(f"job {job_id} names {len(names)} nodes for {total} places")
         if not 0 <= info.node < len(names) or names[info.node] != self._name or info.name != self._name:
             raise PeerError(f"the agent takes {self._name} for number {info.node}, {info.name}")
@@ -186,7 +187,7 @@ class SlurmCluster:
 
         One that is back stays drained: it lives, and something is wrong with it.
         """
-        slurm, name = self._slurm, runtime.roster.peers[node].name
+        slurm, name = self._slurm, runtime.name_of(node)
         text = reason_text(f"job {runtime.job}: {_with_names(runtime, reason)}")
         down = state == "gone" and self.on_node_lost == "down"
         if self.on_node_lost == "none" or (state == "gone" and not down):
@@ -214,7 +215,7 @@ class SlurmCluster:
 
     def witness(self, runtime: "JobHost", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See `cluster.Cluster`. slurmctld does one thing after the other: it is the judge of two halves."""
-        names = [[runtime.roster.peers[node].name for node in half] for half in (nodes, ours)]
+        names = [[runtime.name_of(node) for node in half] for half in (nodes, ours)]
 
         async def ask() -> None:
             try:
@@ -424,7 +425,7 @@ class SlurmCluster:
         for run in led:
             nodes = run.session.control.nodes
             lost = [number for number, view in nodes.items() if view.lost is not None]
-            names = [peer.name for peer in run.roster.peers]
+            names = [run.name_of(number) for number in nodes]
             # Before it had them they may have been down; and it may have ended while Slurm was asked.
             if run.age_s > reading.age_s and run.session.control.outcome is None:
                 for number, reason in newly_down(names, lost, reading.value):

@@ -1,20 +1,20 @@
-"""Draws idle nodes into a Slurm job while it runs, one after the other, as the job asks for them."""
+"""Nodes that come to a Slurm job and leave it while it runs, as the job wants: one after the other."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptless.daemon.launch.late import LateNodes
 from ckptless.daemon.protocol.errors import CkptlessError
-from ckptless.daemon.protocol.forming import nodes_asked_for, nodes_up
+from ckptless.daemon.protocol.forming import nodes_asked_for, nodes_given_back, nodes_up, unmark_up
 from ckptless.daemon.slurm.commands import Commands
 
 logger = logging.getLogger(__name__)
 
 # Slurm answers at once whether a node is idle; under load it may take its time.
-DRAW_DEADLINE_S = 20.0
+DEADLINE_S = 20.0
 # So long after a refusal it is asked again, each time twice as long, up to the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 30.0
 Start: TypeAlias = Callable[[str], Awaitable[None]]
@@ -24,55 +24,70 @@ class DrawIn:
     """Owned by the launcher's event loop. `start(name)` has an agent started; `names` are the job's nodes.
 
     What Slurm gives is the user's to use, within limits, QOS and reservations: it is asked in the user's
-    name. A node that the job has had already has its number there, and is not asked for again.
+    name. A node that the job has lost is not asked for again; one that was given back may be.
     """
 
     def __init__(
         self, job_id: int, late: LateNodes, log_dir: Path, names: Sequence[str], start: Start
     ) -> None:
         self._job_id, self._late, self._log_dir, self._start = job_id, late, log_dir, start
-        self._had = list(names)
-        self._asking: asyncio.Task[tuple[str, ...]] | None = None
-        self._names: dict[int, str] = {}
+        # By number, as in JobSpec.
+        self._names = list(names)
+        self._given_back: set[int] = set()
+        self._task: asyncio.Task[None] | None = None
         self._pause_s, self._next_s = FIRST_PAUSE_S, 0.0
         self._said = ""
 
-    async def look(self, now_s: float, ended: set[str]) -> None:
-        """Now and then: begin to ask for a node, or start an agent on the one that was given.
-
-        `ended`: the nodes whose steps are over.
-        """
-        if self._asking is not None:
-            if self._asking.done():
-                task, self._asking = self._asking, None
-                await self._take(task, now_s)
+    async def look(self, now_s: float, ended: set[int]) -> None:
+        """Now and then: ask Slurm for a node, or give one back; `ended`: nodes whose agents have ended."""
+        if self._task is not None:
+            if not self._task.done():
+                return
+            # no deadline: it is done
+            await self._task
+            self._task = None
+        leaving = sorted((nodes_given_back(self._log_dir) & ended) - self._given_back)
+        if now_s < self._next_s:
             return
-        names = nodes_up(self._log_dir)
-        up = {number for number, name in self._names.items() if name in names}
-        over = {number for number, name in self._names.items() if name in ended}
-        if now_s >= self._next_s and self._late.missing(nodes_asked_for(self._log_dir), up, over):
-            asked = Commands().draw_in(self._job_id, 1, avoid=self._had, deadline_s=DRAW_DEADLINE_S)
-            self._asking = asyncio.create_task(asked)
+        if leaving:
+            self._task = asyncio.create_task(self._try(self._release(leaving[0]), now_s))
+            return
+        there = nodes_up(self._log_dir)
+        up = {number for number, name in enumerate(self._names) if name in there}
+        if self._late.missing(nodes_asked_for(self._log_dir), up, ended):
+            self._task = asyncio.create_task(self._try(self._draw(), now_s))
 
-    async def _take(self, task: "asyncio.Task[tuple[str, ...]]", now_s: float) -> None:
+    async def _try(self, work: Coroutine[Any, Any, None], now_s: float) -> None:
         try:
-            (name,) = task.result()
+            # no deadline: each of Slurm's commands has its own
+            await work
         except (CkptlessError, TimeoutError) as error:
             why = str(error) or "Slurm has not answered"
             if why != self._said:
                 self._said = why
-                logger.warning("no node is drawn in: %s", why)
+                logger.warning("%s", why)
             self._next_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            return
-        self._pause_s, self._said = FIRST_PAUSE_S, ""
-        self._had.append(name)
-        self._names[self._late.start()] = name
+        else:
+            self._pause_s, self._said = FIRST_PAUSE_S, ""
+
+    async def _release(self, number: int) -> None:
+        name = self._names[number]
+        await Commands().release(self._job_id, [name], deadline_s=DEADLINE_S)
+        self._given_back.add(number)
+        logger.info("%s: given back", name)
+
+    async def _draw(self) -> None:
+        avoid = [name for number, name in enumerate(self._names) if number not in self._given_back]
+        (name,) = await Commands().draw_in(self._job_id, 1, avoid=avoid, deadline_s=DEADLINE_S)
+        self._late.start()
+        self._names.append(name)
         logger.info("%s: drawn in", name)
+        unmark_up(self._log_dir, name)
         await self._start(name)
 
     async def close(self) -> None:
         """Ask for nothing any more; a request that is under way is taken back."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

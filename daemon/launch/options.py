@@ -136,7 +136,7 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         spec=replace(config.spec, job=job),
         log_dir=str(log_dir),
         outcome_dir=str(log_dir),
-        draw_dir=str(log_dir) if config.spec.late else None,
+        draw_dir=str(log_dir),
         restarts=restarts(env),
         in_step=in_step,
     )

@@ -253,7 +253,7 @@ class SlurmRun:
         told, deadline = False, None
         states = {step.name: step for step in self._steps}
         forming = Forming(self.config.spec, self.log_dir, lambda name: states[name].state, loop.time())
-        draws = self._draws(follower) if self.config.spec.late else None
+        draws = self._draws(follower)
         while any(step.running and not step.given_up for step in self._steps) or self._starts_again:
             await asyncio.sleep(POLL_S)
             follower.pass_on()
@@ -266,16 +266,16 @@ class SlurmRun:
                 for step in self._steps:
                     step.given_up |= step.name in given_up
                 await self._mend_start(forming, loop.time())
-                if draws is not None and forming.over and self._stop is None:
-                    await draws.look(loop.time(), {step.name for step in self._steps if not step.running})
+                if forming.over and self._stop is None:
+                    ended = {n for n, step in enumerate(self._steps) if not step.running}
+                    await draws.look(loop.time(), ended)
             elif deadline is None:
                 deadline = loop.time() + self._leave_s
             if deadline is not None and loop.time() > deadline:
                 late = ", ".join(step.name for step in self._steps if step.running and not step.given_up)
                 logger.warning("the steps on %s do not end; they are killed", late)
                 break
-        if draws is not None:
-            await draws.close()
+        await draws.close()
         follower.pass_on(last=True)
 
     def _draws(self, follower: Follower) -> DrawIn:

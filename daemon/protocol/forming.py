@@ -7,14 +7,20 @@ there before the first generation go once training begins.
 import contextlib
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
-_UP, _BEGUN, _WANTED = ".up-", ".begun", ".late-wanted"
+_UP, _BEGUN, _WANTED, _GIVEN = ".up-", ".begun", ".late-wanted", ".given-back"
 
 
 def mark_up(directory: Path, name: str) -> None:
     """Say that a node's agent is up, and that its daemon has let it in. Raises OSError."""
     (directory / f"{_UP}{name}").touch()
+
+
+def unmark_up(directory: Path, name: str) -> None:
+    """Forget that a node was there: it has left, and comes again. Raises OSError."""
+    (directory / f"{_UP}{name}").unlink(missing_ok=True)
 
 
 def mark_begun(directory: Path) -> None:
@@ -48,9 +54,26 @@ def nodes_asked_for(directory: Path) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
+def give_back(directory: Path, nodes: Iterable[int]) -> None:
+    """Say that these nodes are out of the job, and to be given back. Raises OSError."""
+    new = directory / f"{_GIVEN}.{os.getpid()}.{socket.gethostname()}"
+    new.write_text(" ".join(map(str, nodes)))
+    new.replace(directory / _GIVEN)
+
+
+def nodes_given_back(directory: Path) -> frozenset[int]:
+    """Return the numbers of the nodes that are to be given back, by the newest word."""
+    try:
+        words = (directory / _GIVEN).read_text().split()
+    except OSError:
+        return frozenset()
+    return frozenset(int(word) for word in words if word.isascii() and word.isdecimal() and len(word) < 10)
+
+
 def forget_wanted(directory: Path) -> None:
     """Remove what an earlier run in the same folder has left. Raises OSError."""
-    (directory / _WANTED).unlink(missing_ok=True)
+    for name in (_WANTED, _GIVEN):
+        (directory / name).unlink(missing_ok=True)
     clear(directory)
 
 

@@ -25,6 +25,7 @@ from ckptless.daemon.protocol.limits import (
     Nbytes,
     NodeCount,
     NodeNumber,
+    Nodes,
     Number,
     Pid,
     Port,
@@ -142,11 +143,13 @@ class Cancel(Clipped, Message, frozen=True, kw_only=True):
 class Resize(Message, frozen=True, kw_only=True):
     """Somebody wants the job to train on so many nodes from now on; None: on as many as there are.
 
-    Said at `at_s`, Unix time: the newest word counts.
+    Said at `at_s`, Unix time: the newest word counts. `give_back`: what is then neither trained on nor a
+    spare is given back to Slurm.
     """
 
     nodes: NodeCount | None
     at_s: Age
+    give_back: bool = False
 
 
 class Admitted(Message, frozen=True, kw_only=True):
@@ -234,6 +237,12 @@ class Draw(Message, frozen=True, kw_only=True):
     nodes: NodeCount
 
 
+class GiveBack(Message, frozen=True, kw_only=True):
+    """Leading daemon to its agent: these nodes are out of the job, and Slurm is to have them again."""
+
+    nodes: Nodes
+
+
 class Announce(Message, frozen=True, kw_only=True):
     """Leading daemon to its agent: a line for the job's output, which its user reads."""
 
@@ -259,7 +268,7 @@ class JobEnded(Clipped, Message, frozen=True, kw_only=True):
 
 
 Notice: TypeAlias = JobStarted | JobEnded
-ToAgent: TypeAlias = Order | Draw | Announce | Renewed | JobKey | Admitted | Denied | Ping
+ToAgent: TypeAlias = Order | Draw | GiveBack | Announce | Renewed | JobKey | Admitted | Denied | Ping
 FromAgent: TypeAlias = AgentHello | AgentState | AgentEvent | Cancel | Resize
 
 # ---------------------------------------------------------------------------------- rank and agent

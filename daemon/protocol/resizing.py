@@ -12,12 +12,13 @@ from ckptless.daemon.protocol.reading import MAX_NAME
 class ResizeJob(Message, frozen=True, kw_only=True):
     """ckptctl to daemon: train on so many nodes from now on; None: on as many as there are.
 
-    `job` is a run, or the number of a Slurm job with one.
+    `job` is a run, or the number of a Slurm job with one. `give_back`: Slurm gets what is left over.
     """
 
     protocol: Protocol
     job: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
     nodes: NodeCount | None
+    give_back: bool = False
 
 
 class Resized(Message, frozen=True, kw_only=True):

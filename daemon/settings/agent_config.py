@@ -110,7 +110,8 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
     own.update(names)
     return agent_config(
         shared,
-        node=shared.spec.names.index(name),
+        # A node that was given back and drawn in again has another number since.
+        node=len(shared.spec.names) - 1 - shared.spec.names[::-1].index(name),
         name=name,
         address=address,
         env=own,

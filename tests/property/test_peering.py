@@ -63,7 +63,7 @@ class Wires:
     def flush_soon(self) -> None:
         pass
 
-    def to_agent(self, order: m.Order | m.Draw | m.Announce | m.Renewed) -> None:
+    def to_agent(self, order: m.Order | m.Draw | m.GiveBack | m.Announce | m.Renewed) -> None:
         pass
 
     def write(self, records: Sequence[Record]) -> None:

@@ -169,7 +169,7 @@ class Agent:
         if self.alive:
             self._changed()
 
-    def obey(self, order: m.Order | m.Draw | m.Announce | m.Renewed) -> None:
+    def obey(self, order: m.Order | m.Draw | m.GiveBack | m.Announce | m.Renewed) -> None:
         """An order of the daemon."""
         if self.sound and isinstance(order, m.Draw):
             self.world.drawing.asked(order.nodes)

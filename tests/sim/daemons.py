@@ -55,7 +55,7 @@ class Daemon:
         self.linked_at: dict[int, float] = {}
         self._session: JobSession | None = None
         self._agent: Agent | None = None
-        self._orders: Channel[m.Order | m.Draw | m.Announce | m.Renewed] | None = None
+        self._orders: Channel[m.Order | m.Draw | m.GiveBack | m.Announce | m.Renewed] | None = None
         # Votes that wait for the disk, and those that the write under way is for; see `LedgerWriter`.
         self._votes: list[Vote] = []
         self._writing: list[Vote] = []
@@ -355,7 +355,7 @@ class Daemon:
             self.world.checks.proposed(self, new)
         self._proposed.add(key)
 
-    def to_agent(self, order: m.Order | m.Draw | m.Announce | m.Renewed) -> None:
+    def to_agent(self, order: m.Order | m.Draw | m.GiveBack | m.Announce | m.Renewed) -> None:
         """See session.Outlets. What comes every moment takes no draw of the seed's."""
         agent = self._agent
         if agent is not None and isinstance(order, m.Renewed) and self._deaf_until > self.world.events.now:

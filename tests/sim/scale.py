@@ -172,7 +172,7 @@ class Node:
 
     # ------------------------------------------------------------------------- Outlets, for JobSession
 
-    def to_agent(self, order: m.Order | m.Draw | m.Announce | m.Renewed) -> None:
+    def to_agent(self, order: m.Order | m.Draw | m.GiveBack | m.Announce | m.Renewed) -> None:
         match order:
             case m.Assign():
                 self._assignment = order.assignment

@@ -74,6 +74,11 @@ class Elastic(Training):
         """The nodes that it has for Slurm."""
         return expand(self.slurm("NodeList"))
 
+    def pid(self, rank: int) -> int | None:
+        """The process of a rank."""
+        found = {slot.rank: slot.pid for slot in self.ledger().slots if slot.job == self.run_name}
+        return found.get(rank)
+
     def has(self, ranks: int) -> None:
         """Until it trains on so many."""
         self.wait(lambda: self.world() == ranks, f"it trains on {ranks} ranks")
@@ -110,5 +115,29 @@ def test_a_job_of_one_size_waits_for_a_node(site: Cluster) -> None:
     job.has(2)
     site.power_off("node02")
     job.wait(lambda: any(r.rung == "spare" for r in job.ledger().recoveries), "another node has its rank")
+    job.ended()
+    job.every_sample_once()
+
+
+def test_nodes_are_given_back_and_come_again(site: Cluster) -> None:
+    """Another job has them meanwhile; the processes on the first node are the same all the time."""
+    spec = "min-nodes=2,max-nodes=4,draw-in=8,scale-up-after=1"
+    job = Elastic(site, nodes=4, steps=2000, spec=spec, kind="fsdp").submit()
+    job.has(4)
+    first = job.pid(0)
+    words = ("ckptctl", "resize", str(job.job_id), "--nodes", "2", "--give-back")
+    site.run("node01", *words, user=job.user)
+    job.has(2)
+    job.wait(lambda: len(job.allocation()) == 2, "Slurm has two nodes again")
+    done = site.run("ctl", "sbatch", "--parsable", "-N3", "--wrap", "srun -N3 sleep 2", user="tester")
+    other = int(done.stdout)
+
+    def is_done() -> bool:
+        return "JobState=COMPLETED" in site.run("ctl", "scontrol", "-o", "show", "job", str(other)).stdout
+
+    job.wait(is_done, "another job has had them")
+    site.run("node01", "ckptctl", "resize", str(job.job_id), "--nodes", "max", user=job.user)
+    job.has(4)
+    assert job.pid(0) == first
     job.ended()
     job.every_sample_once()

@@ -79,6 +79,15 @@ def lacking(spec: JobSpec, nodes: Mapping[int, NodeView], fleet: Fleet, wanted: 
     return max(0, min(most - len(fleet.whole), free))
 
 
+def left_over(spec: JobSpec, fleet: Fleet) -> tuple[int, ...]:
+    """Return the nodes that are neither trained on nor needed as spares; those that came last first.
+
+    The first node is never one: a job's batch script runs there, with its launcher.
+    """
+    idle = sorted(fleet.whole.difference(fleet.training) - {0}, reverse=True)
+    return tuple(idle[: max(0, len(idle) - spec.spares)])
+
+
 def places_on(nodes: Sequence[int], slots_per_node: int) -> tuple[Place, ...]:
     """Return the ranks' slots, in order, on all of these nodes."""
     return tuple(Place(node=node, slot=slot) for node in nodes for slot in range(slots_per_node))

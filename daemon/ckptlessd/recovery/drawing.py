@@ -1,4 +1,4 @@
-"""Pure: the rung "draw in": the leader says how many nodes more the job would use, and may wait for one.
+"""Pure: the rung "draw in": the leader says how many nodes more the job would use, or gives some back.
 
 Whoever gives out nodes (the launcher asks Slurm for them, as the user) starts agents on those that it gets.
 They get numbers that were kept for them, and are spares of the job from the next generation on.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptless.daemon.ckptlessd.planning import resizing
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.resizing import Fleet
-from ckptless.daemon.ckptlessd.recovery.events import ToAgent
+from ckptless.daemon.ckptlessd.recovery.events import NodeLost, ToAgent
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol import messages as m
 
@@ -26,10 +26,13 @@ class Drawing:
     _told_s: float = 0.0
     # Since when a generation could be planned but for a node.
     _waiting_s: float | None = None
+    # Nodes that were given back, and when that was said last.
+    _given: tuple[int, ...] = ()
+    _given_s: float = 0.0
 
     def begin(self) -> None:
         """Begin to lead."""
-        self._told, self._waiting_s = -1, None
+        self._told, self._waiting_s, self._given = -1, None, ()
 
     def look(self, spec: m.JobSpec, assignment: m.Assignment, now: float) -> None:
         """Say how many nodes are lacking, where that is news."""
@@ -43,6 +46,21 @@ class Drawing:
             self._told, self._told_s = count, now
             came = sum(view.late and view.hello is not None for view in self.job.nodes.values())
             self.job.out.append(ToAgent(m.Draw(nodes=came + count)))
+
+    def give_back(self, spec: m.JobSpec, assignment: m.Assignment, now: float) -> None:
+        """Take the nodes that are left over out of the job, where somebody wants Slurm to have them."""
+        job, said = self.job, self.job.resize
+        if said is None or not said.give_back or said.nodes is None or job.stage != "running":
+            return
+        fleet = Fleet.of(spec, job.nodes, assignment)
+        if len(fleet.training) <= said.nodes and (leaving := resizing.left_over(spec, fleet)):
+            for node in leaving:
+                job.lose(NodeLost(node, "given back to Slurm", 0.0, source="operator"))
+            job.meet()
+            self._given, self._given_s = (*self._given, *leaving), 0.0
+        if self._given and now - self._given_s >= AGAIN_S:
+            self._given_s = now
+            job.out.append(ToAgent(m.GiveBack(nodes=self._given)))
 
     def waits(self, spec: m.JobSpec, outcome: m.Outcome, now: float) -> bool:
         """Whether a job that has no spare left does not end yet, since a node may come."""

@@ -154,7 +154,7 @@ class Broadcast:
 class ToAgent:
     """Give the order, or the words, to this node's agent."""
 
-    order: m.Order | m.Draw | m.Announce | m.Renewed
+    order: m.Order | m.Draw | m.GiveBack | m.Announce | m.Renewed
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ def sees_all(uid: int, daemon: int) -> bool:
 def find_node(word: str, names: Sequence[str]) -> int | None:
     """The number of the node that is meant: by its name, else by its number in the job, from 0."""
     if word in names:
-        return names.index(word)
+        # One that has left and come again has the later number.
+        return len(names) - 1 - names[::-1].index(word)
     if word.isascii() and word.isdecimal() and len(word) < 10 and int(word) < len(names):
         return int(word)
     return None

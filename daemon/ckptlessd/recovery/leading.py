@@ -93,6 +93,7 @@ class Leading:
             self._form(job.spec, now)
             return
         self.drawing.look(job.spec, progress.assignment, now)
+        self.drawing.give_back(job.spec, progress.assignment, now)
         if job.stage != "stopping":
             self._watch(progress, job.spec.limits, now)
             self._advance(progress, now)
