@@ -123,7 +123,7 @@ class AgentCore:
         place = m.Place(node=self.node, slot=slot.index)
         rank, one = assignment.rank_at(place), slot.living
         if rank is None:
-            if one is not None and slot.step is not None:
+            if one is not None and one.lived:
                 self._retire(slot, one)
                 slot.enter("empty", assignment.generation, now)
             elif slot.phase == "empty":

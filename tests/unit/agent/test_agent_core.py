@@ -153,7 +153,6 @@ def test_a_process_that_lives_is_replaced_where_the_assignment_says_so(node: Nod
 
 def test_a_rank_that_trained_and_is_none_any_more_ends_and_a_spare_stays(node: Node) -> None:
     births = node.train(assignment(1, place(0)))
-    node.core.slots[0].step = 3
     said = node.assign(assignment(2, place(1)))
     assert a.KillProcess(births[0]) in said
     assert node.phases() == ["empty", "assigned"]
@@ -445,3 +444,17 @@ def test_a_slot_that_leaves_a_job_which_shrinks_is_a_spare_again(node: Node, bad
     starts = [action for action in actions if isinstance(action, a.StartProcess)]
     assert [(start.slot, start.assignment) for start in starts] == ([] if bad else [(1, None)])
     assert a.KillProcess(born[1]) in actions
+
+
+def test_the_spare_in_a_slot_that_has_left_stays_over_generations(node: Node) -> None:
+    """What the process before it has trained is none of its."""
+    node.train(assignment(1, place(0), place(1)))
+    for slot in node.core.slots:
+        node.core.stepped(slot, m.Stepped(generation=1, step=9, loss=0.5, every=1, share=None), first=True)
+    (spare,) = node.births(node.assign(assignment(2, place(0))))
+    for generation in (3, 4):
+        node.hello(spare)
+        said = node.assign(assignment(generation, place(0)))
+        assert kinds(said) == ["FollowAssignment", "AssignRank", "ReportState"]
+        assert node.core.occupied(spare) is node.core.slots[1]
+        assert node.phases() == ["assigned", "waiting"]
