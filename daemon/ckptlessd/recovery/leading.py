@@ -257,7 +257,9 @@ class Leading:
     def _replan(self, progress: GenerationProgress, spec: m.JobSpec, now: float) -> None:
         """Once every agent is frozen and every rank is out: the next generation."""
         for finding in progress.take_news():
-            self.log.add(finding, progress.assignment, now)
+            # Ranks that stop for a new size break the collectives of those that have not heard of it yet.
+            if not (self.sizes.resizes and finding.kind == "broken"):
+                self.log.add(finding, progress.assignment, now)
         late = now - self.job.since >= spec.limits.leave_s
         moving = progress.moving
         if late:
