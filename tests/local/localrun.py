@@ -201,6 +201,14 @@ def _describe(pid: int) -> str:
     return f"process {pid}"
 
 
+def lose_node(job: Job, node: int) -> None:
+    """The daemon goes first, so that nobody can say goodbye; the agent's death takes its ranks."""
+    for what in ("daemon", "agent"):
+        pid = job.pid_of(node, what)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+
 # ----------------------------------------------------------------------------------------- the toy
 
 

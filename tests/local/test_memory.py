@@ -15,7 +15,7 @@ from ckptless.daemon.agent.versions.store import SLOTS
 from ckptless.daemon.protocol.version import header_nbytes
 from ckptless.daemon.replication.footprint import Load, Shape
 
-from .localrun import HERE, RANKS, Job, toy, wait_until
+from .localrun import HERE, RANKS, Job, lose_node, toy, wait_until
 
 COPIES = 2
 # A shard of 69 MB: 96 parameters for each of the width, and two moments of each, on four ranks.
@@ -94,14 +94,6 @@ def as_it_should_be(job: Job, nodes: int, generation: int) -> None:
     print(f"generation {generation}: {each:.1f} MB for each rank, {ratio():.3f} of the formula")
     assert abs(ratio() - 1) <= WITHIN, job.story()
     assert not found.stray, "ranks keep what their agents have given back"
-
-
-def lose_node(job: Job, node: int) -> None:
-    """The daemon goes first, so that nobody can say goodbye; the agent's death takes its ranks."""
-    for what in ("daemon", "agent"):
-        pid = job.pid_of(node, what)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
 
 
 def kill_rank(job: Job, rank: int) -> None:

@@ -10,7 +10,6 @@ generations, unless it is "often". Without "step" it strikes at
 any; with "after" (the number of another fault) only in the recovery from that one or later.
 """
 
-import ctypes
 import hashlib
 import json
 import os
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from held import held  # type: ignore[import-not-found]  # run as a script, beside it
+from own_node import kill_daemon, lose_node  # type: ignore[import-not-found]  # run as a script, beside it
 from rot import rot  # type: ignore[import-not-found]  # run as a script, beside it
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,16 +114,14 @@ def inject(kind: str, shard: int) -> None:
         raise ValueError("the toy raises, as told")
     if kind == "exit":
         os._exit(7)
-    if kind in ("node", "daemon"):
-        kill_daemon()
     if kind == "daemon":
+        kill_daemon()
         return
     if kind == "stop-agent":
         os.kill(os.getppid(), signal.SIGSTOP)
         return
     if kind == "node":
-        # The daemon went first, so that nobody can say goodbye; the agent's death takes its ranks.
-        os.kill(os.getppid(), signal.SIGKILL)
+        lose_node()
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
 
@@ -150,18 +149,6 @@ def hold() -> None:
 
 # After these the rank goes on.
 GO_ON = {"hold": hold, "flip": flip, "sticky": break_device}
-
-
-def kill_daemon() -> None:
-    config = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
-    home = Path(os.fsdecode(config[config.index(b"--local") + 1])).parent
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = process.read_bytes()
-        except OSError:
-            continue
-        if os.fsencode(home / "daemon.json") in line:
-            os.kill(int(process.parent.name), signal.SIGKILL)
 
 
 class Step(torch.optim.AdamW):
@@ -238,35 +225,9 @@ def build(run: Any) -> ckptless.State:
 
 
 def watch(rank: int, generation: int) -> None:
-    """What this process holds, for a test of leaks; last what it has allocated and not freed, in KiB."""
-    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    numbers = (
-        os.getpid(),
-        len([*Path("/proc/self/fd").iterdir()]),
-        status["Threads"],
-        status["VmRSS"].split()[0],
-        allocated(),
-    )
+    """What this process holds, for a test of leaks."""
     with (OUT / f"watch-{rank}.txt").open("a") as log:
-        log.write(" ".join(map(str, (generation, *numbers))) + "\n")
-
-
-class Malloc(ctypes.Structure):
-    """What mallinfo2(3) gives."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for line in ("arena ordblks smblks hblks hblkhd usmblks", "fsmblks uordblks fordblks keepcost")
-        for name in line.split()
-    )
-
-
-def allocated() -> str:
-    """KiB that malloc has given out, without what it keeps of freed memory for each thread there has been."""
-    ask = ctypes.CDLL(None).mallinfo2
-    ask.restype = Malloc
-    found = ask()
-    return str((found.uordblks + found.hblkhd) >> 10)
+        log.write(" ".join(map(str, (generation, *held()))) + "\n")
 
 
 def train(run: Any) -> None:

@@ -88,9 +88,9 @@ class Elastic(Training):
         epoch: list[int] = []
         for step, ranks in sorted(self.seen().items()):
             # A step that was done again was noted twice.
-            samples = sorted({sample for numbers, _, _ in ranks for sample in numbers})
+            samples = sorted({sample for numbers, *_ in ranks for sample in numbers})
             assert len(samples) == BATCH, (step, ranks)
-            assert len({digest for _, _, digest in ranks}) == 1, (step, ranks)
+            assert len({digest for _, _, digest, *_ in ranks}) == 1, (step, ranks)
             epoch += samples
             if len(epoch) == SAMPLES:
                 assert sorted(epoch) == list(range(SAMPLES)), step
