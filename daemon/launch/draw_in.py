@@ -10,6 +10,7 @@ from ckptless.daemon.launch.late import LateNodes
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.forming import nodes_asked_for, nodes_given_back, nodes_up, unmark_up
 from ckptless.daemon.slurm.commands import Commands
+from ckptless.daemon.slurm.hostlist import compress
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,12 @@ class DrawIn:
             # no deadline: it is done
             await self._task
             self._task = None
-        leaving = sorted((nodes_given_back(self._log_dir) & ended) - self._given_back)
+        leaving = nodes_given_back(self._log_dir) - self._given_back
         if now_s < self._next_s:
             return
-        if leaving:
-            self._task = asyncio.create_task(self._try(self._release(leaving[0]), now_s))
+        if leaving and leaving <= ended:
+            # All at once: Slurm 22.05 without slurmdbd takes one such update of a job, and no second one.
+            self._task = asyncio.create_task(self._try(self._release(sorted(leaving)), now_s))
             return
         there = nodes_up(self._log_dir)
         up = {number for number, name in enumerate(self._names) if name in there}
@@ -71,11 +73,11 @@ class DrawIn:
         else:
             self._pause_s, self._said = FIRST_PAUSE_S, ""
 
-    async def _release(self, number: int) -> None:
-        name = self._names[number]
-        await Commands().release(self._job_id, [name], deadline_s=DEADLINE_S)
-        self._given_back.add(number)
-        logger.info("%s: given back", name)
+    async def _release(self, numbers: Sequence[int]) -> None:
+        names = [self._names[number] for number in numbers]
+        await Commands().release(self._job_id, names, deadline_s=DEADLINE_S)
+        self._given_back.update(numbers)
+        logger.info("%s: given back", compress(names))
 
     async def _draw(self) -> None:
         avoid = [name for number, name in enumerate(self._names) if number not in self._given_back]

@@ -124,6 +124,7 @@ def test_nodes_are_given_back_and_come_again(site: Cluster) -> None:
     spec = "min-nodes=2,max-nodes=4,draw-in=8,scale-up-after=1"
     job = Elastic(site, nodes=4, steps=2000, spec=spec, kind="fsdp").submit()
     job.has(4)
+    job.wait(lambda: job.pid(0) is not None, "the ledgers have the first rank's process")
     first = job.pid(0)
     words = ("ckptctl", "resize", str(job.job_id), "--nodes", "2", "--give-back")
     site.run("node01", *words, user=job.user)
