@@ -76,6 +76,7 @@ async def _serve(settings: Settings, name: str) -> int:
     cluster = SlurmCluster(
         CachedSlurm(backend, Clock()), name, settings.daemon.port, settings.slurm.on_node_lost
     )
+    cluster.gives_way = settings.elastic.give_way
     credentials = MungeCredentials(Munge(_folder(settings.munge.socket)))
     service = Service(
         daemon_config(settings, name), cluster, credentials, inherited(os.environ).get("agents")
@@ -131,6 +132,7 @@ class _Supervised:
             logger.error("not reloaded: %s", error)  # noqa: TRY400  # one sentence says it
         else:
             self.cluster.on_node_lost = fresh.slurm.on_node_lost
+            self.cluster.gives_way = fresh.elastic.give_way
             self.service.set_timers(fresh.timers)
             self.service.requeue_memory.limit(_keep(fresh))
             late = needs_restart(self.settings, fresh)

@@ -18,7 +18,7 @@ from ckptless.daemon.ckptlessd.requeue_memory import RequeueMemory
 from ckptless.daemon.ckptlessd.requeue_table import Entry
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol.errors import CkptlessError, LedgerError, PeerError, UsageError
-from ckptless.daemon.protocol.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome
+from ckptless.daemon.protocol.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome, Resize
 from ckptless.daemon.protocol.records import JobRecord
 from ckptless.daemon.settings.bind import interfaces
 from ckptless.daemon.settings.config import Peer
@@ -32,6 +32,7 @@ from ckptless.daemon.slurm.errors import (
     SlurmRefusedError,
     SlurmUnreachableError,
 )
+from ckptless.daemon.slurm.giving_way import gives_way, waits_before
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 if TYPE_CHECKING:
@@ -80,6 +81,10 @@ class SlurmCluster:
     def __init__(self, slurm: CachedSlurm, name: str, port: int, on_node_lost: OnNodeLost) -> None:
         self._slurm, self._name, self._port = slurm, name, port
         self.on_node_lost = on_node_lost
+        # Whether elastic jobs give nodes back while one of higher priority waits for them.
+        self.gives_way = False
+        # Of runs that have: when that was said.
+        self._gave_way: dict[str, float] = {}
         self._announced: dict[int, int] = {}
         self._addresses: dict[str, str] = {}
         self._marked_down: set[str] = set()
@@ -355,6 +360,8 @@ class SlurmCluster:
             looked_s = loop.time()
             await self._look_at_jobs(_open(jobs()), poll_s)
             await self._look_at_nodes(_open(jobs()), poll_s)
+            if self.gives_way:
+                await self._give_way([run for run in _open(jobs()) if _may_shrink(run)], poll_s)
             if requeue_memory is not None:
                 await self._look_at_kept(requeue_memory, poll_s)
             if ledger is not None:
@@ -431,6 +438,44 @@ class SlurmCluster:
                 for number, reason in newly_down(names, lost, reading.value):
                     run.session.lose(NodeLost(number, reason, 0.0, source="slurm"))
 
+    async def _give_way(self, runs: "list[JobHost]", poll_s: float) -> None:
+        """Give nodes back where a job of higher priority waits for them; have them again once none waits."""
+        reading = await self._slurm.nodes(max_age_s=poll_s) if runs else None
+        if reading is None or reading.value is None or not reading.fresh:
+            return
+        try:
+            queue = await self._slurm.direct.queue()
+        except CkptlessError as error:
+            logger.info("nobody can say which jobs wait: %s", error)
+            return
+        known = {one.job_id: one for one in queue}
+        for run in runs:
+            ours, spec = known.get(slurm_job_id(run.job)), run.session.control.spec
+            if ours is None or spec is None:
+                continue
+            idle = sum(node.idle and ours.partition in node.partitions for node in reading.value)
+            sizes = [size + spec.spares for size in spec.sizes]
+            found = gives_way(ours, queue, idle, sizes)
+            if found is not None:
+                first, keeps = found
+                self._resize(run, keeps - spec.spares, f"job {first.job_id} waits for {first.nodes} nodes")
+            elif self._has_given_way(run) and not waits_before(ours, queue):
+                self._resize(run, None, "no job of higher priority waits any more")
+
+    def _has_given_way(self, run: "JobHost") -> bool:
+        """Whether the newest wish for a size is this daemon's own."""
+        return self._gave_way.get(run.job) == run.session.control.wanted[1]
+
+    def _resize(self, run: "JobHost", size: int | None, why: str) -> None:
+        wanted = run.session.control.wanted[0]
+        # What a person wants to be smaller still stays so.
+        if wanted == size or (size is not None and wanted is not None and wanted < size):
+            return
+        at_s = time.time()
+        run.note("info", "gives-way", f"{why}: {size if size is not None else 'as many'} nodes from now on")
+        self._gave_way[run.job] = at_s
+        run.session.resize(Resize(nodes=size, at_s=at_s, give_back=size is not None))
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -461,6 +506,15 @@ class SlurmCluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._lookups.shutdown(wait=False, cancel_futures=True)
         await self._slurm.aclose()
+
+
+def _may_shrink(run: "JobHost") -> bool:
+    """Whether it is led from here, and may give nodes back since it may draw others in."""
+    control = run.session.control
+    spec = control.spec
+    return (
+        control.leads and control.stage == "running" and spec is not None and spec.elastic and spec.late > 0
+    )
 
 
 def _has_no_leader(run: "JobHost") -> bool:

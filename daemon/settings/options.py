@@ -226,7 +226,8 @@ class KeepSettings:
 class ElasticSettings:
     """Whether jobs may be elastic, and in which partitions; none are named: in all.
 
-    `draw_in`: whether any job may have nodes added to it.
+    `draw_in`: whether any job may have nodes added to it. `give_way`: whether elastic jobs that may draw
+    nodes in give some back while a job of higher priority waits for them.
     """
 
     allow: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(True)
@@ -234,6 +235,7 @@ class ElasticSettings:
         words=("a list of partitions, each once, such as [gpu, debug]",), read=names
     ).default(())
     draw_in: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(True)
+    give_way: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(False)
 
 
 @dataclass(frozen=True, kw_only=True)

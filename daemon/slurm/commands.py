@@ -18,6 +18,7 @@ from ckptless.daemon.slurm.errors import (
     SlurmUnreachableError,
     from_message,
 )
+from ckptless.daemon.slurm.giving_way import Queued
 from ckptless.daemon.slurm.process import Account, Done, find, run
 from ckptless.daemon.slurm.text import JobFormat, read_nodes
 
@@ -63,6 +64,11 @@ class Commands:
         if job_id not in found:
             raise SlurmNotFoundError(f"Slurm knows no job {job_id}")
         return found[job_id]
+
+    async def queue(self, *, deadline_s: float = DEADLINE_S) -> tuple[Queued, ...]:
+        """All jobs as they stand in the queue, with their priorities."""
+        form = JobFormat.of_queue(f"s{secrets.token_hex(8)}")
+        return form.read_queue(await self._ask(form, Deadline(deadline_s)))
 
     async def nodes(self, *, deadline_s: float = DEADLINE_S) -> tuple[Node, ...]:
         """All nodes."""

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.slurm.adapter import Job, Node, node_of
 from ckptless.daemon.slurm.ending import Ending
+from ckptless.daemon.slurm.giving_way import Queued
 from ckptless.daemon.slurm.hostlist import expand, is_node_name
 
 # What stands for "nothing", in one field or another.
@@ -45,6 +46,7 @@ _JOB_FIELDS = (
     "Name",
     "Comment",
 )
+_QUEUE_FIELDS = ("JobID", "State", "Partition", "PriorityLong", "NumNodes", "Reason")
 _ENDING_FIELDS = ("JobID", "State", "Reason", "RestartCnt", "PreemptTime", "EndTime")
 _NODE_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z_]*)=")
 # `Not responding [slurm@2026-11-21T15:09:06] Comment=...`: after its first line Slurm says who gave the
@@ -99,6 +101,11 @@ class JobFormat:
         """The format of the query for `read_endings`."""
         return cls(secret, _ENDING_FIELDS)
 
+    @classmethod
+    def of_queue(cls, secret: str) -> "JobFormat":
+        """The format of the query for `read_queue`."""
+        return cls(secret, _QUEUE_FIELDS)
+
     def _end(self, name: str) -> str:
         return self.secret + ("." if name == self.fields[-1] else ";")
 
@@ -116,9 +123,25 @@ class JobFormat:
         """The jobs of an answer. Raises ProtocolError."""
         return tuple(map(_job, self._records(text)))
 
+    def read_queue(self, text: str) -> tuple[Queued, ...]:
+        """Return the jobs of an answer as they stand in the queue. Raises ProtocolError."""
+        return tuple(map(_queued, self._records(text)))
+
     def read_endings(self, text: str) -> dict[int, Ending]:
         """Return what may end the jobs of an answer, by their numbers. Raises ProtocolError."""
         return {number(got["JobID"], "job id"): _ending(got) for got in self._records(text)}
+
+
+def _queued(got: Mapping[str, str]) -> Queued:
+    return Queued(
+        job_id=number(got["JobID"], "job id"),
+        state=job_state(got["State"]),
+        partition=something(got["Partition"]),
+        priority=number(got["PriorityLong"], "priority"),
+        # `4-8` of one that would take from four to eight.
+        nodes=number(got["NumNodes"].strip().partition("-")[0], "number of nodes"),
+        reason=something(got["Reason"]),
+    )
 
 
 def _job(got: Mapping[str, str]) -> Job:

@@ -122,7 +122,8 @@ def test_a_job_of_one_size_waits_for_a_node(site: Cluster) -> None:
 def test_nodes_are_given_back_and_come_again(site: Cluster) -> None:
     """Another job has them meanwhile; the processes on the first node are the same all the time."""
     spec = "min-nodes=2,max-nodes=4,draw-in=8,scale-up-after=1"
-    job = Elastic(site, nodes=4, steps=2000, spec=spec, kind="fsdp").submit()
+    options = ["--exclusive"]
+    job = Elastic(site, nodes=4, steps=2000, spec=spec, kind="fsdp", options=options).submit()
     job.has(4)
     job.wait(lambda: job.pid(0) is not None, "the ledgers have the first rank's process")
     first = job.pid(0)
@@ -130,7 +131,9 @@ def test_nodes_are_given_back_and_come_again(site: Cluster) -> None:
     site.run("node01", *words, user=job.user)
     job.has(2)
     job.wait(lambda: len(job.allocation()) == 2, "Slurm has two nodes again")
-    done = site.run("ctl", "sbatch", "--parsable", "-N3", "--wrap", "srun -N3 sleep 2", user="tester")
+    done = site.run(
+        "ctl", "sbatch", "--parsable", "-N3", "--exclusive", "--wrap", "srun -N3 sleep 2", user="tester"
+    )
     other = int(done.stdout)
 
     def is_done() -> bool:
@@ -142,3 +145,29 @@ def test_nodes_are_given_back_and_come_again(site: Cluster) -> None:
     assert job.pid(0) == first
     job.ended()
     job.every_sample_once()
+
+
+def test_a_job_gives_way_to_one_of_higher_priority(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It starts on nodes that the elastic job has; afterwards that job has them again."""
+    require_slurm()
+    conf = {**CONF, "PriorityType": "priority/basic"}
+    yaml = "version: 1\nmax_stall: 60s\nslurm: {backend: commands, poll: 1s}\nelastic: {give_way: true}\n"
+    place = tmp_path_factory.mktemp("site") / "cluster"
+    with make_site(place, tmp_path_factory.mktemp("spank"), 4, conf, yaml=yaml) as site:
+        site.restore()
+        spec = "min-nodes=2,max-nodes=4,draw-in=8,scale-up-after=1"
+        job = Elastic(site, nodes=4, steps=3000, spec=spec, options=["--exclusive"]).submit()
+        job.has(4)
+        site.run("ctl", "scontrol", "update", f"jobid={job.job_id}", "nice=1000")
+        words = ("sbatch", "--parsable", "-N2", "--exclusive", "--wrap", "srun -N2 sleep 3")
+        done = site.run("ctl", *words, user="other")
+        other = int(done.stdout)
+
+        def is_over() -> bool:
+            return "JobState=COMPLETED" in site.run("ctl", "scontrol", "-o", "show", "job", str(other)).stdout
+
+        job.wait(is_over, "the other job has had two nodes")
+        job.has(4)
+        assert [e.kind for e in job.ledger().events if e.kind == "gives-way"] == ["gives-way"] * 2
+        job.ended()
+        job.every_sample_once()

@@ -28,16 +28,22 @@ POLL_S = 0.1
 DEADLINE_S = 90.0
 # The job runs at this pace for as long as its file "slow" is there.
 SLEEP_S = 0.1
+YAML = "version: 1\nmax_stall: 60s\nslurm: {backend: commands, poll: 1s}\n"
 
 
 def make_site(
-    directory: Path, build: Path, nodes: int, conf: dict[str, str] | None = None, lines: tuple[str, ...] = ()
+    directory: Path,
+    build: Path,
+    nodes: int,
+    conf: dict[str, str] | None = None,
+    lines: tuple[str, ...] = (),
+    yaml: str = YAML,
 ) -> Cluster:
     """A cluster, still off, with ckptlessd on every node and the plugin in Slurm."""
     plugin = miniconf.build("spank", "ckptless_spank.so", build)
     daemon = Service(name="ckptlessd", argv=(str(BIN / "ckptlessd"), "--verbose"))
     files: dict[str, str | bytes] = {
-        "/etc/ckptless/ckptless.yaml": "version: 1\nmax_stall: 60s\nslurm: {backend: commands, poll: 1s}\n",
+        "/etc/ckptless/ckptless.yaml": yaml,
         "/etc/slurm/plugstack.conf": f"optional {PLUGIN} launcher={BIN / 'ckptless-run'}\n",
         PLUGIN: plugin.read_bytes(),
     }

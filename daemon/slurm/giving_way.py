@@ -1,0 +1,51 @@
+"""Pure: how many nodes an elastic job is to keep, where a job of higher priority waits for some of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# A job waits for nodes, and for nothing that nodes would not mend.
+WAITS_FOR_NODES = frozenset(("Resources", "Priority"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """A job in the queue, or running: the nodes that it asks for or has, and Slurm's reason why it waits."""
+
+    job_id: int
+    state: str
+    partition: str
+    priority: int
+    nodes: int
+    reason: str
+
+
+def gives_way(
+    ours: Queued, others: Iterable[Queued], idle: int, sizes: Sequence[int]
+) -> tuple[Queued, int] | None:
+    """Return who it is that could start with nodes of ours, and the largest of `sizes` that leaves enough.
+
+    `idle`: nodes of the partition on which a job could start now. None where nobody of higher priority waits
+    for nodes there, or the first who does has enough without ours, or would not have enough with them.
+    """
+    waiting = [
+        one
+        for one in others
+        if one.state == "PENDING"
+        and one.partition == ours.partition
+        and one.priority > ours.priority
+        and one.reason in WAITS_FOR_NODES
+    ]
+    if not waiting:
+        return None
+    first = max(waiting, key=lambda one: (one.priority, -one.job_id))
+    missing = first.nodes - idle
+    fitting = [size for size in sizes if size <= ours.nodes - missing]
+    return (first, max(fitting)) if missing > 0 and fitting else None
+
+
+def waits_before(ours: Queued, others: Iterable[Queued]) -> bool:
+    """Whether anybody of higher priority waits in the partition: the job does not grow then."""
+    return any(
+        one.state == "PENDING" and one.partition == ours.partition and one.priority > ours.priority
+        for one in others
+    )
