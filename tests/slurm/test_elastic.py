@@ -122,8 +122,7 @@ def test_a_job_of_one_size_waits_for_a_node(site: Cluster) -> None:
 def test_nodes_are_given_back_and_come_again(site: Cluster) -> None:
     """Another job has them meanwhile; the processes on the first node are the same all the time."""
     spec = "min-nodes=2,max-nodes=4,draw-in=8,scale-up-after=1"
-    options = ["--exclusive"]
-    job = Elastic(site, nodes=4, steps=2000, spec=spec, kind="fsdp", options=options).submit()
+    job = Elastic(site, nodes=4, steps=900, spec=spec, kind="fsdp").submit()
     job.has(4)
     job.wait(lambda: job.pid(0) is not None, "the ledgers have the first rank's process")
     first = job.pid(0)
@@ -156,7 +155,7 @@ def test_a_job_gives_way_to_one_of_higher_priority(tmp_path_factory: pytest.Temp
     with make_site(place, tmp_path_factory.mktemp("spank"), 4, conf, yaml=yaml) as site:
         site.restore()
         spec = "min-nodes=2,max-nodes=4,draw-in=8,scale-up-after=1"
-        job = Elastic(site, nodes=4, steps=3000, spec=spec, options=["--exclusive"]).submit()
+        job = Elastic(site, nodes=4, steps=900, spec=spec).submit()
         job.has(4)
         site.run("ctl", "scontrol", "update", f"jobid={job.job_id}", "nice=1000")
         words = ("sbatch", "--parsable", "-N2", "--exclusive", "--wrap", "srun -N2 sleep 3")
