@@ -34,10 +34,11 @@ class DataIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict
         """The digest of the order, as hex."""
         return digest(sorted(self.order.items()))
 
-    def digest_of_all(self, replicas: int) -> str:
-        """The digest of all of it but which of the `replicas` it is, as hex."""
+    def digest_of_all(self, replicas: int, virtual: int = 0) -> str:
+        """The digest of all of it but which of the `replicas` it is, as hex; they share `virtual` ones."""
         made = sorted(item for item in self.made.items() if item[0] != "replica")
-        return digest([self.format, sorted(self.order.items()), made, replicas])
+        shared = [virtual] if virtual else []
+        return digest([self.format, sorted(self.order.items()), made, replicas, *shared])
 
 
 def digest(value: object) -> str:

@@ -96,6 +96,7 @@ class MappedLoader:
         pins = options.pop("pin_memory", False)
         self._pinning = Pinning(_telling(weakref.ref(self))) if pins else None
         self._replica, self._replicas = options.pop("replica", None), options.pop("replicas", None)
+        self._virtual = 0
         try:
             self._recipe = Recipe(**options)  # type: ignore[misc]  # the rest of the keywords
         except TypeError as error:
@@ -126,7 +127,24 @@ class MappedLoader:
         """The number of this replica, and of all."""
         found = env.read()
         replica = found.rank if self._replica is None else self._replica
-        return DataReplica(replica, found.world_size if self._replicas is None else self._replicas)
+        replicas = found.world_size if self._replicas is None else self._replicas
+        return DataReplica(replica, replicas, self._virtual)
+
+    def deal_virtually(self, virtual: int) -> None:
+        """Give, as each batch, a list of the parts that this rank's of so many virtual ranks have of it.
+
+        `run.batches` says this in an exact job; 0: not any more. UsageError where it cannot.
+        """
+        if virtual and not self.cuts_anew:
+            raise UsageError(
+                "the job is exact, and the batches of a DataLoader cannot be dealt to virtual ranks: give "
+                "MappedLoader the dataset, and not a DataLoader of it"
+            )
+        if virtual and (self._replica is not None or self._replicas is not None):
+            raise UsageError(
+                "the job is exact, and deals batches by virtual ranks: leave replica and replicas out"
+            )
+        self._virtual = virtual
 
     @property
     def cuts_anew(self) -> bool:

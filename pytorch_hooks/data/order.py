@@ -5,6 +5,7 @@
     slice of replica r of R    of m places in a batch those from  m * r // R  to  m * (r + 1) // R
 
 The replicas cut up the same global batch, so that another number of them changes nobody's place in the order.
+Where there are virtual replicas, these cut it up, and each replica has a block of them.
 
 The permutation is a Feistel network over the smallest power of two that holds n, walked along its cycles
 until it comes out below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). It
@@ -24,6 +25,7 @@ import xxhash
 
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.elastic.batches import part_of
+from ckptless.pytorch_hooks.elastic.tree import block
 
 Indices = npt.NDArray[np.int64]
 
@@ -109,14 +111,32 @@ def _by_hash(value: npt.NDArray[np.uint64], keys: list[np.uint64]) -> Indices:
 
 @dataclass(frozen=True)
 class DataReplica:
-    """One of so many data-parallel replicas."""
+    """One of so many data-parallel replicas.
+
+    `virtual`: so many virtual ones share each batch, and this one has the parts of a block of them; 0: none.
+    """
 
     replica: int = 0
     replicas: int = 1
+    virtual: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.replica < self.replicas:
             raise UsageError(f"replica {self.replica} of {self.replicas}: it must be in 0 .. replicas-1")
+        if 0 < self.virtual < self.replicas:
+            raise UsageError(f"{self.replicas} replicas cannot share {self.virtual} virtual ones")
+
+    @property
+    def most(self) -> int:
+        """The number of parts that a batch is cut into."""
+        return self.virtual or self.replicas
+
+    @property
+    def parts(self) -> tuple[DataReplica, ...]:
+        """The virtual replicas that this one has, as replicas."""
+        return tuple(
+            DataReplica(number, self.virtual) for number in block(self.replica, self.replicas, self.virtual)
+        )
 
     def slice(self, count: int) -> tuple[int, int]:
         """Return this replica's of `count` places in a global batch: first, and one after the last."""
@@ -161,15 +181,15 @@ class Batches:
             raise UsageError(
                 f"{self.count} samples make no batch of {self.size}: take a smaller batch_size, or more data"
             )
-        if self.size < layout.replicas:
+        if self.size < layout.most:
             raise UsageError(
                 f"batch_size is that of all replicas together: {self.size} samples are not enough "
-                f"for {layout.replicas} of them"
+                f"for {layout.most} of them"
             )
         rest = self.count % self.size
-        if not self.drop_last and 0 < rest < layout.replicas:
+        if not self.drop_last and 0 < rest < layout.most:
             raise UsageError(
-                f"the last batch of an epoch has {rest} samples for {layout.replicas} replicas: "
+                f"the last batch of an epoch has {rest} samples for {layout.most} replicas: "
                 "set drop_last=True, or another batch_size"
             )
 

@@ -62,7 +62,7 @@ class Numbered:
         # Whose the ring is, where it is not that of all replicas.
         self.owner = f" of replica {layout.replica}" if batched else ""
         # Of all that makes batches different but for the replica, which the stream tells: 32 hex digits.
-        self.digest = manifest.digest_of_all(layout.replicas)
+        self.digest = manifest.digest_of_all(layout.replicas, layout.virtual)
         # In the producer: of each replica the workers, and what they have told since the last batch.
         self._pools: dict[int, tuple[Pool, list[list[str]]]] = {}
 
@@ -102,7 +102,8 @@ class Numbered:
             pool = Pool(self._workers, self.timeout_s, lambda kind, text: told.append([kind, text]))
             self._pools[replica] = (pool, told)
         pool, told = self._pools[replica]
-        own = self.production.of(DataReplica(replica, self.production.layout.replicas))
+        layout = self.production.layout
+        own = self.production.of(DataReplica(replica, layout.replicas, layout.virtual))
         for batch, after, skipped in pool.epoch(own, position):
             after = _storable(after, told)
             events, told[:] = list(told), []

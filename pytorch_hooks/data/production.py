@@ -90,6 +90,8 @@ class Production:
         # A batch takes several sequences of each.
         self._blocks = lru_cache(KEPT_BLOCKS)(self._block)
         self._batches: Batches | None = None
+        # Of the virtual replicas that this one has, once they are asked for.
+        self._virtual: list[Production] = []
 
     # ---------------------------------------------------------------------------------------- opening
 
@@ -111,6 +113,13 @@ class Production:
         other = Production(self.source, self.recipe, layout)
         other._order, other._packed, other._batches = self._order, self._packed, self._batches
         return other
+
+    @property
+    def _parts(self) -> list[Production]:
+        """The makers of the parts that a batch of this replica is a list of: those of virtual replicas."""
+        if not self._virtual:
+            self._virtual = [self.of(part) for part in self.layout.parts]
+        return self._virtual
 
     @property
     def batches(self) -> int | None:
@@ -137,7 +146,9 @@ class Production:
             how = recipe.pack
             assert how
             order["pack"] = digest([how.length, how.separator, how.block, how.tail, self._packed.count])
-        replica = digest([self.layout.replica, self.layout.replicas])
+        # As before there were virtual ones, where there are none.
+        virtual = [self.layout.virtual] if self.layout.virtual else []
+        replica = digest([self.layout.replica, self.layout.replicas, *virtual])
         if isinstance(self.source, Stream) and self.source.batched:
             order["replica"] = replica
         made = {
@@ -174,6 +185,8 @@ class Production:
             yield batch, None, *self._batch(position.epoch, batch)
 
     def _batch(self, epoch: int, batch: int) -> tuple[Any, list[str]]:
+        if self.layout.virtual:
+            return _joined([part._batch(epoch, batch) for part in self._parts])
         assert self._batches is not None
         assert self._order is not None
         places = self._batches.places(batch, self.layout)
@@ -299,6 +312,8 @@ class Production:
             )
 
     def _of_items(self, epoch: int, batch: int, taken: list[Any]) -> tuple[Any, list[str]]:
+        if self.layout.virtual:
+            return _joined([part._of_items(epoch, batch, taken) for part in self._parts])
         assert isinstance(self.source, Stream)
         name, size = self.source.name, self.recipe.batch_size
         if size is None:
@@ -320,6 +335,11 @@ class Production:
             except BadRecordError as error:
                 skipped.append(self._skip(error))
         return self._collated(values, (epoch, batch, first), f"batch {batch} of epoch {epoch}"), skipped
+
+
+def _joined(parts: list[tuple[Any, list[str]]]) -> tuple[Any, list[str]]:
+    """Return a list of what virtual replicas have of a batch, and all that was left out of them."""
+    return [value for value, _skipped in parts], [why for _value, skipped in parts for why in skipped]
 
 
 def _guarded(function: Function, value: Any, where: Callable[[], str], what: str) -> Any:
